@@ -216,11 +216,10 @@ class Scorer:
 
     def _ask(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
         if self._judge is None:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: needs a judge, and there is none; set "
-                "rewards.judge.base_url and model"
-            )
-        return self._judge.submit(prompt, trajectory)
+            why = "needs a judge, and there is none; set rewards.judge.base_url and model"
+            raise ValueError(f"prompt {prompt.prompt_id}: {why}")
+        opened = replace(prompt, messages=_opening(prompt, trajectory))
+        return self._judge.submit(opened, trajectory)
 
     def _verify(
         self, prompt: Prompt, trajectories: Sequence[Trajectory]
@@ -347,14 +346,17 @@ def _unjudged(failed: Failed) -> str:
 
 
 def _asked(group: Group) -> str:
-    """What the user said last before the policy spoke; an environment opens the conversation."""
-    messages = group.prompt.messages
-    if group.prompt.environment and group.trajectories:
-        every = group.trajectories[0].messages
-        spoken = [i for i, message in enumerate(every) if message.get("role") == "assistant"]
-        first = group.trajectories[0].opening or (spoken[0] if spoken else 0)
-        messages = every[:first] or messages
-    return str(messages[-1].get("content") or "")
+    """What the user said last of the opening."""
+    every = [_opening(group.prompt, one) for one in group.trajectories[:1]]
+    return str([*every, group.prompt.messages][0][-1].get("content") or "")
+
+
+def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
+    """What was said before the policy spoke: an environment opens the conversation."""
+    every = trajectory.messages if prompt.environment else ()
+    roles = [message.get("role") for message in every]
+    first = trajectory.opening or (roles.index("assistant") if "assistant" in roles else 0)
+    return every[:first] or prompt.messages
 
 
 def _with_verdicts(

@@ -118,7 +118,8 @@ class JudgeConfig:
     """The run stops when more than this fraction of the last 200 completions could not be judged
     (at the start: of 20). 0: stop at the first; 1: never."""
     cache_dir: str = ""
-    """Folder of the cache of replies, on a local disk; empty: they are kept in memory."""
+    """Folder of the cache of replies, on a local disk; empty: they are kept in
+    memory, as many as 256 MiB hold."""
     chats: str = ""
     """JSONL file to which each valid reply is added with its request, as a chat that `keel sft`
     learns from: how a judge of one's own gets its first skill. Empty: they are not kept."""

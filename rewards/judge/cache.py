@@ -6,18 +6,56 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
+import sys
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FILE = "judge.sqlite"
 BUSY_S = 5.0
 """Longest wait for another process that is writing."""
+MOST_BYTES = 256 << 20
+"""Of the replies in memory, a quarter of a million of the usual length."""
 
 log = logging.getLogger(__name__)
 
 
+class Memory:
+    """Text by key, in memory: at most `MOST_BYTES`, then what was read least recently goes."""
+
+    def __init__(self) -> None:
+        self._replies = OrderedDict[str, str]()
+        self._bytes = 0
+
+    def get(self, key: str) -> str | None:
+        """The reply to `key`, if there is one still."""
+        if key in self._replies:
+            self._replies.move_to_end(key)
+        return self._replies.get(key)
+
+    def put(self, key: str, reply: str) -> None:
+        """Keep `reply`."""
+        self._drop(key)
+        self._replies[key] = reply
+        self._bytes += _bytes(key, reply)
+        while self._bytes > MOST_BYTES:
+            self._drop(next(iter(self._replies)))
+
+    def close(self) -> None:
+        """Nothing may be asked of it afterwards."""
+        self._replies.clear()
+
+    def _drop(self, key: str) -> None:
+        if (reply := self._replies.pop(key, None)) is not None:
+            self._bytes -= _bytes(key, reply)
+
+
+def _bytes(key: str, reply: str) -> int:
+    return sys.getsizeof(key) + sys.getsizeof(reply)
+
+
 class Cache:
-    """Text by key, in a SQLite file that several runs may share, or in memory.
+    """Text by key, in a SQLite file that several runs may share. It grows without bound.
 
     Every entry is written in one transaction: a killed run leaves no half of one. A cache that
     breaks while in use is no reason to stop: it warns once, and what it would have known is asked
@@ -25,17 +63,14 @@ class Cache:
     """
 
     def __init__(self, folder: str) -> None:
-        """folder: on a local disk; "": in memory. Raises ValueError if it cannot be used."""
+        """folder: on a local disk. Raises ValueError if it cannot be used."""
         self._warned = False
-        place = ":memory:"
         try:
-            if folder:
-                path = Path(folder).expanduser()
-                path.mkdir(parents=True, exist_ok=True)
-                place = str(path / FILE)
+            path = Path(folder).expanduser()
+            path.mkdir(parents=True, exist_ok=True)
             # Opened by the driver, used by the judge's own thread alone.
             self._db = sqlite3.connect(
-                place, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+                path / FILE, timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")

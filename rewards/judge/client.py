@@ -14,11 +14,11 @@ import openai
 from openai import AsyncOpenAI, Timeout
 
 from keel.rewards.judge.bounded import TooLarge, bounded_http
-from keel.rewards.judge.cache import Cache, Chats
+from keel.rewards.judge.cache import Cache, Chats, Memory
 from keel.rewards.judge.prompts import Question
 from keel.rewards.judge.replies import BadReply
 from keel.rewards.judge.results import Counts, JudgeSettings, JudgeStopped, Server, Unjudged
-from keel.rewards.judge.untrusted import new_fence
+from keel.rewards.judge.untrusted import new_fence, size
 
 CONNECT_S = 10.0
 """Longest wait for a connection: a host that is not there is found out before the deadline."""
@@ -61,7 +61,7 @@ class Endpoint:
         self._url: str = "" if server else settings.base_url
         self._client = None if server else self._connected(settings.base_url)
         self._finding = asyncio.Lock()
-        self._cache = Cache(settings.cache_dir)
+        self._cache = Cache(settings.cache_dir) if settings.cache_dir else Memory()
         self._chats = Chats(settings.chats)
         self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._under_way: dict[str, asyncio.Task[str]] = {}
@@ -205,7 +205,7 @@ class Endpoint:
                 "timeout", f"no reply within {settings.deadline_s:g} s", retry=True
             ) from error
         except openai.APIStatusError as error:
-            raise self._status(error) from error
+            raise self._status(error, question) from error
         except openai.APIConnectionError as error:
             if self._server:
                 await self._found()
@@ -221,7 +221,7 @@ class Endpoint:
             raise Unjudged("invalid", f"invalid reply: {error}", retry=True) from error
         return content
 
-    def _status(self, error: openai.APIStatusError) -> Unjudged:
+    def _status(self, error: openai.APIStatusError, question: Question[Any]) -> Unjudged:
         code = error.status_code
         said = self._public(f"HTTP {code}: {error.message}")
         if code == 429:
@@ -229,7 +229,8 @@ class Endpoint:
         if code >= 500:
             return Unjudged("server", said, retry=True, after_s=_retry_after(error))
         if code in TOO_LONG and _TOO_LONG.search(error.message):
-            return Unjudged("too_long", said, retry=False)
+            thinking = size(question.material.get("thinking", ""))
+            return Unjudged("too_long", said, retry=False, thinking=thinking)
         return Unjudged("refused", said, retry=code in RETRIED)
 
     def _content(self, body: str) -> str:

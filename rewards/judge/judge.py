@@ -36,7 +36,8 @@ from keel.rl.types import Prompt
 T = TypeVar("T")
 
 LONG = 0.1
-"""Of `max_characters`: an answer beyond is what makes a request too long, and not the task."""
+"""Of `max_characters`: an answer beyond, with the thinking where that is sent, is what makes a
+request too long, and not the task."""
 
 
 def _read(spec: Spec, final: str) -> Proof | Evaluation | str | None:
@@ -116,7 +117,7 @@ class Judge:
                 result = await self._verification(spec, read)
         except Unjudged as error:
             # A text that takes many tokens is its author's doing, and no fault of the judge's.
-            if error.kind == "too_long" and size(final) + size(thinking) > most * LONG:
+            if error.kind == "too_long" and size(final) + error.thinking > most * LONG:
                 self._unasked += 1
                 return self._note(spec.missed(f"the judge's context does not hold it: {error}"))
             return self._note(Failed(error.kind, str(error)))
@@ -155,10 +156,16 @@ class Judge:
         async def one(sample: int) -> Sample:
             calls = rubric.questions(prompt.messages, answer, thought, sample=sample)
             replies = await asyncio.gather(
-                *(self._endpoint.ask(question, sample=sample) for _, question in calls)
+                *(self._endpoint.ask(question, sample=sample) for _, question in calls),
+                return_exceptions=True,
             )
+            # That of the call without the thinking first: it shows whose doing it is.
+            failures = [reply for reply in replies if isinstance(reply, BaseException)]
+            if failures:
+                raise min(failures, key=lambda failure: isinstance(failure, Unjudged))
             named: dict[str, tuple[float, str]] = {}
             for (asked, _), reply in zip(calls, replies, strict=True):
+                assert not isinstance(reply, BaseException)
                 named |= rubric.named(asked, reply)
             return named
 

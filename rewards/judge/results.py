@@ -46,13 +46,21 @@ class Unjudged(Exception):
     """A call to the judge that brought no verdict. Becomes `Failed`."""
 
     def __init__(
-        self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0.0
+        self,
+        kind: FailureKind,
+        reason: str,
+        *,
+        retry: bool,
+        after_s: float = 0.0,
+        thinking: int = 0,
     ) -> None:
         super().__init__(reason)
         self.kind: FailureKind = kind
         self.retry = retry
         self.after_s = after_s
         """How long the endpoint wants to be left alone."""
+        self.thinking = thinking
+        """Characters of the policy's thinking that the call held."""
 
 
 class JudgeStopped(RuntimeError):

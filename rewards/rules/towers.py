@@ -23,6 +23,8 @@ _DROPPED = re.compile(
 _FORMULA = re.compile(
     r"\$\$?[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]|[({\d.][\d.,^*/+!(){} -]*", flags=re.DOTALL
 )
+_TWO_DIGITS = re.compile(r"(\\[dt]?(?:frac|binom))\s*(\d)\s*(\d)")
+r"""One over the other: `\frac12` is a half."""
 _POWER = re.compile(r"(\d{1,40})\^(.+)")
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 
@@ -32,7 +34,7 @@ class _Part:
     bits: float
     """At most so many in the numerator and the denominator together."""
     value: float | int | None = None
-    """None for what has letters in it."""
+    """None for what has letters in it; NaN for a number that is not known, which may be large."""
 
 
 class _TooLarge(Exception):
@@ -103,6 +105,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         text = _DROPPED.sub("", text).replace("**", "^").replace("\\exp", "e^")
+        text = _TWO_DIGITS.sub(r"\1{\2}{\3}", text)
         self.tokens: list[str] = _TOKEN.findall(text)
         self.at = 0
         self.depth = 0
@@ -188,6 +191,8 @@ class _Reader:
         return _Part(part.bits, None if part.value is None else sign * part.value)
 
     def atom(self) -> _Part:
+        if self.next() in "})]":  # there is none, and what is open is closed by others
+            return _Part(0.0)
         token = self.take()
         if token in _CLOSING:
             part = self.sum()
@@ -200,11 +205,8 @@ class _Reader:
             top, below = self.atom(), self.atom()
             return _checked(top.bits + below.bits, _over(top.value, below.value))
         if token == "\\sqrt":
-            if self.next() == "[":
-                self.atom()
-            part = self.atom()
-            known = part.value is not None and part.value >= 0
-            return _Part(part.bits, math.sqrt(part.value or 0) if known else None)
+            index = self.atom() if self.next() == "[" else _Part(1.0, 2)
+            return _raised(self.atom(), _Part(index.bits, _over(1, index.value)))
         if token in ("\\binom", "\\dbinom", "\\tbinom"):
             return _chosen(self.atom(), self.atom())
         if token in ("e", "\\pi"):
@@ -221,20 +223,27 @@ def _number(token: str) -> _Part:
 
 
 def _checked(bits: float, value: float | int | None) -> _Part:
-    if bits > MOST_BITS:
+    if not bits <= MOST_BITS:  # nor NaN
         raise _TooLarge
+    return _Part(bits, _held(value))
+
+
+def _held(value: float | int | None) -> float | int | None:
+    """A whole number only where floating point holds it too."""
     if isinstance(value, int) and value.bit_length() > 1000:
-        value = math.inf if value > 0 else -math.inf  # more than floating point holds
-    return _Part(bits, value)
+        return math.inf if value > 0 else -math.inf
+    return value
 
 
 def _times(one: float | int | None, two: float | int | None) -> float | int | None:
-    return None if one is None or two is None else one * two
+    return None if one is None or two is None else _held(one * two)
 
 
 def _over(one: float | int | None, two: float | int | None) -> float | int | None:
-    if one is None or two is None or two == 0:
+    if one is None or two is None:
         return None
+    if two == 0:  # or too small for floating point
+        return math.nan
     if isinstance(one, int) and isinstance(two, int) and one % two == 0:
         return one // two
     return one / two
@@ -246,33 +255,47 @@ def _raised(base: _Part, exponent: _Part) -> _Part:
     if math.isnan(exponent.value):
         raise _TooLarge
     # Of a sum of letters or of a number; a letter by itself is never multiplied out.
-    bits = base.bits * max(1.0, abs(exponent.value)) if base.bits else 0.0
+    grows = base.bits > 0 and not (isinstance(base.value, int) and abs(base.value) <= 1)
+    bits = base.bits * max(1.0, abs(exponent.value)) if grows else base.bits
     _checked(bits, None)
-    if base.value is None:
-        return _Part(bits)
-    if not base.value or abs(base.value) == 1:
-        return _Part(bits, base.value)
-    if isinstance(base.value, int) and isinstance(exponent.value, int) and exponent.value >= 0:
-        return _checked(bits, base.value**exponent.value)
+    return _checked(bits, _power_of(base.value, exponent.value))
+
+
+def _power_of(base: float | int | None, exponent: float | int) -> float | int | None:
+    """`base` to the power of `exponent`; NaN where that is no real number."""
+    if base is None or base == 1 or (base == 0 and exponent != 0):
+        return base
+    whole = isinstance(exponent, int)
+    if base == -1:
+        return 1 - 2 * (exponent % 2) if whole else math.nan
+    if isinstance(base, int) and whole and exponent >= 0:
+        return base**exponent
     try:
-        value = float(base.value) ** float(exponent.value)
+        value = float(base) ** float(exponent)
     except OverflowError:
-        value = math.inf
-    return _Part(bits, None if isinstance(value, complex) else value)
+        return math.inf
+    return math.nan if isinstance(value, complex) else value
 
 
 def _factorial(part: _Part) -> _Part:
     if part.value is None:
         return part
-    if part.value > MOST_BITS:
+    size = abs(part.value)  # of halves below 0, as many factors are multiplied out
+    if not size <= MOST_BITS:
         raise _TooLarge
-    bits = part.value * math.log2(max(part.value, 2))
     known = isinstance(part.value, int) and 0 <= part.value < 200
-    return _checked(bits, math.factorial(int(part.value)) if known else math.inf)
+    value = math.factorial(int(part.value)) if known else math.inf
+    return _checked(size * math.log2(max(size, 2)), value)
 
 
 def _chosen(all_: _Part, some: _Part) -> _Part:
-    if all_.value is None or some.value is None:
+    n, k = all_.value, some.value
+    if n is None or k is None:
         return _Part(all_.bits + some.bits)
-    count = max(0.0, min(some.value, all_.value - some.value))
-    return _checked((all_.bits + 1) * count, None)
+    each = max(all_.bits, some.bits) + 1
+    if isinstance(n, int) and isinstance(k, int) and n >= 0:
+        factors = max(0, min(k, n - k))
+        _checked(factors * each, None)
+        return _checked(factors * each, math.comb(n, k) if k >= 0 else 0)
+    # Of what is below 0 or no whole number, as many factors are multiplied out as are chosen.
+    return _checked(abs(k) * each, math.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -15,6 +16,8 @@ LOOK_EVERY_S = 0.1
 SHARE = 0.1
 """Of one core, at most: with many sandboxes it looks less often."""
 
+log = logging.getLogger(__name__)
+
 
 class Keeper:
     """The processes of a sandbox are those below its outer one, given by number."""
@@ -24,6 +27,7 @@ class Keeper:
         self._inside: set[int] = set()
         """Those that are the first process inside, and of no account themselves."""
         self._begun: dict[int, bytes] = {}
+        self._warned = False
         self._ended: dict[int, str] = {}
         self._lock = threading.Lock()
         self._none_left = threading.Event()
@@ -36,10 +40,12 @@ class Keeper:
             self._most[pid] = memory_mib
             if inside:
                 self._inside.add(pid)
-            self._begun[pid] = _begun(pid)
+            self._begun.pop(pid, None)
+            with suppress(OSError):  # then at the first look
+                self._begun[pid] = _begun(pid)
             self._ended.pop(pid, None)
             self._none_left.clear()
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._keep, name="sandboxes", daemon=True)
                 self._thread.start()
 
@@ -65,37 +71,50 @@ class Keeper:
                 held = dict(self._most)
             started = time.monotonic()
             for pid, memory_mib in held.items():
-                self._look(pid, memory_mib)
+                try:
+                    self._look(pid, memory_mib)
+                except OSError as error:  # out of open files or memory; it is looked at again
+                    self._warn(error)
             took = time.monotonic() - started
             self._none_left.wait(max(LOOK_EVERY_S, took / SHARE))
 
     def _look(self, pid: int, memory_mib: int) -> None:
+        if pid not in self._begun:  # it could not be read when it was to be held
+            begun = _begun(pid)
+            with self._lock:
+                if pid in self._most:
+                    self._begun.setdefault(pid, begun)
         used = usage(pid, itself=pid not in self._inside)
         over = used.resident > memory_mib << 20
         # The kernel may say that a small process which has just begun has no memory at all.
         if not over and (used.processes > 1 or _begun(pid)):
             return
         with self._lock:
-            if self._most.get(pid) != memory_mib:
-                return  # released meanwhile
+            if self._most.get(pid) != memory_mib or pid not in self._begun:
+                return  # released meanwhile, and maybe held anew
             # The number may be another process's by now.
             if over and self._begun[pid] == _begun(pid):
-                self._ended[pid] = (
-                    f"out of memory: its {used.processes} processes took {used.resident >> 20} MiB "
-                    f"together, and may take {memory_mib}"
-                )
                 if pid in self._inside:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 else:
                     end_inside(pid)
+                self._ended[pid] = (
+                    f"out of memory: its {used.processes} processes took {used.resident >> 20} MiB "
+                    f"together, and may take {memory_mib}"
+                )
             self._drop(pid)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            log.warning("memory of sandboxes was not looked at, and is again: %s", error)
+        self._warned = True
 
 
 def end_inside(pid: int) -> None:
     """Kill the first process inside, which takes all the others along; then the outer one, `pid`,
-    reaps it and ends."""
-    with suppress(OSError):
+    reaps it and ends. Raises OSError where it cannot be found out which that is."""
+    with suppress(FileNotFoundError, ProcessLookupError):
         for task in os.listdir(f"/proc/{pid}/task"):
             for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
                 os.kill(int(child), signal.SIGKILL)
@@ -103,10 +122,10 @@ def end_inside(pid: int) -> None:
 
 def _begun(pid: int) -> bytes:
     """When a process started, which tells it from another that has its number. b"": it has ended,
-    reaped or not."""
+    reaped or not. Raises OSError where it cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return b""
     return b"" if fields[0] in (b"Z", b"X") else fields[19]
 

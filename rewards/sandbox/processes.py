@@ -36,6 +36,7 @@ def usage(root: int, *, itself: bool = True) -> Usage:
     """Of the tree under the process `root`, and of that; zeros once it is gone.
 
     Orphans stay in the tree of a sandbox: the first process of its namespace is their new parent.
+    Raises OSError where this process may open no more files, or the kernel is out of memory.
     """
     resident = ticks = processes = 0
     pending = [root]

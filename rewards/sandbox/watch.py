@@ -184,7 +184,10 @@ class Watch:
             self._deadline, self._gone_by = math.inf, time.monotonic() + GRACE_S
             self._kill()
             return
-        used = usage(self._process.pid)
+        try:
+            used = usage(self._process.pid)
+        except OSError:  # out of open files or memory, which is not the run's fault
+            return
         if used.resident > self._limits.memory_mib << 20 or self._files() > MOST_FILES:
             self._end("memory")
         elif used.cpu_s > self._limits.time_s * max(self._lines, 1):

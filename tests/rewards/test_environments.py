@@ -10,11 +10,15 @@ import pytest
 
 from keel.rewards.checks import check_spec
 from keel.rewards.compose import check_weights
+from keel.rewards.judge.service import JudgeService
 from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer
 from keel.rl.types import ENVIRONMENT, PROGRAM, Group, Trajectory, Verdict
 from tests.rewards.groups import PROMPT, trajectory
+from tests.rewards.judge.judge_server import Server
+from tests.rewards.judge.judging import settings
 
+RUBRIC = {"kind": "rubric", "criteria": [{"name": "one", "text": "says 3", "weight": 1}]}
 AGENTIC = replace(PROMPT, environment="shop", reward={"kind": ENVIRONMENT})
 
 
@@ -84,6 +88,33 @@ def test_the_language_asked_for_is_that_of_the_environments_opening() -> None:
     with scorer(correct=1.0, language_answer=0.5) as judge:
         (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(one,))])
     assert scored.parts_G[0]["language_answer"] < 0.5
+
+
+@pytest.mark.parametrize("reward", [{"kind": ENVIRONMENT}, RUBRIC])
+def test_the_judge_is_told_what_the_environment_has_asked(
+    reward: dict[str, Any], server: Server
+) -> None:
+    placeholder = {"role": "user", "content": "(task shop/17)"}
+    prompt = replace(AGENTIC, messages=(placeholder,), reward=reward)
+    said = ("Sell me a lock pick.", "Sell me a rope.")
+    group = graded(prompt, *[{"correct": 1.0}] * 2)
+    group = replace(
+        group,
+        trajectories=tuple(
+            replace(one, messages=({"role": "user", "content": text}, *one.messages), opening=1)
+            for one, text in zip(group.trajectories, said, strict=True)
+        ),
+    )
+    weights = {"maths": {"correct": 1.0, "refusal": 0.0}}
+    with (
+        JudgeService(settings(server.url)) as judge,
+        Scorer(weights, workers=0, environments=["maths"], judge=judge) as scorer,
+    ):
+        scorer.score([group])
+    asked = [request["messages"][0]["content"] for request in server.requests]
+    assert len(asked) == (4 if reward is RUBRIC else 2)
+    assert not any("(task" in one for one in asked)
+    assert all(sum(text in one for one in asked) == len(asked) // 2 for text in said)
 
 
 GERMAN = {"role": "user", "content": "Wo ist das nächste Hotel, und was kostet es heute Nacht?"}

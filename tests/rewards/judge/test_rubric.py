@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sqlite3
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, JudgeConfig
-from keel.rewards.judge.cache import FILE, Cache
+from keel.rewards.judge import cache as cache_module
+from keel.rewards.judge.cache import FILE, Cache, Memory
 from keel.rewards.judge.rubric import rubric_from
 from keel.rewards.judge.specs import is_judged, judged_spec
 
@@ -130,6 +132,23 @@ def test_the_cache_in_a_file(tmp_path: Path) -> None:
         Cache(str(tmp_path))
     with pytest.raises(ValueError, match=r"rewards.judge.cache_dir = "):
         Cache(str(tmp_path / FILE))
+
+
+def test_the_cache_in_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "MOST_BYTES", 20_000)
+    cache = Memory()
+    cache.put("first", "kept")
+    cache.put("second", "goes")
+    for number in range(100):
+        cache.put(f"key {number}", "x" * 1000)
+        cache.put(f"key {number}", "y" * 1000)
+        assert cache.get("first") == "kept"  # what is read stays
+        assert cache.get(f"key {max(0, number - 5)}") == "y" * 1000
+        assert sum(map(sys.getsizeof, cache._replies.values())) < 20_000
+    assert cache.get("second") is None and cache.get("key 70") is None
+    cache.put("long", "z" * 30_000)
+    assert cache.get("long") is None and cache._bytes == 0
+    cache.close()
 
 
 def test_a_cache_that_breaks_warns_once(tmp_path: Path, logged: list[logging.LogRecord]) -> None:

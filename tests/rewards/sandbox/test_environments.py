@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from keel.rewards.sandbox import keeper as keeper_module
+from keel.rewards.sandbox import watch
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
 from keel.rewards.sandbox.keeper import Keeper
 from keel.rewards.sandbox.processes import Usage
 from keel.rewards.sandbox.runtime import runtime
 from keel.rewards.sandbox.seccomp import LOCAL, seccomp_filter
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 KNOB = "agents.environments.x.isolation"
 NOTHING = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'  # runs it, isolates nothing
@@ -190,3 +196,81 @@ def test_a_keeper_holds_on_to_what_seems_to_take_nothing(monkeypatch: pytest.Mon
         assert process.wait(PATIENCE_S) == 7  # its child was ended, and it by itself
     said_why = "out of memory: its 2 processes took 65 MiB together, and may take 64"
     assert keeper.release(process.pid) == said_why and not said
+
+
+def over(pid: int, *, itself: bool) -> Usage:
+    return Usage(resident=65 << 20, cpu_s=0.0, processes=2)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Those that a keeper would have ended: it takes them all to be over their limit."""
+    found: list[int] = []
+    monkeypatch.setattr(keeper_module, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(keeper_module, "usage", over)
+    monkeypatch.setattr(keeper_module, "_begun", lambda pid: b"1")
+    monkeypatch.setattr(keeper_module, "end_inside", found.append)
+    return found
+
+
+@pytest.mark.parametrize("what", ["usage", "_begun", "end_inside"])
+def test_a_look_that_fails_is_one_look(
+    what: str,
+    ended: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[logging.LogRecord],
+) -> None:
+    left = [OSError(errno.EMFILE, "too many open files"), OSError(errno.ENOMEM, "no memory")]
+    works = getattr(keeper_module, what)
+
+    def fails(*given: Any, **named: Any) -> Any:
+        if left:
+            raise left.pop()
+        return works(*given, **named)
+
+    monkeypatch.setattr(keeper_module, what, fails)
+    keeper = Keeper()
+    for pid in (1, 2):
+        keeper.hold(pid, 64)
+    wait_for(lambda: sorted(ended) == [1, 2])
+    wait_for(lambda: keeper._thread is None)
+    assert keeper.release(1) == keeper.release(2) != ""
+    assert len(logged) <= 1
+
+
+def test_a_keeper_that_has_ended_is_replaced(ended: list[int]) -> None:
+    keeper = Keeper()
+    keeper._thread = threading.Thread(target=int)
+    keeper._thread.start()
+    keeper._thread.join(PATIENCE_S)
+    keeper.hold(1, 64)
+    wait_for(lambda: ended == [1])
+
+
+def test_what_cannot_be_read_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", full)
+    with pytest.raises(OSError, match="too many"):
+        keeper_module._begun(os.getpid())
+
+
+def test_a_look_at_a_program_that_fails_is_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = [OSError(errno.EMFILE, "too many open files"), None]
+
+    def fails(pid: int) -> Usage:
+        if error := said.pop(0):
+            raise error
+        return over(pid, itself=True)
+
+    pipe = SimpleNamespace(fileno=lambda: 0)
+    process: Any = SimpleNamespace(stdout=pipe, stderr=pipe, pid=1, poll=lambda: None)
+    ends: list[str] = []
+    monkeypatch.setattr(watch, "usage", fails)
+    monkeypatch.setattr(watch.Watch, "_end", lambda self, status: ends.append(status))
+    looked_at = watch.Watch(process, 1, 2, watch.Limits(memory_mib=64), 0)
+    looked_at._look()
+    assert ends == []
+    looked_at._look()
+    assert ends == ["memory"]

@@ -1,0 +1,85 @@
+"""Values without an order, and rounding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.rewards.code import compare
+from keel.rewards.code.compare import same_value
+
+LOW = 1.0 - 1e-12
+NUMBERS = st.sampled_from([0, 1, 1.0, 1.004, 1.008, 1.012, 2.0, 2.009, math.nan])
+ITEMS = st.one_of(NUMBERS, st.tuples(NUMBERS, NUMBERS).map(list))
+
+
+def a_set(*items: Any) -> dict[str, Any]:
+    return {"~set": list(items)}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "same"),
+    [
+        (a_set([1.0, 7], [1.0, 5]), a_set([1.0000000001, 5], [1.0, 7]), True),
+        (a_set([1.0, 7], [1.0, 5]), a_set([1.0000000001, 5], [1.0, 5]), False),
+        (a_set([1, 7], [1, 5]), a_set([1, 5], [1, 6]), False),
+        (a_set(math.nan, math.inf), a_set(math.inf, math.nan), True),
+        (a_set([1, 2], a_set(1, 2)), a_set(a_set(2, 1), [1, 2]), True),
+        (
+            {"~dict": [[[1.0, 1], "a"], [[1.0, 0], "b"]]},
+            {"~dict": [[[LOW, 1], "a"], [[1.0, 0], "b"]]},
+            True,
+        ),
+        (
+            a_set([1.0, a_set([1.0, 2], [1.0, 1])], [1.0, a_set()]),
+            a_set([LOW, a_set([LOW, 2], [1.0, 1])], [1.0, a_set()]),
+            True,
+        ),
+    ],
+)
+def test_rounding_changes_the_order_and_not_the_value(wanted: Any, found: Any, same: bool) -> None:
+    assert same_value(wanted, found) is same
+
+
+@settings(max_examples=500)
+@given(st.lists(st.tuples(ITEMS, ITEMS), max_size=5), st.booleans())
+def test_items_are_equal_if_they_are_in_some_order(
+    pairs: list[tuple[Any, Any]], other: bool
+) -> None:
+    wanted = [one for one, _ in pairs]
+    found = [two if other else one for one, two in pairs][::-1]
+    orders = (zip(wanted, order, strict=True) for order in itertools.permutations(found))
+    right = any(all(same_value(a, b, 0.005) for a, b in order) for order in orders)
+    assert same_value(a_set(*wanted), a_set(*found), 0.005) is right
+
+
+def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+    close = compare._close
+
+    def counted(*numbers: Any) -> bool:
+        nonlocal compared
+        compared += 1
+        return close(*numbers)
+
+    monkeypatch.setattr(compare, "_close", counted)
+    monkeypatch.setattr(compare, "MOST_LOOKS", 5_000)
+    wanted = [[1.0, number] for number in range(2_000)]
+    reversed_ = [[1.0 - number * 1e-14, number] for number in range(2_000)]
+    for found in (reversed_, [[LOW, 0.5]] * 2_000):
+        compared = 0
+        assert not same_value(a_set(*wanted), a_set(*found))
+        assert compared < 2 * len(wanted) + 5_000
+
+
+def test_of_many_items_few_are_alike() -> None:
+    wanted = [[float(number // 4), number] for number in range(2_000)]
+    found = [[one * (1 - number * 1e-14), number] for one, number in wanted]
+    assert same_value(a_set(*wanted), a_set(*found))
+    found[7][1] = 8
+    assert not same_value(a_set(*wanted), a_set(*found))
