@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -20,6 +21,15 @@ def dump_config(config: Config, left: Iterable[str] = ()) -> str:
     for section, _, name in (knob.partition(".") for knob in left):
         tree[section][name] = AUTO
     return yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
+
+
+def as_override(text: str) -> str:
+    """A text as it stands behind an override's `=`: in quotes where YAML would read another."""
+    try:
+        plain = yaml.safe_load(text) == text
+    except yaml.YAMLError:
+        plain = False
+    return text if plain else json.dumps(text, ensure_ascii=False)
 
 
 # By libyaml where PyYAML has it: 3 ms and not 13.

@@ -11,6 +11,7 @@ from typing import Any, cast
 import yaml
 
 _RESOLVER = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
 MOST_VALUES = 100_000
 """In a recipe; aliases count as what they stand for."""
 MOST_DIGITS = 100
@@ -58,7 +59,16 @@ def misread(node: yaml.Node) -> str:
         return ""
     if ":" in text:
         return "YAML reads it as a number to base 60; write the number, or put it in quotes"
+    if kind == "int" and _OCTAL.fullmatch(text):
+        return "YAML reads it as a number to base 8; leave out the zeros, or put it in quotes"
     return "has too many digits" if len(text) > MOST_DIGITS else ""
+
+
+def cut_off(node: yaml.Node, text: str) -> str:
+    """What is wrong with an override whose value ends before its text does: YAML takes the rest for
+    a comment."""
+    rest = text[node.end_mark.index :].strip()
+    return f"YAML takes {rest!r} for a comment; put the value in quotes" if rest[:1] == "#" else ""
 
 
 def _size(node: yaml.Node | None, known: dict[int, int]) -> int:

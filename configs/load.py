@@ -28,7 +28,7 @@ from keel.configs.convert import build
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.distillation import DistillConfig
 from keel.configs.dump import dump_config, escaped
-from keel.configs.hostile import calls, lookalike, misread, tree_of
+from keel.configs.hostile import calls, cut_off, lookalike, misread, tree_of
 from keel.configs.schema import Config, ConfigError
 from keel.configs.shipped import find, hint_of
 from keel.configs.suggest import knob_types, section_type
@@ -226,7 +226,7 @@ def _overriding(text: str) -> tuple[str, Any]:
     """What is wrong with what stands behind an override's `=`, or ""; and its value. Not to be
     changed: it is shared."""
     node = tree_of(text)
-    if node is not None and (problem := misread(node)):
+    if node is not None and (problem := misread(node) or cut_off(node, text)):
         return problem, None
     # from_dotlist rather than yaml.safe_load: values then mean what they mean in a recipe.
     parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))

@@ -56,7 +56,7 @@ class Dataset:
     heldout: Mapping[str, tuple[Prompt, ...]]
     """Source name → its held-out prompts, for sources that have any. They never train."""
     reserved: frozenset[str]
-    """What those ask, by `Item.question`: without their templates."""
+    """What those ask, by `Item.asked`: with their templates and without."""
     report: Mapping[str, SourceReport]
 
 
@@ -97,12 +97,12 @@ def load_dataset(
         _split(_loaded(source, seed, check_reward, hub_answers), source, config, seed, count_tokens)
         for source in config.sources
     ]
-    reserved = frozenset(item.question for split in splits for item in split.heldout)
+    reserved = frozenset(key for split in splits for item in split.heldout for key in item.asked)
     train: dict[str, list[Prompt]] = {}
     report: dict[str, SourceReport] = {}
     for split in splits:
         source = split.source
-        kept = [item.prompt for item in split.train if item.question not in reserved]
+        kept = [item.prompt for item in split.train if reserved.isdisjoint(item.asked)]
         if config.weight_of(source) > 0 and not kept:
             raise ConfigError(
                 f"data.sources[{source.name}]: no prompt is left to train on "
@@ -161,7 +161,10 @@ def _split(
     seed: int,
     count_tokens: CountTokens | None,
 ) -> _Split:
-    distinct = list({item.question: item for item in reversed(loaded.items)}.values())[::-1]
+    first: dict[str, Item] = {}
+    for item in loaded.items:
+        first.setdefault(item.question, item)
+    distinct = list(first.values())
     short = _short_enough(distinct, source, config, count_tokens)
     long = len(distinct) - len(short)
     spare = len(short) - source.holdout

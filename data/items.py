@@ -28,11 +28,20 @@ class Item:
         """Digest of what is asked: two prompts with the same one must not be split between
         training and evaluation, whatever their ids, sources, templates, system messages and white
         space."""
-        messages = self.bare or self.prompt.messages
-        asked = [dict(m) for m in messages if m.get("role") != "system"]
-        for message in asked:
-            message["content"] = " ".join(str(message.get("content", "")).split())
-        return digest(json.dumps(asked, sort_keys=True))
+        return _question(self.bare or self.prompt.messages)
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The same, and with the words of its template: so another source may have it as a prompt
+        of its own."""
+        return frozenset({self.question, _question(self.prompt.messages)})
+
+
+def _question(messages: Sequence[Mapping[str, Any]]) -> str:
+    asked = [dict(m) for m in messages if m.get("role") != "system"]
+    for message in asked:
+        message["content"] = " ".join(str(message.get("content", "")).split())
+    return digest(json.dumps(asked, sort_keys=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,7 +95,8 @@ def results(
 def sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
     """A source, `domain …` where that is not one source, or `all` → places of its prompts."""
     sources = dict.fromkeys(one.source for one in asked)
-    domains = sorted({one.domain for one in asked} - set(sources))
+    of_one = {s for s in sources if all(o.source == s for o in asked if o.domain == s)}
+    domains = sorted({one.domain for one in asked} - of_one)
     sets = {s: [n for n, one in enumerate(asked) if one.source == s] for s in sources}
     sets |= {f"domain {d}": [n for n, one in enumerate(asked) if one.domain == d] for d in domains}
     return sets | ({"all": [*range(len(asked))]} if len(sources) > 1 else {})

@@ -123,8 +123,8 @@ def train(
             except ValueError as error:
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
             said = _value(names, "rewards=…")
-            for index in range(len(load_config(path, overrides).data.sources)):
-                overrides.append(f"data.sources.{index}.rewards={said}")
+            for source in load_config(path, overrides).data.sources:  # fewer, with `data.only`
+                overrides.append(f"data.sources[{source.name}].rewards={said}")
         try:
             main.train(str(path), overrides, drive=partial(_driven, told=told), again=AGAIN)
         except KeyboardInterrupt as error:

@@ -105,8 +105,9 @@ class Budget:
         ):
             if limit and now + held + more > limit:
                 raise BudgetSpent(
-                    f"budget.{name} = {limit:g}: {now:g} are spent, and the next call may take "
-                    f"{held + more:g}; raise it and start again to go on"
+                    f"budget.{name} = {_said(limit)}: {_said(now)} are spent, and the next call "
+                    f"and those under way may take {_said(held + more)}; raise it and start again "
+                    "to go on"
                 )
         self._held_tokens += tokens
         self._held_usd += usd
@@ -175,6 +176,9 @@ class EndpointAuthor:
                             max_tokens=config.max_tokens,
                             extra_body=dict(config.extra) or None,
                         )
+                except asyncio.CancelledError:
+                    took(used(bound))  # the endpoint goes on with it, and charges it
+                    raise
                 except (TimeoutError, openai.APITimeoutError) as error:
                     took(used(bound))  # it may have been at work on it all the time
                     raise AuthorLost(
@@ -274,6 +278,11 @@ def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:
     except (ValueError, RecursionError) as error:  # the second: brackets in brackets
         return Malformed(call_id=number, text=f"{name}({text})"[:MOST_SAID], why=str(error))
     return ToolCall(call_id=number, name=name, arguments=cast(dict[str, Any], arguments))
+
+
+def _said(value: float) -> str:
+    """An amount: dollars in cents and less, tokens whole."""
+    return f"{int(value):,}" if value == int(value) else f"{value:,.6g}"
 
 
 def _encodable(value: Any) -> Any:

@@ -195,6 +195,9 @@ def test_functions_have_weights_beside_keels_parts(asked: list[Config], tmp_path
     keel.train(recipe, rewards={"correct": 1.0, brief: 0.25}, knobs=knobs)
     for source in asked[0].data.sources:
         assert source.rewards == {"correct": 1.0, "python.brief": 0.25}
+    keel.train(recipe, rewards=[brief], knobs=[*knobs, "data.only=[spiral]"])
+    (source,) = asked.pop(1).data.sources
+    assert (source.name, source.rewards) == ("spiral", {"python.brief": 1.0}), "and no other's"
     given: Any = (knob for knob in knobs)
     keel.train("quickstart", prompts=["Say hi."], rewards=[brief], knobs=given)
     assert asked[1].data.sources[0].rewards == {"python.brief": 1.0}

@@ -101,7 +101,8 @@ def parser() -> argparse.ArgumentParser:
     text = "train once more on a batch that a run kept since its gradient was not finite"
     command = commands.add_parser("replay", help=text, description=text)
     command.add_argument("run", help="the run folder")
-    command.add_argument("step", nargs="?", type=int, help="of the batch (default: the newest)")
+    help_ = "of the batch (default: the newest)"
+    command.add_argument("step", nargs="?", type=step_or_override, help=help_)
     command.add_argument("override", nargs="*", metavar="key=value", help="change a knob")
     text = "how two evaluations of the same prompts differ, pair by pair"
     command = commands.add_parser("compare", help=text, description=text)
@@ -224,7 +225,10 @@ def heavy(arguments: argparse.Namespace) -> int:
     if arguments.command == "judge":
         return run("judge", arguments)
     if arguments.command == "replay":
-        return run("replay", arguments.run, arguments.step, arguments.override)
+        step, overrides = arguments.step, arguments.override
+        if isinstance(step, str):
+            step, overrides = None, [step, *overrides]
+        return run("replay", arguments.run, step, overrides)
     return run(arguments.command, arguments.recipe, arguments.override)
 
 
@@ -279,6 +283,15 @@ def light(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"keel {arguments.command}: {error}", file=sys.stderr)
         return REFUSED
+
+
+def step_or_override(word: str) -> int | str:
+    """Where a step may be left out before `key=value`."""
+    if "=" in word:
+        return word
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is no number of a step, and no key=value")
+    return int(word)
 
 
 def told(text: str) -> int:

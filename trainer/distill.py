@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SpecialistConfig
+from keel.configs.dump import as_override
 from keel.configs.load import dump_config, load_config, load_recipe
 from keel.configs.schema import Config, ConfigError, ConversationsConfig
 from keel.configs.sections.model import EMBEDDED
@@ -61,12 +62,12 @@ def chain(config: DistillConfig) -> list[Link]:
 
     def evaluated(stage: str, words: Sequence[str]) -> None:
         out = _evaluation(root, stage)
-        knobs = (f"eval.samples={config.eval_samples}", f"eval.dir={out}")
+        knobs = (f"eval.samples={config.eval_samples}", f"eval.dir={_path(out)}")
         add(f"evaluate {stage}", out / "results.json", "eval", *base, *words, *knobs)
 
     for each in config.specialists:
         folder = root / "specialists" / each.name
-        words = [*_own(each), f"run.dir={folder}"]
+        words = [*_own(each), f"run.dir={_path(folder)}"]
         add(f"train {each.name}", folder / "model", "train", *base, *words)
         # From its model folder, so that engines alone are started.
         words = [*_own(each), *_of(folder / "model", root, each.name)]
@@ -75,7 +76,7 @@ def chain(config: DistillConfig) -> list[Link]:
         add(
             f"sample {each.name}",
             out / "results.json",
-            *("eval", *base, *words, "eval.prompts=train", *knobs, f"eval.dir={out}"),
+            *("eval", *base, *words, "eval.prompts=train", *knobs, f"eval.dir={_path(out)}"),
         )
         # Where it is at home: what it holds out is the same without the others.
         evaluated(f"specialist-{each.name}", [*words, f"data.only={json.dumps(each.sources)}"])
@@ -92,7 +93,8 @@ def chain(config: DistillConfig) -> list[Link]:
         )
     )
     evaluated("distilled", _of(distilled, root, "distilled"))
-    words = [*config.mixed_overrides, f"model.path={distilled}", f"run.dir={root / 'mixed'}"]
+    paths = (f"model.path={_path(distilled)}", f"run.dir={_path(root / 'mixed')}")
+    words = [*config.mixed_overrides, *paths]
     add("mix", root / "mixed" / "model", "train", *base, *words)
     evaluated("mixed", [*config.mixed_overrides, *_of(root / "mixed" / "model", root, "mixed")])
     return links
@@ -255,7 +257,11 @@ def _own(each: SpecialistConfig) -> list[str]:
 
 def _of(model: Path, root: Path, name: str) -> list[str]:
     """To measure a model in a run folder of its own, in which nothing is trained."""
-    return [f"model.path={model}", f"run.dir={root / 'eval' / 'runs' / name}"]
+    return [f"model.path={_path(model)}", f"run.dir={_path(root / 'eval' / 'runs' / name)}"]
+
+
+def _path(path: Path) -> str:
+    return as_override(str(path))
 
 
 def _lessons(root: Path) -> Path:

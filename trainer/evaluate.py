@@ -26,12 +26,7 @@ from keel.rewards.text import every_turn, final_text, marked_answer, thinking_te
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.filter import GIVEN_UP, POLICY, STOPPING, sample_prompts
-from keel.trainer.prepare import (
-    check_rewards,
-    needs_judge,
-    prepare,
-    require_prompts,
-)
+from keel.trainer.prepare import check_rewards, needs_judge, prepare, require_prompts
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.manifest import fingerprint
@@ -39,6 +34,7 @@ from keel.trainer.system import Remote, System, episodes, running, scorer_of, wi
 
 REWARDS = "rewards"
 """In the folder of results: what reward functions print."""
+CAUSES = "the data, run.seed or eval.variants was another one"
 MOST_ANSWER = 200
 """Characters: what is longer, and not marked as the answer, is none to agree with."""
 
@@ -101,7 +97,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
             for variant in config.eval.each_variant
             for prompts in sets.values()
         )
-        print("\n".join(_told(out, config, whole=whole, against=other)))
+        print("\n".join(_told(out, subject, whole=whole, against=other)))
 
 
 def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
@@ -237,26 +233,32 @@ def _check_same_prompts(
     theirs = {one.id: one.digest for one in other}
     common = [p for prompts in sets.values() for p in prompts if p.prompt_id in theirs]
     why = "" if common else "it has none of these prompts"
+    had = {one.variant for one in other}
+    if had.isdisjoint(variant.name for variant in config.eval.each_variant):
+        why = f"it has other variants ({', '.join(sorted(had))})"
     for prompt in common:
         if theirs[prompt.prompt_id] != digest_of(prompt):
             why = f"it has another prompt called {prompt.prompt_id}"
             break
     if why:
-        raise ConfigError(
-            f"eval.against = {config.eval.against}: {why}: the data, or run.seed, was another one"
-        )
+        raise ConfigError(f"eval.against = {config.eval.against}: {why}: {CAUSES}")
 
 
 def _told(
-    out: EvaluationFolder, config: Config, *, whole: bool, against: Sequence[Asked]
+    out: EvaluationFolder, subject: Subject, *, whole: bool, against: Sequence[Asked]
 ) -> list[str]:
-    """What came of it, for people; written down where all is there. Raises ConfigError for an
-    evaluation that it cannot be compared with."""
-    if not out.asked:
+    """What came of it, for people; written down where all is there. What an earlier start has asked
+    more does not count: the sets were larger then."""
+    config = subject.config
+    wanted = {prompt.prompt_id for prompts in subject.sets.values() for prompt in prompts}
+    asked = [one for one in out.asked if one.id in wanted]
+    if not asked:
         return [f"nothing was sampled; the same command goes on in {out.path}"]
-    found = results(out.asked, config.eval.each_pass_at, config.eval.submissions)
+    found = results(asked, config.eval.each_pass_at, config.eval.submissions)
     lines = table(found)
-    reasons = Counter(reason for one in out.asked for reason in one.missing)
+    if more := len(out.asked) - len(asked):
+        lines.append(f"{more:,} prompts that an earlier start asked are in no set now: left out")
+    reasons = Counter(reason for one in asked for reason in one.missing)
     lines += [f"{n:,} completions missing, counted as wrong: {r}" for r, n in reasons.items()]
     if whole:
         out.finish(found)
@@ -264,9 +266,9 @@ def _told(
         lines.append("not all is sampled; the same command goes on")
     if against:
         try:
-            lines += [f"− {config.eval.against}:", *compared_table(compared(against, out.asked))]
-        except ValueError as error:
-            raise ConfigError(f"eval.against = {config.eval.against}: {error}") from error
+            lines += [f"− {config.eval.against}:", *compared_table(compared(against, asked))]
+        except ValueError as error:  # of what there is so far, say
+            lines.append(f"− {config.eval.against}: {error}")
     return [*lines, f"completions and results: {out.path}"]
 
 

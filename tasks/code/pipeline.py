@@ -38,6 +38,7 @@ from keel.tasks.ledger import Refused
 
 LEAST_S, SLOWER = 30.0, 10.0
 """What an episode's tests may take: so many seconds, and so many times what they took here."""
+TASKS = "tasks.jsonl"
 PROMPT = """\
 The repository of {name} lies in {repo}. Resolve this issue:
 
@@ -71,12 +72,13 @@ class CodePipeline:
         for path in sorted(self._instances.glob("*.json")):
             instance: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             self._lines[instance["key"]] = line_of(instance)
+        self._write_lines()
         self._rooms = await asyncio.to_thread(Rooms, self._config, self._folder)
         self._prefixes = Prefixes(self._config, self._author, self._folder, self._rooms)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        pass
+        self._write_lines()
 
     async def make(self, key: str) -> None:
         config = self._config
@@ -163,8 +165,14 @@ class CodePipeline:
         text = json.dumps(instance, indent=1, ensure_ascii=False)
         write(self._instances / f"{key}.json", text.encode())
         self._lines[key] = line_of(instance)
-        lines = "".join(f"{self._lines[one]}\n" for one in sorted(self._lines))
-        write(self._folder / "tasks.jsonl", lines.encode())
+        with (self._folder / TASKS).open("a", encoding="utf-8") as file:
+            file.write(f"{self._lines[key]}\n")
+
+    def _write_lines(self) -> None:
+        """In their order: as they come, they are added at the end."""
+        lines = "".join(f"{self._lines[key]}\n" for key in sorted(self._lines))
+        if lines:
+            write(self._folder / TASKS, lines.encode())
 
 
 def source_of(given: CodeSourceConfig) -> Source:

@@ -116,7 +116,9 @@ class SearchPipeline:
             "authors": sorted({one.author.name for one in self._answerers} | {self._author.name}),
             "verifier": self._verifier.name,
         }
-        answer, documents = str(line.get("answer", "")), line["environment"]["evidence"]
+        # As it was drafted: the line may have a pattern of all that is right.
+        answer = line["provenance"].get("answer", "")
+        documents = line["environment"]["evidence"]
         self._kept.check(line["prompt"], answer, documents)  # a twin may have been faster
         self._kept.add(line["prompt"], answer, documents)
         with self._file.open("a", encoding="utf-8") as file:

@@ -35,6 +35,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         (f"run: {{seed: {'9' * 5000}}}", r"recipe.yaml:2: run.seed = 9{40}: has too many digits"),
         (f"run: {{seed: {'9' * 23}}}", r"recipe.yaml:2: run.seed: has 23 digits"),
         ("run: {steps: 1:30}", r"recipe.yaml:2: run.steps = 1:30: YAML reads it .* to base 60"),
+        ("run: {seed: 0100}", r"recipe.yaml:2: run.seed = 0100: YAML reads it .* to base 8"),
         ('run: {dir: "a\\0b"}', r"recipe.yaml:2: run.dir = 'a\\x00b': holds a control character"),
         ("run: {steps: 1, steps: 2}", r"recipe.yaml:2: not valid YAML: found duplicate key"),
         ("rewards: {workers: 100000000}", r"rewards.workers = 100000000: must be 0 to 4096"),

@@ -14,6 +14,7 @@ from keel.configs.schema import ConfigError, DataConfig, SourceConfig
 from keel.configs.system_prompts import system_prompt
 from keel.data import procedural
 from keel.data.dataset import Dataset, load_dataset
+from keel.data.jsonl import load_jsonl
 from keel.data.procedural import load_reasoning_gym
 from keel.rl.types import Prompt
 
@@ -92,6 +93,9 @@ def test_the_heldout_set_survives_growth_and_weights() -> None:
     small = load(gym(size=30, holdout=10))
     assert held(small) == held(load(gym(size=60, holdout=10, weight=3.0), gym("b", "gcd")))
     assert held(small) != held(load(gym(size=30, holdout=10), seed=1))
+    # Of questions that come again the first places count.
+    few, many = (load(gym(size=n, holdout=20, params=SMALL)) for n in (40, 400))
+    assert few.report["sums"].duplicates and held(few) == held(many)
     assert held(load(gym(holdout=4, params={"seed": 9}))) == held(
         load(gym(holdout=4, params={"seed": 9}), seed=1)
     )
@@ -112,6 +116,24 @@ def test_a_file_is_split_by_the_seed(tmp_path: Path) -> None:
     report = dataset.report["sums"]
     assert (report.read, report.skipped, report.duplicates, report.train) == (32, 1, 1, 24)
     assert report.skipped_reasons[0].startswith(f"{path}:32: not JSON")
+
+
+def test_a_question_is_known_again_with_the_words_of_its_template(tmp_path: Path) -> None:
+    """As of a file that `keel filter` has kept, which has them in its prompts."""
+    path, kept = tmp_path / "given.jsonl", tmp_path / "kept.jsonl"
+    rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = SourceConfig(name="given", source="jsonl", path=str(path), template="boxed", holdout=8)
+    told = [item.prompt.messages[-1]["content"] for item in load_jsonl(given).items]
+    lines = [{**row, "prompt": text} for row, text in zip(rows, told, strict=True)]
+    kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    again = SourceConfig(name="kept", source="jsonl", path=str(kept))
+    dataset = load(again, replace(given, weight=0), max_prompt_tokens=1000)
+    assert dataset.report["kept"].leaked == 8
+    assert not trained(dataset) & set(held(dataset, "given"))
+    other = load(given, replace(again, weight=0, holdout=8), max_prompt_tokens=1000)
+    both = set(held(other, "given")) & set(held(other, "kept"))
+    assert other.report["given"].leaked == 8 - len(both)
 
 
 def test_white_space_makes_no_other_question(tmp_path: Path) -> None:

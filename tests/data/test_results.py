@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from keel.data.evaluated import Asked
-from keel.data.results import compared, contest_score, results, table
+from keel.data.results import compared, contest_score, results, sets_of, table
 
 
 def sample(thinking: int, small: float, large: float, **more: Any) -> dict[str, Any]:
@@ -98,3 +99,13 @@ def test_two_evaluations_differ_by_domain_as_they_are_measured() -> None:
         "all": (4, 0.5),
     }
     assert sets.keys() == results(both(0), [1])["recipe"].keys()
+
+
+def test_a_domain_of_several_sources_is_shown_where_one_of_them_has_its_name() -> None:
+    def of(*names: str) -> list[str]:
+        some = [replace(asked(name, [], 0, n), domain="maths") for n, name in enumerate(names)]
+        code = [replace(asked("code", [], 0, 9), domain="code")]
+        return list(sets_of([*some, *code]))
+
+    assert of("maths", "aops") == ["maths", "aops", "code", "domain maths", "all"]
+    assert of("maths") == ["maths", "code", "all"]

@@ -116,7 +116,27 @@ def test_a_budget_is_not_exceeded_by_calls_in_flight(endpoint: Server) -> None:
     said = ask(author, times=4)
     spent = [one for one in said if isinstance(one, BudgetSpent)]
     assert len(endpoint.requests) == len(kept) == 2 and len(spent) == 2
-    assert "budget.tokens = 350: 0 are spent, and the next call may take 4" in str(spent[0])
+    said = "350: 0 are spent, and the next call and those under way may take 4"
+    assert f"budget.tokens = {said}" in str(spent[0])
+
+
+def test_a_call_that_is_cancelled_under_way_is_charged(endpoint: Server) -> None:
+    """The endpoint goes on with it; one that waits for its turn has cost nothing."""
+    endpoint.forget()
+    endpoint.behave = lambda _: replace(words("x"), delay_s=PATIENCE_S)
+    author, kept = author_of(endpoint, BudgetConfig(tokens=10_000), max_concurrent=1, max_tokens=7)
+
+    async def cancelled() -> None:
+        asking = [asyncio.ensure_future(author.ask(ASK, purpose="test")) for _ in range(2)]
+        while not endpoint.requests:
+            await asyncio.sleep(0.01)
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await author.close()
+
+    asyncio.run(cancelled())
+    assert [usage.completion_tokens for usage in kept] == [7]
 
 
 def test_what_earlier_starts_spent_counts() -> None:

@@ -16,7 +16,7 @@ from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistCon
 from keel.configs.load import load_config, load_distillation, load_recipe
 from keel.configs.schema import ConfigError
 from keel.data.distilled import select
-from keel.trainer.distill import Commands, _checked, distill
+from keel.trainer.distill import Commands, _checked, chain, distill
 
 
 def sample(said: str, correct: float = 1.0, tokens: int = 5, **more: Any) -> dict[str, Any]:
@@ -242,6 +242,20 @@ def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
     assert distill(same, keel) == 0 and len(keel.ran) == before  # all is done
     with pytest.raises(ConfigError, match=r"sample speller was done with other settings"):
         distill(recipe(tmp_path, samples=8), keel)
+
+
+def test_a_folders_name_is_one_whatever_yaml_reads_in_it(tmp_path: Path) -> None:
+    root = tmp_path / "a: b #1"
+    words = [word for link in chain(recipe(root)) for word in link.command if str(root) in word]
+    knobs = [word for word in words if word.startswith(("run.dir=", "eval.dir=", "model.path="))]
+    assert len(knobs) > 10
+    for knob in knobs:
+        config = load_config("quickstart", [knob])
+        found = {"run": config.run.dir, "eval": config.eval.dir, "model": config.model.path}
+        assert Path(found[knob.partition(".")[0]]).is_relative_to(root), knob
+    with pytest.raises(ConfigError, match=r"takes '#1/mixed' for a comment; put the value in quot"):
+        load_config("quickstart", ["run.dir=runs/a #1/mixed"])
+    assert load_config("quickstart", ["run.dir=runs/a#1"]).run.dir == "runs/a#1"
 
 
 def test_a_result_that_nobody_wrote_down_is_one(tmp_path: Path) -> None:

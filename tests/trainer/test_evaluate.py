@@ -195,6 +195,18 @@ def test_a_stopped_one_goes_on_and_an_ended_one_stays(
     assert "holds an evaluation that has ended" in capsys.readouterr().err
 
 
+def test_what_is_not_asked_for_now_does_not_count(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("quickstart", f"run.dir={tmp_path}", *FEW)
+    assert main(["eval", *words]) == 0
+    (tmp_path / "eval/base/results.json").unlink()  # as of one that has not ended
+    fewer = [f"data.sources[{name}].holdout=1" for name in ("spelling", "spiral")]
+    assert main(["eval", *words, *fewer]) == 0
+    assert of(tmp_path / "eval/base")["recipe"]["all"]["prompts"] == 2
+    assert "6 prompts that an earlier start asked are in no set now" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -254,6 +266,9 @@ def test_two_evaluations_compared(
     assert float(difference) == pytest.approx(rates[1] - rates[0], abs=1e-3)
     assert main(["compare", str(one), str(tmp_path)]) == 2
     assert "cannot be read as an evaluation" in capsys.readouterr().err
+    ways = "eval.variants=[{name: plain, thinking: without}]"
+    assert main(["eval", *words, ways, f"eval.against={one}"]) == 2
+    assert "it has other variants (recipe)" in capsys.readouterr().err, "and nothing was sampled"
     other = (*words, "run.seed=3", f"eval.dir={tmp_path / 'three'}", f"eval.against={one}")
     assert main(["eval", *other]) == 2
     assert "it has another prompt called" in capsys.readouterr().err

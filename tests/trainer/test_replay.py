@@ -100,6 +100,8 @@ def test_the_newest_batch_from_the_newest_checkpoint_before_it(
     assert "loss                             1.5\n" in said
     assert main(["replay", str(run), "3", "trainer.lr=2"]) == 0
     assert "now: the gradient is finite\n" in capsys.readouterr().out
+    assert main(["replay", str(run), "trainer.lr=3"]) == 0
+    assert "step_000007.npz" in capsys.readouterr().out and FakeLearner.made.pop().events[1] == 3.0
     first, second = (learner.events for learner in FakeLearner.made)
     assert first == ["base", 1.0, "step_000006", "p", "end"]
     assert second == ["base", 2.0, "step_000002", "p", "end"]

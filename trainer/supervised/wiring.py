@@ -22,7 +22,6 @@ from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.text import Encoded
 from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset
-from keel.data.items import Item
 from keel.model.embedded.cache import ensure_embedded
 from keel.model.embedded.solutions import TAUGHT
 from keel.model.load import ModelFacts, digest_of_tokenizer
@@ -287,11 +286,7 @@ def solved(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def reserved_questions(dataset: Dataset | None) -> set[str]:
     """Those that the recipe's prompts hold out, so that nobody learns what is measured."""
-    if dataset is None:
-        return set()
-    told = (prompt for prompts in dataset.heldout.values() for prompt in prompts)
-    # With the words of their templates, too: a conversation may have been had with them.
-    return {*dataset.reserved, *(Item(prompt=prompt, origin="").question for prompt in told)}
+    return set(dataset.reserved) if dataset is not None else set()
 
 
 def reserved_ids(dataset: Dataset | None) -> set[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import stat
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,9 @@ from keel.agents.environments.code.tree import (
     unseal,
     write_tree,
 )
+from keel.tasks.code import pipeline
+from keel.tasks.code.draft import write
+from keel.tasks.code.pipeline import TASKS
 
 TREE: Tree = {
     "a.py": ("f", b"a"),
@@ -186,6 +191,27 @@ def test_the_file_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ):
         with pytest.raises(ValueError, match=why):
             files.done({**edit, **change})
+
+
+def test_kept_tasks_are_added_and_stand_in_their_order_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[int] = []
+
+    def written(path: Path, data: bytes) -> None:
+        whole.append(len(data)) if path.name == TASKS else None
+        write(path, data)
+
+    monkeypatch.setattr(pipeline, "write", written)
+    made: Any = object.__new__(pipeline.CodePipeline)
+    made._folder, made._instances, made._lines = tmp_path, tmp_path / "instances", {}
+    made._instances.mkdir()
+    for key in ("c", "a", "b"):
+        made._keep({"key": key, "prompt": "p", "reward": {}})
+    found = lambda: [json.loads(x)["id"] for x in (tmp_path / TASKS).read_text().splitlines()]  # noqa: E731
+    assert found() == ["c", "a", "b"] and not whole, "else a thousandth would write a thousand"
+    asyncio.run(made.__aexit__())
+    assert found() == ["a", "b", "c"]
 
 
 def test_it_runs_in_the_sandbox_alone(tmp_path: Path) -> None:

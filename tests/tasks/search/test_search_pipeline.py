@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 from keel.tasks.author import AuthorLost, Said
 from keel.tasks.ledger import Refused
+from keel.tasks.search.gates import Kept
+from keel.tasks.search.pipeline import SearchPipeline
 from keel.tasks.search.rule import alike, rule_of, taken_by
 from tests.tasks.authors import ScriptedAuthor
 from tests.tasks.search.agents import (
@@ -308,6 +311,28 @@ def test_duplicates_are_refused_by_a_later_start_too(
     assert len(again.lines) == 1
     made(again, 0)  # kept, though its outcome was lost
     assert len(again.lines) == 1
+
+
+def test_the_same_answer_by_the_same_documents_is_kept_once_by_one_start(tmp_path: Path) -> None:
+    """Whatever pattern rewards it."""
+    made: Any = object.__new__(SearchPipeline)
+    start = SimpleNamespace(entity=SimpleNamespace(name="a bridge"), open=False, language="en")
+    made._starts, made._written = {"one": start, "two": start}, set()
+    made._kept, made._folder, made._answerers = Kept(), tmp_path, []
+    made._author = made._verifier = SimpleNamespace(name="m")
+
+    async def question(name: str, start: object, key: str) -> dict[str, Any]:
+        return {
+            "prompt": {"one": "Who founded it?", "two": "Which person began the society?"}[key],
+            "answer": rf"(?i:Tobias\s+Wrenfield|{key})",
+            "environment": {"evidence": ["a", "b"]},
+            "provenance": {"answer": "Tobias Wrenfield"},
+        }
+
+    made._question = question
+    asyncio.run(made.make("one"))
+    with pytest.raises(Refused, match="with this answer and evidence was kept"):
+        asyncio.run(made.make("two"))
 
 
 def test_nearly_the_same_words_with_another_answer(tmp_path: Path) -> None:
