@@ -130,8 +130,11 @@ class Replay:
         `routing/fallback_fraction`: share of (token, layer) rows that should have been recorded and
         were not; `ends` tokens (the last of each segment) were never an input, so they have none.
 
-        Forward passes count, recomputation does not. Waits for the device, once.
+        Forward passes count, recomputation does not. Waits for the device, once. Raises
+        RuntimeError more than `REMEMBERED` replays later.
         """
+        if self._routes_LNK is None:
+            raise RuntimeError(f"metrics of more than {REMEMBERED} replays ago: read them earlier")
         same, recorded = torch.stack(self._counts).sum(0).tolist() if self._counts else (0, 0)
         routable = self._rows - ends * len(self._calls)
         return {
@@ -177,7 +180,9 @@ class Replay:
         return self._stop > self._start
 
     def forget(self) -> None:
-        self._routes_LNK = self._on_device = None
+        """All that takes memory of the device, too."""
+        self._routes_LNK = self._on_device = self._by_token_2N = None
+        self._counts = []
 
     def check_applied(self) -> None:
         idle = [layer for layer, calls in enumerate(self._calls) if calls == 0]

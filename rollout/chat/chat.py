@@ -9,8 +9,9 @@ from typing import Any
 from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks, strings
 from keel.rollout.chat.formats import Format, format_of
-from keel.rollout.chat.parsing import THINK_END, THINK_START, Written, thinking_open
+from keel.rollout.chat.parsing import Written
 from keel.rollout.chat.render import USER_ROLES, Renderer, call_message, retained
+from keel.rollout.chat.thinking import THINK_END, THINK_START, thinking_open
 
 _SHOWN = 300
 """Characters of a malformed call that are kept."""
@@ -76,9 +77,11 @@ class TemplateChat:
         turn = self._last_turn(ids)
         users = any(role in USER_ROLES for role in roles)
         if self.tools_in_thinking:  # an earlier turn may have opened it
-            inside = (users or not closed) and thinking_open(self.decode(ids), opened=False)
+            inside = (users or not closed) and thinking_open(self.decode(ids))
         else:
-            inside = thinking_open(turn, opened=self.opened(thinking=thinking))
+            inside = self.format.read(
+                turn, (), opened=self.opened(thinking=thinking), inside=False
+            ).is_open
             if inside and closed:
                 return None  # the format closes it before a turn ends: that cannot be made up for
         if users and (inside or self.has_thought(ids)):
@@ -125,7 +128,7 @@ class TemplateChat:
             reasoning=marks.remove(read.reasoning),
             closed=closed,
             calls=tuple(calls),
-            inside=self.tools_in_thinking and thinking_open(text, opened=opened),
+            inside=self.tools_in_thinking and read.is_open,
         )
 
     def text(
@@ -162,7 +165,7 @@ class TemplateChat:
 
     def opened(self, *, thinking: bool) -> bool:
         """Whether the prompt opens the thinking, which the policy then only closes."""
-        return thinking_open(self.speaks(thinking), opened=False)
+        return thinking_open(self.speaks(thinking))
 
     def has_modes(self) -> bool:
         """Whether the template asks for thinking in one way or another."""

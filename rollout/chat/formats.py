@@ -9,6 +9,7 @@ from typing import Any
 from keel.model.embedded.tokenizer import CHAT_TEMPLATE
 from keel.rollout.chat.encoding import Encoder
 from keel.rollout.chat.parsing import (
+    LLAMA3_JSON,
     Read,
     deepseek_v31_calls,
     deepseek_v32_calls,
@@ -20,6 +21,7 @@ from keel.rollout.chat.parsing import (
     read_harmony,
     tagged,
 )
+from keel.rollout.chat.thinking import Bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class Format:
 FORMATS = {
     known.name: known
     for known in (
-        Format(name="embedded", read=tagged(embedded_calls)),
+        Format(name="embedded", read=tagged(embedded_calls, Bounds("^@", "\n"))),
         Format(
             name="harmony",
             read=read_harmony,
@@ -50,17 +52,27 @@ FORMATS = {
             message="<|message|>",
             message_end="<|end|>",
         ),
-        Format(name="deepseek-v3.2", read=tagged(deepseek_v32_calls)),
-        Format(name="deepseek-v3.1", read=tagged(deepseek_v31_calls)),
+        Format(
+            name="deepseek-v3.2",
+            read=tagged(deepseek_v32_calls, Bounds("<｜DSML｜invoke", "</｜DSML｜invoke>")),
+        ),
+        Format(
+            name="deepseek-v3.1",
+            read=tagged(deepseek_v31_calls, Bounds("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),
+        ),
         # The policy ends its turn with the mark that begins the next message.
-        Format(name="glm", read=tagged(glm_calls), ends=("<|user|>", "<|observation|>")),
+        Format(
+            name="glm",
+            read=tagged(glm_calls, Bounds("<tool_call>", "</tool_call>")),
+            ends=("<|user|>", "<|observation|>"),
+        ),
         Format(
             name="llama3",
-            read=tagged(llama3_calls),
+            read=tagged(llama3_calls, Bounds(r"<\|python_tag\|>", whole=LLAMA3_JSON)),
             ends=("<|eot_id|>", "<|eom_id|>"),
             equal_ends=True,
         ),
-        Format(name="hermes", read=tagged(json_calls)),
+        Format(name="hermes", read=tagged(json_calls, Bounds("<tool_call>", "</tool_call>"))),
         Format(name="plain", read=tagged(no_calls), calls=False),
     )
 }

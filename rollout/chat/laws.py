@@ -9,8 +9,8 @@ from typing import Any
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import free_marks
-from keel.rollout.chat.parsing import THINK_END, THINK_START
 from keel.rollout.chat.render import call_message
+from keel.rollout.chat.thinking import THINK_END, THINK_START
 
 _CLOSED_AT_ONCE = re.compile(rf"\A\s*(?:{THINK_START}\s*)?{THINK_END}\s*")
 _MODE = re.compile(rf"(?:{THINK_START}\s*)?(?:{THINK_END}\s*)?\Z")

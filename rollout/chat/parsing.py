@@ -15,9 +15,8 @@ from typing import Any, cast
 
 from keel.rl import strict_json
 from keel.rl.turns import ToolSpec
+from keel.rollout.chat.thinking import NO_CALLS, Bounds, split_thinking
 
-THINK_START = "<think>"
-THINK_END = "</think>"
 _KINDS: dict[type, set[str]] = {
     type(None): {"null"},
     bool: {"boolean"},
@@ -59,6 +58,8 @@ class Read:
     content: str
     reasoning: str
     items: Sequence[Item] = ()
+    is_open: bool = False
+    """It ends inside its thinking."""
 
 
 def read_tagged(
@@ -66,6 +67,7 @@ def read_tagged(
     tools: Sequence[ToolSpec],
     *,
     find_calls: FindCalls,
+    bounds: Bounds,
     opened: bool,
     inside: bool,
 ) -> Read:
@@ -74,45 +76,19 @@ def read_tagged(
     `opened`: the prompt, or an earlier turn, has opened the thinking. `inside`: calls in the
     thinking count, and no others.
     """
-    reasoning, content = split_thinking(text, opened=opened)
+    reasoning, content, is_open = split_thinking(text, bounds, opened=opened, inside=inside)
     items: Sequence[Item] = ()
     if inside:
         reasoning, items = find_calls(reasoning, tools)
     content, after = find_calls(content, tools)
     if inside:
         after = [item if isinstance(item, Broken) else _outside(item) for item in after]
-    return Read(content.strip(), reasoning.strip(), [*items, *after])
+    return Read(content.strip(), reasoning.strip(), [*items, *after], is_open)
 
 
 def _outside(call: Written) -> Broken:
     why = "tools are called while thinking, between <think> and </think>, and not outside of it"
     return Broken(f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}", why)
-
-
-def split_thinking(text: str, *, opened: bool) -> tuple[str, str]:
-    """(reasoning, content). Thinking that is never closed leaves no content; text before a
-    `</think>` that nothing opened is thinking, too."""
-    first_start, first_end = text.find(THINK_START), text.find(THINK_END)
-    if (opened and not text.lstrip().startswith(THINK_START)) or 0 <= first_end < (
-        first_start if first_start >= 0 else len(text)
-    ):
-        text = THINK_START + text
-    thoughts: list[str] = []
-    said: list[str] = []
-    while THINK_START in text:
-        before, _, text = text.partition(THINK_START)
-        thought, end, text = text.partition(THINK_END)
-        said.append(before)
-        thoughts.append(thought)
-        if not end:
-            return "\n".join([*said, *thoughts]).strip(), ""
-    return "\n".join(part.strip() for part in thoughts), "".join([*said, text])
-
-
-def thinking_open(text: str, *, opened: bool) -> bool:
-    """Whether a turn ends inside its thinking."""
-    start, end = text.rfind(THINK_START), text.rfind(THINK_END)
-    return start > end or (opened and start < 0 and end < 0)
 
 
 def json_calls(
@@ -205,12 +181,15 @@ def glm_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     return _blocks(text, "<tool_call>", "</tool_call>", read)
 
 
+LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:')
+
+
 def llama3_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     """Llama 3: a whole turn of JSON with `name` and `parameters`, several parted by `;`, or code
     after `<|python_tag|>` for a tool that takes `code`."""
     content, tag, code = text.partition("<|python_tag|>")
     body = (code if tag else text).strip()
-    looks = re.match(r'\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:', body)
+    looks = LLAMA3_JSON.match(body)
     if not tag and not looks:
         return text, []
     if not looks:
@@ -277,9 +256,9 @@ def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: 
     return Read("\n".join(content).strip(), "\n".join(reasoning).strip(), items)
 
 
-def tagged(find_calls: FindCalls) -> Callable[..., Read]:
+def tagged(find_calls: FindCalls, bounds: Bounds = NO_CALLS) -> Callable[..., Read]:
     """`read_tagged` for one family."""
-    return partial(read_tagged, find_calls=find_calls)
+    return partial(read_tagged, find_calls=find_calls, bounds=bounds)
 
 
 def _blocks(text: str, start: str, end: str, read: Callable[[str], Item]) -> Found:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.parsing import THINK_END, THINK_START
+from keel.rollout.chat.thinking import THINK_END, THINK_START
 
 ASSISTANT = "assistant"
 _MODE = re.compile(rf"(?:{THINK_START}\s*)?(?:{THINK_END}\s*)?\Z")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,12 +76,27 @@ def _raw(tokenizer: Tokenizer, prompt: Prompt) -> RenderedPrompt:
 
 
 def decode_all(tokenizer: Tokenizer, completions: Sequence[Sequence[int]]) -> list[str]:
-    """The texts of completions, without special tokens."""
+    """The texts of completions, without special tokens but for thinking marks."""
+    given = [list(ids) for ids in completions]
+    hidden = _hidden(tokenizer)
+    skip = hidden is None
+    if hidden is not None:
+        given = [[one for one in ids if one not in hidden] for ids in given]
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         # On all cores, where transformers takes one after the other.
-        return fast.decode_batch([list(ids) for ids in completions], skip_special_tokens=True)
-    return [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completions]
+        return fast.decode_batch(given, skip_special_tokens=skip)
+    return [tokenizer.decode(ids, skip_special_tokens=skip) for ids in given]
+
+
+def _hidden(tokenizer: Tokenizer) -> set[int] | None:
+    """Special tokens, where the thinking marks are among them; None: they are words."""
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {i: str(token) for i, token in added.items() if token.special}
+    marks = {THINK_START, THINK_END}
+    if marks.isdisjoint(special.values()):
+        return None
+    return {i for i, text in special.items() if text not in marks}
 
 
 def check_fits(prompt: Prompt, prompt_tokens: int, max_tokens: int, context: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.model.routing.replay import record_routes, replay_routes
+from keel.model.routing.replay import REMEMBERED, record_routes, replay_routes
 from keel.model.routing.routers import ROUTERS, is_moe, moe_layers, router_modules
 from tests.model.families import FAMILIES, build
 from tests.model.routing.routes import E, K, N, live_routes, logits, other_routes
@@ -111,6 +111,19 @@ def test_nothing_is_left_after_the_context_or_an_error_in_it(qwen):
     with pytest.raises(KeyError), replay_routes(qwen, other_routes(qwen)):
         raise KeyError
     assert torch.equal(logits(qwen), before)
+
+
+def test_old_replays_take_no_memory_of_the_device(qwen):
+    kept = []
+    for _ in range(REMEMBERED + 2):
+        with replay_routes(qwen, other_routes(qwen), by_token=True) as replay:
+            logits(qwen).sum().backward()
+        kept.append(replay)
+    assert [replay.overlap_N() is None for replay in kept] == [True] * 2 + [False] * REMEMBERED
+    assert [bool(replay._counts) for replay in kept] == [False] * 2 + [True] * REMEMBERED
+    with pytest.raises(RuntimeError, match="read them earlier"):
+        kept[0].metrics()
+    assert kept[-1].metrics()
 
 
 def test_a_copy_of_a_replayed_model_is_not_replayed(qwen):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AddedToken
 
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.types import KeptSets
@@ -20,6 +22,7 @@ from keel.rollout.engine.conversion import (
     split_message,
 )
 from tests.rl.rollouts import prompt
+from tests.rollout.chat.families import tokenizer_of
 
 
 class FakeTokenizer:
@@ -203,3 +206,15 @@ def test_seeds_differ_in_everything_and_fit_vllm() -> None:
     assert len(seeds) == 128
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sibling_seed(0, "p1", 1, 0, 2) == sibling_seed(0, "p1", 1, 0, 2)
+
+
+def test_thinking_marks_stay_where_a_tokenizer_calls_them_special() -> None:
+    tokenizer: Any = tokenizer_of("qwen3")
+    ids = tokenizer.encode("<think>\nno, 4\n</think>\n\nIt is 4", add_special_tokens=False)
+    ids.append(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    (plain,) = decode_all(tokenizer, [ids])
+    marked = copy.deepcopy(tokenizer)
+    marked.add_tokens([AddedToken(m, special=True) for m in ("<think>", "</think>")], True)
+    assert "think" not in marked.decode(ids, skip_special_tokens=True)
+    assert decode_all(marked, [ids]) == [plain]
+    assert split_message(plain, thinking=False)["content"] == "It is 4"
