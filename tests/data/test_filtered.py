@@ -159,3 +159,16 @@ def test_what_is_kept_reads_back_as_the_same_prompts(tmp_path: Path) -> None:
     )
     read = load_dataset(DataConfig(sources=again), seed=0).train.sources
     assert read == dataset(first).train.sources
+
+
+def test_a_domain_of_several_sources_has_its_row_where_one_has_its_name(tmp_path: Path) -> None:
+    def rows(*names: str) -> list[str]:
+        given = [
+            SourceConfig(name=name, source="reasoning_gym", task="gcd", size=3, domain="maths")
+            for name in names
+        ]
+        with opened(config(tmp_path / "-".join(names), *given)) as out:
+            return [row.split("  ")[0] for row in out._table()[1:]]
+
+    assert rows("maths", "aops") == ["maths", "aops", "domain maths"]
+    assert rows("maths") == ["maths"] and rows("aops") == ["aops", "domain maths"]

@@ -339,7 +339,7 @@ def compute_seconds(
 
 
 def updates_of(config: Config) -> int:
-    """Of a batch."""
+    """Optimizer steps of a batch."""
     return config.algorithm.updates_per_batch if config.data.sources else 1
 
 
