@@ -1,0 +1,56 @@
+"""Whatever comes in whatever order: all that was recorded is what transformers says in float32."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from keel.rl.types import Trajectory
+from tests.buckets import pack_buckets
+from tests.rollout.recording.reference import Reference, Report, Tolerance
+from tests.rollout.recording.traffic import traffic
+from tests.rollout.remote_engine import DEADLINE_S, TRUNCATED, Kind, engine_spec, running_engine
+from tests.rollout.tiny_model import make_model, perturbed
+
+pytestmark = pytest.mark.e2e
+ACTIONS, UPDATES = 120, 3
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("", 0), ("fast", 1)])
+def test_drawn_interleavings_are_recorded_rightly(tmp_path: Path, kind: Kind, seed: int) -> None:
+    model = make_model(tmp_path)
+    reference, updates = Reference(model), []
+    for version in range(UPDATES):
+        reference.older[version] = copy.deepcopy(model)
+        tensors = perturbed(model, seed=20 + version)
+        updates.append(list(pack_buckets(tensors.items(), 40_000)))
+    with running_engine(engine_spec(tmp_path), gpu=False, kind=kind) as engine:
+        asked = engine.process.submit(traffic, seed, ACTIONS, updates)
+        seen = asked.result(timeout=DEADLINE_S)
+        watch = engine.watch()
+    report, tolerance = Report(), Tolerance()
+    assert not seen.errors and seen.cancelled
+    assert (seen.stats["groups"], seen.stats["recordings"]) == (0, 0), "nothing is left behind"
+    for given, group in seen.groups:
+        assert len(group.trajectories) + len(group.dropped) == given.size
+        for one in group.trajectories:
+            assert one.sampled_tokens <= given.sampling.max_tokens
+            if given.record:
+                reference.check(one, given.sampling, report, tolerance)
+            else:
+                assert one.segments[0].routes_TLK is None and one.segments[0].kept is None
+    for segment in seen.segments:
+        turns = Trajectory(
+            prompt_id=segment.prompt_id,
+            sibling=0,
+            segments=(segment,),
+            finish_reason="stop",
+            messages=(),
+        )
+        reference.check(turns, TRUNCATED, report, tolerance)
+    report.assert_rare(tolerance)
+    assert watch.preempted and report.tokens > 500
+    versions = {int(v) for segment in seen.segments for v in segment.version_T if v >= 0}
+    assert len(versions) > 1, "weights changed under way"
