@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -130,11 +131,8 @@ class Replay:
         `routing/fallback_fraction`: share of (token, layer) rows that should have been recorded and
         were not; `ends` tokens (the last of each segment) were never an input, so they have none.
 
-        Forward passes count, recomputation does not. Waits for the device, once. Raises
-        RuntimeError more than `REMEMBERED` replays later.
+        Forward passes count, recomputation does not. Waits for the device, once.
         """
-        if self._routes_LNK is None:
-            raise RuntimeError(f"metrics of more than {REMEMBERED} replays ago: read them earlier")
         same, recorded = torch.stack(self._counts).sum(0).tolist() if self._counts else (0, 0)
         routable = self._rows - ends * len(self._calls)
         return {
@@ -179,10 +177,13 @@ class Replay:
         self._on_device = None
         return self._stop > self._start
 
-    def forget(self) -> None:
-        """All that takes memory of the device, too."""
-        self._routes_LNK = self._on_device = self._by_token_2N = None
-        self._counts = []
+    def forgotten(self) -> Replay:
+        """What is left to know of it, without the routes; what its metrics are made of goes with
+        whoever is going to read them."""
+        self._routes_LNK = self._on_device = None
+        known = copy(self)
+        known._counts, known._by_token_2N = [], None
+        return known
 
     def check_applied(self) -> None:
         idle = [layer for layer, calls in enumerate(self._calls) if calls == 0]
@@ -266,4 +267,4 @@ def _remember(replay: Replay) -> None:
     if replay.close():
         _closed.append(replay)
         if len(_closed) > REMEMBERED:
-            _closed[-1 - REMEMBERED].forget()
+            _closed[-1 - REMEMBERED] = _closed[-1 - REMEMBERED].forgotten()

@@ -36,7 +36,9 @@ class Local(Learner):
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
 
-    def _deal(self, method: str, shares: Sequence[Any], what: str, **options: bool) -> list[Any]:
+    def _deal(
+        self, method: str, shares: Sequence[Any], what: str, times: int = 1, **options: bool
+    ) -> list[Any]:
         return [getattr(self.worker, method)(shares[0], **options)]
 
     def _all(self, method: str, *arguments: object, limit: object) -> list[Any]:
