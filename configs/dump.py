@@ -25,11 +25,19 @@ def dump_config(config: Config, left: Iterable[str] = ()) -> str:
 
 def as_override(text: str) -> str:
     """A text as it stands behind an override's `=`: in quotes where YAML would read another."""
+    text = str(escaped(text))
     try:
         plain = yaml.safe_load(text) == text
     except yaml.YAMLError:
         plain = False
-    return text if plain else json.dumps(text, ensure_ascii=False)
+    return text if plain else quoted(text)
+
+
+def quoted(value: Any) -> str:
+    """Plain data on one line, as YAML reads it."""
+    # YAML knows JSON's escapes, but reads a pair of surrogates as two characters.
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
 # By libyaml where PyYAML has it: 3 ms and not 13.

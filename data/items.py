@@ -34,7 +34,8 @@ class Item:
     def asked(self) -> frozenset[str]:
         """The same, and with the words of its template: so another source may have it as a prompt
         of its own."""
-        return frozenset({self.question, _question(self.prompt.messages)})
+        told = {_question(self.prompt.messages)} if self.bare else set[str]()
+        return frozenset({self.question, *told})
 
 
 def _question(messages: Sequence[Mapping[str, Any]]) -> str:

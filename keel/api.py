@@ -36,6 +36,7 @@ from typing import Any, Self, cast
 import yaml
 
 from keel import configs
+from keel.configs.dump import quoted
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.rewards.passed import named, passing
@@ -123,8 +124,11 @@ def train(
             except ValueError as error:
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
             said = _value(names, "rewards=…")
-            for source in load_config(path, overrides).data.sources:  # fewer, with `data.only`
-                overrides.append(f"data.sources[{source.name}].rewards={said}")
+            used = {source.name for source in load_config(path, overrides).data.sources}
+            every = load_config(path, [*overrides, "data.only=[]"]).data.sources
+            for index, source in enumerate(every):
+                if source.name in used:
+                    overrides.append(f"data.sources.{index}.rewards={said}")
         try:
             main.train(str(path), overrides, drive=partial(_driven, told=told), again=AGAIN)
         except KeyboardInterrupt as error:
@@ -158,9 +162,7 @@ def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 def _value(value: Any, of: str) -> str:
     """As it stands behind an override's `=`. of: an argument, for messages."""
-    # YAML knows JSON's escapes, but reads a pair of surrogates as two characters.
-    text = json.dumps(_told(value, of), ensure_ascii=False)
-    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+    return quoted(_told(value, of))
 
 
 def _told(value: Any, of: str) -> Any:

@@ -198,6 +198,9 @@ def test_functions_have_weights_beside_keels_parts(asked: list[Config], tmp_path
     keel.train(recipe, rewards=[brief], knobs=[*knobs, "data.only=[spiral]"])
     (source,) = asked.pop(1).data.sources
     assert (source.name, source.rewards) == ("spiral", {"python.brief": 1.0}), "and no other's"
+    named = [*knobs, "data.sources.1.name=gsm8k=a[1]", "data.only=['gsm8k=a[1]']"]
+    keel.train(recipe, rewards=[brief], knobs=named)
+    assert asked.pop(1).data.sources[0].rewards == {"python.brief": 1.0}
     given: Any = (knob for knob in knobs)
     keel.train("quickstart", prompts=["Say hi."], rewards=[brief], knobs=given)
     assert asked[1].data.sources[0].rewards == {"python.brief": 1.0}

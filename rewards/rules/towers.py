@@ -206,7 +206,7 @@ class _Reader:
             return _checked(top.bits + below.bits, _over(top.value, below.value))
         if token == "\\sqrt":
             index = self.atom() if self.next() == "[" else _Part(1.0, 2)
-            return _raised(self.atom(), _Part(index.bits, _over(1, index.value)))
+            return _root(index, self.atom())
         if token in ("\\binom", "\\dbinom", "\\tbinom"):
             return _chosen(self.atom(), self.atom())
         if token in ("e", "\\pi"):
@@ -247,6 +247,15 @@ def _over(one: float | int | None, two: float | int | None) -> float | int | Non
     if isinstance(one, int) and isinstance(two, int) and one % two == 0:
         return one // two
     return one / two
+
+
+def _root(index: _Part, of: _Part) -> _Part:
+    exponent = _Part(index.bits, _over(1, index.value))
+    odd = isinstance(index.value, int) and index.value % 2
+    if not odd or of.value is None or not of.value < 0:
+        return _raised(of, exponent)
+    root = _raised(_Part(of.bits, -of.value), exponent)
+    return _Part(root.bits, None if root.value is None else -root.value)
 
 
 def _raised(base: _Part, exponent: _Part) -> _Part:

@@ -61,7 +61,8 @@ class _Walk:
         self._begin = re.compile(THINK_START + start, re.MULTILINE)
         self._end = re.compile(THINK_END + start * inside, re.MULTILINE)
         self._any = re.compile(f"{THINK_START}|{THINK_END}{start}", re.MULTILINE)
-        self._last = text.rfind(bounds.end) if bounds.end else -1
+        either = f"{bounds.start}|{re.escape(bounds.end)}" if bounds.end else ""
+        self._either = re.compile(either, re.MULTILINE) if either else None
 
     def begins_thinking(self) -> bool:
         """Whether there is an end before any beginning."""
@@ -71,7 +72,9 @@ class _Walk:
         while mark := self._any.search(self._text, place):
             if mark[0] in (THINK_START, THINK_END):
                 return mark[0] == THINK_END
-            place = self._behind(mark)
+            if not self._bounds.end:
+                return False
+            place = self._behind_closed(mark)
         return False
 
     def next_begin(self, place: int, said: Sequence[str]) -> re.Match[str] | None:
@@ -89,8 +92,14 @@ class _Walk:
         while mark := self._end.search(self._text, place):
             if mark[0] == THINK_END:
                 return mark
-            place = self._behind(mark) if self._last >= mark.end() else mark.end()
+            place = self._behind_closed(mark)
         return None
+
+    def _behind_closed(self, call: re.Match[str]) -> int:
+        """One that is not closed, before the next begins, is a mere mention."""
+        following = self._either.search(self._text, call.end()) if self._either else None
+        closed = following is not None and following[0] == self._bounds.end
+        return following.end() if following is not None and closed else call.end()
 
     def _behind(self, call: re.Match[str]) -> int:
         end = self._bounds.end

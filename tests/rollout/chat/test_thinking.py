@@ -47,6 +47,14 @@ def test_marks_in_calls_within_the_thinking_are_theirs_too(code: str) -> None:
     # One that is not closed takes no answer along.
     open_ = parse("qwen3", '<think>so <tool_call>{"name"</think>Yes.', inside=True)
     assert open_.content == "Yes." and isinstance(open_.calls[0], Malformed)
+    mention = f"<think>write <tool_call> first.</think>Yes.{call}"
+    told = parse("qwen3", mention, inside=True)
+    assert told.content == "Yes." and not told.inside
+
+
+def test_a_mention_of_a_call_is_no_border() -> None:
+    parsed = parse("hermes", "I need <tool_call> tags here.</think>Answer 4")
+    assert parsed.content == "Answer 4" and parsed.reasoning.startswith("I need")
 
 
 def test_a_call_that_is_never_closed_is_told() -> None:
