@@ -11,13 +11,30 @@ import pytest
 from keel.configs.schema import ConfigError
 from keel.rl.metrics import Mean
 from keel.trainer.main import run_loop
-from keel.trainer.prepare import prepare
+from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import Stuck
 from keel.trainer.run.view import PlainView
 
 FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8"))
+
+
+def system_of(task: Task, **parts: Any) -> Any:
+    """As far as the loop looks into a started system."""
+    return SimpleNamespace(
+        **{
+            "task": task,
+            "learner": None,
+            "pool": SimpleNamespace(),
+            "lowering": None,
+            "agents": None,
+            "scorer": SimpleNamespace(tell=lambda say: None),
+            "watch": None,
+            "attended": lambda hurry: hurry,
+            **parts,
+        }
+    )
 
 
 def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
@@ -30,16 +47,7 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
     def full(folder: Path) -> object:
         raise Unwritten(f"{folder}: no space")
 
-    system: Any = SimpleNamespace(
-        task=task,
-        learner=SimpleNamespace(tokens={}, version=2, save=full),
-        pool=SimpleNamespace(),
-        lowering=None,
-        agents=None,
-        scorer=SimpleNamespace(tell=lambda say: None),
-        watch=None,
-        attended=lambda hurry: hurry,
-    )
+    system = system_of(task, learner=SimpleNamespace(tokens={}, version=2, save=full))
 
     def two_steps(parts: Any, config: object, *, start: int) -> int:
         parts.journal.record(1, {"eval/spelling/pass@1": Mean(5, 10)}, [])
@@ -71,19 +79,9 @@ def test_a_run_leaves_measuring_to_others_where_it_is_told(
     )
     for every in (-1, 0):
         told = (f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}", *FEW)
-        task, scorer = prepare("quickstart", told), SimpleNamespace(tell=lambda say: None)
-        system: Any = SimpleNamespace(
-            task=task,
-            learner=None,
-            pool=SimpleNamespace(),
-            lowering=None,
-            agents=None,
-            scorer=scorer,
-            watch=None,
-            attended=lambda hurry: hurry,
-        )
+        task = prepare("quickstart", told)
         with RunFolder(task.config) as folder:
-            run_loop(system, folder, PlainView(60), 0)
+            run_loop(system_of(task), folder, PlainView(60), 0)
     assert seen == [set(), {"spelling", "spiral"}]
 
 
@@ -94,17 +92,8 @@ def test_engines_are_not_woken_when_nothing_more_is_sampled(
     told = (f"run.dir={tmp_path}", "run.steps=2", "rollout.sleep=true", *FEW)
     task, saved = prepare("quickstart", told), list[int]()
     found: list[int] = []
-    system: Any = SimpleNamespace(
-        task=task,
-        learner=SimpleNamespace(tokens={}, version=1, save=lambda folder: {}),
-        pool=SimpleNamespace(),
-        lowering=None,
-        agents=None,
-        scorer=SimpleNamespace(tell=lambda say: None),
-        watch=None,
-        attended=lambda hurry: hurry,
-        wake=lambda: found.append(saved[-1]),
-    )
+    learner = SimpleNamespace(tokens={}, version=1, save=lambda folder: {})
+    system = system_of(task, learner=learner, wake=lambda: found.append(saved[-1]))
 
     def two_steps(parts: Any, config: object, *, start: int) -> int:
         for step in (1, 2):
