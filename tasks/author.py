@@ -177,7 +177,7 @@ class EndpointAuthor:
                             extra_body=dict(config.extra) or None,
                         )
                 except asyncio.CancelledError:
-                    took(used(bound))  # the endpoint goes on with it, and charges it
+                    took(used(bound))  # the endpoint continues generating, and bills it
                     raise
                 except (TimeoutError, openai.APITimeoutError) as error:
                     took(used(bound))  # it may have been at work on it all the time

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from keel.agents.endpoint.errors import Refused
 from keel.agents.endpoint.record import Finished, Recording
 from keel.agents.endpoint.requests import Asked, Warnings, asked_of
 from keel.agents.endpoint.tools import Tools
+from keel.agents.inside.sockets import socket_folder
 
 MOST_BYTES = 64 << 20
 """Of one request."""
@@ -28,8 +27,6 @@ ENDING_S = 5.0
 ROUNDS = 4
 """Of the event loop, until the end of a connection has cancelled what it was for."""
 SOCKET = "keel.sock"
-MOST_PATH = 107
-"""Bytes of a unix socket's path: unix(7)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +77,7 @@ class Endpoint:
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=ENDING_S
         )
-        self._folder = _folder()
+        self._folder = socket_folder("keel-endpoint-", SOCKET)
         try:
             await self._runner.setup()
             site = web.TCPSite(self._runner, "127.0.0.1", self._port)
@@ -192,15 +189,6 @@ class Endpoint:
         except (TimeoutError, ConnectionError, asyncio.CancelledError):
             recording.lose(reply)
             raise
-
-
-def _folder() -> str:
-    """For its socket. In /tmp where TMPDIR is so long that no socket can have its path."""
-    folder = tempfile.mkdtemp(prefix="keel-endpoint-")
-    if len(os.fsencode(f"{folder}/{SOCKET}")) <= MOST_PATH:
-        return folder
-    os.rmdir(folder)
-    return tempfile.mkdtemp(prefix="keel-endpoint-", dir="/tmp")
 
 
 async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> web.StreamResponse:

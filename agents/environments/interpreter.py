@@ -16,13 +16,13 @@ import os
 import queue
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.environments.messages import told
+from keel.agents.inside.sockets import socket_folder
 
 CELL_S = 120.0
 """Longest run of one cell. DeepSeek-V3.2 (2025), Appendix B, Table 7."""
@@ -38,8 +38,6 @@ MOST_TRIES = 3
 """Of a cell that the kernel leaves out after an interrupt."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CURE = "python -m pip install jupyter_client ipykernel"
-_MOST_PATH = 107
-"""Bytes of a unix socket's path: unix(7)."""
 
 
 class Interpreter:
@@ -67,10 +65,7 @@ class Interpreter:
         self._started = 0
         self._seed = 0
         self._files = files
-        self._folder = tempfile.mkdtemp(prefix="kernel-")
-        if len(os.fsencode(self._folder)) + len("/k1000-5") > _MOST_PATH:  # of a long TMPDIR
-            os.rmdir(self._folder)
-            self._folder = tempfile.mkdtemp(prefix="kernel-", dir="/tmp")
+        self._folder = socket_folder("kernel-", "k1000-5")
         self._where = os.path.join(self._folder, "work")
         os.mkdir(self._where)
         os.environ["IPYTHONDIR"] = os.path.join(self._folder, "ipython")

@@ -132,7 +132,9 @@ async def within(deadline_s: float, work: Coroutine[Any, Any, Answer]) -> Answer
         raise TimeoutError
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait({task}, timeout=READING_S)
+        if task.done() and not task.cancelled():
+            task.exception()  # or asyncio logs that nobody has looked
 
 
 class LineProcess:

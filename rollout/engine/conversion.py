@@ -14,9 +14,8 @@ from keel.model.source import written_by_code
 from keel.rl.seeds import seed_of
 from keel.rl.types import NO_ROUTE, FinishReason, KeptSets, Prompt, Segment, Trajectory
 from keel.rollout.chat.render import deepseek_v32
+from keel.rollout.chat.thinking import THINK_END, THINK_START
 
-THINK_START = "<think>"
-THINK_END = "</think>"
 _THINK_BLOCK = re.compile(f"{THINK_START}(.*?){THINK_END}", re.DOTALL)
 
 

@@ -24,7 +24,7 @@ import subprocess
 from keel.agents.inside.drive import keep_orphans, status_of
 keep_orphans()
 process = subprocess.Popen(["bash", "-c", {PROGRAM!r}])
-assert status_of(process) == 7 == process.wait()
+assert status_of(process) == 7 == process.poll()
 process = subprocess.Popen(["bash", "-c", "kill -9 $$"])
 assert status_of(process) == -9
 """

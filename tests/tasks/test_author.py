@@ -121,7 +121,7 @@ def test_a_budget_is_not_exceeded_by_calls_in_flight(endpoint: Server) -> None:
 
 
 def test_a_call_that_is_cancelled_under_way_is_charged(endpoint: Server) -> None:
-    """The endpoint goes on with it; one that waits for its turn has cost nothing."""
+    """The endpoint continues generating; a call that was still queued has cost nothing."""
     endpoint.forget()
     endpoint.behave = lambda _: replace(words("x"), delay_s=PATIENCE_S)
     author, kept = author_of(endpoint, BudgetConfig(tokens=10_000), max_concurrent=1, max_tokens=7)

@@ -155,7 +155,7 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
         parts.journal.begin("measuring")
         return measured(learner.score(heldout, parts.hurry))
 
-    # Before the first step, or what there was no time for in the run that this one goes on with.
+    # Before the first step, or an evaluation that the run missed before it was resumed.
     due = not start or (evaluation_due(run, start) and not parts.journal.evaluated(start))
     if heldout and due and (found := measure()):
         parts.journal.record(start, found, [])

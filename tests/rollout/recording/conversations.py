@@ -8,8 +8,7 @@ import numpy as np
 
 from keel.agents.conversation import SegmentRecord
 from keel.rl.turns import TurnRequest, TurnResult
-from keel.rl.types import Trajectory
-from tests.rollout.recording.reference import Reference, Report, Tolerance
+from tests.rollout.recording.reference import Reference, Report, Tolerance, trajectory_of
 from tests.rollout.remote_engine import TRUNCATED
 from tests.rollout.tiny_model import VOCABULARY
 
@@ -57,13 +56,7 @@ class Conversations:
         for record in self.records:
             segment = record.segment()
             assert segment is not None
-            trajectory = Trajectory(
-                prompt_id=segment.prompt_id,
-                sibling=0,
-                segments=(segment,),
-                finish_reason="stop",
-                messages=(),
-            )
+            trajectory = trajectory_of(segment)
             assert trajectory.sampled_tokens == record.sampled_tokens
             reference.check(trajectory, TRUNCATED, report, tolerance)
         report.assert_rare(tolerance)

@@ -143,6 +143,17 @@ class Reference:
             assert (recorded | ~least).all() and (most | ~recorded).all(), "wrong sampling mask"
 
 
+def trajectory_of(segment: Segment) -> Trajectory:
+    """One of a single segment, whose turns are already in it."""
+    return Trajectory(
+        prompt_id=segment.prompt_id,
+        sibling=0,
+        segments=(segment,),
+        finish_reason="stop",
+        messages=(),
+    )
+
+
 def _truncate(row: torch.Tensor, top_k: int, top_p: float, slack: float) -> torch.Tensor:
     """Which ids survive top-k and then top-p; `slack` widens (or narrows) both borders, and of ids
     that are no further apart each may come first (or last)."""

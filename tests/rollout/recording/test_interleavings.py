@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.rl.types import Trajectory
 from tests.buckets import pack_buckets
-from tests.rollout.recording.reference import Reference, Report, Tolerance
+from tests.rollout.recording.reference import Reference, Report, Tolerance, trajectory_of
 from tests.rollout.recording.traffic import traffic
 from tests.rollout.remote_engine import DEADLINE_S, TRUNCATED, Kind, engine_spec, running_engine
 from tests.rollout.tiny_model import make_model, perturbed
@@ -42,14 +41,7 @@ def test_drawn_interleavings_are_recorded_rightly(tmp_path: Path, kind: Kind, se
             else:
                 assert one.segments[0].routes_TLK is None and one.segments[0].kept is None
     for segment in seen.segments:
-        turns = Trajectory(
-            prompt_id=segment.prompt_id,
-            sibling=0,
-            segments=(segment,),
-            finish_reason="stop",
-            messages=(),
-        )
-        reference.check(turns, TRUNCATED, report, tolerance)
+        reference.check(trajectory_of(segment), TRUNCATED, report, tolerance)
     report.assert_rare(tolerance)
     assert watch.preempted and report.tokens > 500
     versions = {int(v) for segment in seen.segments for v in segment.version_T if v >= 0}
