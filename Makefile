@@ -13,7 +13,7 @@ RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # where there is memory for the engines and ranks of three.
 WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 12000000) ? 3 : 2}' /proc/meminfo)
 # Tests without processes of their own keep a core busy each.
-UNIT_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+UNIT_WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
 FILES := --dist loadfile --no-loadscope-reorder
 
 export DS_BUILD_OPS := 0
