@@ -84,6 +84,8 @@ class ModelFacts:
     """Numbers of a key; 0: the cache is latent."""
     index_top_k: int = 0
     """Tokens that the indexer of sparse attention selects; 0: it has none."""
+    indexer_parameters: int = 0
+    """Of all indexers."""
     full_attention: bool = True
     """See the function `full_attention`."""
     fused_norms: bool = True
@@ -300,6 +302,7 @@ def _found(config: PreTrainedConfig) -> ModelFacts:
         head_size=0 if getattr(text, "kv_lora_rank", None) else head_size,
         kv_heads=kv_heads,
         index_top_k=getattr(text, "index_topk", None) or 0,
+        indexer_parameters=sum(p.numel() for name, p in parameters.items() if ".indexer." in name),
         full_attention=full_attention(text),
         fused_norms=fuses_norms(model),
         fused_experts=fuses_experts(model),

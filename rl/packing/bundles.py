@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,35 @@ def dealt(bundles: Sequence[Bundle], *, ranks: int, capacity: int) -> list[list[
     return balance(tokens, ranks=ranks, capacity=capacity, sizes=sizes)
 
 
+@lru_cache(maxsize=4096)  # a plan tries thousands of layouts
+def at_the_limits(
+    groups: int, size: int, *, shared: int, own: int, ranks: int, capacity: int
+) -> tuple[int, int]:
+    """Micro-batches of a rank, and tokens of all ranks, of so many groups of `size` trajectories:
+    `shared` tokens that those of a group begin with and that are packed once (0: none), and `own`
+    more of each. As `bundled` and `dealt` have it, by arithmetic."""
+    each = groups * size * (shared + own) // ranks
+    limits = {min(capacity, int(part * whole)) for whole in (capacity, each) for part in SIZES}
+    room = own + shared // COPIES + 1
+    together = {max(1, min(size, (limit - shared) // room)) for limit in limits if shared} | {1}
+
+    def filled(count: int) -> tuple[float, int, int]:
+        """In bundles of `count`, and of what is left over in each group; first, how long that
+        takes (`_time`)."""
+        rows = free = tokens = slowest = 0
+        for items, bundles in ((count, groups * (size // count)), (size % count, groups)):
+            if items:
+                packed = shared + items * own
+                tokens, slowest = tokens + bundles * packed, slowest + -(-bundles // ranks) * packed
+                per = max(1, capacity // (packed + (items * shared // COPIES) * (items > 1)))
+                more = -(-max(0, bundles - free) // (per * ranks))
+                rows, free = rows + more, free + more * per * ranks - bundles
+        return slowest + STARTED * capacity * rows, rows, tokens
+
+    _, rows, tokens = min(map(filled, together))
+    return rows, tokens
+
+
 def _time(bundles: Sequence[Bundle], ranks: int, capacity: int) -> float:
     """Of a step, in tokens: in each round the rank with the most keeps the others waiting."""
     tokens = [bundle.tokens for bundle in bundles]
@@ -105,6 +135,12 @@ def _cut(cluster: Bundle, most: int) -> Iterator[Bundle]:
         together.append(item)
         size += own
     yield _joined(together, shared)
+
+
+def bundle_size(count: int, shared: int, whole: int) -> int:
+    """What a bundle of so many trajectories of `whole` tokens fills, of which they share the first
+    `shared`."""
+    return shared + count * (whole - shared + shared // COPIES + 1)
 
 
 def _joined(work: Sequence[Work], shared: int) -> Bundle:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.packing import MicroBatch, pack
-from keel.rl.packing.bundles import COPIES, LEAST
+from keel.rl.packing.bundles import COPIES, LEAST, at_the_limits
 from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
 from tests.rl.packed import gradient, micro_batches
 from tests.rl.rollouts import (
@@ -192,3 +192,39 @@ def test_a_batch_refuses_followers_of_what_cannot_be_followed() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             MicroBatch(**{**fields, "follows": np.array(follows)})
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "shared", "own", "ranks", "capacity"),
+    [
+        (8, 8, 800, 896, 1, 18_656),  # a whole group does not go twice into it
+        (8, 8, 800, 896, 1, 20_352),
+        (8, 8, 800, 896, 2, 4_000),
+        (16, 16, 64, 500, 4, 3_000),
+        (4, 6, 300, 200, 2, 2_500),  # four and two of each
+        (2, 8, 200, 100, 8, 4_000),  # fewer groups than ranks
+        (3, 2, 100, 100, 4, 150),  # longer than a micro-batch
+        (4, 8, 0, 900, 2, 2_000),  # nothing is shared
+    ],
+)
+def test_a_plan_knows_how_trajectories_at_their_limits_are_packed(
+    groups: int, size: int, shared: int, own: int, ranks: int, capacity: int
+) -> None:
+    made: list[ScoredGroup] = []
+    for number in range(groups):
+        begun = np.arange(shared, dtype=np.int32) + 10_000 * number
+        group = [
+            trajectory(
+                begun_with(segment(200_000 * answer, shared + own, context=max(1, shared)), begun),
+                sibling=answer,
+            )
+            for answer in range(1, size + 1)
+        ]
+        made.append(scored(group, [*range(size)]))
+    batches = pack(made, ranks=ranks, micro_batch_tokens=capacity, share_prompts=shared > 0)
+    count, tokens = at_the_limits(
+        groups, size, shared=shared, own=own, ranks=ranks, capacity=capacity
+    )
+    assert len(batches[0].micro_batches) == count
+    packed = sum(len(one.token_ids_N) for one in micro_batches(batches))
+    assert packed == pytest.approx(tokens, rel=0.005)

@@ -3,8 +3,13 @@ before it starts anything."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from keel.configs.schema import Config, ConfigError, TrainerConfig
 from keel.configs.sections.model import EMBEDDED
+
+if TYPE_CHECKING:
+    from keel.model.load import ModelFacts
 
 EXPERT_PARALLEL = (
     "DeepseekV2ForCausalLM",
@@ -194,3 +199,11 @@ def check_sequence_parallel(size: int, *, architecture: str, heads: int) -> None
             f"trainer.sequence_parallel = {size}: must divide the {heads} attention heads of "
             f"{architecture}"
         )
+
+
+def learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
+    """That have gradients and a state of the optimizer, and how many of them are routed experts:
+    in an indexer's warm-up its own alone (`trainer.attention`)."""
+    if config.trainer.attention == "warm-up":
+        return facts.indexer_parameters, 0
+    return facts.parameters, facts.expert_parameters

@@ -6,13 +6,13 @@ Those for the CPU add the measured size of a process that has loaded the librari
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
 from keel.model.load import ModelFacts
-from keel.rl.packing.bundles import COPIES
+from keel.rl.packing.bundles import at_the_limits
+from keel.trainer.planning.families import learned_parameters
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -85,17 +85,22 @@ def engine_sequences(config: Config) -> int:
     return min(config.rollout.max_num_seqs, -(-sequences // config.rollout.engines))
 
 
-def trained_tokens(config: Config) -> int:
-    """Of a step, every context at its limit, as the trainer computes them: a shared prompt once for
-    those of its group that fit a micro-batch with it."""
-    a, prompt = config.algorithm, config.data.max_prompt_tokens
-    completions, context = a.prompts_per_step * a.group_size, context_tokens(config)
-    if not config.trainer.share_prompts:
-        return completions * context
-    room = config.trainer.micro_batch_tokens - prompt
-    together = room // (context - prompt + prompt // COPIES + 1)
-    bundles = a.prompts_per_step * math.ceil(a.group_size / max(1, together))
-    return completions * (context - prompt) + bundles * prompt
+def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
+    """Micro-batches of a rank in an optimizer step, and tokens of a step as the trainer computes
+    them, every context at its limit: a shared prompt once for those of its group that fit a
+    micro-batch with it. `ranks`, dealt to, and `capacity` instead of the recipe's."""
+    a, context = config.algorithm, context_tokens(config)
+    groups = -(-a.prompts_per_step // a.updates_per_batch)
+    shared = config.data.max_prompt_tokens if config.trainer.share_prompts else 0
+    count, tokens = at_the_limits(
+        groups,
+        a.group_size,
+        shared=shared,
+        own=context - shared,
+        ranks=ranks or config.trainer.groups,
+        capacity=capacity or config.trainer.micro_batch_tokens,
+    )
+    return count, tokens * a.prompts_per_step // groups
 
 
 def rank_tokens(config: Config) -> float:
@@ -232,19 +237,21 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     routed = facts.expert_parameters
     held = count - routed * (1 - 1 / trainer.expert_parallel)
     shard = count / ranks
+    learned, of_experts = learned_parameters(config, facts)
+    own = learned - of_experts * (1 - 1 / trainer.expert_parallel)
     # Adam's two moments, and from stage 1 up float32 master weights.
-    state = 12 * shard if stage >= 1 else 8 * held
+    state = 12 * learned / ranks if stage >= 1 else 8 * own
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
     if not gpu:  # there transformers' own norms and experts run
         facts = replace(facts, fused_norms=False, fused_experts=False)
     elif trainer.expert_parallel > 1 or not mixed:
         facts = replace(facts, fused_experts=False)
     kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
-    experts = kept_layers * expert_elements(facts) if facts.moe_layers else 0.0
+    experts = kept_layers * expert_elements(facts)
     activations = activation_elements(facts, trainer)
     parts = {
         "weights": width * (shard if stage == 3 else held),
-        "gradients": 4 * (shard if stage >= 2 else held),
+        "gradients": 4 * (learned / ranks if stage >= 2 else own),
         "optimizer": state * (not (gpu and trainer.offload_optimizer)),
         "reference": width * with_reference * (shard if stage == 3 else held),
         "activations": activations * width * tokens,
@@ -253,14 +260,15 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     }
     if ranks > 1 or (stage >= 1 and not summed_apart(config.model.dtype, trainer)):
         buckets = ZERO_2_BUCKETS if stage == 2 else 1
-        parts["buckets"] = 4 * buckets * min(held, bucket_elements(trainer))
+        parts["buckets"] = 4 * buckets * min(own, bucket_elements(trainer))
     # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.
     largest = (count - routed) / facts.layers
     largest += routed / max(1, facts.moe_layers) / trainer.expert_parallel
     if stage == 3 and ranks > 1:
         parts["gathered"] = width * (max(min(held, LIVE_ELEMENTS), largest) + largest)
     elif mixed:
-        parts["new gradients"] = width * largest  # of one layer, before they join the float32 sum
+        # Of one layer, before they join the float32 sum.
+        parts["new gradients"] = width * min(own, largest)
     if gpu:
         parts["unused"] = TRAINER_UNUSED_GIB * GIB
         parts["CUDA"] = TRAINER_CUDA_GIB * GIB
@@ -360,7 +368,7 @@ def expert_elements(facts: ModelFacts) -> float:
 def key_width(facts: ModelFacts) -> float:
     """Elements of a token's keys in a layer, as attention takes them; of its values as many. What a
     latent cache holds is spread to all heads first."""
-    return facts.attention_width if facts.kv_heads == 1 else facts.kv_width / 2
+    return facts.kv_width / 2 if facts.head_size else facts.attention_width
 
 
 def expert_width(facts: ModelFacts) -> float:

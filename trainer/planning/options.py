@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from keel.configs.schema import Config, ConfigError, RolloutConfig, TrainerConfig
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
+from keel.rl.packing.bundles import bundle_size
 from keel.trainer.planning.families import no_sharing
-from keel.trainer.planning.memory import GIB, context_tokens, kv_token_bytes
+from keel.trainer.planning.memory import GIB, context_tokens, kv_token_bytes, packed
 from keel.trainer.planning.placement import Hardware, place
 from keel.trainer.planning.turns import least_staying_gib
 
@@ -25,6 +26,8 @@ MOST_TOKENS, LEAST_TOKENS = 65_536, 4_096
 for its host in smaller ones."""
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """Micro-batches of a rank in an optimizer step."""
+SAVES = 0.98
+"""Of a step's tokens: with as many micro-batches, larger ones are only tried if they save more."""
 FEW, MANY = 128, 1024
 """Sequences at once: no fewer than evaluations make use of, where their keys and values are small;
 no more than steps are captured for."""
@@ -223,17 +226,42 @@ class Options:
 
     def micro_batches(self, ranks: int) -> list[Values]:
         """A rank's share of a step in one, in two, in three … micro-batches of trajectories at
-        their limit."""
+        their limit, or of as many that share a prompt. Each takes less memory and more time than
+        the one before."""
         knob, config = "trainer.micro_batch_tokens", self.config
         if knob not in self.left:
             return [{}]
         spread = config.trainer.sequence_parallel
-        longest = context_tokens(config)
-        share = math.ceil(self.step_sequences / max(1, ranks // spread))
-        most = max(1, MOST_TOKENS * spread // longest)
-        least = max(1, min(share, most, LEAST_TOKENS // longest))
-        counts = {max(least, min(most, math.ceil(share / parts))) for parts in PARTS}
-        return [{knob: n * longest} for n in sorted(counts | {1}, reverse=True)]
+        dealt = max(1, ranks // spread)
+        sizes: set[int] = set()
+        for tokens, together in self._units.items():
+            share = math.ceil(self.step_sequences / together / dealt)
+            most = max(1, MOST_TOKENS * spread // tokens)
+            least = max(1, min(share, most, LEAST_TOKENS // tokens))
+            counts = {max(least, min(most, math.ceil(share / parts))) for parts in PARTS}
+            sizes |= {n * tokens for n in counts | {1}}
+        found: list[int] = []
+        fewest, least_tokens = math.inf, math.inf
+        for size in sorted(sizes):
+            count, tokens = packed(config, dealt, size) if config.data.sources else (-size, 0)
+            if count < fewest or tokens < SAVES * least_tokens:
+                found.append(size)
+                fewest, least_tokens = count, min(tokens, least_tokens)
+        return [{knob: size} for size in reversed(found)]
+
+    @cached_property
+    def _units(self) -> dict[int, int]:
+        """Tokens → trajectories that fill them: one, and a group that shares its prompt, or half
+        of it …"""
+        longest, count = context_tokens(self.config), self.config.algorithm.group_size
+        shares = self.sharing.get("trainer.share_prompts", self.config.trainer.share_prompts)
+        units = {longest: 1}
+        while self.config.data.sources and shares and count > 1:
+            size = bundle_size(count, self.config.data.max_prompt_tokens, longest)
+            if size <= MOST_TOKENS:
+                units[size] = count
+            count //= 2
+        return units
 
     @property
     def step_sequences(self) -> int:

@@ -26,6 +26,7 @@ from keel.trainer.planning.memory import (
     engine_memory,
     engine_sequences,
     gib,
+    packed,
     stage_in_use,
     trainer_memory,
     within,
@@ -164,12 +165,9 @@ def make_plan(
     check_attention_kernels(config, gpu=gpu, flash4=here.flash4, machine=here.name)
     check_warm_up(config, architecture=facts.architecture, top_k=facts.index_top_k)
     check_share_prompts(config, architecture=facts.architecture, head_size=facts.head_size)
-    algorithm, trainer = config.algorithm, config.trainer
+    algorithm = config.algorithm
     sequences = algorithm.prompts_per_step * algorithm.group_size
-    per_update = -(-sequences // algorithm.updates_per_batch)
-    per_group = -(-per_update // trainer.groups)
-    per_micro = max(1, trainer.micro_batch_tokens // longest)
-    micro_batches = -(-per_group // per_micro)
+    micro_batches, _ = packed(config)
     engine = engine_memory(config, facts, gpu=gpu)
     rank = trainer_memory(config, facts, gpu=gpu)
     cached = None

@@ -22,9 +22,9 @@ from keel.trainer.planning.memory import (
     kv_token_bytes,
     layer_elements,
     normed_elements,
+    packed,
     read_together,
     summed_apart,
-    trained_tokens,
 )
 
 MIB = 2**20
@@ -229,7 +229,7 @@ def step_time(
         prefilled *= algorithm.group_size
     gpus = rollout.engines * rollout.tensor_parallel
     over = 1 if shared else gpus + config.trainer.ranks
-    compute = compute_seconds(config, facts, trained_tokens(config), micro_batches, machine, rates)
+    compute = compute_seconds(config, facts, packed(config)[1], micro_batches, machine, rates)
     launch = rates.launch_seconds(config, facts, micro_batches)
     sent = facts.parameters * BYTES[config.engine_dtype]
     return StepTime(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from keel.configs.schema import Config
 from keel.model.load import ModelFacts
+from keel.trainer.planning.families import learned_parameters
 from keel.trainer.planning.memory import (
     ENGINE_CUDA_GIB,
     GIB,
@@ -149,7 +150,8 @@ def host_bytes(config: Config, facts: ModelFacts, waits: Waiting) -> float:
     """What a rank keeps in its machine's memory, at least: master weights and moments of an
     offloaded optimizer, and what waits there in turns with an engine."""
     trainer = config.trainer
-    optimizer = 12 * facts.parameters / trainer.ranks if trainer.offload_optimizer else 0.0
+    learned, _ = learned_parameters(config, facts)
+    optimizer = 12 * learned / trainer.ranks if trainer.offload_optimizer else 0.0
     return optimizer + waits.host
 
 

@@ -6,11 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from keel.model.load import facts_of
 from keel.model.sparse.attention import SparsePass, indexers
 from tests.model.families import VOCAB
 from tests.model.sparse.packed_rows import ours, run, theirs
 
 ROWS, LENGTH, TOP_K, STEPS, LR = 4, 48, 12, 150, 2e-2
+
+
+def test_what_a_warm_up_trains_is_known_of_a_model_before_it_is_loaded() -> None:
+    model = theirs(index_topk=TOP_K)
+    own = sum(p.numel() for indexer in indexers(model) for p in indexer.parameters())
+    assert 0 < own == facts_of(model.config).indexer_parameters
 
 
 @pytest.mark.e2e  # two seconds of arithmetic

@@ -26,12 +26,14 @@ from keel.trainer.planning.memory import (
     DoesNotFit,
     certain_cache,
     engine_memory,
+    key_width,
     start_together,
     support_head_bytes,
+    trainer_memory,
 )
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe, make_plan
-from keel.trainer.planning.turns import held_bytes
+from keel.trainer.planning.turns import Waiting, held_bytes, host_bytes
 
 GPU = Hardware(gpu=True)
 
@@ -52,6 +54,7 @@ DENSE = ModelFacts(
     attention_width=1000,
     kv_width=512,
     kv_heads=2,
+    head_size=128,
     attention_heads=8,
 )
 """80 M a layer beside the embeddings: 4 M of attention and an MLP of 76 M / 3,000 numbers."""
@@ -90,6 +93,25 @@ def billions(config: Config, *names: str) -> list[float]:
 def test_zero_shards_what_its_stage_says(stage: Any, state: list[float]) -> None:
     config = recipe(ranks=4, zero_stage=stage, beta=0.1)
     assert billions(config, "weights", "gradients", "optimizer", "reference") == state
+
+
+@pytest.mark.parametrize(("stage", "shared"), [(1, 1), (2, 4), (3, 4)])
+def test_a_warm_up_has_gradients_and_state_of_its_indexers_alone(stage: Any, shared: int) -> None:
+    """Of all else there are weights."""
+    facts = replace(DENSE, indexer_parameters=40_000_000, head_size=0)
+    config = recipe(ranks=4, zero_stage=stage, attention="warm-up")
+    parts = trainer_memory(config, facts, gpu=True).parts
+    assert parts["gradients"] == 4 * 40e6 / shared
+    assert parts["optimizer"] == 12 * 40e6 / 4
+    assert parts["weights"] == 2e9 / (4 if stage == 3 else 1)
+    away = recipe(ranks=4, zero_stage=stage, attention="warm-up", offload_optimizer=True)
+    assert host_bytes(away, facts, Waiting()) == 12 * 40e6 / 4
+
+
+def test_one_head_of_keys_is_no_latent() -> None:
+    """As Gemma 3's smallest have it."""
+    assert key_width(replace(DENSE, kv_heads=1, kv_width=256)) == 128
+    assert key_width(replace(DENSE, kv_heads=1, kv_width=576, head_size=0)) == 1000
 
 
 MLP = (1e9 - 2e8 - 4e7) / 10 / 3000

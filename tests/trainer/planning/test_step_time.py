@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +21,15 @@ from keel.configs.schema import (
 )
 from keel.configs.sections.algorithm import PROBES
 from keel.model.load import ModelFacts, facts_of
+from keel.rl.packing.bundles import bundle_size
 from keel.trainer.planning.gpus import Machine, machine_of
 from keel.trainer.planning.memory import (
     BYTES,
     context_tokens,
     kv_token_bytes,
     mlp_width,
+    packed,
     read_together,
-    trained_tokens,
 )
 from keel.trainer.planning.placement import Hardware, idle_nodes
 from keel.trainer.planning.plan import describe, make_plan
@@ -118,9 +120,11 @@ def test_a_prompt_that_is_shared_is_computed_once_a_group(moe: ModelFacts) -> No
 
     plain, shared = made(16_384, share=False), made(16_384)
     each = context_tokens(plain)
-    assert trained_tokens(plain) == trained_tokens(made(each)) == 64 * each
-    assert trained_tokens(shared) == 8 * 512 + 64 * (each - 512)
-    assert trained_tokens(made(4096)) == 8 * 3 * 512 + 64 * (each - 512)
+    assert packed(plain) == (math.ceil(64 / (16_384 // each)), 64 * each)
+    assert packed(made(each)) == (64, 64 * each)
+    assert packed(shared)[1] == 8 * 512 + 64 * (each - 512)
+    halves = bundle_size(4, 512, each)
+    assert packed(made(halves)) == (16, 2 * 8 * 512 + 64 * (each - 512))
     times = [step_time(one, moe, micro_batches=4).compute for one in (plain, shared)]
     assert times[1] < times[0]
 
