@@ -4,10 +4,10 @@
     python -m benchmarks.auto --out OUT --shapes 30b-a3b-slice --layers 8       # on all GPUs
 
 For each shape: a model with random weights, and `keel train` on the same prompts with all defaults,
-with the best layout that docs/performance.md has, and with neighbours of what was chosen. Prints
-tokens per second, the peak memory of the GPU beside the plan's, and what the default arm reaches
-of the best. An arm that does not end in its part of the time is ended, said to be, and left out of
-that comparison. Without a GPU small shapes show that it works.
+with layouts set by hand, and with neighbours of what was chosen where `--arms` asks for more than
+there are of these. Prints tokens per second, the peak memory of the GPU beside the plan's, and what
+the default arm reaches of the best. An arm that does not end in its part of the time is ended, said
+to be, and left out of that comparison. Without a GPU small shapes show that it works.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ SHAPES = {
         },
     ),
     "1.4b-a0.4b": Shape(
-        model=Mixture().config(),
+        model=Mixture().config(tie_word_embeddings=True),
         arms={
             "wide": {**WIDE, "rollout.gpu_memory_utilization": 0.15},
             "plain": {**PLAIN, "rollout.gpu_memory_utilization": 0.15},
@@ -160,7 +160,6 @@ def write_model(folder: Path, config: PreTrainedConfig, tokens: int, sharpness: 
     if (folder / "config.json").exists():
         return
     tokenizer = build_tokenizer(tokens)
-    config.tie_word_embeddings = True
     config.pad_token_id = MARKS.index("<|endoftext|>")
     config.eos_token_id = MARKS.index("<|im_end|>")
     config.bos_token_id = None
@@ -171,6 +170,7 @@ def write_model(folder: Path, config: PreTrainedConfig, tokens: int, sharpness: 
         rows = model.get_input_embeddings().weight
         rows[: len(MARKS)] *= TENTH
         rows[tokens:] = 0
+        model.get_output_embeddings().weight.copy_(rows)  # the same, or of their own
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= TENTH
             if hasattr(layer.mlp, "experts"):  # a token's are averaged, and narrow

@@ -52,6 +52,7 @@ from benchmarks.peers.memory import (
 )
 from benchmarks.peers.report import (
     GOALS,
+    KNOBS,
     ArmRun,
     Status,
     allowed_gib,
@@ -255,7 +256,7 @@ class Bench:
         (self._options.out / "report.md").write_text(text)
 
     def facts(self) -> dict[str, str]:
-        shape, workload = self._workload.shape, self._workload
+        shape, workload, options = self._workload.shape, self._workload, self._options
         versions: dict[str, str] = {}
         for run in self.runs:
             versions |= run.details.get("versions", {})
@@ -279,8 +280,9 @@ class Bench:
                 + f", top-p "
                 f"{workload.top_p:g}, top-k {workload.top_k}, β {workload.kl_coef:g}"
             ),
+            KNOBS: ", ".join(sorted(options.set) + [f"within {options.within or 'what TRL had'}"]),
             "measured": (
-                f"{self._options.steps} steps a run after {self._options.warmup} of warm-up; "
+                f"{options.steps} steps a run after {options.warmup} of warm-up; "
                 "memory is that of "
                 + ("the whole GPU" if self._read_gpu else "the arm's processes (no GPU)")
                 + " over what was in use before"

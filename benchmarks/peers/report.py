@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 Status = Literal["done", "cut short", "failed", "skipped"]
 BASE, OURS = "trl", "keel"
+KNOBS = "knobs of all arms of Keel"
 GOALS = (2.2, 0.40)
 """Speed of an arm of `OURS` relative to `BASE` at least, and its peak memory at most."""
 
@@ -47,13 +48,14 @@ def earlier(out: Path) -> list[ArmRun]:
 
 
 def check_same(out: Path, facts: Mapping[str, str]) -> None:
-    """Runs of another commit, machine or workload have no median with these: SystemExit."""
+    """Runs of another commit, machine or workload, or of other knobs, have no median with these:
+    SystemExit."""
     before = json.loads((out / "results.json").read_text())["facts"]
-    for name in ("machine", "commit", "model", "a step"):
-        if before[name] != facts[name]:
+    for name in ("machine", "commit", "model", "a step", KNOBS):
+        if (was := before.get(name)) != facts[name]:
             raise SystemExit(
-                f"{out} has runs whose {name} was {before[name]!r}, now {facts[name]!r}: give them "
-                "another --out"
+                f"{out} has runs where {name}: {was!r}, now {facts[name]!r}: give them another "
+                "--out"
             )
 
 

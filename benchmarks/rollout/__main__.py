@@ -70,6 +70,14 @@ KERNELS = 15
 """Lines for each profiled arm."""
 
 
+def variables(arm: Arm, *, gpu: bool) -> dict[str, str]:
+    """Of an arm's process. Stock vLLM chooses its sampler itself."""
+    found = environment(RolloutConfig(threads=2), gpu=gpu)
+    if not arm.keel:
+        del found["VLLM_USE_FLASHINFER_SAMPLER"]
+    return {**found, "HF_HUB_OFFLINE": "1", **arm.environment()}
+
+
 class Process:
     """An arm that answers commands, and the largest resident memory it was seen with."""
 
@@ -83,8 +91,7 @@ class Process:
                 *("-m", "benchmarks.rollout.arm", "--arm", arm.name, "--folder", str(folder)),
                 *("--out", str(out), "--size", json.dumps(asdict(size))),
             ],
-            env={**os.environ, **environment(RolloutConfig(threads=2), gpu=gpu)}
-            | {"HF_HUB_OFFLINE": "1", **arm.environment()},
+            env={**os.environ, **variables(arm, gpu=gpu)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -18,6 +18,7 @@ from benchmarks.peers.compare import arguments
 from benchmarks.peers.draws import Draw, read
 from benchmarks.peers.draws import report as over_draws
 from benchmarks.peers.report import (
+    KNOBS,
     ArmRun,
     allowed_gib,
     check_same,
@@ -268,8 +269,10 @@ def test_the_verdict_over_draws_counts_the_best_arm_of_the_peer(tmp_path: Path) 
 
 
 def test_runs_of_another_commit_are_not_added_to(tmp_path: Path) -> None:
-    facts = {"machine": "m", "commit": "a", "model": "x", "a step": "y"}
+    facts = {"machine": "m", "commit": "a", "model": "x", "a step": "y", KNOBS: "none"}
     (tmp_path / "results.json").write_text(json.dumps({"facts": facts}))
     check_same(tmp_path, facts | {"command": "again"})
-    with pytest.raises(SystemExit, match="whose commit was 'a', now 'b': give them another --out"):
+    with pytest.raises(SystemExit, match="where commit: 'a', now 'b': give them another --out"):
         check_same(tmp_path, facts | {"commit": "b"})
+    with pytest.raises(SystemExit, match="where knobs of all arms of Keel: 'none', now 'x=1'"):
+        check_same(tmp_path, facts | {KNOBS: "x=1"})

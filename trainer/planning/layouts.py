@@ -50,7 +50,7 @@ HOST_POWER = 3
 and 18,432 tokens (docs/scaling.md): 3.73, 2.34 and 1.59 s."""
 STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
 """Of ZeRO's stages, beside their traffic: 2 takes 2 to 6 % longer than 1 as measured; 3, which
-gathers each layer anew, has been timed in whole steps only: 4 to 12 % longer than modelled."""
+gathers each layer anew, has been timed in whole steps only: 3 to 12 % longer than modelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
