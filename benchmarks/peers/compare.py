@@ -280,7 +280,7 @@ class Bench:
                 + f", top-p "
                 f"{workload.top_p:g}, top-k {workload.top_k}, β {workload.kl_coef:g}"
             ),
-            KNOBS: ", ".join(sorted(options.set) + [f"within {options.within or 'what TRL had'}"]),
+            KNOBS: ", ".join([*sorted(options.set), f"within {options.within or 'what TRL had'}"]),
             "measured": (
                 f"{options.steps} steps a run after {options.warmup} of warm-up; "
                 "memory is that of "

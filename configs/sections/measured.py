@@ -97,7 +97,7 @@ class EvalConfig:
     """Sample from the likeliest ids that reach this probability together; 1: from all. Below 1 it
     needs `top_k`."""
     top_k: int = 0
-    """0: the whole vocabulary; on a GPU, where training truncates, the likeliest 2,048 ids: vLLM's
+    """0: the whole vocabulary; on a GPU, where training truncates, the likeliest 1,024 ids: vLLM's
     engines take no request without a bound if they return sampling masks."""
 
     prompts: Literal["heldout", "train"] = "heldout"

@@ -14,7 +14,7 @@ memory that there is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +51,7 @@ def bounded(conversations: int = 0) -> Iterator[Bound]:
         bound.asked = True
         wanted: list[float | int] = []
         for spec, memory in zip(kv_cache_specs, available_memory, strict=True):
-            room = enough(memory, least(vllm_config, spec), free())
+            room = enough(memory, least(vllm_config, spec), free)
             bound.added_gib = max(bound.added_gib, (room - memory) / 2**30)
             wanted.append(min(room, needed(vllm_config, spec, conversations)))
         return original(vllm_config, kv_cache_specs, wanted)
@@ -63,11 +63,12 @@ def bounded(conversations: int = 0) -> Iterator[Bound]:
         core.get_kv_cache_configs = original
 
 
-def enough(memory: int, one: float | int, unused: int) -> int:
+def enough(memory: int, one: float | int, unused: Callable[[], int]) -> int:
     """Bytes that a worker may give its cache: `memory` of its share. Where that does not hold the
     completion that vLLM refuses to start without (`one`), as much more as makes it do, of what the
-    GPU has `unused`: how much an engine needs beside the cache is an estimate until it is there."""
-    return int(one) if memory < one <= max(0, memory) + unused else memory
+    GPU has `unused`: how much an engine needs beside the cache is an estimate until it is there. Only
+    then that is asked: a process whose workers are others has no part of a GPU before."""
+    return int(one) if memory < one and one <= max(0, memory) + unused() else memory
 
 
 def free() -> int:

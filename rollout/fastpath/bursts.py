@@ -28,6 +28,8 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from keel.rollout.fastpath.sampling_mask import fetched
+
 MOST = 8
 """Steps of a burst."""
 LONGEST_S = 6e-3
@@ -133,7 +135,7 @@ class Drawn:
             if copying and computing:
                 copying.wait_stream(computing)
             sent = [one.to("cpu", non_blocking=True) for one in self._made[:4]]
-        return OnHost(sent, self._made, copying)
+        return OnHost(sent, self._made)
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,6 @@ class OnHost:
     sent: list[Tensor]
     kept: list[Tensor]
     """The same on the GPU, whose memory is in use until then."""
-    copying: torch.cuda.Stream | None
 
     def tokens(self) -> NDArray[np.int64]:
         """[steps, rows]"""
@@ -165,8 +166,7 @@ class OnHost:
         return whole, counts
 
     def _from_gpu(self, step: int, counts: NDArray[np.int64]) -> NDArray[np.int32]:
-        with torch.cuda.stream(self.copying):  # which waits for the next burst, too; it is rare
-            ids = self.kept[4][step].cpu().numpy()
+        ids = fetched(self.kept[4][step])
         return np.concatenate([np.sort(row[:n]) for row, n in zip(ids, counts, strict=True)])
 
 

@@ -132,7 +132,8 @@ class SampleGraphs:
             graph.replay()
             rows = input_batch.num_reqs
             sampled, rejected = self._runner.sampler.one_and_none[:, :rows]
-            return as_vllm(first(drawn, rows), sampled, rejected), sampled, rejected
+            masks = self._runner.sampler.masks(input_batch.idx_mapping_np)
+            return as_vllm(first(drawn, rows, masks=masks), sampled, rejected), sampled, rejected
         return self._theirs(hidden_states, input_batch, grammar_output)
 
     def _for(
@@ -249,9 +250,9 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def first(drawn: Drawn, rows: int) -> Drawn:
-    """Of the first rows alone."""
-    sets = drawn.sets
+def first(drawn: Drawn, rows: int, *, masks: bool) -> Drawn:
+    """Of the first rows alone, without `masks` if nobody asks for them."""
+    sets = drawn.sets if masks else None
     kept = sets and StepSets(sets.counts[:rows], sets.flat, sets.ids[:rows], None)
     return Drawn(drawn.tokens[:rows], drawn.logp[:rows], kept)
 

@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from keel.rollout.fastpath.sample_kernels import Cuts, Drawn, draw
+from keel.rollout.fastpath.step_arrays import UNMASKED
 from keel.rollout.fastpath.truncate_kernels import WIDEST_TOP_K
 
 logger = logging.getLogger(__name__)
@@ -54,17 +55,25 @@ class KeptSampler(Sampler):
     one_and_none: Tensor
     """[2, requests] int32: sampled and rejected tokens in steps without a prompt. Nothing writes to
     it, so that steps may share it."""
+    unmasked: NDArray[np.bool_]
+    """[requests] those whose sampling masks nobody asks for."""
     changed: bool = True
     """Requests came since their parameters were last given to the device."""
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         self.changed = True
+        self.unmasked[req_idx] = UNMASKED in (sampling_params.extra_args or {})
         super().add_request(req_idx, sampling_params)
 
     def apply_staged_writes(self) -> None:
         if self.changed or not self.only_known:
             self.changed = False
             super().apply_staged_writes()
+
+    def masks(self, requests: NDArray[np.integer]) -> bool:
+        """Whether these requests' sampling masks are of use to anybody. Of an evaluation they are
+        not, and there they may be wide."""
+        return self.return_sampling_mask and not self.unmasked[requests].all()
 
     @property
     def only_known(self) -> bool:
@@ -109,7 +118,7 @@ class KeptSampler(Sampler):
             temperature=self.sampling_states.temperature.gpu,
             seeds=self.sampling_states.seeds.gpu,
             width=int(self.sampling_states.top_k.np[requests].max()),
-            record=self.return_sampling_mask,
+            record=self.masks(requests),
             cuts=cuts,
         )
         return as_vllm(drawn, sampled, rejected)
@@ -164,5 +173,7 @@ def install(runner: Any) -> bool:
         return False
     counts = torch.tensor([[1], [0]], dtype=torch.int32, device=runner.device)
     sampler.__class__ = KeptSampler
-    runner.sampler.one_and_none = counts.repeat(1, sampler.sampling_states.max_num_reqs)
+    most = sampler.sampling_states.max_num_reqs
+    runner.sampler.one_and_none = counts.repeat(1, most)
+    runner.sampler.unmasked = np.zeros(most, bool)
     return True

@@ -7,9 +7,12 @@ more ids than the widest top-k allows (ids of equal logits).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.outputs import SamplingMaskLists
 
@@ -21,6 +24,20 @@ they are needed."""
 def room(rows: int, width: int) -> int:
     """For ids that travel with a step."""
     return rows * min(width, max(MEAN, ROOM // rows))
+
+
+def fetched(made: Tensor) -> NDArray[Any]:
+    """In host memory, beside the steps that the GPU has been given since. What makes it must have
+    come to its end."""
+    if not made.is_cuda:
+        return made.numpy()
+    with torch.cuda.stream(_beside(made.device)):
+        return made.cpu().numpy()
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class StepSets(NamedTuple):
@@ -48,7 +65,7 @@ class StepSets(NamedTuple):
         if offsets[-1] <= len(self.flat) and (counts <= width).all():
             # A copy, so that the pinned block behind it is free again.
             return SamplingMaskLists(self.flat.cpu().numpy()[: offsets[-1]].copy(), offsets, None)
-        ids = self.ids.cpu().numpy()
+        ids = fetched(self.ids)
         parts = [
             np.sort(ids[row, :count]) if count <= width else self._from_bits(row)
             for row, count in enumerate(counts)
@@ -57,5 +74,5 @@ class StepSets(NamedTuple):
 
     def _from_bits(self, row: int) -> Any:
         assert self.bits is not None
-        bits = np.unpackbits(self.bits[row].cpu().numpy(), bitorder="little")
+        bits = np.unpackbits(fetched(self.bits[row]), bitorder="little")
         return np.flatnonzero(bits).astype(np.int32)

@@ -16,6 +16,9 @@ from keel.rl.types import KeptSets
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
+UNMASKED = "keel_unmasked"
+"""In a request's `extra_args`: nobody asks for its sampling masks."""
+
 
 @dataclass(slots=True)
 class Packed:

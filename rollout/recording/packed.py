@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
 from keel.rollout.fastpath.scheduler import AsyncFastScheduler
-from keel.rollout.fastpath.step_arrays import Packed
+from keel.rollout.fastpath.step_arrays import UNMASKED, Packed
 from keel.rollout.recording.base import (
     Recording,
     RoutesBeforePreemption,
@@ -68,7 +68,10 @@ class PackedRecorder:
             self._before = RoutesBeforePreemption(self._scheduler, self._wanted, self._rows)
 
     def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
-        return {"logprobs": 0, **(bounded_top_k(sampling, wanted) if self._kept else {})}
+        if not self._kept:
+            return {"logprobs": 0}
+        unmasked = {} if wanted.kept else {"extra_args": {UNMASKED: True}}
+        return {"logprobs": 0, **unmasked, **bounded_top_k(sampling, wanted)}
 
     def expect(self, request_id: str, wanted: Wanted) -> None:
         self._wanted[request_id] = wanted

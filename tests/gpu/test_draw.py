@@ -233,6 +233,34 @@ def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, recor
         assert got.token_ids.tolist() == wanted.token_ids.tolist()
 
 
+def test_masks_that_nobody_asks_for_stay_where_they_are() -> None:
+    """Those of an evaluation, which may be wide; not where another's are asked for."""
+    from vllm import SamplingParams
+
+    from benchmarks.rollout.sampling_parts import PROMPT, make_batch, make_runner
+    from keel.rollout.fastpath import sampler as kept_sampler
+    from keel.rollout.fastpath.step_arrays import UNMASKED
+
+    mine = make_runner(mixed_parameters(), 500, DEVICE, record=True)
+    assert kept_sampler.install(mine)
+    open_ended = {"temperature": 1.0, "top_k": 400, "seed": 1, "logprobs": 0}
+    mine.sampler.add_request(0, SamplingParams(**open_ended, extra_args={UNMASKED: True}))
+    mine.sampler.add_request(1, SamplingParams(**open_ended))
+    mine.sampler.apply_staged_writes()
+    logits = torch.randn((2, 500), generator=torch.Generator().manual_seed(7)).to(DEVICE)
+
+    def sets_of(requests: list[int]) -> Any:
+        batch = make_batch(np.array(requests), [PROMPT + 1] * len(requests), DEVICE)
+        with torch.inference_mode():
+            return mine.sampler(logits[: len(requests)].clone(), batch).sampling_mask_tensors
+
+    assert sets_of([0]) is None
+    assert sets_of([0, 1]).counts.tolist() == [400, 400]
+    mine.sampler.add_request(0, SamplingParams(**open_ended))  # another, in its place
+    mine.sampler.apply_staged_writes()
+    assert sets_of([0]).counts.tolist() == [400]
+
+
 def test_a_request_in_the_place_of_another_samples_as_it_asks() -> None:
     """Parameters go to the device when requests come, and not in each step."""
     from vllm import SamplingParams

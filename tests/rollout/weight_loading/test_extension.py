@@ -88,5 +88,7 @@ def test_a_cache_is_no_larger_than_its_answers() -> None:
         core.get_kv_cache_configs = before
     assert built == "configs" and given[0] == [enough, int(enough / 2), 10**12]
     # A share without room for one completion takes what else is free, where that is enough.
-    assert [cache.enough(room, 50, 30) for room in (60, 20, 19, -10)] == [60, 50, 19, -10]
+    sizes = [cache.enough(room, 50, lambda: 30) for room in (60, 20, 19, -10)]
+    assert sizes == [60, 50, 19, -10]
+    assert cache.enough(60, 50, lambda: pytest.fail("it asks the GPU")) == 60
     assert given[1:] == [[enough * 20 / 8]], "room for conversations that wait for a tool"
