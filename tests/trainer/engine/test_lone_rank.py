@@ -1,5 +1,5 @@
-"""One rank: the end of a run in float16 is Keel's to say, no gradient is halved, and DeepSpeed's
-buckets are small."""
+"""One rank: the end of a run in float16 is Keel's to say, no gradient is halved, DeepSpeed's
+buckets are small, and a step in which memory ran out leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -67,3 +67,11 @@ def test_a_bucket_is_as_small_as_the_model_and_may_be_smaller_than_a_tensor(
     assert 0 < less <= 2 * SMALL
     assert small.keys() == whole.keys()
     assert all(torch.equal(small[name], tensor) for name, tensor in whole.items())
+
+
+def test_memory_that_runs_out_in_a_backward_pass_leaves_nothing_behind(
+    results: dict[str, Any],
+) -> None:
+    clean, again = results["memory"]
+    assert clean.keys() == again.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in clean.items())
