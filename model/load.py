@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from jinja2 import TemplateError, TemplateSyntaxError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -184,7 +185,7 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
     options = hub_options(path)
     try:
         return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"no weights could be loaded from {path!r}: {error}") from error
 
 
@@ -249,10 +250,8 @@ _FACTS: dict[str, ModelFacts] = {}
 
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
-    """Facts about the causal language model that `config` describes. Allocates no weights.
-
-    Counts are exact: they are taken from the model built on torch's `meta` device, once in a
-    process, as that takes half a second for a large one.
+    """Facts about the causal language model that `config` describes. Allocates no weights: counts
+    are those of the model on torch's `meta` device, once in a process, which takes half a second.
 
     Raises:
         ConfigError: a mixture of experts whose experts per token are not found in `config`.

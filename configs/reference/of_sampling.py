@@ -6,7 +6,7 @@ from keel.configs.reference.metric import Metric
 
 SAMPLING: dict[str, tuple[Metric, ...]] = {
     "Rollouts": (
-        Metric("length/mean", "tokens", "Sampled tokens of a completion that is trained on."),
+        Metric("length/mean", "tokens", "Sampled tokens of a completion of the step's batch."),
         Metric(
             "length/sampled_mean",
             "tokens",
@@ -194,8 +194,8 @@ SAMPLING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "throughput/tokens_per_second",
             "tokens per second",
-            "Sampled tokens that were trained on (`keel sft`: learned tokens), by the seconds of "
-            "the whole step.",
+            "Sampled tokens of a step's batch (`keel sft`: learned tokens), by the seconds of the "
+            "whole step. Groups that teach nothing (`algorithm.skip_uniform_groups`) count.",
             page="performance",
         ),
     ),

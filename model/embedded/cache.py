@@ -19,6 +19,7 @@ from keel.model.embedded.cold_start import Demonstrate, Progress, make_examples,
 from keel.model.embedded.conversations import demonstrated
 from keel.model.embedded.on_gpu import run_on_gpu
 from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.source import missing_weights
 
 CODE_VERSION = 2
 """Raise it whenever the tokenizer, the model, the solutions or the training change."""
@@ -62,7 +63,10 @@ def ensure_embedded(
     )
     folder = root / f"embedded-{key}"
     if folder.is_dir():
-        return folder
+        if not missing_weights(str(folder)):
+            return folder
+        # A disk has lost part of it, and it can be made again.
+        shutil.rmtree(folder, ignore_errors=True)
     make = partial(
         make_folder,
         folder,
@@ -112,18 +116,31 @@ def make_folder(
         train(model, tokenizer, examples, config.cold_start, seed=seed, progress=progress)
     # A folder under its final name is always complete: it is written beside it and then renamed.
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    place = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    unfinished = place / "model"  # which others may read, as `place` they may not
     try:
         model.save_pretrained(unfinished)
         tokenizer.model_max_length = config.max_context
         tokenizer.save_pretrained(unfinished)
+        for path in (*unfinished.iterdir(), unfinished):
+            brought_to_disk(path)
         try:
             unfinished.rename(folder)
+            brought_to_disk(folder.parent)
         except OSError:
             if not folder.is_dir():  # not another process that was quicker
                 raise
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def brought_to_disk(path: Path) -> None:
+    """A file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def content_key(

@@ -141,8 +141,11 @@ def test_facts_need_no_weights(tmp_path: Path) -> None:
     config["architectures"] = ["MixtralForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert facts_of(load_model_config(str(tmp_path))) == facts_of(CONFIGS["mixtral"])
-    with pytest.raises(ConfigError, match="no weights could be loaded"):
-        load_policy(str(tmp_path), "float32")
+    for content in (None, b"", b"half a header"):
+        if content is not None:
+            (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"no weights could be loaded from '.*'"):
+            load_policy(str(tmp_path), "float32")
 
 
 def test_facts_are_of_the_configuration_as_it_is_now() -> None:

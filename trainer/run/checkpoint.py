@@ -63,6 +63,8 @@ class State:
     """Where the data stream stands, as plain JSON values."""
     config: str
     """`config_digest` of the run that wrote it."""
+    model: str = ""
+    """`RunFolder.base` of that run."""
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.version < 0:
@@ -112,7 +114,7 @@ def save(
             raise kind(text) from error
         raise
     try:
-        prune(root, keep=keep)
+        prune(root, final, keep=keep)
     except OSError as error:  # this one is there all the same
         say(f"warning: {root}: older checkpoints cannot be deleted: {error}")
     return final
@@ -194,14 +196,19 @@ def stuck(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     return {k: v for k, v in moved(folder, config).items() if native and k in LAYOUT[:3]}
 
 
-def prune(root: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what crashes left behind."""
+def prune(root: Path, newest: Path, *, keep: int) -> None:
+    """Delete what comes before `keep` checkpoints, `newest` being the last of these, and what
+    crashes left behind. Any after it are damaged, or the run would have gone on from them."""
     if keep < 1:
         raise ValueError(f"prune: keep = {keep}, at least one checkpoint must stay")
-    for path in finished(root)[:-keep]:
+    until = [path for path in finished(root) if step_of(path) <= step_of(newest)]
+    for path in until[:-keep]:
         path.rename(root / f".{path.name}")  # gone at once for whoever reads it meanwhile
     for path in root.glob(".step_*"):
-        shutil.rmtree(path)
+        if path.is_symlink():
+            path.unlink()  # to where somebody has moved it
+        else:
+            shutil.rmtree(path)
 
 
 def config_digest(config: Config) -> str:

@@ -22,15 +22,24 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from keel.configs.load import check_resumable, dump_config, load_config
 from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.model import EMBEDDED
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
 from keel.trainer.run.journal import metric_lines
-from keel.trainer.run.manifest import MANIFEST, Entry, damage, said, write_manifest
+from keel.trainer.run.manifest import (
+    MANIFEST,
+    Entry,
+    damage,
+    fingerprint,
+    said,
+    write_manifest,
+)
 
 MARK = ".lock"
 """Held by the process at work in the folder. What it says, no other folder's does: by that the
@@ -98,8 +107,8 @@ class RunFolder:
         """Once, and on the disk: another machine may keep for a while what it has read of it."""
         self._lock.seek(0)
         if not self._lock.read():
-            self._lock.write(f"{secrets.token_hex(8)}\n")
-            self._lock.flush()
+            # Past the file's buffer, which `close` would want to write again on a full disk.
+            os.write(self._lock.fileno(), f"{secrets.token_hex(8)}\n".encode())
             os.fsync(self._lock.fileno())
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
@@ -140,6 +149,21 @@ class RunFolder:
                 f"run.dir = {self.path}: holds {self.latest.name} of a run with another config "
                 "(its config.yaml is gone, so no knob can be named). Choose another folder"
             )
+        if of == ("",) and state.model and self.base not in ("", state.model):
+            raise ConfigError(
+                f"run.dir = {self.path}: model.path = {self._config.model.path!r} has other "
+                f"weights than when {self.latest.name} was written. The run's reference policy, "
+                "and what of the model is not trained, would be others from here on. Put the "
+                "model back, or choose another run.dir"
+            )
+
+    @cached_property
+    def base(self) -> str:
+        """Fingerprint of the model folder that the run begins with; "" of one of the hub, and of
+        the embedded model."""
+        folder = Path(self._config.model.path).expanduser()
+        local = self._config.model.path != EMBEDDED and folder.is_dir()
+        return fingerprint(folder) if local else ""
 
     def _check_place(self) -> None:
         if self.path.exists() and not self.path.is_dir():

@@ -239,7 +239,13 @@ def save_checkpoint(
 ) -> bool:
     """Of everything that a run resumed after this step needs. Returns whether it could not be
     written, which is said; raises `Unwritten` where none would follow it."""
-    state = State(step=step, version=learner.version, cursor=cursor, config=config_digest(config))
+    state = State(
+        step=step,
+        version=learner.version,
+        cursor=cursor,
+        config=config_digest(config),
+        model=folder.base,
+    )
     try:
         folder.save(state, learner.save, say)
     except Unwritten as error:

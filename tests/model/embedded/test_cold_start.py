@@ -53,6 +53,18 @@ def ensure(folder: Path, config: EmbeddedConfig = TINY, **options: object) -> Pa
     return ensure_embedded(replace(config, cache_dir=str(folder)), **arguments)
 
 
+def test_one_that_a_disk_has_lost_part_of_is_made_again(tmp_path: Path) -> None:
+    made = ensure(tmp_path)
+    weights = made / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert ensure(tmp_path) == made and weights.read_bytes() == whole
+    assert [path.name for path in tmp_path.iterdir()] == [made.name]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert made.stat().st_mode & 0o777 == 0o777 & ~mask, "others may read it as any folder"
+
+
 def prompt_of(example: Example) -> tuple[int, ...]:
     lesson = example.worked
     return tuple(lesson.ids[: lesson.said.index(True)])

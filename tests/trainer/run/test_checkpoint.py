@@ -216,8 +216,27 @@ def test_folders_without_a_state_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "step_000005").mkdir()
     (tmp_path / "step_best").mkdir()
     assert finished(tmp_path) == []
-    prune(tmp_path, keep=1)
+    prune(tmp_path, tmp_path / "step_000007", keep=1)
     assert names(tmp_path) == ["step_000005", "step_best"], "prune deletes only what it wrote"
+
+
+def test_a_later_one_that_is_damaged_takes_no_place(tmp_path: Path) -> None:
+    """A run that has lost a process goes on from before it."""
+    for step in (90, 100):
+        save(tmp_path, state(step), content, keep=2)
+    (tmp_path / "step_000100" / "ranks" / "weights").write_bytes(b"")
+    newest = save(tmp_path, state(95), content, keep=1)
+    assert problems(newest) == [] and names(tmp_path) == ["step_000095", "step_000100"]
+
+
+def test_one_that_was_moved_and_linked_is_let_go(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    root.mkdir()
+    save(root, state(1), content, keep=1).rename(elsewhere)
+    (root / "step_000001").symlink_to(elsewhere)
+    said: list[str] = []
+    save(root, state(2), content, keep=1, say=said.append)
+    assert not said and names(root) == ["step_000002"] and elsewhere.is_dir()
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"step": 1, "colour": "red"}', "[]"])
@@ -245,7 +264,7 @@ def test_an_older_one_that_cannot_be_deleted_is_said_and_no_more(
 
 def test_at_least_one_checkpoint_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep = 0"):
-        prune(tmp_path, keep=0)
+        prune(tmp_path, tmp_path / "step_000007", keep=0)
 
 
 def test_the_digest_is_about_training_alone() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +55,41 @@ def test_the_newest_checkpoint_is_continued(tmp_path: Path) -> None:
         state = folder.state()
         assert state is not None and state.step == 3
         assert folder.latest is not None and (folder.latest / "weights").read_text() == "w"
+
+
+def test_a_run_goes_on_with_the_model_that_it_began_with(tmp_path: Path) -> None:
+    """Its reference policy is that model."""
+    base, moved = tmp_path / "base", tmp_path / "moved"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(b"before")
+    made = config(tmp_path / "run")
+    made = replace(made, model=replace(made.model, path=str(base)))
+    with RunFolder(made) as folder:
+        state = State(step=1, version=1, config=config_digest(made), model=folder.base)
+        folder.save(state, weights)
+    shutil.copytree(base, moved)
+    (base / "model.safetensors").write_bytes(b"behind")
+    with pytest.raises(ConfigError, match=r"has other weights than when step_000001 was written"):
+        RunFolder(made).check()
+    RunFolder(made).check(("data.",))  # whose policy alone is asked for
+    shutil.rmtree(base)
+    moved.rename(base)
+    with RunFolder(made) as folder:
+        assert folder.state() == state
+
+
+def test_a_full_disk_is_said_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("keel.trainer.run.folder.os.write", full)
+    with (
+        pytest.raises(ConfigError, match=r"run\.dir = .*/run: cannot be written \(No space left"),
+        RunFolder(config(tmp_path / "run")),
+    ):
+        pass
 
 
 def test_a_model_is_exported_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class Sending:
 
     def _failed(self, error: BaseException) -> None:
         """Said once, until it works again."""
-        again = min(self._again_s * 2**self._failures, AGAIN_MOST_S)
+        again = min(self._again_s * 2 ** min(self._failures, 16), AGAIN_MOST_S)
         self._not_before, self._failures = time.monotonic() + again, self._failures + 1
         if self._failures == 1:
             text = " ".join(without_keys(f"{type(error).__name__}: {error}").split())

@@ -177,6 +177,18 @@ def test_after_a_failure_it_is_left_alone_for_a_while_but_tried_at_the_end(run: 
     assert [step for step, _ in run.tracker.steps] == [0]
 
 
+def test_however_long_it_stays_away_it_is_tried_again(run: Run) -> None:
+    run.tracker.broken = "down"
+    sending, trackers = run.start(again_s=1e6)
+    wait_for(lambda: run.said)
+    for _ in range(2000):
+        sending._failed(OSError("down"))
+    run.tracker.broken = ""
+    run.write(0)
+    trackers.close("finished", 0)
+    assert [step for step, _ in run.tracker.steps] == [0]
+
+
 def test_a_tracker_that_hangs_holds_up_nothing(run: Run) -> None:
     run.tracker.released.clear()
     run.write(0, 1)
