@@ -4,7 +4,8 @@
 
 Runs the jobs below, each on GPUs of its own as soon as enough are free, and writes a log for each
 and `figures.json` as it goes. A job that fails or is late does not touch the others. Jobs that have
-succeeded under OUT before are left out, so that a second call goes on with the first.
+succeeded under OUT before, at this commit, are left out, so that a second call goes on with the
+first. What another commit has left is put into OUT/earlier, and the job is done again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +78,9 @@ JOBS = (
         arguments="-q -m gpu -p no:cacheprovider tests/gpu/test_draw.py",
         seconds=240,
     ),
+    Job(name="tests-packed", module="pytest", arguments=f"{RECORDERS} -k packed", seconds=400),
     Job(
-        name="tests-packed",
-        module="pytest",
-        arguments=f"{RECORDERS} -k packed",
-        seconds=400,
-    ),
-    Job(
-        name="tests-native",
-        module="pytest",
-        arguments=f"{RECORDERS} -k 'not packed'",
-        seconds=400,
+        name="tests-native", module="pytest", arguments=f"{RECORDERS} -k 'not packed'", seconds=400
     ),
     Job(
         name="rollout",
@@ -96,10 +90,7 @@ JOBS = (
         seconds=320,
     ),
     Job(
-        name="decoding",
-        module="benchmarks.rollout.attention",
-        arguments="--out {out}",
-        seconds=120,
+        name="decoding", module="benchmarks.rollout.attention", arguments="--out {out}", seconds=120
     ),
     Job(
         name="peers",
@@ -141,10 +132,7 @@ JOBS = (
         seconds=280,
     ),
     Job(
-        name="sampling",
-        module="benchmarks.rollout.sampling",
-        arguments="--out {out}",
-        seconds=150,
+        name="sampling", module="benchmarks.rollout.sampling", arguments="--out {out}", seconds=150
     ),
     Job(
         name="training-peers",
@@ -188,12 +176,7 @@ JOBS = (
         gpus=2,
         seconds=400,
     ),
-    Job(
-        name="dense-model",
-        module="benchmarks.peers.shape",
-        arguments="--out {out}",
-        seconds=120,
-    ),
+    Job(name="dense-model", module="benchmarks.peers.shape", arguments="--out {out}", seconds=120),
     Job(
         name="dense",
         module="keel.trainer.cli",
@@ -208,12 +191,7 @@ JOBS = (
         arguments=f"{PEERS} --arms keel-packed-sleep,trl-fast,keel-packed,trl-lean",
         seconds=580,
     ),
-    Job(
-        name="agents",
-        module="benchmarks.agents",
-        arguments="--out {out} --rounds 2",
-        seconds=240,
-    ),
+    Job(name="agents", module="benchmarks.agents", arguments="--out {out} --rounds 2", seconds=240),
     Job(
         name="agents-8b",
         module="benchmarks.agents",
@@ -246,12 +224,7 @@ JOBS = (
         arguments="--rounds 3",
         seconds=110,
     ),
-    Job(
-        name="replay",
-        module="benchmarks.training.replay",
-        arguments="--rounds 5",
-        seconds=110,
-    ),
+    Job(name="replay", module="benchmarks.training.replay", arguments="--rounds 5", seconds=110),
     Job(
         name="tests-cold-start",
         module="pytest",
@@ -283,7 +256,7 @@ class Figures:
 
     def run(self, jobs: list[Job]) -> bool:
         """Each job once, in this order where GPUs are free. Whether all of them are done."""
-        waiting = [job for job in jobs if self._done.get(job.name, {}).get("status") != "done"]
+        waiting = [job for job in jobs if not self._is_done(job.name)]
         size = len(self._free)
         for job in [job for job in waiting if job.gpus > size]:
             self._leave_out(job, waiting, f"needs {job.gpus} GPUs")
@@ -294,8 +267,8 @@ class Figures:
                     self._leave_out(job, waiting, "no time")
                 elif job.after in to_come:
                     continue
-                elif job.after and self._done.get(job.after, {}).get("status") != "done":
-                    self._leave_out(job, waiting, f"without {job.after}")
+                elif job.after and not self._is_done(job.after):
+                    self._leave_out(job, waiting, f"without {job.after} of {self._commit}")
                 elif job.gpus <= len(self._free):
                     waiting.remove(job)
                     self._start(job)
@@ -303,7 +276,29 @@ class Figures:
                     break  # or smaller jobs would keep it from ever having enough
             time.sleep(POLL_S)
             self._look()
-        return all(self._done.get(job.name, {}).get("status") == "done" for job in jobs)
+        for name, noted in self._done.items():
+            if noted["commit"] != self._commit:
+                print(f"{name}: {noted['status']} at {noted['commit']}, not {self._commit}")
+        return all(self._is_done(job.name) for job in jobs)
+
+    def _is_done(self, name: str) -> bool:
+        noted = self._done.get(name, {})
+        return noted.get("status") == "done" and noted["commit"] == self._commit
+
+    def _put_aside(self, name: str) -> None:
+        """What another commit has left of a job, which would go on with that."""
+        before = self._done.get(name, {"commit": self._commit})
+        if before["commit"] == self._commit:
+            return
+        places = (self._out / "earlier" / f"{name}-{before['commit']}-{n}" for n in count(1))
+        place = next(place for place in places if not place.exists())
+        place.mkdir(parents=True)
+        for left in (name, f"{name}.log", f"{name}.json"):
+            if (self._out / left).exists():
+                (self._out / left).rename(place / left)
+        (place / "figures.json").write_text(json.dumps({name: before}, indent=1) + "\n")
+        was = f"was {before['status']} at {before['commit']}"
+        print(f"{name}: {was}, kept in {place}; again at {self._commit}", flush=True)
 
     def _leave_out(self, job: Job, waiting: list[Job], why: str) -> None:
         waiting.remove(job)
@@ -311,6 +306,7 @@ class Figures:
 
     def _start(self, job: Job) -> None:
         gpus, self._free = self._free[: job.gpus], self._free[job.gpus :]
+        self._put_aside(job.name)
         (self._out / job.name).mkdir(parents=True, exist_ok=True)
         # Ray's sockets want a short path; each job has a cluster of its own.
         ray = Path(f"/tmp/keel-figures-{os.getpid()}-{gpus[0]}")
@@ -329,6 +325,7 @@ class Figures:
                 start_new_session=True,
             )
         self._running.append(Running(job=job, gpus=gpus, process=process))
+        self._note(job, "started")
         print(f"{job.name}: started on GPU {', '.join(gpus)}", flush=True)
 
     def _look(self) -> None:
@@ -345,26 +342,28 @@ class Figures:
                 if since > 2 * GRACE_S:  # not even that ends it
                     status = -signal.SIGKILL
             if status is not None:
-                self._note(entry, status)
+                self._ended(entry, status)
 
-    def _note(self, entry: Running, status: int) -> None:
+    def _ended(self, entry: Running, status: int) -> None:
         self._running.remove(entry)
         self._free = sorted([*self._free, *entry.gpus])
+        name = entry.job.name
         word = "late" if entry.asked_to_end else "failed" if status else "done"
-        command = shlex.join(entry.job.command(self._out)[1:])
-        self._done[entry.job.name] = {
-            "status": word,
-            "code": status,
-            "seconds": round(entry.spent, 1),
-            "gpus": entry.job.gpus,
+        self._note(entry.job, word, code=status, seconds=round(entry.spent, 1))
+        lines = (self._out / f"{name}.log").read_text(errors="replace").splitlines()
+        print(f"{name}: {word} ({status}) after {entry.spent:.0f} s")
+        print("\n".join(f"    {line[:240]}" for line in lines[-TAIL:]), flush=True)
+
+    def _note(self, job: Job, status: str, **more: Any) -> None:
+        self._done[job.name] = {
+            "status": status,
+            **more,
+            "gpus": job.gpus,
             "commit": self._commit,
-            "command": f"python {command}",
+            "command": f"python {shlex.join(job.command(self._out)[1:])}",
         }
         text = json.dumps(self._done, indent=1)
         (self._out / "figures.json").write_text(text + "\n")
-        lines = (self._out / f"{entry.job.name}.log").read_text(errors="replace").splitlines()
-        print(f"{entry.job.name}: {word} ({status}) after {entry.spent:.0f} s")
-        print("\n".join(f"    {line[:240]}" for line in lines[-TAIL:]), flush=True)
 
 
 def main() -> None:
@@ -386,8 +385,10 @@ def main() -> None:
         return
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + options.seconds
-    done = Figures(out, options.gpus.split(","), end=end, commit=commit()).run(jobs)
+    end, here = time.monotonic() + options.seconds, commit()
+    if here.endswith("-dirty") or here == "unknown":
+        print(f"{here} is no one source: what it did before counts, whatever has changed since")
+    done = Figures(out, options.gpus.split(","), end=end, commit=here).run(jobs)
     sys.exit(int(not done))
 
 

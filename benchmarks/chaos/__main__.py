@@ -22,10 +22,15 @@ Every few steps something is done to the run:
 command, as a scheduler would. After `--minutes` it is told to end (SIGTERM), whatever step it has
 come to. Linux, and psutil; what lacks here is said, and left out.
 
-Printed at the end, and kept in `faults.jsonl`, `memory.jsonl`, `memory.png` and `summary.json`:
-seconds until the run said something and trained again, exit statuses, processes left, the ledger's
-sums, memory and open files of each role over the steps, and in how many steps the metrics are those
-of the run without faults (`--no-reference`; `--against`: one that is there).
+Kept as they come in `faults.jsonl` and `memory.jsonl`; printed and kept in `memory.png` and
+`summary.json` at the end, or when it is broken off: seconds until the run said something and
+trained again, exit statuses, processes left, the ledger's sums, memory and open files of each role
+over the steps, and in how many steps the metrics are those of the run without faults
+(`--no-reference`; `--against`: one that is there).
+
+Exit status 0: each fault led to what it may lead to (`faults.ENDS`), a flipped bit was named, the
+run came to its last step, each step is there once, no prompt was lost, and the metrics are those of
+the run without. What is not so has a line at the end, and in the summary.
 """
 
 from __future__ import annotations
@@ -36,20 +41,18 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.chaos import disk, preload, second_node
-from benchmarks.chaos.faults import GONE_S, Fault, Kind, Means, chosen, suffer
-from benchmarks.chaos.memory import keep, memory, plot
-from benchmarks.chaos.outcome import compared, summary
-from benchmarks.chaos.run import Run, marked, until, words_of
-from keel.trainer.run.interrupt import PREEMPTED
+from benchmarks.chaos.faults import GONE_S, Fault, Kind, Means, chosen, kinds, suffer
+from benchmarks.chaos.memory import memory, plot
+from benchmarks.chaos.outcome import Record, compared, ends, summary, wrong
+from benchmarks.chaos.run import Refused, Run, marked, until, words_of
 
 FROZEN_S = 10
 """`run.frozen_after_s`"""
@@ -75,33 +78,40 @@ RECIPE = (
 
 
 def chaos(
-    out: Path,
-    knobs: Sequence[str],
-    *,
-    seed: int,
-    steps: int,
-    every: int,
-    nodes: int = 1,
-    only: Sequence[str] = (),
-    minutes: float = 0,
+    record: Record, knobs: Sequence[str], there: Sequence[Kind], asked: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """The run with faults of the kinds that are `there`, and its summary, which is written whatever
+    breaks it off. asked: as `summary` has it."""
+    out, folder = record.out, record.out / "disk" / "run"
     with ExitStack() as stack:
         means = prepared(stack, out)
-        kinds = chosen(only, means.kinds(nodes)) if every else []
         environment = means.preload.environment if means.preload else {}
-        cluster = stack.enter_context(second_node.two_nodes(environment)) if nodes > 1 else None
-        folder = out / "disk" / "run"
+        two = asked["nodes"] > 1
+        cluster = stack.enter_context(second_node.two_nodes(environment)) if two else None
         log = out / "log.txt"
-        run = Run(folder, knobs, steps, log, environment=environment, cluster=cluster)
+        run = Run(folder, knobs, asked["steps"], log, environment=environment, cluster=cluster)
         stack.callback(killed, run)
-        end = time.monotonic() + 60 * minutes if minutes else math.inf
-        faults, sizes, late = suffered(run, means, kinds, random.Random(seed), every, out, end)
-        found = summary(run, faults, sizes)
-        time.sleep(5)  # for what ends by itself
-        left = [words_of(process) for process in [*marked(folder), *run.own_on_second()]]
-    keep(sizes, out / "memory.jsonl")
-    plot(sizes, [fault.step for fault in faults], out / "memory.png")
-    return found | {"ended late": late, "left at the end": left}
+        left: list[str] = []
+        try:
+            suffered(run, means, there, asked, record)
+            record.broken_off = ""
+            time.sleep(5)  # for what ends by itself
+            left = [words_of(process) for process in [*marked(folder), *run.own_on_second()]]
+        except (TimeoutError, Refused) as error:
+            record.broken_off = str(error)
+        except KeyboardInterrupt:
+            record.broken_off = "Ctrl-C"
+        finally:
+            found = summary(run, record, asked) | {"left at the end": left}
+            write(out, found)
+    if record.sizes:
+        plot(record.sizes, [fault.step for fault in record.faults], out / "memory.png")
+    return found
+
+
+def write(out: Path, found: dict[str, Any]) -> None:
+    found["wrong"] = wrong(found)
+    (out / "summary.json").write_text(json.dumps(found, indent=1))
 
 
 def prepared(stack: ExitStack, out: Path) -> Means:
@@ -116,49 +126,60 @@ def prepared(stack: ExitStack, out: Path) -> Means:
 
 
 def suffered(
-    run: Run,
-    means: Means,
-    kinds: Sequence[Kind],
-    draw: random.Random,
-    every: int,
-    out: Path,
-    end: float,
-) -> tuple[list[Fault], list[dict[str, float]], list[int]]:
-    """The faults until the run is done, memory between them, and statuses with which it has ended
-    at other times. end: when no more is done to it, by the monotonic clock."""
-    faults: list[Fault] = []
-    sizes: list[dict[str, float]] = []
-    late: list[int] = []
+    run: Run, means: Means, there: Sequence[Kind], asked: Mapping[str, Any], record: Record
+) -> None:
+    """Faults until the run is done, and memory between them. After `minutes` no more is done to it,
+    and it is told to end. Raises TimeoutError where it does not get on."""
+    every, draw = asked["every"], random.Random(asked["seed"])
+    end = time.monotonic() + 60 * asked["minutes"] if asked["minutes"] else math.inf
     bag: list[Kind] = []
     while time.monotonic() < end:
         due = run.last() + (draw.randint(1, 2 * every - 1) if every else QUIET)
         until(lambda: run.ended() or run.last() >= due, f"step {due}")  # noqa: B023
         if run.ended() and run.process.returncode == 0:
-            return faults, sizes, late
+            record.status = 0
+            return
         if run.ended():  # of a fault before, after all
-            status = run.process.returncode
+            status = int(run.process.returncode)
             print(f"ended late: status {status}: {run.said(0)[-3:]}", flush=True)
-            late.append(status)
+            record.late.append(status)
             run.start()
             continue
-        sizes.append(memory(run))
-        if not kinds:
+        record.measured(memory(run))
+        if not there:
             continue
         if not bag:  # every kind once before one comes again
-            bag = draw.sample(kinds, len(kinds))
+            bag = draw.sample(there, len(there))
         fault = Fault(*bag.pop(), step=run.last())
         time.sleep(draw.uniform(0, 2))
-        if suffer(run, fault, draw, means):
-            faults.append(fault)
-            with (out / "faults.jsonl").open("a") as file:
-                file.write(json.dumps(asdict(fault)) + "\n")
-            times = f"said {seconds(fault.said_s)} trains {seconds(fault.again_s)}"
-            what = f"{len(faults):3d} step {fault.step:4d} {fault.action:<12} {fault.kind:<13}"
-            print(f"{what} {times} status {fault.status}", flush=True)
+        struck = True
+        try:
+            struck = suffer(run, fault, draw, means)
+        finally:
+            if struck:
+                record.suffered(fault)
+                times = f"said {seconds(fault.said_s)} trains {seconds(fault.again_s)}"
+                what = f"{fault.step:4d} {fault.action:<12} {fault.kind:<13}"
+                count = len(record.faults)
+                print(f"{count:3d} step {what} {times} status {ends(fault)}", flush=True)
     run.process.terminate()
-    status = run.process.wait(timeout=GONE_S)
-    print(f"told to end after step {run.last()}: status {status}", flush=True)
-    return faults, sizes, late + [status] * (status not in (0, PREEMPTED))
+    try:
+        record.status = int(run.process.wait(timeout=GONE_S))
+    except psutil.TimeoutExpired:
+        raise TimeoutError(f"told to end, and still there after {GONE_S:g} s") from None
+    print(f"told to end after step {run.last()}: status {record.status}", flush=True)
+
+
+def without_faults(out: Path, knobs: Sequence[str], steps: int) -> str:
+    """The same run, undisturbed, in `out`/reference. What went wrong, if anything did."""
+    run = Run(out / "reference", knobs, steps, out / "reference.txt", environment={})
+    try:
+        status = run.process.wait(timeout=steps * 60)
+    except psutil.TimeoutExpired:
+        return f"was not done after {steps} minutes, at step {run.last()}"
+    finally:
+        killed(run)
+    return f"ended with status {int(status)}" if status else ""
 
 
 def killed(run: Run) -> None:
@@ -188,26 +209,35 @@ def main() -> int:
     given = options.parse_args()
     if given.nodes > 1 and (why := second_node.lacking()):
         options.error(f"--nodes 2: {why}")
-    (out := given.out.resolve()).mkdir(parents=True)
     own = [word for word in (*given.knob, *given.only) if "=" in word]
     only = [word for word in given.only if "=" not in word]
+    possible = kinds(given.nodes, preloaded=not preload.lacking(), on_disk=not disk.lacking())
+    try:
+        there = chosen(only, possible)
+    except ValueError as error:
+        options.error(str(error))
+    if given.against and not (given.against / "metrics.jsonl").exists():
+        options.error(f"--against {given.against}: no run has left its metrics there")
+    out: Path = given.out.resolve()
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError:
+        options.error(f"--out {given.out}: is there already; choose another folder")
     knobs = [*RECIPE, f"model.embedded.cache_dir={out / 'cache'}", *own]
-    how = {name: getattr(given, name) for name in ("seed", "steps", "every", "nodes", "minutes")}
-    found = chaos(out, knobs, only=only, **how)
+    record = Record(out=out)
+    asked = {name: getattr(given, name) for name in ("seed", "steps", "every", "nodes", "minutes")}
+    found = chaos(record, knobs, there if given.every else (), asked)
+    ran = out / "disk" / "run"
     if given.against:
-        found["reference"] = compared(out / "disk" / "run", given.against)
-    elif not given.no_reference:
-        log = out / "reference.txt"
-        whole = Run(out / "reference", knobs, given.steps, log, environment={})
-        if status := whole.process.wait(timeout=given.steps * 60):
-            raise RuntimeError(f"the run without faults ended with status {status}")
-        found["reference"] = compared(out / "disk" / "run", out / "reference")
-    (out / "summary.json").write_text(json.dumps(found, indent=1))
+        found["reference"] = compared(ran, given.against, record.faults)
+    elif not (given.no_reference or record.broken_off):
+        failed = without_faults(out, knobs, given.steps)
+        found["reference"] = compared(ran, out / "reference", record.faults) | {"failed": failed}
+    write(out, found)
     print(json.dumps(found, indent=1))
-    left = [some["processes left"] for some in found["by fault"].values()]
-    wrong = [*found["ledger"].values(), *left, found["left at the end"]]
-    wrong += [found["unexpected statuses"], found["ended late"]]
-    return 1 if any(wrong) or not found["steps, each once"] else 0
+    for line in found["wrong"]:
+        print(f"WRONG: {line}")
+    return 1 if found["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,9 @@ import psutil
 from benchmarks.chaos.disk import Disk
 from benchmarks.chaos.preload import Preload
 from benchmarks.chaos.run import DEADLINE_S, ROLES, Run, words_of
+from keel.rollout.pool.lifecycle import MAX_RESTARTS
 from keel.trainer.cluster.processes import gone
+from keel.trainer.run.interrupt import PREEMPTED
 
 # fmt: off
 Action = Literal[
@@ -38,6 +40,16 @@ PRELOADED: tuple[Kind, ...] = (("slow", "disk"), ("jump ahead", "clock"), ("jump
 ON_DISK: tuple[Kind, ...] = (("full", "disk"),)
 OF_NODES: tuple[Kind, ...] = (("cut", "node"), ("cut for long", "node"))
 EVERY: tuple[Kind, ...] = (*PROCESSES, *PRELOADED, *ON_DISK, *OF_NODES)
+RAY: tuple[Kind, ...] = tuple((what, of) for what in ("kill", "freeze") for of in ("raylet", "gcs"))
+ENDS: Mapping[Kind, tuple[int | None, ...]] = {
+    **dict.fromkeys(RAY, (1,)),
+    ("kill", "driver"): (-signal.SIGKILL,),
+    ("flip", "driver"): (-signal.SIGKILL,),
+    ("end", "driver"): (PREEMPTED,),
+    ("full", "disk"): (1, None),
+}
+"""Exit statuses to which a fault may lead, on one node; None: the run goes on, as under all others
+(docs/reliability.md)."""
 
 GONE_S, MOMENT_S, SETTLED_S = 90.0, 8.0, 4.0
 """Longest wait for a run to be gone; longest moment; until all is well."""
@@ -62,12 +74,18 @@ class Fault:
     """Until a step was trained again."""
     away_s: float | None = None
     """Until nothing of the run was left on a node that was cut off."""
-    status: int | None = None
-    """Exit status where the run ended of it; negative: a signal."""
+    start: int = 0
+    """Of the run, by number: the one that it was done to."""
+    statuses: list[int] = field(default_factory=list[int])
+    """With which the run ended of it, each time; negative: a signal."""
     gone_s: float | None = None
     """From there until all its processes were gone."""
     left: int = 0
     """Processes that were still there `GONE_S` after the run had ended."""
+    flipped: str = ""
+    """The file with the flipped bit."""
+    named: bool = False
+    """Whether the run has said that the checkpoint of `flipped` is damaged."""
     words: list[str] = field(default_factory=list[str])
 
     @property
@@ -82,15 +100,6 @@ class Means:
     preload: Preload | None = None
     disk: Disk | None = None
 
-    def kinds(self, nodes: int) -> tuple[Kind, ...]:
-        """Those that are possible with it, on so many nodes."""
-        more = PRELOADED if self.preload else ()
-        more += ON_DISK if self.disk else ()
-        # A first node that stands still or is gone is the end of all, and no start brings it back.
-        without = {("freeze", "gcs"), ("kill", "gcs"), ("moment", "gcs")} if nodes > 1 else set()
-        more += OF_NODES if nodes > 1 else ()
-        return tuple(kind for kind in (*PROCESSES, *more) if kind not in without)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
@@ -98,6 +107,29 @@ class Struck:
     lasts_s: float = 0.0
     undo: Callable[[], None] | None = None
     """What takes it back after `lasts_s`, or when the run has ended of it."""
+
+
+def kinds(nodes: int, *, preloaded: bool, on_disk: bool) -> tuple[Kind, ...]:
+    """Those that are possible on so many nodes, with a `Preload` and a `Disk` or without."""
+    more = PRELOADED if preloaded else ()
+    more += ON_DISK if on_disk else ()
+    # A first node that stands still or is gone is the end of all, and no start brings it back.
+    without = {("freeze", "gcs"), ("kill", "gcs"), ("moment", "gcs")} if nodes > 1 else set()
+    more += OF_NODES if nodes > 1 else ()
+    return tuple(kind for kind in (*PROCESSES, *more) if kind not in without)
+
+
+def due(fault: Fault, before: Sequence[Fault], nodes: int) -> tuple[int | None, ...]:
+    """Exit statuses to which it may lead; None: the run goes on. before: faults."""
+
+    def takes_engines(one: Fault) -> bool:
+        away = ("engine", "raylet", "node") if nodes > 1 else ("engine",)
+        return one.kind in away and one.action != "moment"
+
+    if takes_engines(fault):  # on two nodes the raylet is the second one's
+        lost = sum(one.start == fault.start and takes_engines(one) for one in before)
+        return (None, 1) if lost >= MAX_RESTARTS else (None,)
+    return ENDS.get((fault.action, fault.kind), (None,))
 
 
 def chosen(words: Sequence[str], there: Sequence[Kind]) -> list[Kind]:
@@ -170,23 +202,30 @@ def _around(run: Run, fault: Fault, draw: random.Random, means: Means) -> Struck
 
 
 def flip(folder: Path, draw: random.Random) -> str:
-    """A bit of the newest checkpoint; the file's name."""
+    """A bit of the newest checkpoint; the file's name. Nothing (and "") where there is no other:
+    the run would have to end."""
     steps = sorted((folder / "checkpoints").glob("step_*"))
-    files = [path for path in steps[-1].rglob("*") if path.is_file()] if steps else []
-    if not files:
+    if len(steps) < 2:
         return ""
-    path = draw.choice(files)
+    path = draw.choice(
+        [one for one in sorted(steps[-1].rglob("*")) if one.is_file() and one.stat().st_size]
+    )
     data = bytearray(path.read_bytes())
-    if data:
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        path.write_bytes(data)
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
     return str(path.relative_to(folder))
+
+
+def named(flipped: str, lines: Sequence[str]) -> bool:
+    """Whether the run says there that the checkpoint with this file is damaged."""
+    folder = Path(flipped).parts[1] if flipped else ""
+    return bool(folder) and any("is damaged" in line and folder in line for line in lines)
 
 
 def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
     """One fault, until it is over and a step is trained after it, or the run is done. False: there
     is nothing here to do it to."""
-    since = run.position()
+    fault.start, since = run.starts, run.position()
     run.fresh()
     began = time.monotonic()
     if (struck := strike(run, fault, draw, means)) is None:
@@ -201,41 +240,47 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
             fault.action == "freeze" and struck.victim and not gone(struck.victim)
         )
 
-    was_over = over()
-    while True:
-        if over() and not was_over:  # as where the run goes on until it notices what is frozen
-            was_over = True
-            trained.clear()
-        now = time.monotonic()
-        trained += [now] * bool(run.fresh())
-        if over() and trained and trained[-1] >= trained[0] + SETTLED_S:
-            break
-        if fault.said_s is None and run.said(since):
-            fault.said_s = now - began
-        if there and fault.away_s is None and all(map(gone, there)):
-            fault.away_s = now - began
-        ended = run.ended()
-        if undo and (ended or now - began > struck.lasts_s):
-            with suppress(psutil.NoSuchProcess):
-                undo()
-            fault.lasted_s, undo = time.monotonic() - began, None
-            if fault.kind == "node":
+    try:
+        was_over = over()
+        while True:
+            if over() and not was_over:  # as where the run goes on until it notices what is frozen
+                was_over = True
                 trained.clear()
-        if ended:
-            fault.status = run.process.returncode
-            if fault.status == 0:
+            now = time.monotonic()
+            trained += [now] * bool(run.fresh())
+            if over() and trained and trained[-1] >= trained[0] + SETTLED_S:
                 break
-            if fault.action == "flip":
-                fault.words.append(f"flipped: {flip(run.folder, draw)}")
-            again(run, fault)
-            trained.clear()
-        if now - began > DEADLINE_S:
-            raise TimeoutError(f"no step in {DEADLINE_S:g} s of {fault}: {run.said(since)[-5:]}")
-        if run.cluster and over() and not run.of("raylet"):
-            run.cluster.start_second()  # as whoever looks after its machine does
-        time.sleep(0.05)
-    fault.again_s = trained[0] - began if trained else None
-    fault.words += run.said(since)[:8]
+            if fault.said_s is None and run.said(since):
+                fault.said_s = now - began
+            if there and fault.away_s is None and all(map(gone, there)):
+                fault.away_s = now - began
+            ended = run.ended()
+            if undo and (ended or now - began > struck.lasts_s):
+                with suppress(psutil.NoSuchProcess):
+                    undo()
+                fault.lasted_s, undo = time.monotonic() - began, None
+                if fault.kind == "node":
+                    trained.clear()
+            if ended:
+                fault.statuses.append(int(run.process.returncode))
+                if fault.statuses[-1] == 0:
+                    break
+                if fault.action == "flip" and not fault.flipped:
+                    fault.flipped = flip(run.folder, draw)
+                again(run, fault)
+                trained.clear()
+            if now - began > DEADLINE_S:
+                raise TimeoutError(
+                    f"no step in {DEADLINE_S:g} s of {fault}: {run.said(since)[-5:]}"
+                )
+            if run.cluster and over() and not run.of("raylet"):
+                run.cluster.start_second()  # as whoever looks after its machine does
+            time.sleep(0.05)
+    finally:  # what hangs, or is broken off, is of all things what to keep
+        fault.again_s = trained[0] - began if trained else None
+        said = run.said(since)
+        fault.words += said[:8]
+        fault.named = named(fault.flipped, said)
     return True
 
 

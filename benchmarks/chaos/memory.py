@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -95,8 +94,3 @@ def plot(sizes: Sequence[dict[str, float]], faults: Sequence[int], path: Path) -
     for panel in (above, below):
         panel.set_ylim(bottom=0)
     save_figure(figure, path)
-
-
-def keep(sizes: Sequence[dict[str, float]], path: Path) -> None:
-    with path.open("w") as file:
-        file.writelines(json.dumps(size) + "\n" for size in sizes)

@@ -16,6 +16,7 @@ import psutil
 
 from benchmarks.chaos.second_node import Cluster
 from keel.model.ray_calls import NAME
+from keel.trainer.cli import REFUSED
 
 ROLES = {
     "engine": "ray::RolloutWorker",
@@ -28,6 +29,10 @@ ROLES = {
 MARK = "KEEL_CHAOS_RUN"
 """Environment variable of all that belongs to a run, with its folder."""
 DEADLINE_S = 1800.0
+
+
+class Refused(RuntimeError):
+    """The run's command cannot be run, and no other start of it will be."""
 
 
 class Run:
@@ -56,6 +61,9 @@ class Run:
         self.start()
 
     def start(self) -> None:
+        """Raises `Refused` where the last start was."""
+        if self.starts and self.process.returncode == REFUSED:
+            raise Refused(f"the run ended with status {REFUSED}: {self.said(0)[-3:]}")
         self.starts += 1
         with self._log.open("a") as log:
             self.process = psutil.Popen(

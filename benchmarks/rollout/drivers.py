@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
@@ -243,18 +244,13 @@ class Keel:
             return replace(built(*args), **engine_args(arm, folder, size))
 
         vllm_engine.engine_args = bounded
-        if arm.keel and arm.gpu_only and not arm.graph:
-            from keel.rollout.fastpath import sample_graphs  # noqa: PLC0415
-
-            sample_graphs.install = lambda runner: None
-        if arm.keel and arm.gpu_only and not arm.steady:
-            from keel.rollout.fastpath import steady_steps  # noqa: PLC0415
-
-            steady_steps.install = lambda runner, **_: None
-        if arm.keel and arm.gpu_only and not arm.bursts:
-            from keel.rollout.fastpath import bursts  # noqa: PLC0415
-
-            bursts.MOST = 1
+        for wanted, module, name, instead in (
+            (arm.graph, "sample_graphs", "install", lambda runner: None),
+            (arm.steady, "steady_steps", "install", lambda runner, **_: None),
+            (arm.bursts, "bursts", "MOST", 1),
+        ):
+            if not wanted:
+                setattr(import_module(f"keel.rollout.fastpath.{module}"), name, instead)
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
             sampling=sampling(size, size.completion),

@@ -11,8 +11,10 @@ through `keel.trainer.loop` as in `keel train`, with one difference: the trainer
 this process and vLLM actors are kept from run to run (each run begins by loading its own initial
 weights), because starting them would take longer than many a run.
 
-A finished run is a line of `runs.jsonl` in the output folder; what is there already is not run
-again. `report.py` turns the lines into `docs/stability`.
+A finished run is a line of `runs.jsonl` in the output folder; what is there already, of this
+commit, is not run again. The line of another commit goes to `replaced.jsonl` once the same run has
+been done at this one; with `--revisions` those of some count, too. `report.py` turns the lines into
+`docs/stability`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import gc
 import json
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,8 +157,8 @@ def done_runs(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def is_done(run: Run, lines: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there is one of the same seed, length and knobs."""
+def is_of(line: Mapping[str, Any], run: Run) -> bool:
+    """Whether it is a line of the same seed, length and knobs, of whatever commit."""
     asked = {
         "experiment": run.experiment,
         "arm": run.arm,
@@ -164,7 +166,30 @@ def is_done(run: Run, lines: Sequence[Mapping[str, Any]]) -> bool:
         "steps": run.steps,
         "overrides": overrides_of(run),
     }
-    return any(all(line[name] == value for name, value in asked.items()) for line in lines)
+    return all(line[name] == value for name, value in asked.items())
+
+
+def keep(line: Mapping[str, Any], run: Run, path: Path) -> None:
+    """Add the line of `run`. Others of it, which are of other commits, are kept beside `path`."""
+    lines = done_runs(path)
+    others = [one for one in lines if not is_of(one, run)]
+    if replaced := [one for one in lines if is_of(one, run)]:
+        with path.with_name("replaced.jsonl").open("a") as file:
+            file.writelines(json.dumps(one) + "\n" for one in replaced)
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text("".join(json.dumps(one) + "\n" for one in [*others, line]))
+    fresh.replace(path)
+
+
+def mixed(lines: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> list[str]:
+    """A line for each experiment of `runs` whose arms and seeds are of several commits."""
+    found: list[str] = []
+    for name in dict.fromkeys(run.experiment for run in runs):
+        counts = Counter(line["revision"] for line in lines if line["experiment"] == name)
+        if len(counts) > 1:
+            each = ", ".join(f"{number} of {revision}" for revision, number in counts.items())
+            found.append(f"{name}: runs of several commits: {each}")
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -178,11 +203,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--try", dest="tried", action="append", default=[], metavar="X/ARM: KNOBS")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of each experiment's own number")
+    parser.add_argument(
+        "--revisions", nargs="*", default=[], help="of runs that need not be done again at this one"
+    )
     parser.add_argument("--report", type=Path, help="folder for docs/stability; default: none")
     return parser.parse_args()
 
 
-def wanted(options: argparse.Namespace, done: Sequence[Mapping[str, Any]]) -> list[Run]:
+def wanted(options: argparse.Namespace) -> list[Run]:
     """Arm by arm, so that one engine serves all seeds. Raises SystemExit for an arm to try of an
     experiment that there is not."""
     only = options.only
@@ -200,29 +228,45 @@ def wanted(options: argparse.Namespace, done: Sequence[Mapping[str, Any]]) -> li
         if name not in EXPERIMENTS or not arm:
             raise SystemExit(f"--try {text!r}: must be EXPERIMENT/ARM: KNOBS, of {[*EXPERIMENTS]}")
         arms[name, arm] = tuple(knobs.split())
-    runs = [
+    return [
         Run(name, arm, seed, options.steps or EXPERIMENTS[name].steps, knobs)
         for (name, arm), knobs in arms.items()
         for seed in options.seeds
     ]
-    return [run for run in runs if not is_done(run, done)]
+
+
+def still_to_do(
+    runs: Sequence[Run], done: Sequence[Mapping[str, Any]], revisions: Sequence[str]
+) -> list[Run]:
+    """Those without a line of one of these commits; says where there is one of another."""
+    left: list[Run] = []
+    for run in runs:
+        of = [line["revision"] for line in done if is_of(line, run)]
+        if set(of) & set(revisions):
+            continue
+        left.append(run)
+        if of:
+            name = f"{run.experiment} / {run.arm} / {run.seed}"
+            print(f"{name}: again, it was done at {of[-1]} (--revisions {of[-1]} keeps it)")
+    return left
 
 
 def run_all(options: argparse.Namespace) -> None:
     path = options.out / "runs.jsonl"
     options.out.mkdir(parents=True, exist_ok=True)
-    runs = wanted(options, done_runs(path))
+    asked = wanted(options)
+    runs = still_to_do(asked, done_runs(path), [commit(), *options.revisions])
     torch.set_num_threads(2)
     start_ray()
     engines = Engines()
     try:
         for run in runs:
-            line = run_arm(run, engines, options.out)
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            keep(run_arm(run, engines, options.out), run, path)
     finally:
         engines.close()
         ray.shutdown()
+        for line in mixed(done_runs(path), asked):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

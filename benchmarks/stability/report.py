@@ -265,7 +265,8 @@ def commands(arms: Runs) -> str:
     for arm, runs in arms.items():
         seeds = "|".join(str(run["seed"]) for run in runs)
         options = [*runs[0]["overrides"], f"run.steps={runs[0]['steps']}", f"run.seed={seeds}"]
-        lines += [f"# {arm} ({sum(run['seconds'] for run in runs)} s for all seeds)"]
+        at = ", ".join(dict.fromkeys(str(run["revision"]) for run in runs))
+        lines += [f"# {arm} ({sum(run['seconds'] for run in runs)} s for all seeds; {at})"]
         lines += [f"keel train {runs[0].get('recipe', 'quickstart')} " + " ".join(options)]
     return "```\n" + "\n".join(lines) + "\n```"
 

@@ -16,6 +16,8 @@ reference policy's forward pass. `fit` and `fit t` are what trainer/planning/mem
 trainer/planning/step_time.py say, divided by what was measured.
 
 Every row is in DIR/*.jsonl as soon as it is there, all of them in DIR/training.json at the end.
+Those of an earlier call are kept beside them (training.1.json). Exit status 0: every case has been
+measured.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +63,7 @@ def start(
 
     out: Path = options.out
     store, rows = out / f"store-{group.name}", out / f"{group.name}.jsonl"
-    for left in (store, rows):
-        left.unlink(missing_ok=True)
+    store.unlink(missing_ok=True)
     processes = []
     for rank in range(group.ranks):
         job = out / f"job-{group.name}-{rank}.json"
@@ -129,10 +131,30 @@ def waves(groups: list[Group], gpus: int) -> list[list[Group]]:
     return found
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    count = 0 if options.small else torch.cuda.device_count()
+def put_aside(path: Path) -> None:
+    """Under the first name that is free, such as training.1.json."""
+    if path.exists():
+        names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
+        path.rename(next(name for name in names if not name.exists()))
+
+
+def not_measured(groups: Sequence[Group], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each case without seconds."""
+    found: list[str] = []
+    for group in groups:
+        for case in group.cases:
+            own = [row for row in rows if row["case"] == asdict(case)]
+            if not any("seconds" in row for row in own):
+                why = [row.get("failed") or row.get("skipped") for row in own]
+                found.append(f"{case}: {why[0] if why else f'no row: log-{group.name}-*.txt'}")
+    return found
+
+
+def measure(options: argparse.Namespace) -> list[str]:
+    """Returns a line for each case that was not measured."""
+    there = 0 if options.small else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = (visible.split(",") if visible else [str(i) for i in range(count)])[:count]
+    gpus = (visible.split(",") if visible else [str(i) for i in range(there)])[:there]
     shapes = options.shapes.split(",") if options.shapes else None
     small = options.small
     if options.ranks:
@@ -150,7 +172,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     else:
         groups = [Group("one", 1, list(one_gpu(shapes or list(SHAPES), small=small)))]
     options.out.mkdir(parents=True, exist_ok=True)
-    plan = waves(groups, count or 2)
+    for group in groups:
+        put_aside(options.out / f"{group.name}.jsonl")
+    plan = waves(groups, there or 2)
     seconds = options.seconds / len(plan)
     for wave in plan:
         started: dict[str, list[subprocess.Popen[bytes]]] = {}
@@ -162,16 +186,16 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             started[group.name] = start(group, mine, options, seconds - GRACE_S)
         wait(started, seconds)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for group in groups:
         path = options.out / f"{group.name}.jsonl"
-        rows += (
-            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        )
-    (options.out / "training.json").write_text(
-        json.dumps({"commit": commit(), "rows": rows}, indent=1)
-    )
-    return rows
+        rows += map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    if any("seconds" in row for row in rows):
+        put_aside(options.out / "training.json")
+        made = {"commit": commit(), "rows": rows}
+        (options.out / "training.json").write_text(json.dumps(made, indent=1))
+    show(rows)
+    return not_measured(groups, rows)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -240,10 +264,13 @@ def main() -> None:
         return
     if options.out is None:
         parser.error("--out is needed")
+    if not options.small and not torch.cuda.is_available():
+        parser.error("no GPU is here (--small runs on a CPU, to see that it runs)")
     options.out = options.out.resolve()
-    rows = measure(options)
-    show(rows)
-    sys.exit(int(any("failed" in row for row in rows)))
+    lacking = measure(options)
+    for line in lacking:
+        print(f"not measured: {line}")
+    sys.exit(int(bool(lacking)))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ FlashAttention-4's for Hopper.
     python -m benchmarks.training.attention --out DIR [--kernels torch fa4]
 
 The second kind needs the package flash-attn-4, which the extra `gpu` has. bfloat16, causal. A line
-for each kernel and row: milliseconds and TFLOP/s (of the half of the scores that causal attention
-needs; a backward pass counts 2.5 forward ones), seconds of the first call, in which kernels are
-compiled, whether gradients are the same twice, and how far outputs and gradients are from plain
-attention in float32, where that fits. Which of the two a trainer uses: `trainer.attention_kernels`.
+for each kernel and row, kept in DIR/attention.json as it comes: milliseconds and TFLOP/s (of the
+half of the scores that causal attention needs; a backward pass counts 2.5 forward ones), seconds of
+the first call, in which kernels are compiled, whether gradients are the same twice, and how far
+outputs and gradients are from plain attention in float32, where that fits. Which of the two a
+trainer uses: `trainer.attention_kernels`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.revision import commit
+from keel.model.layers.flash4 import check_kernels
 from keel.model.layers.flash4_probe import plain
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
@@ -135,15 +137,19 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("attention kernels are for GPUs, and none is here")
         return 1
+    if "fa4" in options.kernels and (why := check_kernels()):
+        print(f"fa4: {why}; --kernels torch goes without")
+        return 1
     options.out.mkdir(parents=True, exist_ok=True)
+    facts = {"commit": commit(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     rows: list[dict[str, Any]] = []
     for name in options.kernels:
         attend = kernel(name)
         for shape in ROWS:
             rows.append({"kernel": name, **measure(attend, *shape)})
             print(json.dumps(rows[-1]), flush=True)
-    facts = {"commit": commit(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    (options.out / "attention.json").write_text(json.dumps(facts | {"rows": rows}, indent=1))
+            made = json.dumps(facts | {"rows": rows}, indent=1)
+            (options.out / "attention.json").write_text(made)
     return 0
 
 

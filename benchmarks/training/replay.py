@@ -149,23 +149,26 @@ def main() -> None:
             ),
         )
         engine = TrainerEngine(folder, config)
-        rows = [measure(engine, size, mean, options.rounds) for mean in options.sets]
-    print(
-        f"{parameters / 1e9:.2f} B parameters, bf16, {size}, commit {commit()}, "
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {platform.python_version()}"
-    )
-    print(
-        "mean set   both ms   live ms   full ms   routing   both/full   GiB both/live/full  tok/s"
-    )
-    for row in rows:
         print(
-            f"{row['mean_set']:8.1f} {row['both_ms']:9.1f} {row['live_ms']:9.1f} "
-            f"{row['full_ms']:9.1f} {row['routing_cost']:+9.1%} {row['both_to_full']:11.3f}   "
-            f"{row['both_gib']:.1f}/{row['live_gib']:.1f}/{row['full_gib']:.1f} "
-            f"{row['tokens_per_second']:9,.0f}"
+            f"{parameters / 1e9:.2f} B parameters, bf16, {size}, commit {commit()}, "
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
+            f"{platform.python_version()}\n"
+            "mean set   both ms   live ms   full ms   routing   both/full   "
+            "GiB both/live/full  tok/s",
+            flush=True,
         )
-    if options.json:
-        options.json.write_text(json.dumps({"commit": commit(), "rows": rows}, indent=1))
+        rows: list[dict[str, float]] = []
+        for mean in options.sets:
+            rows.append(row := measure(engine, size, mean, options.rounds))
+            print(
+                f"{row['mean_set']:8.1f} {row['both_ms']:9.1f} {row['live_ms']:9.1f} "
+                f"{row['full_ms']:9.1f} {row['routing_cost']:+9.1%} {row['both_to_full']:11.3f}   "
+                f"{row['both_gib']:.1f}/{row['live_gib']:.1f}/{row['full_gib']:.1f} "
+                f"{row['tokens_per_second']:9,.0f}",
+                flush=True,
+            )
+            if options.json:
+                options.json.write_text(json.dumps({"commit": commit(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

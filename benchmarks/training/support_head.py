@@ -316,10 +316,10 @@ def main() -> None:
                 continue
             rows.append(measure(args.tokens, vocabulary, d, mean, args.pool, args.rounds))
             print(table(rows).splitlines()[-1], flush=True)
+            if args.json:
+                args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     if rows:
         print(table(rows))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
 if __name__ == "__main__":

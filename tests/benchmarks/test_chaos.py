@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import preload
-from benchmarks.chaos.faults import EVERY, PROCESSES, Means, chosen
+from benchmarks.chaos.faults import EVERY, PROCESSES, chosen, kinds
 from benchmarks.chaos.memory import course
 from benchmarks.chaos.preload import Preload
 
@@ -64,7 +64,7 @@ def test_the_wall_clock_alone_jumps_and_syncs_below_the_folder_alone_are_slow(
 
 
 def test_only_what_is_named_is_drawn() -> None:
-    there = Means().kinds(nodes=1)
+    there = kinds(1, preloaded=False, on_disk=False)
     assert chosen((), there) == list(PROCESSES)
     assert chosen(["kill engine", "raylet"], there) == [
         ("kill", "engine"),

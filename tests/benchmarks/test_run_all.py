@@ -24,8 +24,14 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "GRACE_S", 0.5)
 
 
-def run(out: Path, *jobs: Job, gpus: str = "0", seconds: float = 2 * PATIENCE_S) -> dict[str, str]:
-    runner = Figures(out, gpus.split(","), end=time.monotonic() + seconds, commit="abc")
+def run(
+    out: Path,
+    *jobs: Job,
+    gpus: str = "0",
+    seconds: float = 2 * PATIENCE_S,
+    commit: str = "abc",
+) -> dict[str, str]:
+    runner = Figures(out, gpus.split(","), end=time.monotonic() + seconds, commit=commit)
     runner.run(list(jobs))
     noted = json.loads((out / "figures.json").read_text())
     return {name: entry["status"] for name, entry in noted.items()}
@@ -76,6 +82,37 @@ def test_a_second_run_goes_on_with_the_first(tmp_path: Path) -> None:
     run(tmp_path, once, job("more", "print()"))
     assert (tmp_path / "count").read_text() == "x"
     assert run(tmp_path, once) == {"once": "done", "more": "done"}
+
+
+@pytest.mark.e2e
+def test_what_another_commit_did_is_done_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = job("once", f"open('{tmp_path}/once/mine','x').write('x')")
+    other = job("other", "print()")
+    run(tmp_path, once, other)
+    capsys.readouterr()
+    for at in ("def", "abc", "def"):
+        assert run(tmp_path, once, commit=at) == {"once": "done", "other": "done"}
+        noted = json.loads((tmp_path / "figures.json").read_text())
+        assert (noted["once"]["commit"], noted["other"]["commit"]) == (at, "abc")
+    kept = sorted(path.name for path in (tmp_path / "earlier").iterdir())
+    assert kept == ["once-abc-1", "once-abc-2", "once-def-1"]
+    there = sorted(path.name for path in (tmp_path / "earlier/once-abc-1").iterdir())
+    assert there == ["figures.json", "once", "once.log"]
+    said = capsys.readouterr().out
+    assert f"once: was done at abc, kept in {tmp_path}/earlier/once-abc-1; again at def\n" in said
+    assert "other: done at abc, not def\n" in said
+
+
+@pytest.mark.e2e
+def test_results_of_another_commit_are_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = replace(job("after", "print()"), after="first")
+    run(tmp_path, job("first", "print()"))
+    assert run(tmp_path, after, commit="def") == {"first": "done"}
+    assert "after: left out, without first of def\n" in capsys.readouterr().out
 
 
 @pytest.mark.e2e

@@ -1,0 +1,288 @@
+"""What the command makes of a run with faults, where the run is played: its exit status, what it
+says and what it keeps."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos import __main__ as chaos
+from benchmarks.chaos import faults
+from benchmarks.chaos.faults import Fault, Means, Struck, due, flip, named, suffer
+from benchmarks.chaos.outcome import compared
+from benchmarks.chaos.run import Refused
+from benchmarks.chaos.run import Run as Started
+from benchmarks.common.revision import VARIABLE
+
+STEPS, FAULTS = 20, 6
+Play = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@dataclass
+class Played:
+    """What becomes of a run, and what of each fault that is done to it."""
+
+    reaches: int = STEPS
+    differs: Sequence[int] = ()
+    """Steps whose metrics are not those of the run without faults."""
+    ledger: bool = True
+    reference: int = 0
+    """Exit status of the run without faults."""
+    outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Fault → its fields; others: the run went on."""
+    meets: BaseException | None = None
+    """What the third fault ends in."""
+    nothing: bool = False
+    """No fault finds anything to be done to."""
+    tried: int = 0
+    """Faults so far, of `FAULTS`."""
+
+
+class Run:
+    played: Played
+
+    def __init__(self, folder: Path, knobs: Any, steps: int, log: Path, **_: Any) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.starts = folder, 1
+        with_faults = folder.name != "reference"
+        done = self.played.reaches if with_faults else steps
+        lines: list[dict[str, Any]] = [{"step": 0}]
+        for step in range(1, done + 1):
+            off = 0.5 if with_faults and step in self.played.differs else 0.0
+            line = {"step": step, "reward/mean": step / 100 + off, "grad_norm": 1.0}
+            ledger = {"ledger/lost": 0.0, "ledger/twice": 0.0} if self.played.ledger else {}
+            lines.append(line | ledger)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        status = 0 if with_faults else self.played.reference
+        self.process = SimpleNamespace(returncode=status, wait=lambda timeout: status)
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
+
+    def last(self) -> int:
+        return self.steps()[-1]["step"]
+
+    def ended(self) -> bool:
+        return self.played.tried >= FAULTS
+
+    def own(self) -> list[Any]:
+        return []
+
+    own_on_second = own
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    def played(played: Played, *options: str) -> tuple[int, dict[str, Any]]:
+        def suffer(run: Run, fault: Fault, draw: object, means: object) -> bool:
+            played.tried += 1
+            if played.nothing:
+                return False
+            if played.meets and played.tried == 3:
+                raise played.meets
+            fault.again_s = 1.0
+            for name, value in played.outcomes.get(fault.name, {}).items():
+                setattr(fault, name, value)
+            return True
+
+        monkeypatch.setenv(VARIABLE, "abc")
+        monkeypatch.setattr(Run, "played", played, raising=False)
+        monkeypatch.setattr(chaos, "Run", Run)
+        monkeypatch.setattr(chaos, "suffer", suffer)
+        monkeypatch.setattr(chaos, "prepared", lambda stack, out: Means())
+        monkeypatch.setattr(chaos, "until", lambda ready, what: None)
+        monkeypatch.setattr(chaos, "marked", lambda folder: [])
+        monkeypatch.setattr(chaos, "memory", lambda run: {"step": 1.0, "engine": 700.0})
+        monkeypatch.setattr(chaos, "plot", lambda sizes, faults, path: path.touch())
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
+        monkeypatch.setattr(chaos, "time", clock)
+        out = tmp_path / "out"
+        words = ["chaos", "--out", str(out), "--steps", str(STEPS), *options]
+        monkeypatch.setattr(sys, "argv", words)
+        return chaos.main(), json.loads((out / "summary.json").read_text())
+
+    return played
+
+
+ONLY = ("--only", "kill engine", "kill driver", "flip")
+FILE = "checkpoints/step_000010/keel_state.json"
+DUE = {"kill driver": {"statuses": [-9]}, "flip driver": {"statuses": [-9]}}
+
+
+def test_what_is_due_is_exit_status_0(play: Play) -> None:
+    flipped = {"statuses": [-9], "flipped": FILE, "named": True}
+    status, found = play(Played(outcomes={**DUE, "flip driver": flipped}), *ONLY)
+    assert (status, found["wrong"]) == (0, [])
+    assert found["faults"] == FAULTS and found["flips"] == {"number": 2, "not named": []}
+    assert found["reference"]["equal steps"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("played", "line"),
+    [
+        (
+            Played(outcomes={**DUE, "kill engine": {"statuses": [1]}}),
+            f"kill engine after step {STEPS}: status 1; due is status none",
+        ),
+        (
+            Played(outcomes={"flip driver": {"statuses": [-9]}}),
+            f"kill driver after step {STEPS}: the run went on; due is status -9",
+        ),
+        (
+            Played(outcomes={**DUE, "kill driver": {"statuses": [-9, 1]}}),
+            f"kill driver after step {STEPS}: status -9, 1; due is status -9",
+        ),
+        (
+            Played(outcomes={**DUE, "flip driver": {"statuses": [-9], "flipped": FILE}}),
+            f"{FILE}: nobody said that it is damaged",
+        ),
+        (
+            Played(outcomes=DUE, reaches=10),
+            f"the run ended with status 0 after step 10 of {STEPS}",
+        ),
+        (
+            Played(outcomes=DUE, differs=range(4, STEPS + 1)),
+            f"17 of {STEPS} steps are not those of the run without faults, the first is step 4",
+        ),
+        (Played(outcomes=DUE, reference=1), "the run without faults ended with status 1"),
+        (Played(outcomes=DUE, ledger=False), f"{STEPS} steps without a ledger, from step 1 on"),
+        (Played(nothing=True), "no fault was done to the run"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_due_has_a_line_and_is_no_success(
+    play: Play, played: Played, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found = play(played, *ONLY)
+    assert status == 1
+    assert set(found["wrong"]) == {line}
+    assert f"WRONG: {line}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (TimeoutError("no step in 1800 s of a fault"), "no step in 1800 s of a fault"),
+        (KeyboardInterrupt(), "Ctrl-C"),
+        (ZeroDivisionError(), "an error of this benchmark"),
+    ],
+    ids=["a run that hangs", "Ctrl-C", "an error"],
+)
+def test_what_was_seen_is_kept_whatever_breaks_it_off(
+    play: Play, tmp_path: Path, error: BaseException, why: str
+) -> None:
+    with suppress(ZeroDivisionError):
+        assert play(Played(outcomes=DUE, meets=error), *ONLY)[0] == 1
+    out = tmp_path / "out"
+    found = json.loads((out / "summary.json").read_text())
+    assert found["wrong"] == [f"broken off: {why}"] and "reference" not in found
+    written = [json.loads(line) for line in (out / "faults.jsonl").open()]
+    assert len(written) == found["faults"] == 3
+    assert len((out / "memory.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_command_that_cannot_be_run_makes_no_folder(
+    play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for options, said in (
+        (("--only", "kil engine"), "--only 'kil engine': there are kill engine, "),
+        (("--against", str(tmp_path / "nowhere")), "no run has left its metrics there"),
+    ):
+        with pytest.raises(SystemExit):
+            play(Played(), *options)
+        assert said in capsys.readouterr().err and not out.exists()
+    out.mkdir()
+    with pytest.raises(SystemExit):
+        play(Played())
+    assert f"--out {out}: is there already; choose another" in capsys.readouterr().err
+    assert list(out.iterdir()) == []
+
+
+def test_a_lost_score_may_change_the_steps_after_it(tmp_path: Path) -> None:
+    killed = [Fault("kill", "reward worker", step=4)]
+
+    def different(lost: int, faults: Sequence[Fault]) -> list[int]:
+        """Of 8 steps, of which `lost` counts an error and no later one is the same."""
+        for folder in ("one", "other"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            lines = [{"step": step, "reward/mean": 0.5} for step in range(9)]
+            for line in lines[lost:] if folder == "one" else ():
+                line |= {"reward/mean": 0.25, "reward/error": float(line["step"] == lost)}
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (tmp_path / folder / "metrics.jsonl").write_text(text)
+        found = compared(tmp_path / "one", tmp_path / "other", faults)
+        assert found["equal steps"] == lost - 1
+        return found["different, and not due"]
+
+    assert different(9, ()) == []
+    assert different(6, killed) == []
+    assert different(6, ()) == [6, 7, 8]
+    assert different(4, killed) == [4, 5, 6, 7, 8]
+
+
+def test_an_engine_may_end_the_run_when_it_has_been_lost_too_often() -> None:
+    lost = [Fault("kill", "engine", step=step, start=2) for step in range(3)]
+    fourth = Fault("freeze", "engine", step=9, start=2)
+    assert due(fourth, lost, nodes=1) == (None, 1)
+    assert due(fourth, lost[1:], nodes=1) == (None,)
+    assert due(Fault("kill", "engine", step=9, start=3), lost, nodes=1) == (None,)
+    assert due(Fault("kill", "raylet", step=9, start=2), [], nodes=1) == (1,)
+    assert due(Fault("kill", "raylet", step=9, start=2), [], nodes=2) == (None,)
+
+
+def test_a_bit_is_flipped_where_the_run_can_do_without(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    for step in (5, 10):
+        assert flip(tmp_path, draw) == ""
+        folder = tmp_path / f"checkpoints/step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "empty").touch()
+        (folder / "state").write_bytes(b"state")
+    assert flip(tmp_path, draw) == "checkpoints/step_000010/state"
+    changed = (tmp_path / "checkpoints/step_000010/state").read_bytes()
+    assert sum((a ^ b).bit_count() for a, b in zip(b"state", changed, strict=True)) == 1
+    line = f"warning: {tmp_path}/checkpoints/step_000010 is damaged (state: changed): it is kept"
+    assert named("checkpoints/step_000010/state", ["resumed", line])
+    assert not named("checkpoints/step_000005/state", [line])
+    assert not named("", [line])
+
+
+def test_a_fault_that_hangs_has_what_the_run_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "strike", lambda *_: Struck())
+    monkeypatch.setattr(faults, "DEADLINE_S", -1.0)
+    run: Any = SimpleNamespace(
+        starts=4,
+        cluster=None,
+        position=lambda: 0,
+        fresh=lambda: 0,
+        ended=lambda: False,
+        said=lambda since: ["an engine is gone"],
+    )
+    fault = Fault("kill", "engine", step=7)
+    with pytest.raises(TimeoutError, match="an engine is gone"):
+        suffer(run, fault, random.Random(0), Means())
+    assert (fault.words, fault.start) == (["an engine is gone"], 4)
+
+
+def test_a_run_that_is_refused_is_not_started_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Started, "start", lambda self: None)
+    log = tmp_path / "log.txt"
+    run = Started(tmp_path / "run", (), 5, log, environment={})
+    monkeypatch.undo()
+    log.write_text("keel train: trainer.lrr is no knob\n")
+    run.starts, run.process = 1, SimpleNamespace(returncode=2)  # type: ignore[assignment]
+    with pytest.raises(Refused, match=r"status 2: .*no knob"):
+        run.start()
