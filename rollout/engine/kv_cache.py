@@ -66,8 +66,8 @@ def bounded(conversations: int = 0) -> Iterator[Bound]:
 def enough(memory: int, one: float | int, unused: Callable[[], int]) -> int:
     """Bytes that a worker may give its cache: `memory` of its share. Where that does not hold the
     completion that vLLM refuses to start without (`one`), as much more as makes it do, of what the
-    GPU has `unused`: how much an engine needs beside the cache is an estimate until it is there. Only
-    then that is asked: a process whose workers are others has no part of a GPU before."""
+    GPU has `unused`: how much an engine needs beside the cache is an estimate until it is there.
+    Asked for only then: a process whose workers are others has no part of a GPU before."""
     return int(one) if memory < one and one <= max(0, memory) + unused() else memory
 
 
