@@ -245,7 +245,7 @@ class EpisodeRunner:
         last = "".join(c if c.isprintable() else "�" for c in reason)
         what = (
             "They count as failures (on_crash: zero)"
-            if name in self._crash_is_failure
+            if self._crash_is_failure.get(name)
             else "They are left out, so a policy may learn to crash rather than to fail: mend the "
             f"environment, or set data.sources[{name}].environment.on_crash: zero"
         )

@@ -58,7 +58,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     A bare name without a suffix is a recipe of this package: `quickstart`.
     Keys are dotted; an entry of a list is named by its index or its name: `data.sources.0.size=64`
-    or `data.sources[chain_sum].size=64`. Values are YAML.
+    or `data.sources[chain_sum].size=64`; the name of a reward function is one key,
+    `data.sources.0.rewards.my_rewards.brief=0.5`. Values are YAML.
 
     Raises ConfigError naming the file and line (or the override), the knob and the cure.
     """
@@ -330,7 +331,7 @@ def _apply(tree: dict[str, Any], where: dict[str, str], override: str) -> None:
         raise ConfigError(f"{origin}: {problem}")
     value = _copied(shared)
 
-    steps = [bracketed or plain for bracketed, plain in _STEP.findall(key)]
+    steps = _joined([bracketed or plain for bracketed, plain in _STEP.findall(key)])
     node: Any = tree
     done: list[str] = []
     for position, step in enumerate(steps):
@@ -356,6 +357,12 @@ def _apply(tree: dict[str, Any], where: dict[str, str], override: str) -> None:
     for replaced in [known for known in where if known.startswith(f"{whole}.")]:
         del where[replaced]
     where[whole] = origin
+
+
+def _joined(steps: list[str]) -> list[str]:
+    """The name of a reward function (`data.sources.0.rewards.my_rewards.brief`) is one key."""
+    named = steps[:2] == ["data", "sources"] and steps[3:4] == ["rewards"] and len(steps) > 5
+    return [*steps[:4], ".".join(steps[4:])] if named else steps
 
 
 def _index(items: list[Any], step: str, at: str, origin: str) -> int:

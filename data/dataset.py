@@ -48,6 +48,8 @@ class SourceReport:
     """Ids of the table's that the source does not have."""
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
     """Column that nothing reads → where it was first met."""
+    unanswered: int = 0
+    """As in `Loaded`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,7 @@ def load_dataset(
             unrated=split.unrated,
             unknown=split.unknown,
             unread=split.loaded.unread,
+            unanswered=split.loaded.unanswered,
         )
     return Dataset(
         train=PromptStream(

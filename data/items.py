@@ -54,6 +54,8 @@ class Loaded:
     """One reason for each malformed line that was left out."""
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
     """Column that nothing reads → where it was first met."""
+    unanswered: int = 0
+    """Of rows with and without something to judge by, those without, which only functions judge."""
 
 
 def told(

@@ -117,7 +117,13 @@ def load_jsonl(
         why = f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else "it is empty"
         raise ConfigError(f"{knob}.path = {source.path!r}: {why}")
     columns.check_found()
-    return Loaded(items=tuple(items), skipped=tuple(skipped), unread=columns.unread)
+    alone = sum(item.prompt.reward.get("kind") == FUNCTIONS for item in items)
+    return Loaded(
+        items=tuple(items),
+        skipped=tuple(skipped),
+        unread=columns.unread,
+        unanswered=alone if alone < len(items) else 0,
+    )
 
 
 def _item(
@@ -130,6 +136,8 @@ def _item(
         raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
     environment = source.name if source.environment.given else ""
     if functions and not source.environment.given and not set(REWARD_KEYS) & set(record):
+        if said := [key for key in REWARD_KEYS if source.columns.get(key)]:
+            raise columns.missing(said[0])
         reward: dict[str, Any] = {"kind": FUNCTIONS}
     else:
         reward = _reward(given, columns, source)

@@ -52,6 +52,7 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
             "out of the bounds of pass rates": report.rated_out,
             "without a pass rate, left out": len(report.unrated),
             "pass rates of prompts that it does not have": len(report.unknown),
+            "read without anything to judge by but functions": report.unanswered,
         }
         notes += [f"{number:,} {what}" for what, number in counted.items() if number]
         environment = source.environment

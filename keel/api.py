@@ -321,9 +321,10 @@ class _Telling:
             raise ConfigError(f"keel.train(callbacks={given!r}): must be a list of functions")
         self._callbacks = list(cast(Iterable[Callback], given))
         for one in self._callbacks:
-            if not callable(one) or inspect.iscoroutinefunction(one):
+            if wrong := _no_callback(one):
                 raise ConfigError(
-                    f"keel.train(callbacks=…): {one!r} must be a plain function of step and metrics"
+                    f"keel.train(callbacks=…): {one!r} {wrong}; it must be a plain function of "
+                    "step and metrics: def callback(step, metrics)"
                 )
         self.enough = False
         self.error: Exception | SystemExit | None = None
@@ -337,6 +338,26 @@ class _Telling:
                     self.enough = True
             except (Exception, SystemExit) as error:  # it is anybody's
                 self.enough, self.error = True, self.error or error
+
+
+def _no_callback(one: Any) -> str:
+    """Why it cannot be called after a step, or ""."""
+    if not callable(one):
+        return "is no function"
+    if inspect.isclass(one):
+        return "is a class"
+    for called in (one, type(one).__call__):
+        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+            return "is async, and nobody would await it"
+        if inspect.isgeneratorfunction(called):
+            return "is a generator, and nobody would iterate over it"
+    try:
+        inspect.signature(one, follow_wrapped=False).bind(1, {})
+    except TypeError as error:
+        return f"cannot be called with a step and its metrics ({error})"
+    except ValueError:  # some built-in ones do not tell
+        pass
+    return ""
 
 
 class _Heard:

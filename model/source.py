@@ -153,6 +153,13 @@ def check_tokenizer_files(path: str) -> None:
     if links := dangling(folder, *VOCABULARIES):
         raise ConfigError(f"{path!r}: {_listed(links)}: {LINK}")
     if not any(True for name in VOCABULARIES for _ in folder.glob(name)):
+        run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+        if (run / "config.yaml").is_file():
+            what = "the folder of a run" if run == folder else "a checkpoint, which is no model"
+            raise ConfigError(
+                f"{path!r} is {what}: the trained model is {str(run / 'model')!r}, written when "
+                "the run comes to run.steps"
+            )
         raise ConfigError(
             f"{path!r} holds no tokenizer ({', '.join(VOCABULARIES)}): copy its files there, or "
             "name the folder that has them in model.tokenizer"

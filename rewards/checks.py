@@ -62,8 +62,8 @@ def try_functions(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, deadline_s: float
 ) -> dict[str, str]:
     """Call each user's function of `weights` twice, in a worker process, with the first prompt and
-    a sample completion (with the right answer where the prompt knows it): the first time it may
-    load what it needs, the second has `deadline_s`, the run's deadline.
+    a sample completion (with the right answer where the prompt knows it), or a group of two: the
+    first time it may load what it needs, the second has `deadline_s`, the run's deadline.
 
     Returns what came of it, for people, by function: the sample may be what it never meets. Raises
     ValueError where it fails whatever the completion: a name or a module that there is not.
@@ -78,9 +78,11 @@ def try_functions(
     try:
         for name in names:
             spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
-            text = completion.dumps()
+            text, of = completion.dumps(), "a sample completion"
             if sees_group(name):
-                spec, text = {**spec, "group": True}, json.dumps([text])
+                both = [text, sample_completion(prompt, other=True).dumps()]
+                spec, text = {**spec, "group": True}, json.dumps(both)
+                of = "a group of two sample completions, in the mean,"
             (verdict,) = pool.submit(spec, [text]).result()
             if not verdict.error:
                 (verdict,) = pool.submit(spec, [text]).result()
@@ -92,19 +94,21 @@ def try_functions(
                 "rewards.deadline_s, where it is slow): in the run such completions get 0 for it, "
                 "and too many stop the run (rewards.max_failure_fraction)"
                 if verdict.error
-                else f"{verdict.score:g} for a sample completion of {prompt.prompt_id}"
+                else f"{verdict.score:g} for {of} of {prompt.prompt_id}"
             )
     finally:
         pool.close()
     return said
 
 
-def sample_completion(prompt: Prompt) -> TextTrajectory:
-    """A completion such as a policy might give."""
+def sample_completion(prompt: Prompt, *, other: bool = False) -> TextTrajectory:
+    """A completion such as a policy might give. other: another one of the group, and wrong."""
     known = prompt.reward.get("answer")
     if isinstance(entry := prompt.reward.get("entry"), Mapping):
         known = cast(Mapping[str, Any], entry).get("answer")
     text = known if isinstance(known, str) and known else "Here is what I found: it is 42."
+    if other:
+        text = "I have tried it in two ways, and they do not agree. I do not know."
     thought = "Let me think about it. The question is clear."
     message: dict[str, Any] = {"role": "assistant", "content": text, "raw": text}
     if prompt.thinking:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from keel.rewards.custom import load_function
+from keel.rewards.custom import load_function, meant
 from keel.rewards.failures import is_function
 from keel.rl.types import FUNCTIONS
 
@@ -74,9 +74,18 @@ def check_weights(
                     raise ValueError(f"rewards of domain {domain!r}: {error}") from error
             elif name not in PARTS and domain not in environments:
                 near = difflib.get_close_matches(name, PARTS, n=1)
-                known = f"there are {', '.join(PARTS)}, and functions by dotted name"
-                hint = f"did you mean {near[0]}?" if near else known
+                hint = f"did you mean {near[0]}?" if near else _known(name)
                 raise ValueError(f"rewards of domain {domain!r}: no reward {name!r}; {hint}")
+
+
+def _known(name: str) -> str:
+    """What there is, where `name` is nearly nothing of it."""
+    if found := meant(name):
+        return f"a function of yours is MODULE.FUNCTION: did you mean {found}?"
+    return (
+        f"there are {', '.join(PARTS)}; a function of yours is MODULE.FUNCTION, for example "
+        "my_rewards.brief for `def brief` in my_rewards.py"
+    )
 
 
 def unknown_parts(weights: Mapping[str, float], given: Collection[str]) -> str:

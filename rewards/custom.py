@@ -24,12 +24,12 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from keel.rewards.failures import place, shown
+from keel.rewards.failures import Explained, explain, place, shown
 from keel.rewards.passed import PREFIX, passed
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
@@ -84,8 +84,17 @@ class TextTrajectory:
 
 Function = Callable[[Any, Any], Any]
 """Of a prompt and a `TextTrajectory`, or a group of them, to a number, or as many."""
+PROMPT, TRAJECTORY = "prompt", "trajectory"
 GROUP = "trajectories"
 """Name of the second parameter of a function that sees all of a group."""
+ELSEWHERE = frozenset(
+    (
+        *("prompts", "completions", "completion_ids", "generations", "queries"),
+        *("responses", "response_str", "solution_str", "solution_strs", "solutions"),
+        *("data_source", "data_sources", "ground_truth", "ground_truths"),
+    )
+)
+"""Parameters of reward functions in TRL, verl, OpenRLHF and their like, which pass texts."""
 
 ROUNDING = 1e-6
 """A reward may be so far below 0 or above 1, and counts as that: 0.1 * 3 / 0.3 is more than 1, and
@@ -104,9 +113,7 @@ def load_function(name: str) -> Function:
         return cast(Function, found)
     module_name, _, attribute = name.rpartition(".")
     if not all(map(str.isidentifier, name.split("."))):
-        words = [word for word in re.findall(r"\w+", name) if word != "py"]
-        known = len(words) > 1 and words[-1] in _names_in(".".join(words[:-1]))
-        near = f"; did you mean {'.'.join(words)}?" if known else ""
+        near = f"; did you mean {known}?" if (known := meant(name)) else ""
         raise ValueError(
             f"reward {name!r}: must be a module's name, a dot and a function's, for example "
             f"my_rewards.brief for `def brief` in my_rewards.py of this folder{near}"
@@ -147,6 +154,8 @@ def load_function(name: str) -> Function:
     if not callable(found):
         near = [key for key, value in vars(module).items() if callable(value) and _loads(value)]
         hint = _near(module_name, attribute, near)
+        if not hint and (known := meant(name)):  # my_rewards.py
+            hint = f"; did you mean {known}?"
         raise ValueError(f"reward {name!r}: {module_name} has no function {attribute!r}{hint}")
     _check_callable(name, found)
     return cast(Function, found)
@@ -157,16 +166,30 @@ def _near(module_name: str, attribute: str, names: Sequence[str]) -> str:
     return f"; did you mean {module_name}.{near[0]}?" if near else ""
 
 
-def _names_in(module_name: str) -> list[str]:
-    """What a module of the working directory names at its top level, without running it."""
+def meant(name: str) -> str:
+    """The function that `my_rewards:brief` or `./my_rewards.py` means, where the working directory
+    has it (of several the first), else ""."""
+    words = [word for word in re.findall(r"\w+", name) if word != "py"]
+    if len(words) > 1 and words[-1] in _names_in(".".join(words[:-1])):
+        return ".".join(words)
+    of_module = _names_in(".".join(words), functions=True) if words else []
+    return ".".join([*words, of_module[0]]) if of_module else ""
+
+
+def _names_in(module_name: str, *, functions: bool = False) -> list[str]:
+    """What a module of the working directory names at its top level, without running it.
+    functions: only those that take two parameters, or more."""
     path = Path(os.getcwd(), *module_name.split(".")).with_suffix(".py")
     try:
         body = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
         return []
+    if functions:
+        found = [one for one in body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        return [one.name for one in found if len(one.args.args) > 1]
     names: list[str] = []
     for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.append(node.name)
         elif isinstance(node, ast.Assign):
             names += [target.id for target in node.targets if isinstance(target, ast.Name)]
@@ -184,6 +207,7 @@ def _loads(found: Callable[..., Any]) -> bool:
 
 
 def _check_callable(name: str, found: Callable[..., Any]) -> None:
+    """Raise ValueError for what could not be called as `name(prompt, trajectory)`."""
     if inspect.isclass(found):
         low = found.__name__.lower()
         raise ValueError(
@@ -200,18 +224,39 @@ def _check_callable(name: str, found: Callable[..., Any]) -> None:
         raise ValueError(
             f"reward {name!r}{_where(found)}: is an async generator; return the number"
         )
-    try:
-        # Of the function that is called: a decorator may supply what the one inside it takes.
-        signature = inspect.signature(found, follow_wrapped=False)
-    except ValueError:  # some built-in ones do not tell
+    signature = _signature(found)
+    if signature is None:
         return
+    takes = f"reward {name!r}{_where(found)}: takes {signature}, and is called with "
+    plain = name.rpartition(".")[2]
+    cure = (
+        f"Write def {plain}(prompt, trajectory), or def {plain}(prompt, {GROUP}) for all of a "
+        "group: trajectory.answer is a completion's text, prompt.reward what its prompt's line "
+        "says (docs/rewards.md)"
+    )
     try:
         signature.bind("prompt", "trajectory")
     except TypeError as error:
-        raise ValueError(
-            f"reward {name!r}{_where(found)}: takes {signature}, and is called with one prompt and "
-            f"one trajectory: {error}. Write def {name.rpartition('.')[2]}(prompt, trajectory)"
-        ) from error
+        raise ValueError(f"{takes}one prompt and one trajectory: {error}. {cure}") from error
+    names = _parameters(found)[:2]
+    turned = names[:1] in ([TRAJECTORY], [GROUP]) or names[1:] == [PROMPT]
+    if turned or not ELSEWHERE.isdisjoint(names):
+        theirs = "in that order" if turned else "not with the texts and columns of other libraries"
+        raise ValueError(f"{takes}one prompt and one trajectory, {theirs}. {cure}")
+
+
+def _parameters(found: Callable[..., Any]) -> list[str]:
+    """Names of what it takes; none where it does not tell."""
+    signature = _signature(found)
+    return list(signature.parameters) if signature else []
+
+
+def _signature(found: Callable[..., Any]) -> inspect.Signature | None:
+    """Of the function that is called: a decorator may supply what the one inside it takes."""
+    try:
+        return inspect.signature(found, follow_wrapped=False)
+    except ValueError:  # some built-in ones do not tell
+        return None
 
 
 def _where(found: Callable[..., Any]) -> str:
@@ -221,6 +266,7 @@ def _where(found: Callable[..., Any]) -> str:
 
 
 def _defined(found: Callable[..., Any]) -> str:
+    """`my_rewards.py:12 in brief`, or ""."""
     inner = inspect.unwrap(found)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return shown(code.co_filename, code.co_firstlineno, code.co_name) if code else ""
@@ -242,12 +288,7 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 def sees_group(name: str) -> bool:
     """Whether the function with this dotted name takes all trajectories of a group at once. Raises
     as `load_function`."""
-    found = load_function(name)
-    try:
-        signature = inspect.signature(found, follow_wrapped=False)
-    except ValueError:
-        return False  # built-in ones do not tell
-    return list(signature.parameters)[1:2] == [GROUP]
+    return _parameters(load_function(name))[1:2] == [GROUP]
 
 
 def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float]]:
@@ -260,6 +301,7 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
     reward = load_function(name)
     fields: dict[str, Any] = dict(spec["prompt"])
     fields |= {key: tuple(fields[key]) for key in ("messages", "tools")}
+    fields |= {key: Explained.of(fields[key], f"prompt.{key}") for key in ("messages", "reward")}
     prompt = Prompt(**fields)
 
     def returned(what: Any) -> Any:
@@ -269,6 +311,9 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
         except SystemExit as error:  # would end the worker, or the run
             left = RuntimeError(f"called exit({error.code})")
             raise left.with_traceback(error.__traceback__) from error
+        except (AttributeError, TypeError) as error:
+            explain(error, prompt, what)
+            raise
 
     def number(score: Any) -> float:
         found = _number(score)
@@ -276,13 +321,19 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
             raise BadReward(f"returned {found}", _defined(reward))
         return found
 
+    def read(text: str) -> TextTrajectory:
+        found = TextTrajectory.loads(text)
+        return replace(found, messages=Explained.of(found.messages, "trajectory.messages"))
+
     def verify(text: str) -> float:
-        return number(returned(TextTrajectory.loads(text)))
+        return number(returned(read(text)))
 
     def verify_group(text: str) -> dict[str, float]:
-        trajectories = tuple(map(TextTrajectory.loads, json.loads(text)))
+        trajectories = tuple(map(read, json.loads(text)))
         scores = returned(trajectories)
         try:
+            if issubclass(type(scores), (str, bytes, Mapping, Set)):  # whose items are no numbers
+                raise TypeError
             scores = list(scores)
         except TypeError:
             kind = type(scores).__name__
@@ -331,6 +382,8 @@ def _number(score: Any) -> float | str:
     if score is None:
         return "None; is there a way through it without a `return`?"
     try:
+        if issubclass(type(score), (str, bytes, bytearray)):  # `float` would read them
+            raise TypeError
         number = float(score)
     except (TypeError, ValueError):
         return f"a {type(score).__name__} ({str(score)[:50]!r}); a number from 0 to 1 is wanted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
@@ -9,8 +10,9 @@ import sysconfig
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Never, cast
 
 WINDOW = 200
 """The share of failures is taken over so many completions …"""
@@ -18,6 +20,8 @@ LEAST = 20
 """… and, while there are fewer, as if there were so many."""
 MOST_SAID = 5
 """Errors of one function, or of one kind of verifier, that are said: each is of another place."""
+MOST_NAMED = 12
+"""Keys, or attributes, that a note of an error names."""
 
 _OURS = str(Path(__file__).absolute().parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -132,3 +136,74 @@ def _told(error: str, at: str) -> str:
     """For a terminal: a policy's text may be in there, and escape sequences in that."""
     text = f"{error} ({at})" if at else error
     return "".join(c if c.isprintable() else "�" for c in text.replace("\n", " "))
+
+
+class Explained(dict[str, Any]):
+    """A mapping of a prompt's or a trajectory's, whose KeyError says what there is."""
+
+    place = ""
+    """As a function writes it: `prompt.reward`."""
+
+    @classmethod
+    def of(cls, value: Any, place: str) -> Any:
+        """`value`, with each mapping in it an `Explained`."""
+        if isinstance(value, Mapping):
+            pairs = cast(Mapping[str, Any], value).items()
+            made = cls({key: cls.of(one, f"{place}[{key!r}]") for key, one in pairs})
+            made.place = place
+            return made
+        if isinstance(value, (list, tuple)):
+            items = cast(Sequence[Any], value)
+            told = [cls.of(one, f"{place}[{at}]") for at, one in enumerate(items)]
+            return tuple(told) if isinstance(value, tuple) else told
+        return value
+
+    def __missing__(self, key: Any) -> Never:
+        error = KeyError(key)
+        error.add_note(f"{self.place} has {_listed(list(self))}{_elsewhere(self, key, self.place)}")
+        raise error
+
+
+def explain(error: AttributeError | TypeError, prompt: Any, given: Any) -> None:
+    """Add to an error about `prompt` or `given`, a trajectory or a group of them, what these are
+    for."""
+    several = isinstance(given, tuple)
+    one = cast(tuple[Any, ...], given)[0] if several else given
+    if isinstance(error, AttributeError):
+        about: Any = error.obj
+    else:  # `'TextTrajectory' object is not iterable`, `expected str, got 'Prompt'`
+        names = re.findall(r"\w+", str(error))
+        named = [it for it in (prompt, one) if type(it).__name__ in names]
+        about = named[0] if named else None
+    if about is prompt:
+        said = f"a prompt has {_listed(_public(prompt))}"
+        if isinstance(error, AttributeError):
+            said += _elsewhere(prompt.reward, error.name, "prompt.reward")
+        error.add_note(said)
+    elif type(about) is type(one):
+        error.add_note(f"a trajectory has {_listed(_public(one))}; its text is trajectory.answer")
+    elif several and about is given:
+        error.add_note(
+            "trajectories are all of a group, a tuple; call the parameter `trajectory` to get one "
+            "at a time"
+        )
+
+
+def _public(of: Any) -> list[str]:
+    return [name for name in dir(of) if not name.startswith("_") and name not in ("dumps", "loads")]
+
+
+def _elsewhere(inside: Mapping[str, Any], key: Any, place: str) -> str:
+    """Where what was asked for is, or what is nearly called so."""
+    if key in inside:
+        return f"; write {place}[{key!r}]"
+    for outer, value in inside.items():
+        if isinstance(value, Mapping) and key in value:
+            return f"; write {place}[{outer!r}][{key!r}]"
+    near = difflib.get_close_matches(str(key), [str(one) for one in inside], n=1)
+    return f"; did you mean {place}[{near[0]!r}]?" if near else ""
+
+
+def _listed(names: Sequence[Any]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return (", ".join(map(str, names[:MOST_NAMED])) or "no keys") + more

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from keel.rl.metrics import Mean, Metric, Sum, mean_of
-from keel.rl.types import ScoredGroup
+from keel.rl.types import FUNCTIONS, ScoredGroup
 
 ERROR = "error"
 """Part of a reward that is not 0 where something that scores a completion failed."""
@@ -40,18 +40,25 @@ def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
               late, failed or could not be judged counts as wrong. An unbiased estimate with one
               completion per prompt or many (Chen et al., 2021, k = 1).
     score     mean of `correct`, partial credit included, over the completions that have a score.
-    unscored  number of completions that are missing, or whose scoring failed: what `pass@1` counts
-              as wrong without having seen that it is.
+    unscored  number of completions that are missing, or of which what says whether they are right
+              failed: what `pass@1` counts as wrong without having seen that it is.
     """
     correct = [parts["correct"] for group in groups for parts in group.parts_G]
     missing = sum(len(group.group.dropped) for group in groups)
     failed = sum(
-        parts.get(ERROR, 0.0) > 0 and not passed(parts["correct"])
+        parts.get(ERROR, 0.0) > 0 and not passed(parts["correct"]) and _of_correct(group, index)
         for group in groups
-        for parts in group.parts_G
+        for index, parts in enumerate(group.parts_G)
     )
     return {
         "pass@1": Mean(float(sum(map(passed, correct))), float(len(correct) + missing)),
         "score": mean_of(correct),
         "unscored": Sum(float(missing + failed)),
     }
+
+
+def _of_correct(group: ScoredGroup, index: int) -> bool:
+    """Whether what failed was about `correct`, and not a function beside it."""
+    if not group.notes_G or group.group.prompt.reward.get("kind") == FUNCTIONS:
+        return True
+    return "correct" in group.notes_G[index]

@@ -238,6 +238,11 @@ async def waits(step: int, numbers: Any) -> None:
     """No callback: nobody awaits it."""
 
 
+def yields(step: int, numbers: Any) -> Any:
+    """No callback: what it returns is true, which ends the run."""
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -254,6 +259,10 @@ async def waits(step: int, numbers: Any) -> None:
         ({"rewards": 3}, "must be a function"),
         ({"callbacks": 3}, "callbacks=3"),
         ({"callbacks": [waits]}, "must be a plain function"),
+        ({"callbacks": lambda metrics: None}, "a step and its metrics .too many positional"),
+        ({"callbacks": [lambda step, metrics, *, view: None]}, "argument: 'view'.; it must be"),
+        ({"callbacks": [dict]}, r"is a class; .*def callback\(step, metrics\)"),
+        ({"callbacks": [yields]}, "is a generator, and"),
         ({"rewards": [lambda prompt, trajectory: 1.0]}, "<lambda>: has no name"),
     ],
 )

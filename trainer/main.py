@@ -128,10 +128,11 @@ def check(recipe: str, overrides: Sequence[str]) -> None:
     `keel pretrain` would do with the recipe, and `keel train`."""
     config = load_config(recipe, overrides)
     tasks: list[Task | SftTask] = []
-    if config.sft.sources:
-        tasks.append(prepare_sft(recipe, overrides, hardware=hardware_said))
-    if config.data.sources:
-        tasks.append(prepare(recipe, overrides, hardware=hardware_said))
+    with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
+        if config.sft.sources:
+            tasks.append(prepare_sft(recipe, overrides, hardware=hardware_said))
+        if config.data.sources:
+            tasks.append(prepare(recipe, overrides, hardware=hardware_said))
     said = ""
     for task in tasks:
         if len(tasks) > 1:
@@ -140,6 +141,8 @@ def check(recipe: str, overrides: Sequence[str]) -> None:
         said = "\n"
     # The folder is one run's: of whichever of the two is there.
     folder = folder_of(tasks)
+    if standing := folder.standing():
+        print(f"{folder.path} {standing}")
     for line in folder.words():
         print(f"{'warning':<12} {line}")
 

@@ -55,7 +55,7 @@ from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe
 from keel.trainer.planning.remembered import Remembered, remembered
 from keel.trainer.planning.unusual import unusual
-from keel.trainer.run.folder import check_exported
+from keel.trainer.run.folder import check_exported, check_recipe
 from keel.trainer.run.manifest import MANIFEST
 
 UNKNOWN_GIB = (
@@ -132,6 +132,7 @@ def prepare(
     """
     disable_progress_bar()  # transformers' own bars would cut through the view
     config, left = load_recipe(recipe, overrides)
+    check_recipe(recipe, overrides, config)
     require_prompts(config)
     try:
         check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)

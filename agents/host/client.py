@@ -32,6 +32,8 @@ KEEL = Path(keel.__file__).resolve().parent  # not through a link: the sandbox h
 START = KEEL / "agents" / "inside" / "start.py"
 READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
 """What any interpreter needs of Keel: in a checkout, `agents` is a link out of `keel`."""
+ANSWERS = ("open", "reply", "verdict")
+"""What has a deadline of its own among a source's `environment` knobs."""
 MOST_S = 1e9
 """JSON has no infinity."""
 ENVIRONMENT = {
@@ -300,7 +302,8 @@ class Hosted:
             try:
                 reply = await within(deadline_s, _exchange(process, line))
             except TimeoutError as error:
-                why = f"{name or during} did not end within {deadline_s:g} s"
+                knob = f"environment.{during}_s" if during in ANSWERS else "agents.call_s"
+                why = f"{name or during} did not end within {deadline_s:g} s ({knob})"
                 raise await self._fail("hang", during, why) from error
             except asyncio.CancelledError:
                 # Its reply may come later, as if to the next request.

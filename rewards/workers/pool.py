@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,7 +78,8 @@ class WorkerPool:
     ) -> None:
         """deadline_s: longest look at one completion; code: how programs are run, the fields of
         `keel.configs.schema.CodeConfig`, whose `completion_s` is the deadline for them; log:
-        folder for what the workers print, a file each; without one it goes to standard error."""
+        folder for what the workers print, a file each; without one it goes to standard error (not
+        the stack of one that is ended: its place is in the verdict)."""
         if workers < 0 or not deadline_s > 0:
             raise ValueError(
                 f"worker pool: workers = {workers} must not be negative, deadline_s = {deadline_s} "
@@ -143,6 +145,8 @@ class _Worker:
     def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
         self._code = code
         self._log = log
+        self._stacks = None if log else tempfile.TemporaryFile()  # noqa: SIM115
+        """Where it was when it ended, for there is no log: no stack belongs on a terminal."""
         self._began = self._read = self._size()
         self._deadline_s = 0.0
         self._called: set[str] = set()
@@ -167,13 +171,14 @@ class _Worker:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs, open(self._log or os.devnull, "ab") as log:
             output = log if self._log else STANDARD_ERROR
+            passed = [theirs.fileno(), *([self._stacks.fileno()] if self._stacks else [])]
             # The worker inherits what is blocked here, until it heeds none of them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "keel.rewards.workers.worker", str(theirs.fileno())],
+                    [sys.executable, "-m", "keel.rewards.workers.worker", *map(str, passed)],
                     env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=passed,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -186,6 +191,8 @@ class _Worker:
         """Stop for good, also while another thread waits in `verify`."""
         self._closed = True
         self.stop()
+        if self._stacks is not None:
+            self._stacks.close()
 
     def stop(self) -> None:
         process, self._process = self._process, None
@@ -216,8 +223,9 @@ class _Worker:
                 spared += 1
                 if lost.blameless and spared <= SPARED:
                     continue
+                at = f" ({place})" if (place := place_in(self._last_words())) else ""
                 raise RuntimeError(
-                    f"a reward worker {lost} while preparing for {spec.get('kind')!r}; its own "
+                    f"a reward worker {lost}{at} while preparing for {spec.get('kind')!r}; its own "
                     f"message is {f'in {self._log}' if self._log else 'on standard error'}"
                 ) from lost
             try:
@@ -305,20 +313,26 @@ class _Worker:
 
     def written(self) -> bool:
         """Whether this run's processes have written to the log."""
-        return self._size() > self._began
+        return self._log is not None and self._size() > self._began
 
     def _size(self) -> int:
+        if self._stacks is not None:
+            with suppress(OSError, ValueError):  # closed
+                return os.fstat(self._stacks.fileno()).st_size
         return self._log.stat().st_size if self._log and self._log.exists() else 0
 
     def _last_words(self) -> str:
         """Where it was when it ended, if its log says so. Only an end writes that there, and the
         worker is ahead of this process: it may have ended before it is asked for its reply."""
-        if self._log is None:
-            return ""
-        with self._log.open("rb") as file:
-            file.seek(self._read)
-            said = file.read(1 << 16).decode(errors="replace")
-        _, dumped, frames = said.rpartition("most recent call first")
+        said = b""
+        if self._log is not None:
+            with self._log.open("rb") as file:
+                file.seek(self._read)
+                said = file.read(1 << 16)
+        elif self._stacks is not None:
+            with suppress(OSError, ValueError):  # closed
+                said = os.pread(self._stacks.fileno(), 1 << 16, self._read)
+        _, dumped, frames = said.decode(errors="replace").rpartition("most recent call first")
         return frames if dumped else ""
 
     def _how_it_ended(self) -> str:

@@ -1,4 +1,5 @@
-"""The process that runs verifiers on untrusted text: `python -m keel.rewards.workers.worker FD`.
+"""The process that runs verifiers on untrusted text: `python -m keel.rewards.workers.worker FD`
+(and `STACKS`, another file descriptor).
 
 It speaks JSON lines over the socket it inherits as FD. JSON, because what comes out of a process
 that ran a policy's text must not be unpickled.
@@ -13,7 +14,7 @@ that ran a policy's text must not be unpickled.
 
 Each completion is verified under a timer whose signal ends the process, whatever it is stuck in,
 even if the parent is gone. The parent sees the socket close and starts another worker. What a
-process says when it ends that way, it writes to standard error: where it was.
+process says when it ends that way, where it was, it writes to STACKS, else to standard error.
 
 Standard output is for what the user's functions print. Verifiers print about every completion that
 they cannot read, so theirs goes nowhere.
@@ -70,7 +71,9 @@ def reply_to(verifier: Verifier, completion: str) -> dict[str, Any]:
         return {"score": found["correct"], "parts": {k: found[k] for k in found if k != "correct"}}
     except Exception as error:  # third-party code on hostile text may raise anything
         at = getattr(error, "at", "") or place(error)
-        return {"error": f"{type(error).__name__}: {error}"[:MOST_SAID], "at": at}
+        notes: list[str] = getattr(error, "__notes__", [])
+        said = f"{type(error).__name__}: {error}"[:MOST_SAID]
+        return {"error": "; ".join([said, *notes])[: 2 * MOST_SAID], "at": at}
 
 
 def serve(connection: socket.socket) -> None:
@@ -114,8 +117,9 @@ def main() -> None:
         signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    faulthandler.enable(all_threads=False)
-    faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)  # then it ends us
+    stacks = int(sys.argv[2]) if len(sys.argv) > 2 else sys.stderr.fileno()
+    faulthandler.enable(stacks, all_threads=False)
+    faulthandler.register(signal.SIGALRM, stacks, all_threads=False, chain=True)  # then it ends us
     cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     bound(MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

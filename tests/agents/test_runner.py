@@ -131,7 +131,7 @@ def test_what_has_no_trajectory_is_dropped_with_its_reason_and_its_siblings_stay
 def test_an_environment_that_goes_down_with_many_is_said_once(failure: bool) -> None:
     fails = iter(["call", "", "open", "", *["call"] * 8])
     said: list[str] = []
-    zero = {"sums": ("call", "reply")} if failure else {}
+    zero = {"sums": ("call", "reply") if failure else ()}  # as a recipe's `on_crash` becomes
     world = World(lambda: Sums(fails=next(fails)))
     with running(says("@add 40, 2", "42"), world, crash_is_failure=zero) as runner:
         runner.say = said.append

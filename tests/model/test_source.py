@@ -25,7 +25,13 @@ from transformers import (
 from keel.configs.schema import ConfigError
 from keel.model import load, source
 from keel.model.load import load_model_config, load_tokenizer
-from keel.model.source import check_path, hub_answers, hub_options, missing_weights
+from keel.model.source import (
+    check_path,
+    check_tokenizer_files,
+    hub_answers,
+    hub_options,
+    missing_weights,
+)
 from keel.model.trainable import trainable_facts
 
 
@@ -119,6 +125,20 @@ def test_a_folder_without_a_tokenizer_is_called_that(tmp_path: Path) -> None:
     BloomConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"holds no tokenizer \(tokenizer\.json, "):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_run_and_a_checkpoint_are_called_that(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints/step_000004"
+    step.mkdir(parents=True)
+    (tmp_path / "config.yaml").touch()
+    for folder, what in (
+        (tmp_path, "the folder of a run"),
+        (step, "a checkpoint, which is no mod"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_tokenizer_files(str(folder))
+        said = str(caught.value)
+        assert f"{str(folder)!r} is {what}" in said and f"is {str(tmp_path / 'model')!r}" in said
 
 
 def test_weights_that_are_not_there_or_not_whole(tmp_path: Path) -> None:

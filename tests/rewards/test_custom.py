@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from keel.rewards.compose import check_weights
 from keel.rewards.custom import BadReward, TextTrajectory, function, load_function, prompt_fields
+from keel.rewards.passed import passing
 from keel.rewards.scorer import Scorer
 from tests.rewards.groups import group
 from tests.waiting import PATIENCE_S
@@ -49,6 +55,9 @@ class Brief:
         return 1.0
 
 brief = Brief()
+
+def twos(prompt, trajectories):
+    return {"text": "11", "keys": {0: 1.0, 1: 0.5}, "each": ["1", 1.0]}[trajectories[0].answer]
 
 @functools.lru_cache
 def cached(prompt, trajectory):
@@ -115,6 +124,52 @@ def test_decorators_and_instances_are_called_as_they_are() -> None:
         assert verify(said("d")) == wanted
 
 
+@pytest.mark.parametrize("score", ["0.5", b"0.5", bytearray(b"1"), np.str_("0.5")])
+def test_text_is_no_number(score: Any) -> None:
+    with (
+        passing([reward := returning(score)]),
+        pytest.raises(BadReward, match=rf"returned a {type(score).__name__} .*a number from 0 to"),
+    ):
+        function({"name": f"python.{reward.__name__}", "prompt": PROMPT})(said("3"))
+
+
+@pytest.mark.parametrize(
+    "score", [True, 1, 1.0, np.float32(1), np.True_, np.array(1.0), torch.tensor(1.0), Fraction(1)]
+)
+def test_all_kinds_of_numbers_are_numbers(score: Any) -> None:
+    with passing([reward := returning(score)]):
+        assert function({"name": f"python.{reward.__name__}", "prompt": PROMPT})(said("3")) == 1.0
+
+
+def returning(score: Any) -> Any:
+    def always(prompt: Any, trajectory: Any) -> Any:
+        return score
+
+    return always
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"), [("text", "a str; a"), ("keys", "a dict; a"), ("each", r"a str \('1'\)")]
+)
+def test_a_group_gets_a_list_of_numbers(answer: str, words: str) -> None:
+    verify = function({"name": "my_keel_rewards.twos", "prompt": PROMPT, "group": True})
+    with pytest.raises(BadReward, match=f"returned {words}"):
+        verify(json.dumps([said(answer)] * 2))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("my_keel_rewards", "MODULE.FUNCTION: did you mean my_keel_rewards.polite"),
+        ("my_keel_rewards:odd", "MODULE.FUNCTION: did you mean my_keel_rewards.odd"),
+        ("nowhere", "there are correct.*a function of yours is MODULE.FUNCTION, for example"),
+    ],
+)
+def test_a_function_without_its_dot(part: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"no reward '{part}'; .*{message}"):
+        check_weights({"maths": {part: 1.0}})
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -125,6 +180,7 @@ def test_decorators_and_instances_are_called_as_they_are() -> None:
         ("my_keel_rewards.Brief", r"is a class; .*`brief = Brief\(\)` .*my_keel_rewards\.brief in"),
         ("my_keel_rewards.Brief.st", r"`st = Brief\.st` there, and here my_keel_rewards\.st"),
         ("my_keel_rewards.Brif", r"no function 'Brif'; did you mean my_keel_rewards\.brief\?"),
+        ("my_keel_rewards.py", r"no function 'py'; did you mean my_keel_rewards\.polite\?"),
         ("my_keel_rewards.cachd", "no function 'cachd'$"),
         ("my_keel_reward.nothing", r"and where Python does\)$"),
         ("my_keel_rewards.cached", "a prompt cannot be hashed; cache a function of trajectory.ans"),

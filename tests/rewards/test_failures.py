@@ -12,6 +12,7 @@ import pytest
 
 from keel.rewards.checks import FAILED, sample_completion, try_functions
 from keel.rewards.compose import check_weights
+from keel.rewards.custom import prompt_fields
 from keel.rewards.failures import LEAST, MOST_SAID, Failures, Recent, RewardStopped
 from keel.rewards.scorer import Scorer
 from keel.rewards.workers.pool import WorkerPool
@@ -84,6 +85,18 @@ async def many(prompt, trajectory):
     yield 1.0
 
 def alone(trajectory):
+    return 1.0
+
+def texts(prompts, completions, **kwargs):
+    return [1.0 for _ in completions]
+
+def verl(data_source, solution_str, ground_truth=None, extra_info=None):
+    return float(solution_str == ground_truth)
+
+def column(completions, answer, **kwargs):
+    return [1.0 for _ in completions]
+
+def turned(trajectory, prompt):
     return 1.0
 
 def trl(completions, **kwargs):
@@ -200,6 +213,13 @@ def test_the_share_at_the_start_is_of_twenty(share: float, stops_at: int | None)
     [
         ("many", r"is an async generator; return the number"),
         ("alone", r"takes \(trajectory\), .*Write def alone\(prompt, trajectory\)"),
+        (
+            "texts",
+            r"takes \(prompts, completions.*Write def texts\(prompt, trajectory\), or def te",
+        ),
+        ("verl", r"takes \(data_source, solution_str, .*prompt, trajectories\) for all of a group"),
+        ("column", r"takes \(completions, answer.*, not with the texts and columns of other libr"),
+        ("turned", r"one trajectory, in that order\. Write def turned\(prompt, trajectory\)"),
         ("trl", r"takes \(completions, \*\*kwargs\), and is called with one prompt and one traj"),
     ],
 )
@@ -281,7 +301,23 @@ def test_each_function_is_tried_on_a_sample_before_the_run() -> None:
     assert try_functions([PROMPT], {"correct": 1.0}, deadline_s=1.0) == {}
 
 
-def test_the_first_call_may_load_and_the_others_have_the_runs_deadline(folder: Path) -> None:
+def test_a_group_function_is_tried_on_two_different_completions(folder: Path) -> None:
+    (folder / "grouped.py").write_text(
+        "def one(prompt, trajectories):\n"
+        "    return [1.0]\n"
+        "def unlike(prompt, trajectories):\n"
+        "    return [float(one.answer == trajectories[0].answer) for one in trajectories]\n"
+    )
+    names = {"grouped.one": 1.0, "grouped.unlike": 1.0}
+    for prompt in (PROMPT, replace(PROMPT, reward={"kind": "functions"})):
+        tried = try_functions([prompt], names, deadline_s=PATIENCE_S)
+        assert "returned 1 numbers for 2 trajectories" in tried["grouped.one"]
+        assert tried["grouped.unlike"].startswith("0.5 for a group of two sample completions")
+
+
+def test_the_first_call_may_load_and_the_others_have_the_runs_deadline(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (folder / "loads.py").write_text(
         "import time\n"
         "model = []\n"
@@ -291,6 +327,7 @@ def test_the_first_call_may_load_and_the_others_have_the_runs_deadline(folder: P
         "        model.append(1)\n"
         "    return 1.0\n"
         "def slow(prompt, trajectory):\n"
+        "    print('slow is called')\n"
         "    time.sleep(2.5)\n"
         "    return 1.0\n"
     )
@@ -298,17 +335,22 @@ def test_the_first_call_may_load_and_the_others_have_the_runs_deadline(folder: P
     assert tried["loads.kept"] == "1 for a sample completion of file/1"
     assert "verifier ran past its deadline of 2 s" in tried["loads.slow"]
     assert "rewards.deadline_s, where it is slow" in tried["loads.slow"]
+    assert "(loads.py:10 in slow)" in tried["loads.slow"]
+    told = "".join(capfd.readouterr())
+    assert "slow is called" in told and "most recent call first" not in told
 
 
 def test_a_first_call_that_comes_to_no_end_gets_its_time_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("keel.rewards.workers.pool.FIRST_S", 0.4)
-    said: list[str] = []
-    with Scorer(weights("hangs"), workers=1, deadline_s=0.2, say=said.append) as scorer:
-        for _ in range(2):
-            scorer.score([group("</think>3")])
-    assert "deadline of 0.4 s" in said[0] and "deadline of 0.2 s" in said[1]
+    fields = prompt_fields(PROMPT)
+    spec = {"kind": "function", "name": "failing_rewards.hangs", "prompt": fields}
+    pool = WorkerPool(1, deadline_s=0.2)
+    text = sample_completion(PROMPT).dumps()
+    first, second = (pool.submit(spec, [text]).result(PATIENCE_S)[0] for _ in range(2))
+    pool.close()
+    assert first.error.endswith("deadline of 0.4 s") and second.error.endswith("of 0.2 s")
 
 
 def test_a_completion_that_hangs_takes_no_time_to_load_from_others(

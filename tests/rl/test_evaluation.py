@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,6 +46,19 @@ def test_late_failed_and_unjudged_completions_are_wrong_and_counted() -> None:
     assert found["pass@1"].value == 2 / 5
     assert found["score"].value == pytest.approx(2 / 3)
     assert found["unscored"].value == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "count"),
+    [("answer", "correct", 1), ("answer", "mine.brief", 0), ("functions", "mine.brief", 1)],
+)
+def test_a_function_that_fails_beside_what_is_right_leaves_no_doubt_of_that(
+    kind: str, part: str, count: int
+) -> None:
+    made = group([{"correct": 0.0, "error": 1.0}])
+    asked = replace(made.group.prompt, reward={"kind": kind})
+    made = replace(made, group=replace(made.group, prompt=asked), notes_G=({part: "error: x"},))
+    assert evaluation([made])["unscored"].value == count
 
 
 def test_a_group_of_which_nothing_came() -> None:

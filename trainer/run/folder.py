@@ -21,7 +21,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -261,6 +261,15 @@ class RunFolder:
             )
         return lines
 
+    def standing(self) -> str:
+        """How far the run in it has come, for people; "" where there is none."""
+        if (state := self.state()) is None:
+            return ""
+        steps = self._config.run.steps
+        if state.step >= steps:
+            return f"holds a run that has done its {state.step} steps; raise run.steps to go on"
+        return f"holds a run, which goes on from step {state.step} of {steps}"
+
     def _moved(self) -> Mapping[str, tuple[Any, Any]]:
         """Knobs of the layout that are not those of the checkpoint: as it has them, as they are."""
         latest = self.latest
@@ -344,6 +353,26 @@ class RunFolder:
         saved = checkpoint.save(self._checkpoints, state, write, keep=keep, say=say)
         self._problems.pop(saved, None)  # of another that was there
         return saved
+
+
+def check_recipe(recipe: str, overrides: Sequence[str], config: Config) -> None:
+    """Raises ConfigError where a recipe is the `config.yaml` of a run in another folder than its
+    `run.dir`, as after it was moved: the command would begin that run anew."""
+    path = Path(recipe)
+    there = path.name == "config.yaml" and any(
+        (path.parent / name).exists() for name in ("metrics.jsonl", "checkpoints")
+    )
+    said = any(word.partition("=")[0].strip() == "run.dir" for word in overrides)
+    if there and not said and not same_place(path.parent, Path(config.run.dir).expanduser()):
+        raise ConfigError(
+            f"{recipe}: is the recipe of the run in {path.parent}, and its run.dir is "
+            f"{config.run.dir}. To go on with that run: run.dir={path.parent}; for a new one with "
+            "this recipe, name another folder there"
+        )
+
+
+def same_place(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 def check_exported(folder: Path, cure: str) -> None:

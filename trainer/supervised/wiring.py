@@ -52,7 +52,7 @@ from keel.trainer.prepare import (
     prompts_of,
     warning_lines,
 )
-from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.folder import RunFolder, check_recipe
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.session import open_journal, save_checkpoint
 from keel.trainer.run.view import View
@@ -147,6 +147,7 @@ def prepare_sft(
     """Read and check everything that needs no ranks. Raises ConfigError."""
     disable_progress_bar()  # transformers' own bars would cut through the view
     given, left = load_recipe(recipe, overrides)
+    check_recipe(recipe, overrides, given)
     if not given.sft.sources:
         raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
     config = given.supervised(given.run.steps)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from keel.configs.load import load_config
-from keel.configs.schema import ConfigError, SourceConfig
+from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 from keel.configs.sections.measured import BOXED
 from keel.data.dataset import load_dataset
 from keel.data.items import Loaded
 from keel.data.jsonl import load_jsonl
+from keel.data.told import source_lines
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 
@@ -64,6 +65,30 @@ def test_a_template_over_a_prompt_that_is_not_there_names_the_column(tmp_path: P
     assert "columns: {prompt: question}" in refused(tmp_path, row, **knobs)
     said = refused(tmp_path, row, template="{question} {hnit}")
     assert "it has question, answer, hint; did you mean {hint}? (for the text" in said
+
+
+def test_a_row_without_the_answer_that_its_column_should_have_is_no_row_for_functions(
+    tmp_path: Path,
+) -> None:
+    """Whose mean would count as `correct` there."""
+    whole, lacks = {"task": "a", "gold": "1"}, {"task": "b", "gold": None}
+    columns = {"prompt": "task", "answer": "gold"}
+    for row in (lacks, {"task": "b"}):
+        said = refused(tmp_path, whole, row, columns=columns, **OWN)
+        assert "rows.jsonl:2: no `answer` (data.sources[s].columns: 'gold')" in said
+    skipping = load(tmp_path, whole, lacks, columns=columns, on_bad_line="skip", **OWN)
+    assert len(skipping.items) == len(skipping.skipped) == 1
+
+
+def test_rows_that_only_functions_judge_are_counted_beside_others(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": "c", "answer": None}]
+    made = source(tmp_path, *rows, **OWN)
+    assert load_jsonl(made, check_spec).unanswered == 2
+    data = DataConfig(sources=(made,))
+    dataset = load_dataset(data, seed=0)
+    (line,) = source_lines(Config(data=data), dataset)
+    assert "2 read without anything to judge by but functions" in line
+    assert load(tmp_path, *rows[1:], **OWN).unanswered == 0, "of all of them: that is meant"
 
 
 def test_columns_that_are_no_keys_reach_functions(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, RunConfig, SourceConfig
 from keel.trainer.run.checkpoint import State, config_digest, layout_of
-from keel.trainer.run.folder import RunFolder, check_exported
+from keel.trainer.run.folder import RunFolder, check_exported, check_recipe
 from keel.trainer.run.manifest import MANIFEST, Entry
 
 
@@ -54,7 +54,10 @@ def test_the_newest_checkpoint_is_continued(tmp_path: Path) -> None:
     with RunFolder(longer) as folder:
         state = folder.state()
         assert state is not None and state.step == 3
+        assert folder.standing() == "holds a run, which goes on from step 3 of 101"
         assert folder.latest is not None and (folder.latest / "weights").read_text() == "w"
+    short = replace(made, run=replace(made.run, steps=3))
+    assert "has done its 3 steps; raise run.steps" in RunFolder(short).standing()
 
 
 def test_a_run_goes_on_with_the_model_that_it_began_with(tmp_path: Path) -> None:
@@ -76,6 +79,21 @@ def test_a_run_goes_on_with_the_model_that_it_began_with(tmp_path: Path) -> None
     moved.rename(base)
     with RunFolder(made) as folder:
         assert folder.state() == state
+
+
+def test_the_recipe_of_a_run_that_was_moved_begins_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made, there = config(Path("runs/one")), Path("runs/two")
+    with RunFolder(made):
+        (Path("runs/one") / "metrics.jsonl").touch()
+    check_recipe("runs/one/config.yaml", [], made)
+    check_recipe("my/config.yaml", [], made)
+    Path("runs/one").rename(there)
+    with pytest.raises(ConfigError, match=r"of the run in runs/two, and .* run.dir=runs/two;"):
+        check_recipe("runs/two/config.yaml", ["run.steps=9"], made)
+    check_recipe("runs/two/config.yaml", ["run.dir=runs/three"], made)
 
 
 def test_a_full_disk_is_said_with_the_folder(
