@@ -240,10 +240,10 @@ class Options:
             least = max(1, min(share, most, LEAST_TOKENS // tokens))
             counts = {max(least, min(most, math.ceil(share / parts))) for parts in PARTS}
             sizes |= {n * tokens for n in counts | {1}}
-        found: list[int] = []
+        sharing, found = with_values(config, self.sharing), list[int]()
         fewest, least_tokens = math.inf, math.inf
         for size in sorted(sizes):
-            count, tokens = packed(config, dealt, size) if config.data.sources else (-size, 0)
+            count, tokens = packed(sharing, dealt, size) if config.data.sources else (-size, 0)
             if count < fewest or tokens < SAVES * least_tokens:
                 found.append(size)
                 fewest, least_tokens = count, min(tokens, least_tokens)
@@ -254,7 +254,7 @@ class Options:
         """Tokens → trajectories that fill them: one, and a group that shares its prompt, or half
         of it …"""
         longest, count = context_tokens(self.config), self.config.algorithm.group_size
-        shares = self.sharing.get("trainer.share_prompts", self.config.trainer.share_prompts)
+        shares = with_values(self.config, self.sharing).trainer.share_prompts
         units = {longest: 1}
         while self.config.data.sources and shares and count > 1:
             size = bundle_size(count, self.config.data.max_prompt_tokens, longest)

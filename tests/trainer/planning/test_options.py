@@ -12,7 +12,9 @@ from keel.configs.auto import KNOBS
 from keel.configs.schema import Config, ConfigError, RewardsConfig
 from keel.configs.sections.rewards import JudgeConfig, JudgeServerConfig
 from keel.model.load import ModelFacts, facts_of
+from keel.rl.packing.bundles import bundle_size
 from keel.trainer.planning.choose import choose
+from keel.trainer.planning.memory import context_tokens
 from keel.trainer.planning.placement import Hardware, idle_nodes, place
 from tests.trainer.planning.test_choose import SHAPES, machine, recipe
 
@@ -50,12 +52,18 @@ def test_a_gpu_beside_a_judge_is_shared(gpus: int) -> None:
 
 def test_a_micro_batch_is_called_the_largest_that_fits_where_it_is() -> None:
     knob = "trainer.micro_batch_tokens"
-    for gpus, gib, said in (
-        (8, 79.0, "larger ones are no faster"),
-        (1, 70.0, "the largest that fits (67.8 GiB)"),
-    ):
-        reason = choose(recipe(), KNOBS, facts("8b"), machine(gpus, gib)).reasons[knob]
+    for gpus, said in ((8, "larger ones are no faster"), (1, "the largest that fits (74.0 GiB)")):
+        reason = choose(recipe(), KNOBS, facts("8b"), machine(gpus, 79.0)).reasons[knob]
         assert reason.startswith(said), gpus
+
+
+def test_a_micro_batch_is_as_large_as_the_groups_that_share_their_prompts_in_it() -> None:
+    """Of two groups a rank, where sharing is chosen as well: no token more buys anything."""
+    choice = choose(recipe(), KNOBS, facts("0.6b"), machine(8, 79.0)).config
+    a, whole = choice.algorithm, context_tokens(choice)
+    assert choice.trainer.share_prompts and a.prompts_per_step == 2 * choice.trainer.ranks
+    two = 2 * bundle_size(a.group_size, choice.data.max_prompt_tokens, whole)
+    assert choice.trainer.micro_batch_tokens == two
 
 
 def test_engines_of_several_gpus_leave_what_is_no_eighth() -> None:
