@@ -25,11 +25,11 @@ import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from keel.rewards.failures import Explained, explain, place, shown
+from keel.rewards.failures import explain, place, shown
 from keel.rewards.passed import PREFIX, passed
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
@@ -239,8 +239,8 @@ def _check_callable(name: str, found: Callable[..., Any]) -> None:
     except TypeError as error:
         raise ValueError(f"{takes}one prompt and one trajectory: {error}. {cure}") from error
     names = _parameters(found)[:2]
-    turned = names[:1] in ([TRAJECTORY], [GROUP]) or names[1:] == [PROMPT]
-    if turned or not ELSEWHERE.isdisjoint(names):
+    turned = names in ([TRAJECTORY, PROMPT], [GROUP, PROMPT])
+    if turned or (names[:1] != [PROMPT] and not ELSEWHERE.isdisjoint(names)):
         theirs = "in that order" if turned else "not with the texts and columns of other libraries"
         raise ValueError(f"{takes}one prompt and one trajectory, {theirs}. {cure}")
 
@@ -301,7 +301,6 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
     reward = load_function(name)
     fields: dict[str, Any] = dict(spec["prompt"])
     fields |= {key: tuple(fields[key]) for key in ("messages", "tools")}
-    fields |= {key: Explained.of(fields[key], f"prompt.{key}") for key in ("messages", "reward")}
     prompt = Prompt(**fields)
 
     def returned(what: Any) -> Any:
@@ -311,7 +310,7 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
         except SystemExit as error:  # would end the worker, or the run
             left = RuntimeError(f"called exit({error.code})")
             raise left.with_traceback(error.__traceback__) from error
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             explain(error, prompt, what)
             raise
 
@@ -321,15 +320,11 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
             raise BadReward(f"returned {found}", _defined(reward))
         return found
 
-    def read(text: str) -> TextTrajectory:
-        found = TextTrajectory.loads(text)
-        return replace(found, messages=Explained.of(found.messages, "trajectory.messages"))
-
     def verify(text: str) -> float:
-        return number(returned(read(text)))
+        return number(returned(TextTrajectory.loads(text)))
 
     def verify_group(text: str) -> dict[str, float]:
-        trajectories = tuple(map(read, json.loads(text)))
+        trajectories = tuple(map(TextTrajectory.loads, json.loads(text)))
         scores = returned(trajectories)
         try:
             if issubclass(type(scores), (str, bytes, Mapping, Set)):  # whose items are no numbers

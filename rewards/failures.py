@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import linecache
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never, cast
+from typing import Any, cast
 
 WINDOW = 200
 """The share of failures is taken over so many completions …"""
@@ -138,35 +139,13 @@ def _told(error: str, at: str) -> str:
     return "".join(c if c.isprintable() else "�" for c in text.replace("\n", " "))
 
 
-class Explained(dict[str, Any]):
-    """A mapping of a prompt's or a trajectory's, whose KeyError says what there is."""
-
-    place = ""
-    """As a function writes it: `prompt.reward`."""
-
-    @classmethod
-    def of(cls, value: Any, place: str) -> Any:
-        """`value`, with each mapping in it an `Explained`."""
-        if isinstance(value, Mapping):
-            pairs = cast(Mapping[str, Any], value).items()
-            made = cls({key: cls.of(one, f"{place}[{key!r}]") for key, one in pairs})
-            made.place = place
-            return made
-        if isinstance(value, (list, tuple)):
-            items = cast(Sequence[Any], value)
-            told = [cls.of(one, f"{place}[{at}]") for at, one in enumerate(items)]
-            return tuple(told) if isinstance(value, tuple) else told
-        return value
-
-    def __missing__(self, key: Any) -> Never:
-        error = KeyError(key)
-        error.add_note(f"{self.place} has {_listed(list(self))}{_elsewhere(self, key, self.place)}")
-        raise error
-
-
-def explain(error: AttributeError | TypeError, prompt: Any, given: Any) -> None:
+def explain(error: AttributeError | KeyError | TypeError, prompt: Any, given: Any) -> None:
     """Add to an error about `prompt` or `given`, a trajectory or a group of them, what these are
     for."""
+    if isinstance(error, KeyError):
+        if said := _keys(error, prompt, given):
+            error.add_note(said)
+        return
     several = isinstance(given, tuple)
     one = cast(tuple[Any, ...], given)[0] if several else given
     if isinstance(error, AttributeError):
@@ -187,6 +166,28 @@ def explain(error: AttributeError | TypeError, prompt: Any, given: Any) -> None:
             "trajectories are all of a group, a tuple; call the parameter `trajectory` to get one "
             "at a time"
         )
+
+
+def _keys(error: KeyError, prompt: Any, given: Any) -> str:
+    """What there is where a key was looked for, if the failing expression says where that was."""
+    *_, frame = traceback.extract_tb(error.__traceback__) or [None]
+    if frame is None or frame.lineno is None or frame.end_lineno != frame.lineno:
+        return ""
+    line = linecache.getline(frame.filename, frame.lineno).encode()
+    looked = line[frame.colno : frame.end_colno].decode(errors="replace")
+    key = error.args[0] if error.args else ""
+    if ".reward[" in looked:
+        place, there = "prompt.reward", cast(Mapping[str, Any], prompt.reward)
+        for name, value in prompt.reward.items():
+            inside = rf"""\.reward\[["']{re.escape(str(name))}["']\]\["""
+            if isinstance(value, Mapping) and re.search(inside, looked):
+                place, there = f"{place}[{name!r}]", cast(Mapping[str, Any], value)
+        return f"{place} has {_listed(list(there))}{_elsewhere(there, key, place)}"
+    if ".messages[" in looked:
+        one = cast(tuple[Any, ...], given)[0] if isinstance(given, tuple) else given
+        names = dict.fromkeys(name for each in (*prompt.messages, *one.messages) for name in each)
+        return f"messages have {_listed(list(names))}"
+    return ""
 
 
 def _public(of: Any) -> list[str]:

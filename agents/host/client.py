@@ -302,8 +302,9 @@ class Hosted:
             try:
                 reply = await within(deadline_s, _exchange(process, line))
             except TimeoutError as error:
-                knob = f"environment.{during}_s" if during in ANSWERS else "agents.call_s"
-                why = f"{name or during} did not end within {deadline_s:g} s ({knob})"
+                knob = f" (environment.{during}_s)" if during in ANSWERS else ""
+                knob = " (agents.call_s)" if during == "call" else knob
+                why = f"{name or during} did not end within {deadline_s:g} s{knob}"
                 raise await self._fail("hang", during, why) from error
             except asyncio.CancelledError:
                 # Its reply may come later, as if to the next request.

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from keel.configs.schema import EmbeddedConfig, SourceConfig
+from keel.configs.schema import ConfigError, EmbeddedConfig, SourceConfig
 from keel.model.embedded.build import build_model
 from keel.model.embedded.cold_start import Demonstrate, Progress, make_examples, train
 from keel.model.embedded.conversations import demonstrated
@@ -65,8 +65,7 @@ def ensure_embedded(
     if folder.is_dir():
         if not missing_weights(str(folder)):
             return folder
-        # A disk has lost part of it, and it can be made again.
-        shutil.rmtree(folder, ignore_errors=True)
+        put_away(folder)
     make = partial(
         make_folder,
         folder,
@@ -132,6 +131,22 @@ def make_folder(
                 raise
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def put_away(folder: Path) -> None:
+    """What a disk has lost part of, and can be made again. Raises ConfigError where it has to stay,
+    as in a cache of others."""
+    place = folder.with_name(f".{folder.name}-{os.getpid()}-damaged")
+    try:
+        folder.rename(place)
+    except FileNotFoundError:  # another process was quicker
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: this cached model is damaged and cannot be replaced ({error.strerror}); "
+            "delete it, or name another folder in model.embedded.cache_dir"
+        ) from error
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def brought_to_disk(path: Path) -> None:

@@ -224,9 +224,10 @@ class _Worker:
                 if lost.blameless and spared <= SPARED:
                     continue
                 at = f" ({place})" if (place := place_in(self._last_words())) else ""
+                message = f"in {self._log}" if self._log else "on standard error, if it has any"
                 raise RuntimeError(
                     f"a reward worker {lost}{at} while preparing for {spec.get('kind')!r}; its own "
-                    f"message is {f'in {self._log}' if self._log else 'on standard error'}"
+                    f"message is {message}"
                 ) from lost
             try:
                 for number in range(len(rest)):

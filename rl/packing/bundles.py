@@ -92,7 +92,8 @@ def at_the_limits(
 ) -> tuple[int, int]:
     """Micro-batches of a rank, and tokens of all ranks, of so many groups of `size` trajectories:
     `shared` tokens that those of a group begin with and that are packed once (0: none), and `own`
-    more of each. As `bundled` and `dealt` have it, by arithmetic."""
+    more of each. As `bundled` and `dealt` have it, by arithmetic: exactly where bundles are many
+    beside ranks, or alike."""
     each = groups * size * (shared + own) // ranks
     limits = {min(capacity, int(part * whole)) for whole in (capacity, each) for part in SIZES}
     room = own + shared // COPIES + 1
@@ -101,11 +102,13 @@ def at_the_limits(
     def filled(count: int) -> tuple[float, int, int]:
         """In bundles of `count`, and of what is left over in each group; first, how long that
         takes (`_time`)."""
-        rows = free = tokens = slowest = 0
+        rows = free = idle = tokens = slowest = 0
         for items, bundles in ((count, groups * (size // count)), (size % count, groups)):
             if items:
                 packed = shared + items * own
-                tokens, slowest = tokens + bundles * packed, slowest + -(-bundles // ranks) * packed
+                each_rank = -(-max(0, bundles - idle) // ranks)  # those that have nothing first
+                idle += each_rank * ranks - bundles
+                tokens, slowest = tokens + bundles * packed, slowest + each_rank * packed
                 per = max(1, capacity // (packed + (items * shared // COPIES) * (items > 1)))
                 more = -(-max(0, bundles - free) // (per * ranks))
                 rows, free = rows + more, free + more * per * ranks - bundles

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from keel.rewards.custom import function, prompt_fields
-from keel.rewards.failures import Explained
 from keel.rewards.passed import passing
 from keel.rewards.workers.worker import reply_to
 from tests.rewards.groups import PROMPT
@@ -39,8 +36,8 @@ def error_of(body: Callable[[Any, Any], Any], *, group: bool = False) -> str:
         (lambda p, t: p.reward["level"], "; write prompt.reward['columns']['level']"),
         (lambda p, t: p.reward["anser"], "; did you mean prompt.reward['answer']?"),
         (lambda p, t: p.reward["columns"]["x"], "; prompt.reward['columns'] has level"),
-        (lambda p, t: p.messages[0]["text"], "; prompt.messages[0] has role, content"),
-        (lambda p, t: t.messages[-1]["text"], "; trajectory.messages[0] has role, content"),
+        (lambda p, t: p.messages[0]["text"], "; messages have role, content"),
+        (lambda p, t: t.messages[-1]["text"], "; messages have role, content"),
         (lambda p, t: t.text, f"has no attribute 'text'; a {HAS}"),
         (lambda p, t: p.answer, "; write prompt.reward['answer']"),
         (lambda p, t: p.level, "; write prompt.reward['columns']['level']"),
@@ -65,12 +62,11 @@ def test_other_errors_are_left_as_they_are() -> None:
     assert error_of(lambda p, t: t.answer.text).endswith("'str' object has no attribute 'text'")
 
 
-def test_an_explained_mapping_is_a_dict() -> None:
-    plain = {"answer": "3", "tests": [{"stdin": "1"}], "columns": {}}
-    made = Explained.of(plain, "prompt.reward")
-    assert made == plain and made.get("gold") is None and "gold" not in made
-    assert json.dumps(made) == json.dumps(plain)
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert other == plain
-        with pytest.raises(KeyError):
-            other["gold"]
+def test_what_a_function_is_given_is_plain() -> None:
+    def plain(prompt: Any, trajectory: Any) -> float:
+        given = (prompt.reward, prompt.reward["columns"], *prompt.messages, *trajectory.messages)
+        return float(all(type(one) is dict for one in given))
+
+    with passing([plain]):
+        spec = {"name": "python.plain", "prompt": prompt_fields(ASKED)}
+        assert reply_to(function(spec), said("3")) == {"score": 1.0}

@@ -203,6 +203,7 @@ def test_a_batch_refuses_followers_of_what_cannot_be_followed() -> None:
         (16, 16, 64, 500, 4, 3_000),
         (4, 6, 300, 200, 2, 2_500),  # four and two of each
         (2, 8, 200, 100, 8, 4_000),  # fewer groups than ranks
+        (2, 16, 1_024, 512, 3, 12_588),
         (3, 2, 100, 100, 4, 150),  # longer than a micro-batch
         (4, 8, 0, 900, 2, 2_000),  # nothing is shared
     ],

@@ -258,7 +258,7 @@ class Options:
         units = {longest: 1}
         while self.config.data.sources and shares and count > 1:
             size = bundle_size(count, self.config.data.max_prompt_tokens, longest)
-            if size <= MOST_TOKENS:
+            if size <= MOST_TOKENS * self.config.trainer.sequence_parallel:
                 units[size] = count
             count //= 2
         return units

@@ -64,7 +64,7 @@ class State:
     config: str
     """`config_digest` of the run that wrote it."""
     model: str = ""
-    """`RunFolder.base` of that run."""
+    """Fingerprint of the model that the run began with (`keel.trainer.run.folder.base_of`)."""
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.version < 0:

@@ -19,10 +19,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,6 +61,7 @@ class RunFolder:
         self._metrics = self.path / "metrics.jsonl"
         self.set_aside: Path | None = None
         """Where entering put what an earlier run wrote that cannot be continued."""
+        self.base = base_of(config)
         self._words: list[str] = []
         self._ended = 0
         """Step of the newest checkpoint on entering, damaged ones included."""
@@ -156,14 +158,6 @@ class RunFolder:
                 "and what of the model is not trained, would be others from here on. Put the "
                 "model back, or choose another run.dir"
             )
-
-    @cached_property
-    def base(self) -> str:
-        """Fingerprint of the model folder that the run begins with; "" of one of the hub, and of
-        the embedded model."""
-        folder = Path(self._config.model.path).expanduser()
-        local = self._config.model.path != EMBEDDED and folder.is_dir()
-        return fingerprint(folder) if local else ""
 
     def _check_place(self) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -355,14 +349,22 @@ class RunFolder:
         return saved
 
 
+def base_of(config: Config) -> str:
+    """Fingerprint of the model folder that a run begins with; "" of one of the hub, and of the
+    embedded model."""
+    folder = Path(config.model.path).expanduser()
+    with suppress(OSError):
+        if config.model.path != EMBEDDED and folder.is_dir():
+            return fingerprint(folder)
+    return ""
+
+
 def check_recipe(recipe: str, overrides: Sequence[str], config: Config) -> None:
     """Raises ConfigError where a recipe is the `config.yaml` of a run in another folder than its
-    `run.dir`, as after it was moved: the command would begin that run anew."""
+    `run.dir`, as after it was moved: the command would find no run there, or begin one."""
     path = Path(recipe)
-    there = path.name == "config.yaml" and any(
-        (path.parent / name).exists() for name in ("metrics.jsonl", "checkpoints")
-    )
-    said = any(word.partition("=")[0].strip() == "run.dir" for word in overrides)
+    there = path.name == "config.yaml" and (path.parent / MARK).exists()
+    said = any(re.match(r"\s*run(\.dir\s*=|\s*=.*\bdir\b)", word) for word in overrides)
     if there and not said and not same_place(path.parent, Path(config.run.dir).expanduser()):
         raise ConfigError(
             f"{recipe}: is the recipe of the run in {path.parent}, and its run.dir is "

@@ -67,11 +67,11 @@ def test_a_run_goes_on_with_the_model_that_it_began_with(tmp_path: Path) -> None
     (base / "model.safetensors").write_bytes(b"before")
     made = config(tmp_path / "run")
     made = replace(made, model=replace(made.model, path=str(base)))
+    shutil.copytree(base, moved)
     with RunFolder(made) as folder:
+        (base / "model.safetensors").write_bytes(b"behind")  # while it runs
         state = State(step=1, version=1, config=config_digest(made), model=folder.base)
         folder.save(state, weights)
-    shutil.copytree(base, moved)
-    (base / "model.safetensors").write_bytes(b"behind")
     with pytest.raises(ConfigError, match=r"has other weights than when step_000001 was written"):
         RunFolder(made).check()
     RunFolder(made).check(("data.",))  # whose policy alone is asked for
@@ -87,13 +87,16 @@ def test_the_recipe_of_a_run_that_was_moved_begins_no_other(
     monkeypatch.chdir(tmp_path)
     made, there = config(Path("runs/one")), Path("runs/two")
     with RunFolder(made):
-        (Path("runs/one") / "metrics.jsonl").touch()
+        pass
     check_recipe("runs/one/config.yaml", [], made)
     check_recipe("my/config.yaml", [], made)
     Path("runs/one").rename(there)
     with pytest.raises(ConfigError, match=r"of the run in runs/two, and .* run.dir=runs/two;"):
         check_recipe("runs/two/config.yaml", ["run.steps=9"], made)
-    check_recipe("runs/two/config.yaml", ["run.dir=runs/three"], made)
+    for said in ("run.dir=runs/three", "run={dir: runs/three, steps: 9}"):
+        check_recipe("runs/two/config.yaml", [said], made)
+    Path("mine/checkpoints").mkdir(parents=True)
+    check_recipe("mine/config.yaml", [], made)  # a project's own
 
 
 def test_a_full_disk_is_said_with_the_folder(
