@@ -4,8 +4,8 @@
 
 Runs the jobs below, each on GPUs of its own as soon as enough are free, and writes a log for each
 and `figures.json` as it goes. A job that fails or is late does not touch the others. Jobs that have
-succeeded under OUT before, at this commit, are left out, so that a second call goes on with the
-first. What another commit has left is put into OUT/earlier, and the job is done again.
+succeeded under OUT before, at this commit, are skipped: a second call resumes the first. What
+another commit has left is put into OUT/earlier, and the job is done again.
 """
 
 from __future__ import annotations
