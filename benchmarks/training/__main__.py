@@ -119,7 +119,8 @@ def wait(groups: dict[str, list[subprocess.Popen[bytes]]], seconds: float) -> No
                 del running[name]
             elif all(code == 0 for code in codes):
                 del running[name]
-        time.sleep(0.2)
+        if running:
+            time.sleep(0.2)
 
 
 def waves(groups: list[Group], gpus: int) -> list[list[Group]]:

@@ -70,7 +70,8 @@ def test_a_model_and_its_gradients_stay_what_they_were(
     assert list(model.state_dict()) == names
     assert set(new) == set(gradients)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(new[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+        terms = max(1.0, float(gradient.abs().max()))  # what a small one is a difference of
+        torch.testing.assert_close(new[name], gradient, rtol=1e-3, atol=1e-5 * terms, msg=name)
 
 
 def test_every_operation_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:

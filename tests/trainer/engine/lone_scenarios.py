@@ -31,10 +31,13 @@ WINDOW = 3
 
 @contextmanager
 def computing(dtype: torch.dtype) -> Iterator[pytest.MonkeyPatch]:
-    """As on a GPU."""
+    """As on a GPU. PyTorch has float16 on any CPU, DeepSpeed wants one with instructions for it."""
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
+
     from keel.trainer.engine import engine  # noqa: PLC0415  (loads DeepSpeed)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
         patch.setattr(engine, "compute_dtype", lambda *_: dtype)
         yield patch
 
