@@ -43,8 +43,8 @@ from keel.trainer.cluster.watch import Watch, watched
 from keel.trainer.feed import wait_for
 from keel.trainer.learner import Learner
 from keel.trainer.planning.lowering import Lowering
-from keel.trainer.planning.memory import certain_cache, start_together
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
+from keel.trainer.planning.turns import certain_cache, start_together
 from keel.trainer.prepare import Task, length_rules
 from keel.trainer.run.restarts import Lost
 from keel.trainer.run.waits import Wait, waiting

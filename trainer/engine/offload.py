@@ -31,8 +31,7 @@ from keel.trainer.engine.deepspeed_internals import (
     other_state,
     weights_of,
 )
-from keel.trainer.planning.memory import OF_A_STEP, trainer_memory
-from keel.trainer.planning.turns import copied_bytes
+from keel.trainer.planning.memory import OF_A_STEP, copied_bytes, trainer_memory
 
 MIB, GIB = 2**20, 2**30
 LEAST = 2**12
@@ -288,7 +287,7 @@ def make_offload(
             "room": room(config, device),
             "limit": limit,
             "activations": sum(planned.parts.get(name, 0.0) for name in (*OF_A_STEP, "gathered")),
-            "copied": copied_bytes(config, planned, gpu=gpu),
+            "copied": copied_bytes(config, planned.parts, gpu=gpu),
         }
         return Offload(engine, reference, device, **of), ""
     if gpu:

@@ -41,6 +41,13 @@ class Choice:
         ]
 
 
+LONE = {
+    2: "a single rank has nobody to share with; ZeRO 1 would have gradients twice in an update",
+    3: "the optimizer is in host memory, and so its gradients wait there, too",
+}
+"""Why that stage of ZeRO."""
+
+
 def said(value: Any) -> str:
     """As a recipe has it."""
     return str(value).lower() if isinstance(value, bool) else f"{value}"
@@ -200,7 +207,7 @@ class Reasons:
     def _zero_stage(self) -> str:
         trainer = self._config.trainer
         if trainer.ranks == 1:
-            return "a single rank has nobody to share with"
+            return LONE.get(trainer.zero_stage, "a single rank has nobody to share with")
         least = self._other(zero_stage=max(0, trainer.zero_stage - 1))
         if least is None and trainer.zero_stage > 1:
             return "the least that fits"

@@ -98,7 +98,8 @@ def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[C
         if n > rollout.tensor_parallel and heads % n == 0
     ]
     # What leaves the GPU costs time, and memory of its machine.
-    stage = {"trainer.zero_stage": 1} if trainer.zero_stage == 0 else {}
+    least = 2 if trainer.ranks == 1 and config.model.dtype != "float32" else 1  # see `copied_bytes`
+    stage = {"trainer.zero_stage": least} if trainer.zero_stage < least else {}
     away = trainer.offload_optimizer
     yield [
         {"trainer.offload_optimizer": False}

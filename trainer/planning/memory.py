@@ -24,7 +24,11 @@ ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
 """GPU: context, kernels and NCCL, and an engine's CUDA graphs. Assumed for an engine; of a rank
 what the driver had given away beside PyTorch's allocator, the same in every measured step."""
 OF_A_STEP = ("activations", "experts' tokens", "support head", "new gradients")
-"""Parts of a rank's memory that it has not before its first step."""
+"""Parts of a rank's memory that it has not before its first step, nor in an update."""
+JOINED = "gradients joined"
+"""What an update needs for gradients in one piece beyond the place that activations leave."""
+SUB_GROUP_BYTES = 4e9
+"""ZeRO-3 updates so many bytes of master weights at a time (DeepSpeed's default)."""
 RANK_SPARE = 1.06
 """Of a rank's memory: the model says up to 2 % too little (docs/scaling.md), and no trajectory is
 like another."""
@@ -191,28 +195,6 @@ def cached_sequences(
     return sequences
 
 
-def certain_cache(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
-    """Bytes that an engine's share of such a GPU leaves its KV cache for certain; 0 where that does
-    not hold all its answers, so that vLLM has to find out how much it can have."""
-    memory = engine_memory(config, facts, gpu=True)
-    cache = memory.parts["KV cache"]
-    rest = ENGINE_SPARE * (memory.total - cache) + ENGINE_SPARE_GIB * GIB
-    left = config.rollout.gpu_memory_utilization * gpu_gib * GIB - rest
-    return int(left) if left >= cache else 0
-
-
-def start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float) -> bool:
-    """Whether an engine and a rank that share a GPU have room there while both start: an engine
-    wants all of its share free, and none that measures what is left for its cache may be disturbed
-    (`certain_cache`). `taken_gib`: by processes of others."""
-    if config.rollout.sleep or not certain_cache(config, facts, gpu_gib):
-        return False
-    rank = trainer_memory(config, facts, gpu=True)
-    holds = rank.total - sum(rank.parts.get(name, 0.0) for name in OF_A_STEP)
-    share = config.rollout.gpu_memory_utilization * gpu_gib
-    return share + RANK_SPARE * holds / GIB <= gpu_gib - taken_gib
-
-
 def within(memory: Memory, budget: float) -> Memory:
     """An engine's, its KV cache no larger than `budget` bytes leave."""
     cache = budget - (memory.total - memory.parts["KV cache"])
@@ -249,10 +231,11 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
     experts = kept_layers * expert_elements(facts)
     activations = activation_elements(facts, trainer)
+    away = gpu and trainer.offload_optimizer
     parts = {
         "weights": width * (shard if stage == 3 else held),
-        "gradients": 4 * (learned / ranks if stage >= 2 else own),
-        "optimizer": state * (not (gpu and trainer.offload_optimizer)),
+        "gradients": 4 * (learned / ranks if stage >= 2 else own) * (not (away and stage == 3)),
+        "optimizer": state * (not away),
         "reference": width * with_reference * (shard if stage == 3 else held),
         "activations": activations * width * tokens,
         "experts' tokens": experts * width * tokens,
@@ -261,6 +244,8 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     if ranks > 1 or (stage >= 1 and not summed_apart(config.model.dtype, trainer)):
         buckets = ZERO_2_BUCKETS if stage == 2 else 1
         parts["buckets"] = 4 * buckets * min(own, bucket_elements(trainer))
+        # One gradient on its way to host memory, at most as large as the embeddings.
+        parts["buckets"] += width * facts.vocab_size * facts.hidden_size * (away and stage < 3)
     # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.
     largest = (count - routed) / facts.layers
     largest += routed / max(1, facts.moe_layers) / trainer.expert_parallel
@@ -269,6 +254,8 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     elif mixed:
         # Of one layer, before they join the float32 sum.
         parts["new gradients"] = width * min(own, largest)
+    of_a_step = sum(parts.get(name, 0.0) for name in (*OF_A_STEP, "gathered"))
+    parts[JOINED] = max(0.0, copied_bytes(config, parts, gpu=gpu) - of_a_step)
     if gpu:
         parts["unused"] = TRAINER_UNUSED_GIB * GIB
         parts["CUDA"] = TRAINER_CUDA_GIB * GIB
@@ -277,9 +264,23 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     return Memory(parts=parts)
 
 
+def copied_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> float:
+    """In an update: a rank's gradients once more, joined to one piece, under ZeRO-3 those of a few
+    layers at a time. They are one as they are where bfloat16 is summed apart, and in 16 bits under
+    ZeRO-2. (DeepSpeed 0.19.8: its optimizer for bfloat16, `_build_compact_grad_partition_buffer`
+    and `flatten_dense_tensors_aligned` of that for stages 1 and 2.)"""
+    trainer, stage = config.trainer, stage_in_use(config, gpu=gpu)
+    dtype = config.model.dtype if gpu else "float32"
+    if stage == 0 or summed_apart(dtype, trainer) or (stage == 2 and dtype != "float32"):
+        return 0.0
+    if stage == 3:
+        return min(parts["gradients"], SUB_GROUP_BYTES)
+    return parts["gradients"] / (trainer.ranks if stage == 1 else 1)
+
+
 def bucket_elements(trainer: TrainerConfig) -> int:
     """Of a bucket of gradients, at most. (ZeRO 2 on one rank was measured with the larger one.)"""
-    lone = trainer.ranks == 1 and trainer.zero_stage != 2
+    lone = trainer.ranks == 1 and (trainer.zero_stage != 2 or trainer.offload_optimizer)
     return LONE_BUCKET_ELEMENTS if lone else BUCKET_ELEMENTS
 
 

@@ -219,10 +219,21 @@ class Options:
             stages = stages[:-1]
         if zero not in self.left:
             stages = (trainer.zero_stage,)
-        elif ranks == 1:  # it has nobody to share with
-            stages = stages[:1]
+        elif ranks == 1:
+            pairs = [(a, s) for a in away for s in self._lone_stages(offload=a)]
+            return [self.open({zero: s, offload: a}) for a, s in pairs]
         values = [{zero: max(s, int(a)), offload: a} for a, s in product(away, stages)]
         return [dict(pairs) for pairs in {tuple(self.open(each).items()): None for each in values}]
+
+    def _lone_stages(self, *, offload: bool) -> list[int]:
+        """ZeRO's for a single rank, which has nobody to share with. Where DeepSpeed's optimizer for
+        bfloat16 is not to be had, stage 1 has gradients twice in an update (`copied_bytes`); with
+        an offloaded optimizer, stage 3 has them in host memory."""
+        if self.config.model.dtype == "float32":
+            least = int(offload)
+        else:
+            least = 1 if self.config.model.dtype == "bfloat16" and not offload else 2
+        return [least, 3] if offload and not self.config.model.batch_invariant else [least]
 
     def micro_batches(self, ranks: int) -> list[Values]:
         """A rank's share of a step in one, in two, in three … micro-batches of trajectories at
@@ -288,7 +299,8 @@ class Options:
         shared = self.gpus == 1 or seats.get("rollout.colocated", config.rollout.colocated)
         stays = (least_staying_gib(config) + self.hardware.taken_gib) / self.hardware.gpu_gib
         most = max(0.01, min(0.9, math.floor(100 * (1 - stays)) / 100))
-        for sleeps, stage in product((True, False), (3, 2, 1) if ranks > 1 else (1,)):
+        stages = (3, 2, 1) if ranks > 1 else self._lone_stages(offload=True)[::-1]
+        for sleeps, stage in product((True, False), stages):
             values = {
                 **seats,
                 "rollout.sleep": sleeps,

@@ -74,7 +74,7 @@ class Rates:
     profile."""
     host_adam_s: float = 3.5e-10
     """AdamW in host memory (`trainer.offload_optimizer`), for each parameter of a rank's share: 28
-    bytes at 80 GB/s, assumed. One core alone takes 1.2e-9 (measured, an Intel Xeon)."""
+    bytes at 80 GB/s, assumed (docs/scaling.md). One core alone takes 1.2e-9 (an Intel Xeon)."""
     update_s: float = 9e-3
     """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
     turn_s: float = 0.05
@@ -331,8 +331,8 @@ def compute_seconds(
     updates = updates_of(config)
     updating = updates * owned * rates.optimizer_bytes / machine.memory_bytes
     if trainer.offload_optimizer:
-        # Gradients are added up there, float32, by way of the GPU; new weights come back.
-        crossing = 8 * micro_batches + width * updates
+        added = width == 4 or trainer.zero_stage == 3  # there, else on the GPU
+        crossing = (4 + width) * updates + 8 * added * (micro_batches - updates)
         updating = owned * (updates * rates.host_adam_s + crossing / machine.host_bytes)
     head /= machine.flops * rates.head_mfu
     return body + head + weights / machine.memory_bytes + updating

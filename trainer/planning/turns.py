@@ -14,18 +14,23 @@ from keel.model.load import ModelFacts
 from keel.trainer.planning.families import learned_parameters
 from keel.trainer.planning.memory import (
     ENGINE_CUDA_GIB,
+    ENGINE_SPARE,
+    ENGINE_SPARE_GIB,
     GIB,
+    JOINED,
+    OF_A_STEP,
     RANK_SPARE,
     TRAINER_CUDA_GIB,
     DoesNotFit,
     Memory,
+    copied_bytes,
+    engine_memory,
     gib,
     largest_first,
     stage_in_use,
+    trainer_memory,
 )
 
-SUB_GROUP_BYTES = 4e9
-"""ZeRO-3 updates so many bytes of master weights at a time (DeepSpeed's default)."""
 IN_PIECES = 0.08
 """Of a GPU, while an engine samples: memory that is left in pieces in use in part, a sleeping
 engine's own, counted twice, and what is offloaded as a whole. 11 GiB of 140 in the one run that was
@@ -69,20 +74,11 @@ def peak_bytes(config: Config, memory: Memory, waits: Waiting) -> float:
     return max(memory.total - waits.training, min(memory.total, _of_update(config, memory)))
 
 
-def copied_bytes(config: Config, memory: Memory, *, gpu: bool) -> float:
-    """In an update: gradients in one piece, of a shard or under ZeRO-3 of a few layers at a time.
-    In bfloat16 under ZeRO-1 and 2 they are in one piece as they are."""
-    stage, one = stage_in_use(config, gpu=gpu), memory.parts["optimizer"] / 3
-    if stage == 3:
-        return min(one, SUB_GROUP_BYTES)
-    return one if stage > 0 and config.model.dtype != "bfloat16" else 0.0
-
-
 def _of_update(config: Config, memory: Memory) -> float:
     """Without activations and without a reference."""
     names = ("weights", "gradients", "optimizer", "unused", "CUDA")
     held = sum(memory.parts[name] for name in names)
-    return held + copied_bytes(config, memory, gpu=True)
+    return held + copied_bytes(config, memory.parts, gpu=True)
 
 
 def waiting_of(
@@ -147,12 +143,36 @@ def held_bytes(memory: Memory) -> float:
 
 
 def host_bytes(config: Config, facts: ModelFacts, waits: Waiting) -> float:
-    """What a rank keeps in its machine's memory, at least: master weights and moments of an
-    offloaded optimizer, and what waits there in turns with an engine."""
+    """What a rank keeps in its machine's memory, at least: master weights, moments and gradients of
+    an offloaded optimizer, and new weights on their way; and what waits there in turns with an
+    engine."""
     trainer = config.trainer
     learned, _ = learned_parameters(config, facts)
-    optimizer = 12 * learned / trainer.ranks if trainer.offload_optimizer else 0.0
+    each = 20 if trainer.zero_stage == 3 else 18
+    optimizer = each * learned / trainer.ranks if trainer.offload_optimizer else 0.0
     return optimizer + waits.host
+
+
+def certain_cache(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
+    """Bytes that an engine's share of such a GPU leaves its KV cache for certain; 0 where that does
+    not hold all its answers, so that vLLM has to find out how much it can have."""
+    memory = engine_memory(config, facts, gpu=True)
+    cache = memory.parts["KV cache"]
+    rest = ENGINE_SPARE * (memory.total - cache) + ENGINE_SPARE_GIB * GIB
+    left = config.rollout.gpu_memory_utilization * gpu_gib * GIB - rest
+    return int(left) if left >= cache else 0
+
+
+def start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float) -> bool:
+    """Whether an engine and a rank that share a GPU have room there while both start: an engine
+    wants all of its share free, and none that measures what is left for its cache may be disturbed
+    (`certain_cache`). `taken_gib`: by processes of others."""
+    if config.rollout.sleep or not certain_cache(config, facts, gpu_gib):
+        return False
+    rank = trainer_memory(config, facts, gpu=True)
+    holds = rank.total - sum(rank.parts.get(name, 0.0) for name in (*OF_A_STEP, JOINED))
+    share = config.rollout.gpu_memory_utilization * gpu_gib
+    return share + RANK_SPARE * holds / GIB <= gpu_gib - taken_gib
 
 
 def check_trainer_fits(

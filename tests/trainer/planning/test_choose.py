@@ -75,7 +75,7 @@ def some_layout_fits(config: Config, facts: ModelFacts, hardware: Hardware) -> b
     beside = [(n, n, True) for n in range(1, gpus + 1)]
     apart = [(n, gpus - n, False) for n in range(1, gpus)]
     shares = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
-    for (ranks, engines, colocated), stage in product([*beside, *apart], (1, 3)):
+    for (ranks, engines, colocated), stage in product([*beside, *apart], (1, 2, 3)):
         seats = {"trainer.ranks": ranks, "rollout.engines": engines, "rollout.colocated": colocated}
         for share, sleep, away in product(shares, (True, False), (True, False)):
             least = {
@@ -120,7 +120,7 @@ def test_nothing_that_fits_is_refused_and_what_is_chosen_fits(
         if shape in ("0.6b", "1.7b", "1.4b-a0.4b"):  # small: on all GPUs, at the measured sizes
             assert choice.config.trainer.ranks == gpus
             assert choice.config.trainer.micro_batch_tokens >= 8192
-    assert refused == {"8b": 2, "30b-a3b": 5}.get(shape, 0)
+    assert refused == {"8b": 1, "30b-a3b": 4}.get(shape, 0)
 
 
 def test_a_small_model_is_not_asked_to_share_what_it_need_not(
@@ -297,7 +297,7 @@ def test_a_supervised_run_chooses_how_it_trains_and_nothing_else(
 
 @pytest.mark.usefixtures("quick_refusals")
 def test_what_waits_in_a_machines_memory_has_to_fit_there(shapes: dict[str, ModelFacts]) -> None:
-    """98 GB of an 8B model's optimizer on one GPU of 79 GiB."""
+    """147 GB of an 8B model's optimizer on one GPU of 79 GiB."""
 
     def on(memory_gib: float, gpus: int = 1) -> Hardware:
         (node,) = idle_nodes(1, gpus)
@@ -313,12 +313,12 @@ def test_what_waits_in_a_machines_memory_has_to_fit_there(shapes: dict[str, Mode
         recipe(),
         {
             "trainer.offload_optimizer": True,
-            "trainer.zero_stage": 1,
+            "trainer.zero_stage": 2,
             "trainer.activation_checkpointing": True,
             "trainer.micro_batch_tokens": 4096,
         },
     )
-    wanted = r"1 trainer rank\(s\) keep at least 91\.\d GiB in .* \(trainer.off.* has 64\.0 GiB"
+    wanted = r"1 trainer rank\(s\) keep at least 137\.\d GiB in .* \(trainer.off.* has 64\.0 GiB"
     with pytest.raises(ConfigError, match=wanted):
         choose(said, frozenset(), shapes["8b"], on(64.0, gpus=2))
 

@@ -24,10 +24,7 @@ from keel.trainer.planning.memory import (
     TRAINER_CUDA_GIB,
     TRAINER_UNUSED_GIB,
     DoesNotFit,
-    certain_cache,
-    engine_memory,
     key_width,
-    start_together,
     support_head_bytes,
     trainer_memory,
 )
@@ -105,7 +102,8 @@ def test_a_warm_up_has_gradients_and_state_of_its_indexers_alone(stage: Any, sha
     assert parts["optimizer"] == 12 * 40e6 / 4
     assert parts["weights"] == 2e9 / (4 if stage == 3 else 1)
     away = recipe(ranks=4, zero_stage=stage, attention="warm-up", offload_optimizer=True)
-    assert host_bytes(away, facts, Waiting()) == 12 * 40e6 / 4
+    # Beside it gradients: under ZeRO 3 twice, else once and new weights.
+    assert host_bytes(away, facts, Waiting()) == (20 if stage == 3 else 18) * 40e6 / 4
 
 
 def test_one_head_of_keys_is_no_latent() -> None:
@@ -204,34 +202,6 @@ def test_held_masks_take_the_whole_head_too() -> None:
     sampling = replace(config.rollout.sampling, top_p=1.0, top_k=0)
     whole = replace(config, rollout=replace(config.rollout, sampling=sampling))
     assert more == support_head_bytes(whole, DENSE, 2)
-
-
-def test_a_share_with_room_for_every_answer_leaves_the_cache_what_nobody_has_to_measure() -> None:
-    """A tenth and 1 GiB are kept back of what the engine takes beside the cache."""
-    config = recipe(rollout={"gpu_memory_utilization": 0.5})
-    parts = engine_memory(config, DENSE, gpu=True).parts
-    beside = sum(size for name, size in parts.items() if name != "KV cache")
-    whole = certain_cache(config, DENSE, 80.0)
-    assert whole == pytest.approx(40 * GIB - 1.1 * beside - GIB, abs=1)
-    just = (parts["KV cache"] + 1.1 * beside + GIB) / GIB / 0.5
-    assert certain_cache(config, DENSE, just + 0.01) >= parts["KV cache"]
-    assert certain_cache(config, DENSE, just - 0.01) == 0
-
-
-def test_engine_and_rank_start_together_where_neither_takes_what_the_other_wants() -> None:
-    """The engine its share, and the rank what it holds before its first step."""
-    rollout = {"gpu_memory_utilization": 0.5}
-    config = recipe(rollout=rollout, micro_batch_tokens=8000)
-    parts = plan(config).trainer.parts
-    there = 1.06 * sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
-    enough = 2 * there / GIB
-    assert enough > 40  # so that the engine's cache is certain
-    assert start_together(config, DENSE, enough + 0.1, 0.0)
-    assert not start_together(config, DENSE, enough - 0.1, 0.0)
-    assert not start_together(config, DENSE, enough + 0.1, 1.0)
-    assert start_together(config, DENSE, enough + 2.1, 1.0)
-    assert not start_together(recipe(rollout={**rollout, "sleep": True}), DENSE, 80.0, 0.0)
-    assert not start_together(recipe(rollout={"gpu_memory_utilization": 0.05}), DENSE, 80.0, 0.0)
 
 
 def test_an_engine_that_cannot_hold_one_trajectory_is_refused_with_its_sum() -> None:

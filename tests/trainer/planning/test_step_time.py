@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -331,16 +332,18 @@ def test_attention_in_long_contexts_is_estimated_by_its_kernels_and_by_what_is_k
 
 
 def test_an_optimizer_in_host_memory_takes_time_there_and_on_the_way(moe: ModelFacts) -> None:
-    def seconds(micro_batches: int, *, away: bool) -> float:
-        trainer: dict[str, Any] = {"ranks": 2, "zero_stage": 1, "offload_optimizer": away}
+    def seconds(micro_batches: int, stage: int, *, away: bool) -> float:
+        trainer: dict[str, Any] = {"ranks": 2, "zero_stage": stage, "offload_optimizer": away}
         config = recipe(**trainer)
         return compute_seconds(config, moe, 65_536, micro_batches, Machine(), Rates())
 
-    owned, sums = moe.parameters / 2, 30 - 14  # gradients are not added up in one pass then
-    for micro_batches in (1, 4):
-        on_gpu = owned * 65 - sums * moe.parameters * micro_batches
-        there = owned * (3.5e-10 + (8 * micro_batches + 2) / Machine().host_bytes)
-        more = seconds(micro_batches, away=True) - seconds(micro_batches, away=False)
+    owned = moe.parameters / 2
+    for count, stage in product((1, 4), (1, 2, 3)):
+        sums = (30 - 14) * (stage == 1)  # gradients are not added up in one pass then
+        on_gpu = owned * 65 - sums * moe.parameters * count
+        crossing = 4 + 2 + 8 * (count - 1) * (stage == 3)
+        there = owned * (3.5e-10 + crossing / Machine().host_bytes)
+        more = seconds(count, stage, away=True) - seconds(count, stage, away=False)
         assert more == pytest.approx(there - on_gpu / Machine().memory_bytes)
 
 

@@ -14,17 +14,20 @@ from keel.trainer.planning.memory import (
     RANK_SPARE,
     DoesNotFit,
     Memory,
+    copied_bytes,
+    engine_memory,
     trainer_memory,
 )
 from keel.trainer.planning.turns import (
     IN_PIECES,
     Waiting,
+    certain_cache,
     check_trainer_fits,
-    copied_bytes,
     held_bytes,
     least_bytes,
     needed_bytes,
     peak_bytes,
+    start_together,
     waiting_of,
 )
 from tests.trainer.planning.test_memory import DENSE, recipe
@@ -123,12 +126,42 @@ def test_the_reference_makes_way_for_an_update() -> None:
         ("bfloat16", 1, 1, 0.0),
         ("bfloat16", 2, 2, 0.0),
         ("bfloat16", 3, 2, 2e9),
-        ("float16", 2, 2, 2e9),
+        ("float16", 1, 2, 2e9),
+        ("float16", 2, 2, 0.0),
         ("float32", 1, 1, 4e9),
+        ("float32", 2, 2, 2e9),
         ("float32", 0, 1, 0.0),
     ],
 )
 def test_what_an_update_copies(dtype: Any, stage: int, ranks: int, copied: float) -> None:
     config = turns(0.5, zero_stage=stage, ranks=ranks)
     config = replace(config, model=replace(config.model, dtype=dtype))
-    assert copied_bytes(config, memory(config), gpu=True) == pytest.approx(copied)
+    assert copied_bytes(config, memory(config).parts, gpu=True) == pytest.approx(copied)
+
+
+def test_a_share_with_room_for_every_answer_leaves_the_cache_what_nobody_has_to_measure() -> None:
+    """A tenth and 1 GiB are kept back of what the engine takes beside the cache."""
+    config = recipe(rollout={"gpu_memory_utilization": 0.5})
+    parts = engine_memory(config, DENSE, gpu=True).parts
+    beside = sum(size for name, size in parts.items() if name != "KV cache")
+    whole = certain_cache(config, DENSE, 80.0)
+    assert whole == pytest.approx(40 * GIB - 1.1 * beside - GIB, abs=1)
+    just = (parts["KV cache"] + 1.1 * beside + GIB) / GIB / 0.5
+    assert certain_cache(config, DENSE, just + 0.01) >= parts["KV cache"]
+    assert certain_cache(config, DENSE, just - 0.01) == 0
+
+
+def test_engine_and_rank_start_together_where_neither_takes_what_the_other_wants() -> None:
+    """The engine its share, and the rank what it holds before its first step."""
+    rollout = {"gpu_memory_utilization": 0.5}
+    config = recipe(rollout=rollout, micro_batch_tokens=8000)
+    parts = trainer_memory(config, DENSE, gpu=True).parts
+    there = 1.06 * sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
+    enough = 2 * there / GIB
+    assert enough > 40  # so that the engine's cache is certain
+    assert start_together(config, DENSE, enough + 0.1, 0.0)
+    assert not start_together(config, DENSE, enough - 0.1, 0.0)
+    assert not start_together(config, DENSE, enough + 0.1, 1.0)
+    assert start_together(config, DENSE, enough + 2.1, 1.0)
+    assert not start_together(recipe(rollout={**rollout, "sleep": True}), DENSE, 80.0, 0.0)
+    assert not start_together(recipe(rollout={"gpu_memory_utilization": 0.05}), DENSE, 80.0, 0.0)
