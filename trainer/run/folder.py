@@ -134,11 +134,10 @@ class RunFolder:
                 f"back from a copy, or choose another folder; to start over here, move "
                 f"{self._checkpoints} away"
             )
-        if self._metrics.exists():
-            try:
-                metric_lines(self._metrics)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
+        try:
+            metric_lines(self._metrics)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if stuck := checkpoint.stuck(self.latest, self._config):
             raise ConfigError(
                 f"run.dir = {self.path}: {self.latest.name} holds DeepSpeed's own files, which can "
@@ -317,8 +316,6 @@ class RunFolder:
     def unmeasured(self, step: int) -> bool:
         """Whether held-out sets are measured in this run, and were not at this step, which it has
         done: it was ended meanwhile."""
-        if not self._metrics.exists():
-            return False
         points = [point for found in self.evaluations().values() for point in found]
         return bool(points) and all(at != step for at, _ in points)
 

@@ -129,7 +129,7 @@ class Journal:
 
     def evaluated(self, step: int) -> bool:
         """Whether anything of held-out sets is written of a step."""
-        found = steps_of(self._metrics) if self._metrics.exists() else {}
+        found = steps_of(self._metrics)
         return any(name.startswith("eval/") for name in found.get(step, {}))
 
     def _write(
@@ -205,11 +205,12 @@ def keep_until(path: Path, step: int) -> None:
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:
-    """Step and text of each line of `metrics.jsonl`, but for a last one cut short by a crash.
+    """Step and text of each line of `metrics.jsonl`, but for a last one cut short by a crash; none
+    before the first.
 
     Raises ValueError naming file and line for one that no run can have written.
     """
-    texts = path.read_text().splitlines()
+    texts = path.read_text().splitlines() if path.exists() else []
     found: list[tuple[int, str]] = []
     for number, text in enumerate(texts, start=1):
         try:

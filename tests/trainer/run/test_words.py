@@ -13,15 +13,14 @@ def test_the_command_for_the_curves_takes_a_folder_with_spaces(tmp_path: Path) -
     path = tmp_path / "my run"
     config = load_config("quickstart", [f"run.dir={path}"])
     with RunFolder(config) as folder:
-        (path / "metrics.jsonl").touch()
         said = closing_words(folder, config, 1, ["train", "quickstart"])
     assert f"tensorboard --logdir '{path}'" in said
 
 
 def test_a_run_that_stopped_says_how_to_go_on(tmp_path: Path) -> None:
+    """Also in its first evaluation, when there is no line of metrics."""
     config = load_config("quickstart", [f"run.dir={tmp_path}"])
     with RunFolder(config) as folder:
-        (tmp_path / "metrics.jsonl").touch()
         command = ["train", "my recipe.yaml"]
         said = closing_words(folder, config, 1, command)
         from_python = closing_words(folder, config, 1, command, again="make the same call again")
