@@ -60,10 +60,7 @@ class Subject:
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
         """Source → the prompts that `keel eval` is to ask."""
         given, of = self.config.eval, self.dataset
-        data = self.config.data
-        trained = [source.name for source in data.sources if data.weight_of(source) > 0]
-        chosen = {name: of.train.sources[name] for name in trained}
-        chosen = of.heldout if given.prompts == "heldout" else chosen
+        chosen = of.heldout if given.prompts == "heldout" else of.train.sources
         return {name: prompts[: given.size or None] for name, prompts in chosen.items()}
 
 
@@ -256,7 +253,7 @@ def _told(
         return [f"nothing was sampled; the same command goes on in {out.path}"]
     found = results(asked, config.eval.each_pass_at, config.eval.submissions)
     lines = table(found)
-    if more := len(out.asked) - len(asked):
+    if more := len({one.id for one in out.asked} - wanted):
         lines.append(f"{more:,} prompts that an earlier start asked are in no set now: left out")
     reasons = Counter(reason for one in asked for reason in one.missing)
     lines += [f"{n:,} completions missing, counted as wrong: {r}" for r, n in reasons.items()]

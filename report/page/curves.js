@@ -166,7 +166,7 @@ keel.curves = {
   show(asked) {
     const axis = asked.axis || "step";
     const page = [keel.make("div", { class: "bar" },
-      keel.choice("across", "axis", { step: "steps", hours: "hours since the start" }, axis),
+      keel.choice("across", "axis", [["step", "steps"], ["hours", "hours since the start"]], axis),
       keel.curves.legend(axis))];
     for (const [group, plots] of keel.curves.plots()) {
       page.push(keel.make("h2", {}, group));

@@ -213,16 +213,16 @@ keel.read = {
   },
 
   bar(run, number, asked) {
-    const values = (all) => Object.fromEntries([["", "all"], ...[...new Set(all)].map((one) => [one, one])]);
-    const colours = Object.fromEntries(Object.entries(keel.tokens.choices).map(([name, { label }]) => [name, label]));
-    const orders = Object.fromEntries(Object.entries(keel.read.orders).map(([name, [label]]) => [name, label]));
+    const values = (all) => [["", "all"], ...[...new Set(all)].map((one) => [one, one])];
+    const colours = Object.entries(keel.tokens.choices).map(([name, { label }]) => [name, label]);
+    const orders = Object.entries(keel.read.orders).map(([name, [label]]) => [name, label]);
     const find = keel.make("input", { type: "search", placeholder: "prompt", value: asked.find || "",
       change: (event) => (location.hash = keel.ask({ find: event.target.value })) });
     const open = keel.make("input", { type: "checkbox",
       change: (event) => (location.hash = keel.ask({ open: event.target.checked ? 1 : 0 })) });
     open.checked = asked.open === "1";
-    const runs = Object.fromEntries(keel.runs.map((one, at) => [at, one.name]));
-    const colour = asked.colour in colours ? asked.colour : "logp";
+    const runs = keel.runs.map((one, at) => [String(at), one.name]);
+    const colour = asked.colour in keel.tokens.choices ? asked.colour : "logp";
     return keel.make("div", { class: "bar" },
       keel.runs.length > 1 ? keel.choice("run", "run", runs, String(number)) : [],
       run.kind === "run" ? keel.choice("step", "step", values(run.groups.map((g) => String(g.step))), asked.step || "") : [],

@@ -27,9 +27,11 @@ const keel = {
     return `#${all}`;
   },
 
+  // options: pairs of value and text. What is chosen is among them, or the page would show another.
   choice(label, name, options, chosen) {
     const change = (event) => (location.hash = keel.ask({ [name]: event.target.value }));
-    const made = Object.entries(options).map(([value, text]) => {
+    const known = options.some(([value]) => value === chosen);
+    const made = (known ? options : [...options, [chosen, chosen]]).map(([value, text]) => {
       const option = keel.make("option", { value }, text);
       option.selected = value === chosen;
       return option;

@@ -66,10 +66,10 @@ class Candidate:
         names = {self.source.name}
         if "pyproject.toml" in self.base:
             try:
-                data = tomllib.loads(self.base["pyproject.toml"][1].decode())
-            except ValueError:
-                data = dict[str, Any]()
-            names.add(str(data.get("project", {}).get("name") or self.source.name))
+                data: dict[str, Any] = tomllib.loads(self.base["pyproject.toml"][1].decode())
+                names.add(str(data["project"]["name"]) or self.source.name)
+            except (ValueError, LookupError, TypeError, RecursionError):  # a stranger's file
+                pass
         if self.source.language == "python":
             for path in self.base:
                 parts = path.removeprefix("src/").split("/")

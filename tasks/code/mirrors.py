@@ -39,10 +39,12 @@ class Mirror:
         try:
             self._folder = self._found_folder()
             told_of = self._told(["%H", "%P", "%B"], "--first-parent", source.ref)
-        except subprocess.CalledProcessError as error:
+        except (OSError, subprocess.SubprocessError) as error:
+            said = str(error)  # there is no git, or it takes too long
+            if isinstance(error, subprocess.CalledProcessError):
+                said = error.stderr.decode(errors="replace").strip()
             raise ConfigError(
-                f"code.sources[{source.name}].git = {source.git!r}: "
-                f"{error.stderr.decode(errors='replace').strip()}"
+                f"code.sources[{source.name}].git = {source.git!r}: {said}"
             ) from error
         self._commits: dict[str, tuple[str, list[str], str]] = {}
         for commit, parents, message in told_of:

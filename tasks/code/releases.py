@@ -6,6 +6,7 @@ import io
 import lzma
 import os
 import re
+import stat
 import tarfile
 import zipfile
 import zlib
@@ -127,7 +128,12 @@ def _zipped(data: bytes) -> list[tuple[str, str, bytes]]:
         if sum(member.file_size for member in archive.infolist()) > MOST_BYTES:
             raise zipfile.BadZipFile(f"more than {MOST_BYTES >> 20} MiB")
         return [
-            (member.filename, "f", archive.read(member))
+            (member.filename, _kind(member.external_attr >> 16), archive.read(member))
             for member in archive.infolist()
             if not member.is_dir()
         ]
+
+
+def _kind(mode: int) -> str:
+    """Of a member of a zip; 0 where it was not packed by Unix."""
+    return "l" if stat.S_ISLNK(mode) else "x" if mode & 0o100 else "f"

@@ -16,7 +16,7 @@ from keel.tasks.general.grounding import CHANGES, Leaf, Replay, Results, as_it_i
 from keel.tasks.general.mutations import EMPTY, hollow, mutations, plausible
 from keel.tasks.general.rooms import SLACK_S, Rooms, lost_to
 from keel.tasks.ledger import Refused
-from keel.tasks.work import spec_of
+from keel.tasks.work import spec_of, together
 
 Specs = Mapping[str, Mapping[str, Any]]
 """The tools by name: description, parameters, and whether they return `text` or `json`."""
@@ -51,7 +51,7 @@ async def typed(rooms: Rooms, environment: Path) -> Specs:
     try:
         Arguments([spec_of(spec) for spec in specs.values()])
         _ = [spec["returns"] for spec in specs.values()]
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise Refused("typed", f"the tools' schemas: {error}") from error
     return specs
 
@@ -132,7 +132,7 @@ async def grounded(rooms: Rooms, specs: Specs, solution: str, number: int, found
             return "fails"
         return "same" if answer == found.answer else "other"
 
-    came_to = await asyncio.gather(*map(over, CHANGES.values()))
+    came_to = await together(*map(over, CHANGES.values()))
     if "same" not in came_to or "other" in came_to:
         return
     if await over(as_it_is, fewer) != "other":
@@ -288,9 +288,13 @@ async def _refused(
             raise Refused(gate, f"verify accepts {name[:MOST_SAID]}")
 
 
-def _drawn(schema: Mapping[str, Any], texts: Sequence[str], draw: random.Random) -> Any:
-    """A value of a schema as type hints make them."""
-    if "enum" in schema:
+def _drawn(schema: Any, texts: Sequence[str], draw: random.Random) -> Any:
+    """A value of a schema as type hints make them; None of any other: `true` is a schema, too, and
+    an enum may have no member."""
+    if not isinstance(schema, dict):
+        return None
+    schema = cast(Mapping[str, Any], schema)
+    if schema.get("enum"):
         return draw.choice(schema["enum"])
     if "anyOf" in schema:
         return _drawn(draw.choice(schema["anyOf"]), texts, draw)

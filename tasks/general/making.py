@@ -149,7 +149,10 @@ class Making:
             said = await self._author.ask(self._messages, purpose=purpose)
             self._messages.append(said.message())
             try:
-                return await hold(said)
+                try:
+                    return await hold(said)
+                except RecursionError as error:
+                    raise Refused("solution", "an answer or a result is nested too deep") from error
             except Refused as refused:
                 if not left:
                     raise
@@ -247,7 +250,8 @@ async def hold_to_all(
 ) -> tuple[Any, int, int]:
     """Task `number` of a folder through every gate. earlier: answers of the tasks before; before:
     attempts that passed at the last of them. Returns the solution's answer, its number of calls,
-    and how many attempts pass. Raises Refused."""
+    and how many attempts pass. Raises Refused, and RecursionError for an answer, or what a tool
+    returns, that is nested too deep to be looked at."""
     solved = await gates.solved(rooms, path, specs, solution, number)
     again = await gates.solved(rooms, path, specs, solution, number, seed=seed + 1)
     await gates.verified(rooms, path, number, solved.answer, again.answer)

@@ -63,12 +63,11 @@ def search_of(config: GeneralConfig) -> Search | None:
     async def search(query: str) -> str:
         try:
             async with asyncio.timeout(DEADLINE_S):
-                found: Any = await asyncio.wrap_future(_begun(function, query))
+                return _text(await asyncio.wrap_future(_begun(function, query)))
         except TimeoutError as error:
             raise ValueError(f"the search did not end within {DEADLINE_S:g} s") from error
         except Exception as error:  # a service of somebody else's: the author is told
             raise ValueError(f"the search failed: {type(error).__name__}: {error}") from error
-        return _text(found)
 
     return search
 

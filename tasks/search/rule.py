@@ -17,8 +17,10 @@ _FIRST = {ord(sign): signs[0] for signs in _SIGNS for sign in signs}
 
 
 def alike(text: str) -> str:
-    """Equal for spellings between which the rule makes no difference."""
-    return unicodedata.normalize("NFC", " ".join(text.split())).translate(_FIRST).casefold()
+    """Equal for spellings between which the rule makes no difference: it compares sign by sign, so
+    `ß` and `ss` are two."""
+    said = unicodedata.normalize("NFC", " ".join(text.split())).translate(_FIRST)
+    return "".join(low if len(low := sign.lower()) == 1 else sign for sign in said)
 
 
 def rule_of(right: Sequence[str]) -> dict[str, str]:

@@ -162,6 +162,17 @@ def test_tokens_with_their_numbers(opened: Browser, folder: Path) -> None:
     assert "version of the weights  7" in tip and "advantage  0.5000" in tip
 
 
+def test_a_choice_shows_what_is_chosen(opened: Browser) -> None:
+    """Of a domain that another run has, say; and the steps begin with all of them."""
+    opened.show(view="read", domain="another", step=2)
+    assert opened.js("[...document.querySelectorAll('select')].map((one) => one.value)")[:2] == [
+        "2",
+        "another",
+    ]
+    assert opened.js("document.querySelector('select').options[0].text") == "all"
+    assert opened.texts(".list a") == []
+
+
 def test_a_trajectory_cannot_break_out(opened: Browser, folder: Path) -> None:
     for attack in ATTACKS:
         said = attack.encode(errors="replace").decode()

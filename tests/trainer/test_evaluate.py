@@ -198,13 +198,14 @@ def test_a_stopped_one_goes_on_and_an_ended_one_stays(
 def test_what_is_not_asked_for_now_does_not_count(
     fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("quickstart", f"run.dir={tmp_path}", *FEW)
+    variants = "eval.variants=[{name: one}, {name: two}]"
+    words = ("quickstart", f"run.dir={tmp_path}", *FEW, variants)
     assert main(["eval", *words]) == 0
     (tmp_path / "eval/base/results.json").unlink()  # as of one that has not ended
     fewer = [f"data.sources[{name}].holdout=1" for name in ("spelling", "spiral")]
     assert main(["eval", *words, *fewer]) == 0
-    assert of(tmp_path / "eval/base")["recipe"]["all"]["prompts"] == 2
-    assert "6 prompts that an earlier start asked are in no set now" in capsys.readouterr().out
+    assert of(tmp_path / "eval/base")["two"]["all"]["prompts"] == 2
+    assert "\n6 prompts that an earlier start asked are in no set now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,10 @@ class Workshop:
 
     def describe(self) -> Any:
         """The tools' specs, by name."""
-        return self._told([{"do": "describe"}])[0]["is"]
+        (found,) = self._told([{"do": "describe"}])
+        if "raised" in found:
+            raise Refused(str(found["raised"]))
+        return found["is"]
 
     def results(self, calls: list[dict[str, Any]]) -> Any:
         """What calls come to, one after the other: {"is" or "raised": text} of each."""

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import tarfile
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,9 @@ from tests.tasks.code.projects import (
 
 
 @pytest.mark.e2e
-def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
+def test_commits_that_name_an_issue_become_candidates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     git = repository(
         tmp_path / "git",
         ("Begin", BEFORE),
@@ -73,6 +76,9 @@ def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
     for settings in ({"git": str(tmp_path / "no")}, {"ref": "nowhere"}):
         with pytest.raises(ConfigError, match=r"code\.sources\[adding\]\.git"):
             Mirror(source(git, **settings))
+    monkeypatch.setattr("keel.tasks.code.mirrors.GIT_S", 0.0)
+    with pytest.raises(ConfigError, match=r"code\.sources\[adding\]\.git = .*timed out"):
+        Mirror(source(git))
 
 
 @pytest.mark.e2e
@@ -170,6 +176,31 @@ def test_an_archive_made_of_here_and_with_hard_links(tmp_path: Path) -> None:
         archive.addfile(member)
     with pytest.raises(Refused, match=r"cannot be unpacked: ./adding/NEWS.md: .*nothing"):
         Releases(source(git="", archives=(plain, str(other)))).load("")
+
+
+def test_a_zip_says_what_runs_and_what_is_a_link(tmp_path: Path) -> None:
+    for version in ("1.0", "1.1"):
+        with zipfile.ZipFile(tmp_path / f"adding-{version}.zip", "w") as archive:
+            for name, mode in (("run.sh", 0o100755), ("link", 0o120777), ("CHANGES.md", 0)):
+                member = zipfile.ZipInfo(f"adding/{name}")
+                member.external_attr = mode << 16
+                archive.writestr(member, f"{version}\n{ISSUE}" if mode == 0 else "run.sh")
+    pair = tuple(str(tmp_path / f"adding-{version}.zip") for version in ("1.0", "1.1"))
+    found = Releases(source(git="", archives=pair)).load("")
+    assert {name: kind for name, (kind, _) in found.after.items()} == {
+        "run.sh": "x",
+        "link": "l",
+        "CHANGES.md": "f",
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ['project = "x"', "[[project]]", "[project]\nname = ''", "x = " + "[" * 5000]
+)
+def test_a_strangers_pyproject_ends_nothing(text: str) -> None:
+    base = {"pyproject.toml": ("f", text.encode())}
+    found = Candidate(key="k", source=source(), base=base, after={}, issue="", version="1.0")
+    assert found.project == ["adding"]
 
 
 LONG = "\n".join(f"x{n} = {n}" for n in range(500))

@@ -187,6 +187,14 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
         "typed",
         "'today'",
     ),
+    "tool with a value that has no JSON": (
+        tool(
+            "from typing import Literal\n\n\n"
+            'def more(name: Literal[b"x"]) -> str:\n    """More."""\n    return "x"\n'
+        ),
+        "typed",
+        "bytes",
+    ),
     "tools that import": (tool("import os\n"), "typed", "imports os"),
     "tools that never load": (tool("while True: pass\n"), "typed", "did not end within"),
     "tool by the order of a set": (

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keel.configs.sections.tasks.general import GeneralConfig
 from keel.rl.turns import ToolCall
 from keel.tasks.general import gates
-from keel.tasks.general.gates import Solved, grounded
+from keel.tasks.general.gates import Solved, deterministic, grounded
 from keel.tasks.ledger import Refused
 
 Ask = Callable[[], Awaitable[Any]]
@@ -93,3 +95,22 @@ def test_an_answer_that_is_known_is_refused_whatever_the_tools_say(
 ) -> None:
     with pytest.raises(Refused, match="same answer where the tools return other names"):
         held(knows, json.dumps(RECORDS), monkeypatch)
+
+
+def test_parameters_that_can_have_no_value_are_probed() -> None:
+    """`Literal[()]`, an Enum without members, and what a process that lies says of its tools."""
+
+    class Rooms:
+        config = GeneralConfig()
+
+        async def workshop(self, _: str, __: object, name: str, **given: Any) -> list[Any]:
+            if name == "strings":
+                return ["fig"]
+            asked.append(given["arguments"]["calls"])
+            return asked[-1]
+
+    asked: list[list[dict[str, Any]]] = []
+    shape = {"none": {"enum": []}, "any": {"type": "array", "items": True}, "word": {"enum": ["x"]}}
+    specs = {"odd": {"parameters": {"type": "object", "properties": shape}}}
+    asyncio.run(deterministic(Rooms(), Path(), specs, [], seed=0))  # type: ignore[arg-type]
+    assert asked[0][0]["arguments"] == {"none": None, "any": [None, None], "word": "x"}

@@ -208,6 +208,21 @@ def test_a_harder_task_that_is_none_ends_it_with_what_there_is(tmp_path: Path) -
     assert not list((tmp_path / "b/out/tasks").iterdir())
 
 
+def test_what_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    """No stack of ours is deep enough to look at it, and the command goes on."""
+    deep = (
+        'def deep() -> list:\n    """Deep."""\n    found = []\n'
+        "    for _ in range(900):\n        found = [found]\n    return found\n"
+    )
+    solve = SOLVE.replace("    prices", "    tools.deep()\n    prices", 1)
+    author = ScriptedAuthor(
+        market(task(QUESTIONS[0], solve, VERIFY), tools=[reply(tools=f"{TOOLS}\n\n{deep}")])
+    )
+    why, report, _ = made(tmp_path, author, revisions=0)
+    assert (why, report["kept"]) == ("", 0)
+    assert "nested too deep" in str(report["refused"]["solution"])
+
+
 def test_sqlite_and_a_start_that_goes_on(tmp_path: Path) -> None:
     """What was finished stays; a half-made one is made again."""
     tools = TOOLS.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')

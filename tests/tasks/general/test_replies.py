@@ -104,6 +104,11 @@ def test_documents_and_functions_are_searched(
     assert failing is not None
     with pytest.raises(ValueError, match="the search failed: JSONDecodeError"):
         asyncio.run(failing("{"))
+    monkeypatch.setattr("textwrap.finds", lambda _: [object()], raising=False)
+    unsayable = search_of(GeneralConfig(search="textwrap:finds"))
+    assert unsayable is not None
+    with pytest.raises(ValueError, match=r"the search failed: TypeError: .*not JSON serializable"):
+        asyncio.run(unsayable("x"))
 
 
 def test_a_search_that_hangs_keeps_nothing_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:

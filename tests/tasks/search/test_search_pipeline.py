@@ -367,6 +367,7 @@ def test_rules() -> None:
         (["C++"], ["c++"], ["C", "C#"]),
         (["O’Brien"], ["O'Brien", "o‘brien"], ["OBrien"]),
         (["Dvořák"], ["Dvor\u030ca\u0301k", "DVOŘÁK"], ["Dvorak"]),
+        (["Strauß"], ["STRAUß"], ["Strauss"]),
         (["Saint-Denis"], ["Saint‑Denis", "saint–denis"], ["Saint Denis"]),
         (["7", "seven"], ["Seven"], ["8"]),
         (["1874", "in 1874"], ["1,874"], ["1875", "1.874"]),
