@@ -202,7 +202,8 @@ class _Builder:
     def scalar(self, hint: type, value: Any, at: _At) -> Any:
         if value is None:
             kind = ", or ".join([_TYPE_NAMES[hint], *self.or_auto(at)])
-            cure = '; an empty one is "" (in a shell: KNOB=\'""\')' if hint is str else ""
+            empty = '; an empty one is "", and # begins a comment: "#" (in a shell: KNOB=\'"#"\')'
+            cure = empty if hint is str else ""
             return self.problem(at, f" = null: must be {kind}{cure}")
         if hint is float:
             number = _as_float(value)

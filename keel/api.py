@@ -361,8 +361,8 @@ def _no_callback(one: Any) -> str:
 
 
 class _Heard:
-    """A view that tells callbacks of each step, too. (Step 0 is none: before the first there are
-    evaluations alone.)"""
+    """A view that tells callbacks of each step, too. (Of evaluations alone they do not hear: before
+    the first step, and of a last one that is made up for.)"""
 
     def __init__(self, view: View, told: _Telling) -> None:
         self._view, self._told = view, told
@@ -375,7 +375,7 @@ class _Heard:
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         self._view.record(step, numbers)
-        if step > 0:
+        if "time/step" in numbers:
             self._told.step(step, numbers)
 
     def say(self, text: str) -> None:

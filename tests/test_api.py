@@ -323,13 +323,13 @@ def heard(*callbacks: Any) -> tuple[api._Telling, api._Heard]:
 
 
 def test_callbacks_hear_of_steps_and_end_the_run() -> None:
-    steps: list[int] = []
-    reached = np.array([1.0, 2.0])
+    steps, reached = list[int](), np.array([1.0, 2.0])
     told, view = heard(lambda step, _: steps.append(step), lambda step, _: reached.max() <= step)
-    view.record(0, {})  # has evaluations alone
-    view.record(1, {"reward/mean": 0.5})
+    view.record(0, {"eval/sums/pass@1": 0.5})
+    view.record(1, {"time/step": 2.0, "reward/mean": 0.5})
     assert not told.enough
-    view.record(2, {"reward/mean": 0.5})
+    view.record(2, {"time/step": 2.0, "reward/mean": 0.5})
+    view.record(2, {"eval/sums/pass@1": 0.5})  # made up for, when the run was resumed
     assert told.enough and steps == [1, 2]
 
 
@@ -345,7 +345,7 @@ def test_a_callback_that_raises_ends_the_run_once_it_is_saved(
     def loop(*parts: Any, enough: Any) -> int:
         view = parts[2]
         for step in (1, 2):
-            view.record(step, {})
+            view.record(step, {"time/step": 2.0})
             done.append(f"step {step}")
             if enough():
                 done.append("saved")

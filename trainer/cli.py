@@ -66,6 +66,8 @@ class Parser(argparse.ArgumentParser):
             message = f"{wrong[1]!r} is no command; {hint}"
         elif given := re.fullmatch(r"unrecognized arguments: -+(\w+\.[\w.]+)[= ]?(.*)", message):
             message = f"a knob is changed without dashes: {given[1]}={given[2]}"
+        elif "unrecognized arguments: --resume" in message:
+            message = "a run resumes by the same command, from the newest checkpoint in run.dir"
         elif re.search(r"required: recipe\b", message):
             message = "name a recipe: a YAML file, or one that comes along (keel recipes)"
         message = message.replace(", key=value", "")  # of which there may be none

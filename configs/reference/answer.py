@@ -100,7 +100,7 @@ def _overview() -> str:
 
 def first(text: str) -> str:
     """Its first sentence."""
-    return re.split(r"(?<=[a-z)`]\.) (?=[A-Zβ`0-9])", text)[0]
+    return re.split(r"(?<=[a-z)`]\.)(?<!Eq\.) (?=[A-Zβ`0-9])", text)[0]
 
 
 def _section(section: Section) -> str:

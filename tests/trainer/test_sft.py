@@ -285,7 +285,7 @@ def test_what_is_planned(tmp_path: Path) -> None:
     text = task.text()
     assert "chats: 10 conversations to learn from, 2 held out" in text
     assert "chats are written in the format embedded" in text
-    assert "steps        5, 2 passes over the data; lr" in text
+    assert "steps        5, 2 passes over the data (sft.epochs, and not run.steps); lr" in text
     knobs = ["run.steps=6", "sft.conversations_per_step=5"]
     assert "6, 3 passes over the data; lr" in prepare_sft(recipe(tmp_path), knobs).text()
     assert task.config.run.steps == 5

@@ -38,7 +38,9 @@ def write_model(
     size = total = 0
 
     def flush() -> None:
-        save_file(part, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+        shard = folder / f"shard-{len(shards)}.safetensors"
+        save_file(part, shard, metadata={"format": "pt"})
+        shard.chmod(folder.stat().st_mode & 0o666)  # safetensors' are its owner's alone
         shards.append(list(part))
 
     for name, tensor in weights:

@@ -161,6 +161,9 @@ class RunFolder:
     def _check_place(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"run.dir = {self.path}: is a file; choose another folder")
+        if "/_ray_pkg_" in str(self.path.absolute()):
+            cure = "which it deletes: give a path that stays (run.dir=$PWD/runs/NAME)"
+            raise ConfigError(f"run.dir = {self.path}: is in Ray's copy of --working-dir, {cure}")
 
     def _write_config(self) -> None:
         """Whole or, on a full disk, not at all: a resumed run is compared with it."""

@@ -240,8 +240,8 @@ def describe(scored: ScoredGroup, index: int) -> str:
     prompt, answer = scored.group.prompt, scored.group.trajectories[index]
     parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts_G[index].items())
     head = (
-        f"=== {prompt.prompt_id}  answer {answer.sibling + 1} of "
-        f"{len(scored.group.trajectories)}  reward {scored.rewards_G[index]:g} ({parts})  "
+        f"=== {prompt.prompt_id}  answer {answer.sibling + 1}  "
+        f"reward {scored.rewards_G[index]:g} ({parts})  "
         f"advantage {scored.advantages_G[index]:+.3f}  {answer.sampled_tokens} tokens, "
         f"{answer.finish_reason}"
     )

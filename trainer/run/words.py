@@ -31,6 +31,8 @@ def closing_words(
     if reached < config.run.steps or preempted():  # the model is exported when it goes on
         again = again or shlex.join(["keel", *command])
         lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
+        if reached and reached < config.run.steps:
+            lines.append(f"to end there, with the model: the same, and run.steps={reached}")
     else:
         lines.append(f"trained model   {folder.model}")
     lines += [

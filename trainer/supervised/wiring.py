@@ -105,6 +105,7 @@ class SftTask:
             size = f"{what} of at most {config.sft.tokens_per_step:,} tokens together"
         seen = self.batches.passes(config.run.steps)
         passes = f", {seen:.3g} passes over the data" if seen else ""
+        passes += " (sft.epochs, and not run.steps)" if config.sft.epochs else ""
         rows = [
             ("model", model_line(config, self.facts)),
             *(("data", line) for name, report in reports for line in report.lines(name)),

@@ -165,7 +165,10 @@ def test_published_weights_are_the_checkpoint(
     folder: Path, results: dict[str, Any], name: str
 ) -> None:
     same(results[name]["before"], load_file(folder / model_of(name) / "model.safetensors"), atol=0)
-    same(results[name]["after"], load_file(results[name]["exported"] / "model.safetensors"), atol=0)
+    exported = results[name]["exported"]
+    same(results[name]["after"], load_file(exported / "model.safetensors"), atol=0)
+    modes = [(exported / one).stat().st_mode for one in ("model.safetensors", "config.json")]
+    assert modes[0] == modes[1], "who may read the one may read the other"
 
 
 def test_the_exported_model_loads_and_is_the_trained_one(results: dict[str, Any]) -> None:

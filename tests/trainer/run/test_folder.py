@@ -315,6 +315,13 @@ def test_a_file_in_its_place_is_named_before_anything_starts(tmp_path: Path) -> 
         folder.check()
 
 
+def test_rays_copy_of_a_jobs_folder_is_no_place_for_a_run(tmp_path: Path) -> None:
+    """Where `ray job submit --working-dir .` runs a recipe whose `run.dir` is relative."""
+    inside = tmp_path / "working_dir_files" / "_ray_pkg_892ed6d3" / "runs"
+    with pytest.raises(ConfigError, match=r"copy of --working-dir.*run.dir=\$PWD/runs/NAME"):
+        RunFolder(config(inside)).check()
+
+
 def test_evaluations_are_read_from_the_metrics(tmp_path: Path) -> None:
     with RunFolder(config(tmp_path)) as folder:
         lines = ['{"step": 0, "eval/sums/pass@1": 0.25}', '{"step": 1, "loss": 0.1}']
