@@ -53,9 +53,9 @@ def gathered(packages: Sequence[str], most: int) -> Files:
     folders = [Path(sysconfig.get_paths()["stdlib"])]
     for name in packages:
         spec = importlib.util.find_spec(name)
-        if spec is None or not spec.origin:
-            raise ValueError(f"--packages {name}: not installed here")
-        folders.append(Path(spec.origin).parent)
+        if spec is None or not spec.submodule_search_locations:  # a file's folder holds all others
+            raise ValueError(f"--packages {name}: no package of that name is installed here")
+        folders += map(Path, spec.submodule_search_locations)
     found: dict[str, bytes] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*")):

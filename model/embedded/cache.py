@@ -15,7 +15,13 @@ from typing import Any
 
 from keel.configs.schema import ConfigError, EmbeddedConfig, SourceConfig
 from keel.model.embedded.build import build_model
-from keel.model.embedded.cold_start import Demonstrate, Progress, make_examples, train
+from keel.model.embedded.cold_start import (
+    Demonstrate,
+    Progress,
+    make_examples,
+    system_of,
+    train,
+)
 from keel.model.embedded.conversations import demonstrated
 from keel.model.embedded.on_gpu import run_on_gpu
 from keel.model.embedded.tokenizer import build_tokenizer
@@ -181,7 +187,7 @@ def content_key(
         "model": model,
         "seed": seed,
         "sources": [
-            [s.source, s.task, dict(s.params), s.weight, s.thinking, s.system] for s in sources
+            [s.source, s.task, dict(s.params), s.weight, s.thinking, system_of(s)] for s in sources
         ],
         "heldout": sorted(set(heldout_questions)),
     }

@@ -25,6 +25,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from keel.configs.schema import ColdStartConfig, ConfigError, SourceConfig
+from keel.configs.system_prompts import system_prompt
 from keel.model.embedded.conversations import Demonstration, conversation_ids, demonstrated
 from keel.model.embedded.solutions import solution
 from keel.model.embedded.tokenizer import TURN_END
@@ -33,6 +34,8 @@ DATA_SEED = 1 << 40
 """Added to the seed of the questions, far from any seed that a recipe gives its prompts."""
 SEED_STRIDE = 16384
 """From one run seed's questions to the next one's, or more where a source has more of them."""
+LOW_SEEDS = frozenset({"pool_matrix"})
+"""Tasks that draw with NumPy, whose seeds end at 2**32."""
 CAREFUL = 0.7
 """Share of the steps in which every solution is worked, before the hasty ones come in."""
 WARMUP = 0.1
@@ -62,6 +65,14 @@ class Example:
     hasty: Lesson
 
 
+NOTHING = (
+    "data.sources: the embedded model learns from reasoning_gym tasks that have an answer to show, "
+    "and from demonstrations of environments (data.sources[].environment.demonstrations), and none "
+    "is given. Add one, set model.embedded.cold_start.steps: 0 to begin with one that knows "
+    "nothing, or name a model (model.path)"
+)
+
+
 def taught_sources(
     sources: Sequence[SourceConfig], *, demonstrating: bool = True
 ) -> list[SourceConfig]:
@@ -74,13 +85,15 @@ def taught_sources(
         and (source.source == "reasoning_gym" or (demonstrating and demonstrated(source)))
     ]
     if not taught:
-        raise ConfigError(
-            "data.sources: the embedded model learns from reasoning_gym tasks and demonstrations "
-            "of environments (data.sources[].environment.demonstrations), and none is given. Add "
-            "one, set model.embedded.cold_start.steps: 0 to begin with one that knows nothing, or "
-            "name a model (model.path)"
-        )
+        raise ConfigError(NOTHING)
     return taught
+
+
+def system_of(source: SourceConfig) -> str:
+    """The system message of its questions, as in rollouts; empty: none. A template for an
+    environment waits for its tools."""
+    text = system_prompt("none" if source.environment.given else source.system_template)
+    return f"{text}\n\n{source.system}".strip() if text else source.system
 
 
 def make_examples(
@@ -98,7 +111,8 @@ def make_examples(
     `conversation_ids` has it.
 
     Raises:
-        ConfigError: no source to learn from, or every question of a source is held out.
+        ConfigError: nothing to learn from, every question of a source is held out, or no
+            conversation of one is made.
     """
     taught = taught_sources(sources, demonstrating=demonstrate is not None)
     heldout = frozenset(heldout_questions)
@@ -113,18 +127,20 @@ def make_examples(
                 thinking=source.thinking,
                 tools_in_thinking=tools_in_thinking,
             )
+            shown = demonstrate(source.name, share)
+            if not shown:
+                raise ConfigError(
+                    f"data.sources[{source.name}].environment.demonstrations = "
+                    f"{source.environment.demonstrations!r}: it made no conversation"
+                )
             examples += [
                 Example(*(Lesson(*lesson(said, one.tools)) for said in (one.worked, one.hasty)))
-                for one in demonstrate(source.name, share)
+                for one in shown
             ]
-            continue
-        made = _source_examples(source, tokenizer, seed, heldout, share)
-        if not made:
-            raise ConfigError(
-                f"data.sources[{source.name}]: every question made for the cold start is held out. "
-                "Widen the task (params), or hold out fewer prompts"
-            )
-        examples += made
+        else:
+            examples += _source_examples(source, tokenizer, seed, heldout, share)
+    if not examples:
+        raise ConfigError(NOTHING)
     return examples
 
 
@@ -214,24 +230,26 @@ def _source_examples(
     heldout: frozenset[str],
     count: int,
 ) -> list[Example]:
+    """None of a task whose questions come without an answer, such as those about a plan."""
     # Importing it takes a second and builds a hundred tasks: only who makes examples pays.
     import reasoning_gym  # noqa: PLC0415
 
     # reasoning_gym seeds entry i with seed + i: seeds at least a count apart share no entry.
-    params = {
-        **source.params,
-        "seed": DATA_SEED + seed * max(SEED_STRIDE, count),
-        "size": count,
-    }
-    entries = [
-        entry
-        for entry in reasoning_gym.create_dataset(source.task, **params)
-        if entry["question"] not in heldout
-    ]
-    if not entries:
+    first = seed * max(SEED_STRIDE, count)
+    first = 2**31 + first % 2**30 if source.task in LOW_SEEDS else DATA_SEED + first
+    params = {**source.params, "seed": first, "size": count}
+    made = reasoning_gym.create_dataset(source.task, **params)
+    answered = [entry for entry in made if entry["answer"] is not None]
+    if not answered:
         return []
+    entries = [entry for entry in answered if entry["question"] not in heldout]
+    if not entries:
+        raise ConfigError(
+            f"data.sources[{source.name}]: every question made for the cold start is held out. "
+            "Widen the task (params), or hold out fewer prompts"
+        )
     # The template is rendered once, around a marker; the questions are put in its place.
-    system = [{"role": "system", "content": source.system}] if source.system else []
+    system = [{"role": "system", "content": text}] if (text := system_of(source)) else []
     template = tokenizer.apply_chat_template(
         [*system, {"role": "user", "content": _MARKER}],
         tokenize=False,

@@ -40,8 +40,8 @@ def conversation_ids(
     same as when each turn is sampled after the ids of what came before it. tools_in_thinking: turns
     with calls leave the thinking open for the next one (`agents.tools_in_thinking`).
 
-    Raises ValueError where the template shows earlier messages otherwise once others follow: a
-    second user message would end the thinking.
+    Raises ValueError where the template shows earlier messages otherwise once others follow (a
+    second user message would end the thinking), and where the assistant has no turn.
     """
     ids: list[int] = []
     said: list[bool] = []
@@ -68,6 +68,8 @@ def conversation_ids(
             turn = _in_thinking(message, turn, goes_on=inside)
             inside = bool(message.get("tool_calls"))
         add(turn + ended, by_policy=True)
+    if not ids:
+        raise ValueError("a conversation without a turn of the assistant's has nothing to learn")
     return ids, said
 
 

@@ -136,7 +136,9 @@ def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     texts = tuple(dict.fromkeys((*PHRASES, *more)))
     phrases = ["".join(piece for piece, _ in to_bytes.pre_tokenize_str(text)) for text in texts]
-    vocab = {token: index for index, token in enumerate((*MARKS, *alphabet, *phrases))}
+    # A phrase may be a token already, a byte or a mark.
+    tokens = dict.fromkeys((*MARKS, *alphabet, *phrases))
+    vocab = {token: index for index, token in enumerate(tokens)}
 
     # No merges: a piece is in the vocabulary as a whole (a phrase) or falls into its bytes.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))

@@ -1,4 +1,4 @@
-"""Shares of attention, against loops over queries and keys."""
+"""Shares of attention, against loops over queries and keys; and the text that is learned from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.sparse.looking import FIRST, LOOKED, Shares
+from benchmarks.sparse.sources import gathered
 
 CONTEXT, ROWS = 24, 2
 TOP_K = (6, 12)
@@ -57,3 +58,10 @@ def test_the_best_k_hold_no_less_than_any_others() -> None:
         best = shares.mean(k, "best")
         assert shares.mean(k, "indexer") == pytest.approx(best)
         assert all(shares.mean(k, way) <= best + 1e-9 for way in LOOKED)
+
+
+@pytest.mark.parametrize("name", ["typing_extensions", "sys", "no_such_package"])
+def test_only_packages_are_gathered(name: str) -> None:
+    """A module of one file lies beside all others, and a built-in one nowhere."""
+    with pytest.raises(ValueError, match=f"--packages {name}: no package"):
+        gathered([name], 10)

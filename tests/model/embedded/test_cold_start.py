@@ -21,6 +21,7 @@ from keel.configs.schema import (
     EnvironmentConfig,
     SourceConfig,
 )
+from keel.data.items import told as told_by
 from keel.model.embedded import cache, cold_start
 from keel.model.embedded.build import build_model
 from keel.model.embedded.cache import content_key, default_cache_dir, ensure_embedded, make_folder
@@ -109,8 +110,38 @@ def test_nothing_left_to_teach_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"data\.sources\[spelling\]: every question .* held out"):
         make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=heldout, count=20)
     lines = SourceConfig(name="lines", source="jsonl", path="some.jsonl")
-    with pytest.raises(ConfigError, match=r"learns from reasoning_gym .* none is given"):
-        make_examples([lines], TOKENIZER, seed=0, heldout_questions=(), count=20)
+    cubes = replace(SPELLING, name="cubes", task="rubiks_cube")
+    for source in (lines, cubes):
+        with pytest.raises(ConfigError, match=r"learns from reasoning_gym .* none is given"):
+            make_examples([source], TOKENIZER, seed=0, heldout_questions=(), count=20)
+    with pytest.raises(ConfigError, match=r"\[trips\]\.env.*'d:trips': it made no conversation"):
+        make_examples(
+            [TRIPS], TOKENIZER, seed=0, heldout_questions=(), count=20, demonstrate=lambda *_: []
+        )
+
+
+def test_of_tasks_without_answers_none_is_made_up() -> None:
+    sources = [SPELLING, replace(SPELLING, name="cubes", task="rubiks_cube")]
+    examples = make_examples(sources, TOKENIZER, seed=0, heldout_questions=(), count=20)
+    assert len(examples) == 10 and all("Spell" in question_of(one) for one in examples)
+
+
+def test_a_task_that_takes_no_large_seed_is_taught() -> None:
+    pools = replace(SPELLING, name="pools", task="pool_matrix")
+    for seed in (0, 2**32 - 1):
+        made = make_examples([pools], TOKENIZER, seed=seed, heldout_questions=(), count=4)
+        assert len(set(map(question_of, made))) == 4
+
+
+def test_questions_are_asked_as_in_rollouts() -> None:
+    told = replace(SPELLING, system="Spell.", system_template="reasoning")
+    (example,) = make_examples([told], TOKENIZER, seed=0, heldout_questions=(), count=1)
+    (system,) = told_by(told, ())
+    assert system["content"].startswith("Reason before you answer.")
+    prompt = TOKENIZER.decode(prompt_of(example))
+    assert prompt.startswith(f"<|im_start|>system\n{system['content']}<|im_end|>\n")
+    bare = replace(told, system_template="none")
+    assert content_key(TINY, 0, [told], ()) != content_key(TINY, 0, [bare], ())
 
 
 def test_sources_are_mixed_by_weight() -> None:

@@ -173,6 +173,9 @@ def test_texts_of_a_recipe_are_one_token_and_move_no_other() -> None:
     ids = more.encode(said, add_special_tokens=False)
     assert more.decode(ids) == said and len(ids) == len(encode(said)) - 6 - 9
     assert more.encode("1 + 1 =") == TOKENIZER.encode("1 + 1 =")
+    again = build_tokenizer(("a", "\n", "<think>", "@search"))
+    assert len(again) == len(TOKENIZER) + 1 == max(again.get_vocab().values()) + 1
+    assert again.encode("a\n<think>") == TOKENIZER.encode("a\n<think>"), "they are tokens already"
     for wrong in ("", "é"):
         with pytest.raises(ConfigError, match=r"model\.embedded\.phrases"):
             EmbeddedConfig(phrases=(wrong,))

@@ -110,6 +110,37 @@ def test_contexts_are_those_that_each_have_their_own(
     torch.testing.assert_close(gradients(shared), gradients(whole), atol=2e-5, rtol=1e-4)
 
 
+class Skipping(Plain):
+    """Leaves the gradient of keys that no query reaches as it finds it."""
+
+    def _flash_attn_bwd(self, *tensors: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> None:
+        keys = options["cu_seqlens_k"].tolist()
+        counts = (options["cu_seqlens_q"].diff() + options["window_size_left"]).tolist()
+        made = torch.zeros_like(dk), torch.zeros_like(dv)
+        super()._flash_attn_bwd(*tensors, dk=made[0], dv=made[1], **options)
+        for start, stop, count in zip(keys[:-1], keys[1:], counts, strict=True):
+            reached = slice(max(start, stop - count), stop)
+            dk[reached], dv[reached] = made[0][reached], made[1][reached]
+
+
+@pytest.mark.parametrize("longest", [5, 30], ids=["a shared context is", "another one is"])
+def test_keys_that_no_query_reaches_have_no_gradient(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a window, in contexts that share a beginning, whichever is the longest."""
+    monkeypatch.setattr(flash4, "_kernels", Skipping)
+    monkeypatch.setattr(flash4, "_whole", lambda x: torch.full_like(x, torch.nan))
+    lengths = (9, 2, 3, longest)
+    segments = Segments.of(lengths, follows=(-1, 0, 0, -1))
+    torch.manual_seed(0)
+    given = [torch.randn(sum(lengths), 2, 8, requires_grad=True) for _ in range(3)]
+    found, plain = (
+        torch.autograd.grad(attend(*given, segments, None, 4).square().sum(), given)
+        for attend in (attention._attend4, attention._padded)
+    )
+    torch.testing.assert_close(found, plain, atol=2e-6, rtol=1e-5)
+
+
 def test_copies_and_their_gradients_are_exact() -> None:
     """In half precision, too: added up in float32, and rounded once."""
     contexts = Contexts.of(LENGTHS, FOLLOWS)
