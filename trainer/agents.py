@@ -33,7 +33,8 @@ from keel.configs.sections.model import EMBEDDED
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
 from keel.data.rows.places import cached_places
-from keel.model.embedded.conversations import Demonstration
+from keel.model.embedded.conversations import demonstrated
+from keel.model.embedded.scripted import demonstrator
 from keel.rewards.compose import unknown_parts
 from keel.rewards.sandbox.environments import Network, environment_wrap
 from keel.rewards.sandbox.runtime import runtime
@@ -85,6 +86,8 @@ def check_environments(
     for source in config.data.sources:
         if not source.environment.given:
             continue
+        if config.model.path == EMBEDDED and demonstrated(source):
+            demonstrator(source)
         prompts = (
             *dataset.train.sources.get(source.name, ()),
             *dataset.heldout.get(source.name, ()),
@@ -214,18 +217,6 @@ def budget(config: Config, source: SourceConfig) -> Budget:
         call_s=own.call_s,
         calls=config.agents.max_thinking_calls if config.agents.tools_in_thinking else math.inf,
     )
-
-
-def demonstrate(config: Config, source: str, count: int) -> Sequence[Demonstration]:
-    """About `count` scripted conversations in the environment of a source. Raises ConfigError."""
-    (environment,) = (s.environment for s in config.data.sources if s.name == source)
-    knob = f"data.sources[{source}].environment.demonstrations"
-    module, _, name = environment.demonstrations.partition(":")
-    try:
-        make = getattr(import_module(module), name)
-    except (AttributeError, ImportError, ValueError) as error:
-        raise ConfigError(f"{knob} = {environment.demonstrations!r}: {error}") from error
-    return make(count, seed=config.run.seed, arguments=environment.arguments)
 
 
 def maker(

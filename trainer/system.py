@@ -23,6 +23,7 @@ from keel.configs.sections.model import EMBEDDED
 from keel.data.dataset import Dataset
 from keel.model.download import download_of
 from keel.model.embedded.cache import ensure_embedded
+from keel.model.embedded.scripted import demonstrate
 from keel.model.ray_calls import CALL_S, Unanswered, awaited
 from keel.model.source import from_anywhere
 from keel.rewards.judge.service import JudgeService
@@ -34,7 +35,7 @@ from keel.rollout.judge.server import JudgeServer
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineError, EngineSpec
-from keel.trainer.agents import demonstrate, episode_runner
+from keel.trainer.agents import episode_runner
 from keel.trainer.cluster.downloads import fetch_on_others
 from keel.trainer.cluster.fewer import Layouts
 from keel.trainer.cluster.nodes import end_ray, start_ray

@@ -38,7 +38,7 @@ class EnvironmentConfig:
     can read it wherever the program lets it run commands."""
     demonstrations: str = ""
     """`module:function` that scripts conversations in it, for the cold start of the embedded model:
-    `keel.agents.environments.demonstrations`."""
+    one of `keel.agents.environments.demonstrations`, or your own (docs/environments.md)."""
     python: str = ""
     """Its interpreter, 3.9 or later, which needs nothing of Keel's; empty: Keel's own. A program's
     command is looked for beside it, too."""
