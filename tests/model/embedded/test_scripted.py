@@ -55,7 +55,11 @@ def test_those_of_the_documentation(folder: Path) -> None:
         ("none:made", "", "ModuleNotFoundError: No module named 'none'"),
         ("odd:made", "", "AttributeError: .* no attribute 'made'"),
         ("odd:made", "def made(count, *, seed, arguments): return 1 / 0", "ZeroDivisionError"),
-        ("odd:made", "def made(count, *, seed, arguments): return [{}]", "TypeError: {} has no tools and no worked"),
+        (
+            "odd:made",
+            "def made(count, *, seed, arguments): return [{}]",
+            "TypeError: {} has no tools and no worked",
+        ),
         ("odd:made", "raise SystemExit('not here')", "SystemExit: not here"),
     ],
 )
