@@ -23,7 +23,7 @@ BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     found = BLOCK.findall(GUIDE.read_text())
-    assert [name for name, _ in found] == ["shop.py", "sums.py", "coin.py", "try_it.py"]
+    assert [name for name, _ in found] == ["shop.py", "sums.py", "coin.py", "try_it.py", "demos.py"]
     for name, text in found:
         (tmp_path / name).write_text(text)
     return tmp_path

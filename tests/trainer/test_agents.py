@@ -34,7 +34,6 @@ from keel.trainer.agents import (
     agent_program,
     check_chat,
     check_environments,
-    demonstrate,
     episode_runner,
     made_from,
     system_prompt_of,
@@ -248,9 +247,9 @@ def test_without_environments_nothing_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("named", ["nowhere:f", "keel.agents.environments.demonstrations:f", "f"])
-def test_demonstrations_that_are_not_there_are_named(named: str) -> None:
+def test_demonstrations_that_are_not_there_are_named_before_a_run(named: str) -> None:
     with pytest.raises(ConfigError, match=r"sources\[shop\].environment.demonstrations = '"):
-        demonstrate(config(demonstrations=named), "shop", 3)
+        checked(config(demonstrations=named))
 
 
 def test_datasets_of_the_hub_are_hidden_where_they_were_downloaded_to(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -10,16 +9,14 @@ import pytest
 
 from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
 from keel.model.embedded.scripted import demonstrate
-
-DOCS = Path(__file__).parents[3] / "docs/environments.md"
-BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
+from tests.agents.test_environments_guide import BLOCK, GUIDE
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With the files of the page on environments."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name, text in BLOCK.findall(DOCS.read_text()):
+    for name, text in BLOCK.findall(GUIDE.read_text()):
         (tmp_path / name).write_text(text)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     return tmp_path
