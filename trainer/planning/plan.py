@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import Config, ConfigError, SamplingConfig
 from keel.model.load import ModelFacts
 from keel.trainer.planning.cures import cures
 from keel.trainer.planning.families import (
@@ -218,8 +218,8 @@ def describe(
     gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
+    measured = drawn(config.sampling("eval")) * any(s.holdout > 0 for s in config.data.sources)
     apart = f", peak {gib(plan.peak)}" * (plan.peak < plan.trainer.total)
-    truncated = f"top-p {sampling.top_p:g}, top-k {sampling.top_k}"
     rows: list[tuple[str, str]] = [
         ("model", model_line(config, facts)),
         *(("data" if not i else "", line) for i, line in enumerate(data)),
@@ -238,12 +238,8 @@ def describe(
             f"{config.run.steps} = {plan.optimizer_steps} optimizer steps on "
             f"{config.run.steps * plan.sequences:,} completions; lr {t.lr:g} ({t.schedule})",
         ),
-        (
-            "sampling",
-            f"temperature {sampling.temperature:g}, "
-            f"{truncated if sampling.truncated else 'whole vocabulary'}, at most "
-            f"{sampling.max_tokens} tokens",
-        ),
+        ("sampling", f"{drawn(sampling)}, at most {sampling.max_tokens} tokens"),
+        *([("", f"evaluations: {measured}")] if measured not in ("", drawn(sampling)) else []),
         (
             "stabilisers",
             f"KL {a.kl}; "
@@ -324,6 +320,13 @@ def cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:
         f"  {budget}): its KV cache holds {plan.cached} of {wanted} sequences at full length; more "
         "will be preempted and computed again (rollout.max_num_seqs)"
     )
+
+
+def drawn(sampling: SamplingConfig) -> str:
+    """From what tokens are."""
+    truncated = f"top-p {sampling.top_p:g}, top-k {sampling.top_k}"
+    from_what = truncated if sampling.truncated else "whole vocabulary"
+    return f"temperature {sampling.temperature:g}, {from_what}"
 
 
 def count(number: float) -> str:
