@@ -24,6 +24,7 @@ from keel.model.embedded.cold_start import (
 )
 from keel.model.embedded.conversations import demonstrated
 from keel.model.embedded.on_gpu import run_on_gpu
+from keel.model.embedded.scripted import digest_of
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.source import missing_weights
 
@@ -198,6 +199,8 @@ def content_key(
     ]
     if shown:
         content["demonstrations"] = shown
+        if any(scripts := [digest_of(s) for s in sources if demonstrated(s)]):
+            content["scripts"] = scripts
         if tools_in_thinking:
             content["tools_in_thinking"] = True
     if device != "cpu" and config.cold_start.steps:

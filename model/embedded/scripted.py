@@ -6,7 +6,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,27 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[Demonstrati
 
 def demonstrator(source: SourceConfig) -> Callable[..., Any]:
     """What makes them. Its module is looked for where the environment's is. Raises ConfigError."""
-    given = source.environment
-    module, _, name = given.demonstrations.partition(":")
-    if (folder := str(Path(given.folder).absolute())) not in sys.path:
-        sys.path.append(folder)  # after everything: a file called `json.py` must not replace json
+    _found_beside(source)
+    module, _, name = source.environment.demonstrations.partition(":")
     with _blamed(source):
         return getattr(import_module(module), name)
+
+
+def digest_of(source: SourceConfig) -> str:
+    """Of the file that holds it; "" for Keel's own, and where there is none."""
+    _found_beside(source)
+    module = source.environment.demonstrations.partition(":")[0]
+    try:
+        spec = None if module.startswith("keel.") else find_spec(module)
+    except (ImportError, ValueError):
+        return ""
+    file = spec.origin if spec and spec.has_location else None
+    return sha256(Path(file).read_bytes()).hexdigest() if file else ""
+
+
+def _found_beside(source: SourceConfig) -> None:
+    if (folder := str(Path(source.environment.folder).absolute())) not in sys.path:
+        sys.path.append(folder)  # after everything: a file called `json.py` must not replace json
 
 
 @contextmanager

@@ -83,3 +83,5 @@ def test_what_cannot_be_one_run_of_ids_is_refused() -> None:
     messages = [user, thought, user, thought]
     with pytest.raises(ValueError, match="message 3: the template shows what is before"):
         conversation_ids(build_tokenizer(), messages, (), thinking=True)
+    with pytest.raises(ValueError, match="without a turn of the assistant's"):
+        conversation_ids(build_tokenizer(), [user], (), thinking=True)

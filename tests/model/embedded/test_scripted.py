@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
+from keel.configs.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    EmbeddedConfig,
+    EnvironmentConfig,
+    SourceConfig,
+)
+from keel.model.embedded.cache import content_key
 from keel.model.embedded.scripted import demonstrate
 from tests.agents.test_environments_guide import BLOCK, GUIDE
 
@@ -67,3 +75,14 @@ def test_what_goes_wrong_is_named(
     (folder / "odd.py").write_text(text)
     with pytest.raises(ConfigError, match=rf"data\.sources\[shop\]\.env.*'{name}': {why}"):
         demonstrate(of(folder, name), "shop", 3)
+
+
+def test_other_scripts_make_another_model(folder: Path) -> None:
+    def key(demonstrations: str) -> str:
+        return content_key(EmbeddedConfig(), 0, of(folder, demonstrations).data.sources, ())
+
+    first = key("demos:shopping")
+    with (folder / "demos.py").open("a") as file:
+        file.write("# shorter\n")
+    assert key("demos:shopping") != first
+    assert key("none:made") == key("none:made")  # is refused when it is to be called
