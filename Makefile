@@ -46,6 +46,9 @@ quickstart: install  ## Train the embedded model for real, end to end, in minute
 test: install lint sandbox  ## Lint, types and every test
 	@$(MAKE) --no-print-directory --jobs=2 types tests
 
+# With a process a core, more threads would wait for each other: a twentieth of the time, of `unit` a
+# tenth.
+tests unit: export OMP_NUM_THREADS := 1
 tests: install
 	$(BIN)/python -m pytest -q -n $(WORKERS) $(FILES) $(ARGS)
 
@@ -55,8 +58,6 @@ sandbox:
 	  && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y bubblewrap >/dev/null; } \
 	  || echo "No bubblewrap: the tests of the code sandbox will be skipped (apt-get install bubblewrap)"
 
-# With a process a core, more threads would wait for each other: a tenth of the time.
-unit: export OMP_NUM_THREADS := 1
 unit: install  ## The tests that start no engine, Ray, sandbox or other process: a minute or two
 	$(BIN)/python -m pytest -q -n $(UNIT_WORKERS) $(FILES) -m "not e2e and not gpu" $(ARGS)
 
