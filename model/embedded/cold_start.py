@@ -25,7 +25,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from keel.configs.schema import ColdStartConfig, ConfigError, SourceConfig
-from keel.configs.system_prompts import system_prompt
+from keel.configs.system_prompts import system_prompt, with_system
 from keel.model.embedded.conversations import Demonstration, conversation_ids, demonstrated
 from keel.model.embedded.solutions import solution
 from keel.model.embedded.tokenizer import TURN_END
@@ -92,8 +92,9 @@ def taught_sources(
 def system_of(source: SourceConfig) -> str:
     """The system message of its questions, as in rollouts; empty: none. A template for an
     environment waits for its tools."""
-    text = system_prompt("none" if source.environment.given else source.system_template)
-    return f"{text}\n\n{source.system}".strip() if text else source.system
+    template = "none" if source.environment.given else source.system_template
+    messages = with_system(system_prompt(template), with_system(source.system, ()))
+    return "".join(message["content"] for message in messages)  # one or none
 
 
 def make_examples(

@@ -40,13 +40,11 @@ def demonstrator(source: SourceConfig) -> Callable[..., Any]:
 
 
 def digest_of(source: SourceConfig) -> str:
-    """Of the file that holds it; "" for Keel's own, and where there is none."""
+    """Of the file that holds it; "" for Keel's own, and where there is none. Raises ConfigError."""
     _found_beside(source)
     module = source.environment.demonstrations.partition(":")[0]
-    try:
+    with _blamed(source):
         spec = None if module.startswith("keel.") else find_spec(module)
-    except (ImportError, ValueError):
-        return ""
     file = spec.origin if spec and spec.has_location else None
     return sha256(Path(file).read_bytes()).hexdigest() if file else ""
 

@@ -31,7 +31,8 @@ def closing_words(
     if reached < config.run.steps or preempted():  # the model is exported when it goes on
         again = again or shlex.join(["keel", *command])
         lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
-        if reached and reached < config.run.steps:
+        by_epochs = command[0] in ("sft", "pretrain") and config.sft.epochs > 0
+        if reached and reached < config.run.steps and not by_epochs:
             lines.append(f"to end there, with the model: the same, and run.steps={reached}")
     else:
         lines.append(f"trained model   {folder.model}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from keel.configs.load import load_config
@@ -26,4 +27,9 @@ def test_a_run_that_stopped_says_how_to_go_on(tmp_path: Path) -> None:
         from_python = closing_words(folder, config, 1, command, again="make the same call again")
     assert "after step 1 of 60; to go on: keel train 'my recipe.yaml'\n" in said
     assert "after step 1 of 60; to go on: make the same call again\n" in from_python
-    assert "to end there, with the model: the same, and run.steps=1\n" in said
+    end = "to end there, with the model: the same, and run.steps=1\n"
+    assert end in said
+    by_epochs = replace(config, sft=replace(config.sft, epochs=2.0))
+    with RunFolder(config) as folder:
+        assert end in closing_words(folder, by_epochs, 1, command)
+        assert end not in closing_words(folder, by_epochs, 1, ["sft", "my recipe.yaml"])
