@@ -5,6 +5,7 @@
     python -m benchmarks.training --out DIR --ranks 1,2,4       # the same step on 1, 2 and 4 GPUs
     python -m benchmarks.training --out DIR --peers             # the steps of benchmarks/peers
     python -m benchmarks.training --out DIR --long 1,2          # trajectories of 32k and 64k a GPU
+    python -m benchmarks.training --out DIR --offload 1,2,3     # the optimizer in host memory
     python -m benchmarks.training --out DIR --small --ranks 1,2 # on a CPU, to see that it runs
 
 Packed trajectories of one length, recorded routes (drawn evenly, as a model sends its tokens that
@@ -37,7 +38,16 @@ from typing import Any
 import torch
 
 from benchmarks.common.revision import commit
-from benchmarks.training.cases import SHAPES, SPREAD, Case, long, on_ranks, one_gpu, peers
+from benchmarks.training.cases import (
+    SHAPES,
+    SPREAD,
+    Case,
+    long,
+    offloaded,
+    on_ranks,
+    one_gpu,
+    peers,
+)
 from benchmarks.training.measured import Measured
 
 ROOT = Path(__file__).parents[2]
@@ -168,6 +178,11 @@ def measure(options: argparse.Namespace) -> list[str]:
             Group(f"long-{n}", n, list(long((shapes or [LONG])[0], n, small=small)))
             for n in map(int, options.long.split(","))
         ]
+    elif options.offload:
+        groups = [
+            Group(f"offload-{n}", 1, list(offloaded((shapes or [LONG])[0], n, small=small)))
+            for n in map(int, options.offload.split(","))
+        ]
     elif options.peers:
         groups = [Group("peers", 1, list(peers(small=small)))]
     else:
@@ -251,6 +266,9 @@ def main() -> None:
     parser.add_argument("--shapes", default="", help=f"of {', '.join(SHAPES)}; default: all")
     parser.add_argument("--ranks", default="", help="such as 1,2,4: strong scaling instead")
     parser.add_argument("--long", default="", help="such as 1,2: long trajectories over so many")
+    parser.add_argument(
+        "--offload", default="", help="such as 1,2,3: the optimizer in host memory, at ZeRO stages"
+    )
     parser.add_argument("--peers", action="store_true", help="with a reference policy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true")

@@ -66,6 +66,8 @@ class Case:
     compiled: bool = False
     reference: bool = False
     """With a frozen reference policy, as a positive `kl_coef` asks for."""
+    offloaded: bool = False
+    """With the optimizer in host memory."""
 
     @property
     def engine(self) -> Case:
@@ -103,19 +105,21 @@ class Case:
             keep_attention=self.keep_attention,
             attention_kernels="flash4" if self.flash4 else "torch",
             compile=self.compiled,
+            offload_optimizer=self.offloaded,
             lr=1e-9,
             deadline_s=90,
         )
 
     def __str__(self) -> str:
         parts = [self.shape, f"{self.length}x{self.micro_batch_tokens // self.length}"]
-        if self.ranks > 1 or self.zero_stage != 1:
+        if self.ranks > 1 or self.zero_stage != 1 or self.offloaded:
             parts.append(f"{self.ranks} rank{'s' * (self.ranks > 1)}, ZeRO {self.zero_stage}")
         if self.expert_parallel > 1:
             parts.append(f"experts over {self.expert_parallel}")
         if self.sequence_parallel > 1:
             parts.append(f"tokens over {self.sequence_parallel}")
         parts += ["recompute"] * self.recompute + ["reference"] * self.reference
+        parts += ["optimizer in host memory"] * self.offloaded
         parts += ["compiled"] * self.compiled + ["flash4"] * self.flash4
         parts += ["attention kept"] * self.keep_attention
         return ", ".join(parts)
@@ -206,6 +210,21 @@ def long(shape: str, ranks: int, *, small: bool) -> Iterator[Case]:
                 keep_attention=kept,
                 flash4=flash4,
             )
+
+
+def offloaded(shape: str, stage: int, *, small: bool) -> Iterator[Case]:
+    """A lone rank whose optimizer is in host memory, activations kept and computed again."""
+    unit = 64 if small else 1024
+    case = Case(
+        shape=shape,
+        length=unit,
+        micro_batch_tokens=16 * unit,
+        step_tokens=64 * unit,
+        zero_stage=stage,
+        offloaded=True,
+    )
+    yield replace(case, recompute=True)
+    yield case
 
 
 def on_ranks(shapes: Sequence[str], ranks: int, *, small: bool) -> Iterator[Case]:
