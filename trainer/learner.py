@@ -392,7 +392,7 @@ def maybe_of_another(error: RayError) -> bool:
     """Whether a rank's failure may come of another's end: of that collectives raise RuntimeError,
     and sockets OSError."""
     cause = ray_calls.cause(error)
-    own = isinstance(cause, Unwritten) or type(cause).__name__ == "OutOfMemoryError"  # torch's
+    own = type(cause).__name__ in ("Unwritten", "UpdateOutOfMemory", "OutOfMemoryError")
     return isinstance(cause, RuntimeError | OSError) and not own
 
 

@@ -64,6 +64,7 @@ from keel.trainer.engine.zero import (
     drop_gradients,
     frozen_config,
     initialize,
+    room_to_update,
     zero_stage,
 )
 from keel.trainer.nonfinite import Finding, Look, Skips, sound
@@ -154,8 +155,8 @@ class TrainerEngine:
                 compile_layers(frozen.model)
         summed = self._summed = dtype == torch.bfloat16 and summed_apart("bfloat16", trainer)
         self._note(sum_in_one_pass(made.optimizer) if summed else sums_missed(made))
-        of = {"stage": self._stage, "sums": summed}
-        self._offload, note = make_offload(self._engine, frozen, self._device, config, **of)
+        of = (self._engine, frozen, self._device, config)
+        self._offload, note = make_offload(*of, stage=self._stage, sums=summed)
         self._note(note)
         self._checkpoints = Checkpoints(
             self._engine, self._adam, network.model, spread, stage=self._stage, device=self._device
@@ -197,17 +198,14 @@ class TrainerEngine:
         until `gave_up`. Metrics are those of `keel.rl.summary.of_updates`. examine: look for what
         made it skip a step also in float16."""
         self.findings, self.tokens, self._applied = [], {}, False
-        trainer, total = self._config.trainer, self._config.run.steps
-        lr = learning_rate(self._steps + 1, trainer, total_steps=total)
+        config = self._config
+        lr = learning_rate(self._steps + 1, config.trainer, total_steps=config.run.steps)
         for group in self._adam.param_groups:
             group["lr"] = lr
-        metrics = of_updates(
-            [self._update(batch, examine) for batch in batches if not self.gave_up]
-        )
+        done = [self._update(batch, examine) for batch in batches if not self.gave_up]
+        metrics = of_updates(done)
         self._steps += 1
-        if self._rank == 0:
-            metrics["lr"] = Mean(lr, 1)
-        return metrics
+        return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
 
     def forgotten(self) -> bool:
         """Drop what a `step` that raised has left. Whether that is all: a single rank had computed
@@ -328,9 +326,10 @@ class TrainerEngine:
         return inputs, whole_sequences(inputs, logp, None)[0], held
 
     def _apply_gradients(self) -> float:
-        self._offload.before_update()
         clip = self._config.trainer.grad_clip
-        return apply_gradients(self._engine, self._network, stage=self._stage, clip=clip)
+        with room_to_update(self._config):
+            self._offload.before_update()
+            return apply_gradients(self._engine, self._network, stage=self._stage, clip=clip)
 
     def _replayed(self, inputs: Inputs) -> AbstractContextManager[Any]:
         # Nobody has recorded routes of conversations that are given.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ from keel.trainer.engine.deepspeed_internals import (
 )
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, clip_gradients
 from keel.trainer.engine.state.optimizer_internals import forget_sums, grow_loss_scale
+from keel.trainer.planning.lowering import makes_room_to_update
 from keel.trainer.planning.memory import bucket_elements
+from keel.trainer.run.restarts import UpdateOutOfMemory
 
 SCALE_POWER = 16
 """float16: the loss is first multiplied by 2 to this power, and half of it after an overflow."""
@@ -180,6 +182,18 @@ def apply_gradients(
     else:
         engine.zero_grad()
     return norm
+
+
+@contextmanager
+def room_to_update(config: Config) -> Iterator[None]:
+    """Raises `UpdateOutOfMemory` where the GPU is too small for what is done in it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UpdateOutOfMemory(
+            f"there is no room to update the weights ({error}). Smaller micro-batches do not help "
+            f"there; what may: {makes_room_to_update(config)}"
+        ) from None
 
 
 def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:

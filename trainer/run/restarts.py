@@ -29,6 +29,11 @@ class OutOfMemory(Lost):
         self.dropped = dropped
 
 
+class UpdateOutOfMemory(RuntimeError):
+    """A rank's GPU was too small where an optimizer updates weights: micro-batches and activations
+    are not there any more, so neither smaller ones nor a new start help."""
+
+
 class Restarts:
     """How often a run has been started again from its last checkpoint."""
 

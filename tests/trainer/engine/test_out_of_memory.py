@@ -17,9 +17,15 @@ from keel.rl.metrics import values
 from keel.trainer.cluster.limits import Limits
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.learner import Learner
-from keel.trainer.planning.lowering import MOST, Lowering, Repeating, lowered
+from keel.trainer.planning.lowering import (
+    MOST,
+    Lowering,
+    Repeating,
+    lowered,
+    makes_room_to_update,
+)
 from keel.trainer.planning.remembered import CHOSEN
-from keel.trainer.run.restarts import OutOfMemory
+from keel.trainer.run.restarts import OutOfMemory, UpdateOutOfMemory
 from keel.trainer.worker import TrainerWorker
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.ranks import make_config
@@ -155,6 +161,38 @@ def test_what_cannot_be_forgotten_is_left_to_a_new_start(
     runs_out(monkeypatch, method, {0})
     with pytest.raises(torch.OutOfMemoryError):
         learner.step(Rollouts(0, model).groups(4, 3))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("stage", [0, 1])
+def test_where_weights_are_updated_nothing_smaller_is_tried(
+    stage: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = short(make_config(1, stage, tokens=96))
+    learner, said = Local(model, config), list[str]()
+    lowering = Lowering(config=config, folder=tmp_path)
+    repeating = Repeating(learner=learner, lowering=lowering, say=said.append)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.50 GiB.")
+
+    monkeypatch.setattr(learner.worker.engine._engine, "step", full)
+    with pytest.raises(UpdateOutOfMemory, match=r"30\.50 GiB.*offload_optimizer: true"):
+        repeating.step(Rollouts(0, model).groups(4, 3))
+    assert not said and lowering.config is config
+
+
+def test_the_cures_of_an_update_are_those_that_are_left() -> None:
+    config = make_config(1, 1, tokens=96)
+    assert makes_room_to_update(config) == (
+        "trainer.offload_optimizer: true, trainer.zero_stage: 2 or 3, more trainer.ranks"
+    )
+    beside = replace(config, rollout=replace(config.rollout, colocated=True))
+    assert makes_room_to_update(beside).startswith("rollout.sleep: true, a smaller rollout.gpu_")
+    trainer = replace(config.trainer, zero_stage=2, offload_optimizer=True)
+    assert makes_room_to_update(replace(config, trainer=trainer)) == (
+        "trainer.zero_stage: 3, more trainer.ranks"
+    )
 
 
 def test_a_run_is_lowered_a_few_times_and_no_more(tmp_path: Path) -> None:
