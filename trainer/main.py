@@ -41,6 +41,7 @@ from keel.trainer.run.ledger import Ledger
 from keel.trainer.run.restarts import KEPT, Lost, Stuck
 from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.session import conduct, open_journal, restored, save_checkpoint
+from keel.trainer.run.trackers.sending import hanging
 from keel.trainer.run.view import View
 from keel.trainer.run.waits import waiting
 from keel.trainer.supervised.wiring import (
@@ -224,7 +225,7 @@ def run(command: str, *arguments: Any) -> int:
     """Run a command; errors that a user can act on end in one message, not in a traceback."""
 
     def ended(status: int) -> int:
-        if lost():  # Ray's threads would not let this process end in peace
+        if lost() or hanging():  # their threads would not let this process end in peace
             leave(status)
         return status
 

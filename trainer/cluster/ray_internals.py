@@ -90,7 +90,8 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process without Ray's own threads, which crash where their cluster is gone."""
+    """End this process without waiting for threads: Ray's own crash where their cluster is gone, a
+    tracker's may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

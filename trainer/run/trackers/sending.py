@@ -24,6 +24,8 @@ OWN = "tracker"
 """The kind of event that is said here, and no tracker is told of."""
 AGAIN_S, AGAIN_MOST_S = 10.0, 600.0
 """After a failure it is tried again so much later, then after twice that, and so on."""
+GIVEN_UP = "keel-given-up-"
+"""What the names of threads begin with that are waited for no longer."""
 LATE_S = 120.0
 """A call that has not returned after this is said to hang."""
 CLOSE_S, HURRY_S = 60.0, 5.0
@@ -91,6 +93,7 @@ class Sending:
     def abandon(self) -> None:
         """It is waited for no longer, and has no more to say."""
         self._say = lambda _: None
+        self._thread.name = f"{GIVEN_UP}{self.name}"
         if self._made is not None:
             self._made.abandon()
 
@@ -162,6 +165,12 @@ class Sending:
         fresh = self._file.with_suffix(".tmp")
         fresh.write_text(json.dumps(state))
         fresh.replace(self._file)
+
+
+def hanging() -> bool:
+    """Whether a thread is still at what it was given up for. The interpreter's own end may then be
+    an abort, in the middle of what the package is at."""
+    return any(thread.name.startswith(GIVEN_UP) for thread in threading.enumerate())
 
 
 def known(path: Path) -> dict[str, Any]:

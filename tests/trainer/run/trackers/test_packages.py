@@ -24,7 +24,8 @@ RUN = """
 import sys, threading, time
 from pathlib import Path
 from keel.trainer.run.trackers.known import check_trackers, maker
-from keel.trainer.run.trackers.sending import Sending, Trackers
+from keel.trainer.cluster.ray_internals import leave
+from keel.trainer.run.trackers.sending import Sending, Trackers, hanging
 names = ["wandb", "mlflow", "trackio"]
 check_trackers(names)
 say = lambda text: print(text, flush=True)
@@ -40,6 +41,8 @@ for _ in range(50):
     time.sleep(0.01)
 trackers.close("finished", 3, seconds=1.0)
 Path(sys.argv[1], "longest").write_text(str(longest))
+assert hanging()
+leave(0)  # as `keel.trainer.main.run` does
 """
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
+from keel.trainer import main
 from keel.trainer.run.journal import note
 from keel.trainer.run.trackers.known import check_trackers
-from keel.trainer.run.trackers.sending import OWN, Sending, Trackers
+from keel.trainer.run.trackers.sending import OWN, Sending, Trackers, hanging
 from keel.trainer.run.trackers.tracker import (
     End,
     Opened,
@@ -189,7 +190,13 @@ def test_however_long_it_stays_away_it_is_tried_again(run: Run) -> None:
     assert [step for step, _ in run.tracker.steps] == [0]
 
 
-def test_a_tracker_that_hangs_holds_up_nothing(run: Run) -> None:
+def test_a_tracker_that_hangs_holds_up_nothing_and_the_process_ends_without_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(main, "leave", left.append)
+    monkeypatch.setitem(main.COMMANDS, "check", lambda *_: None)
+    assert main.run("check") == 0 and not left
     run.tracker.released.clear()
     run.write(0, 1)
     sending, trackers = run.start(late_s=0.0)
@@ -202,10 +209,13 @@ def test_a_tracker_that_hangs_holds_up_nothing(run: Run) -> None:
     trackers.close("finished", 1, seconds=0.1)
     assert "was told of 0 of 1 steps within 0 s; when the run is resumed" in run.said[1]
     assert run.tracker.abandoned
+    main.run("check")
+    assert left == [0]
     run.tracker.released.set()
     assert sending.done.wait(PATIENCE_S)
     assert [step for step, _ in run.tracker.steps] == [0, 1]
     assert len(run.said) == 2
+    wait_for(lambda: not hanging())
 
 
 def test_a_line_that_is_being_written_is_left_until_it_is_whole(run: Run) -> None:
