@@ -119,6 +119,9 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
         return said
     if close := difflib.get_close_matches(key, here, n=1):
         return f"did you mean {prefix}{close[0]}?"
+    if prefix == "rewards.":
+        scored_by = "what scores completions is data.sources[].rewards"
+        return f"{scored_by}; this section has {', '.join(here)}"
     names = {path.rpartition(".")[2] for path in everywhere}
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.75):
         paths = [path for path in everywhere if path.rpartition(".")[2] == close[0]]

@@ -269,6 +269,7 @@ def test_inheritance_that_cannot_be_followed(tmp_path: Path) -> None:
         ("", "data.sources = []: add one"),
         ("data: {}", "data.sources = []: add one"),
         (RECIPE + "1: x", ":6: 1: no such knob"),
+        (RECIPE + "rewards: {x: 1}", "scores completions is data.sources[].rewards; this"),
     ],
 )
 def test_a_malformed_recipe_names_the_line(tmp_path: Path, text: str, message: str) -> None:
