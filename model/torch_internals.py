@@ -93,14 +93,23 @@ def on_device(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
     return (*handle[:at], index, *handle[at + 1 :])
 
 
+VARIANTS = 64
+"""Graphs of one function, at most. Layers that differ, rows of one token, shared prompts, passes
+without gradient and the reference policy each have their own, and PyTorch's limit is 8. Past it a
+function runs uncompiled, with gradients in another order than on ranks where it does not; ZeRO 1
+and 2 add up what ranks have in the order that it comes."""
+
+
 def specialise_and_recompute() -> None:
     """How torch.compile treats numbers, such as a norm's epsilon: as a part of the graph, and not
     as tensors that each call makes. And elementwise operations: they are computed again in the
-    backward pass wherever that saves memory; GEMMs and attention never are."""
+    backward pass wherever that saves memory; GEMMs and attention never are. And how many graphs a
+    function may have: `VARIANTS`."""
     import torch._dynamo.config as dynamo  # noqa: PLC0415  (slow to load)
     import torch._functorch.config as functorch  # noqa: PLC0415
 
     dynamo.specialize_float = True
+    dynamo.recompile_limit = VARIANTS
     functorch.ban_recompute_used_far_apart = False
     functorch.ban_recompute_long_fusible_chains = False
     functorch.ban_recompute_materialized_backward = False

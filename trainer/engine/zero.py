@@ -68,6 +68,10 @@ def initialize(
     with redirect_stdout(io.StringIO()):
         if config["zero_optimization"]["stage"] == 3:
             dtype = next(model.parameters()).dtype
+            for parameter in model.parameters():
+                # Beside float16 transformers keeps some in float32, which one buffer cannot hold;
+                # at the other stages DeepSpeed rounds them, too.
+                parameter.data = parameter.data.to(dtype)
             deepspeed.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
             for buffer in model.buffers():
                 buffer.data = buffer.data.to(device)

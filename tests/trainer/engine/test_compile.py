@@ -65,6 +65,20 @@ def test_all_layers_are_one_graph_for_rows_of_any_length(graphs: list[GraphModul
     assert len(graphs) <= 2
 
 
+def test_no_variant_of_a_layer_runs_uncompiled(graphs: list[GraphModule]) -> None:
+    """PyTorch compiles 8 of a function, and runs any more as they are: on one rank, perhaps, and
+    not on another, whose gradients then come in another order."""
+    torch._dynamo.reset()
+    for count in range(1, 13):
+        sizes = {"intermediate_size": 8 * count}
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**{**CONFIG.to_dict(), **sizes}))
+        use_packed_attention(model)
+        layer_compile.compile_layers(model)
+        tokens = torch.zeros((1, 9), dtype=torch.long)
+        model.get_decoder()(input_ids=tokens, use_cache=False, segments=Segments.of((5, 4)))
+        assert len(graphs) == count
+
+
 def test_the_warm_up_is_of_no_size_that_a_model_has(graphs: list[GraphModule]) -> None:
     """Sizes that are equal at the first call are taken for one, and other rows compile again."""
     assert segments_of(0) == SEGMENTS

@@ -1,5 +1,6 @@
 """One rank: the end of a run in float16 is Keel's to say, no gradient is halved, DeepSpeed's
-buckets are small, and a step in which memory ran out leaves nothing behind."""
+buckets are small, weights of a second precision are no trouble, and a step in which memory ran out
+leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.engine.batches import write_model
+from tests.trainer.engine.batches import write_model, write_sparse
 from tests.trainer.engine.lone_scenarios import (
     AT_THE_END,
     BUCKETS,
     DOUBLED,
     RESULTS,
     SMALL,
+    SPARSE,
     WINDOW,
     run,
 )
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.e2e
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("lone")
     write_model(folder)
+    write_sparse(folder / SPARSE)
     run_all(run, [1], folder)
     return torch.load(folder / RESULTS, weights_only=True)
 
@@ -43,6 +46,16 @@ def test_a_run_gives_up_and_names_the_token_at_the_least_scale_too(
     assert len(found["later"]) == 16 and found["later"][-1]["train/loss_scale"] == 1
     assert "16 optimizer steps in a row" in found["gave up"]
     assert found["findings"]
+
+
+def test_weights_in_float32_beside_float16_train_at_every_stage_alike(
+    results: dict[str, Any],
+) -> None:
+    """Of DeepSeek-V3.2's indexers. DeepSpeed rounds them, but not under ZeRO 3."""
+    first, third = (results[f"half {stage}"] for stage in (1, 3))
+    assert first.pop("kinds") == third.pop("kinds") == {torch.float16}
+    assert third == pytest.approx(first, rel=1e-3, abs=1e-6)
+    assert first["grad_norm"] > 0 and first["kl/ref"] > 0
 
 
 @pytest.mark.parametrize("stage", DOUBLED)
