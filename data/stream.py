@@ -27,7 +27,8 @@ class Stream(Generic[T]):
     """An endless stream of prompts, or conversations, from weighted sources.
 
     Each source goes through its prompts once an epoch, in an order of that epoch. Sources are
-    interleaved so that after any number of prompts each has given its share, to within one. The
+    interleaved so that after any number of prompts each has given its share, to within one (of
+    three or more sources, a little more). The
     whole position is therefore one count a source, which is what `state` saves.
 
     A batch larger than what is left of an epoch reaches into the next, so it may hold a prompt

@@ -96,8 +96,8 @@ def on_device(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
 VARIANTS = 64
 """Graphs of one function, at most. Layers that differ, rows of one token, shared prompts, passes
 without gradient and the reference policy each have their own, and PyTorch's limit is 8. Past it a
-function runs uncompiled, with gradients in another order than on ranks where it does not; ZeRO 1
-and 2 add up what ranks have in the order that it comes."""
+function runs uncompiled. Where one of two ranks did, under ZeRO 2, gradients of weights of equal
+size came out wrong: in all likelihood since they come in another order there."""
 
 
 def specialise_and_recompute() -> None:
