@@ -118,14 +118,23 @@ class Turns:
     def _check_shown(
         self, messages: list[Message], tools: Sequence[ToolSpec], ids: list[int]
     ) -> None:
-        """Some templates leave out a system message that is not the first one, without a word."""
+        """Some templates leave out a system message that is not the first one, without a word.
+        Looked for at the first and the last place between messages of the same two roles: each
+        takes a render of the whole conversation."""
+        roles = [message["role"] for message in messages]
+        first: dict[tuple[str, ...], int] = {}
+        last: dict[tuple[str, ...], int] = {}
         for i, message in enumerate(messages):
             if i and message["role"] == "system" and message["content"]:
-                others = messages[:i] + messages[i + 1 :]
-                if self._chat.opening(others, tools, thinking=self._thinking) == ids:
-                    raise Refused(
-                        400,
-                        f"messages[{i}].role: the model's chat template does not show a system "
-                        "message at this place; put it first",
-                        param=f"messages[{i}].role",
-                    )
+                between = (roles[i - 1], *roles[i + 1 : i + 2])
+                first.setdefault(between, i)
+                last[between] = i
+        for i in sorted({*first.values(), *last.values()}):
+            others = messages[:i] + messages[i + 1 :]
+            if self._chat.opening(others, tools, thinking=self._thinking) == ids:
+                raise Refused(
+                    400,
+                    f"messages[{i}].role: the model's chat template does not show a system "
+                    "message at this place; put it first",
+                    param=f"messages[{i}].role",
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,21 @@ class Asked:
     model: str = ""
     is_retry: bool = False
     """The client says so: it never got the answer to this request."""
+
+    @property
+    def characters(self) -> int:
+        """Of what a chat template shows: contents, calls, tools, and the thinking since the user's
+        last message. Names of roles and marks are not counted."""
+        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        since = users[-1] if users else 0
+        thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
+        written = [message["tool_calls"] for message in self.messages if "tool_calls" in message]
+        offered = [tool.as_json() for tool in self.tools]
+        return (
+            sum(len(message["content"]) for message in self.messages)
+            + sum(map(len, thoughts))
+            + sum(len(json.dumps(one, ensure_ascii=False)) for one in (*written, *offered))
+        )
 
 
 class Warnings:

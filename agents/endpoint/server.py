@@ -135,7 +135,7 @@ class Endpoint:
         if place not in self._open:
             raise Refused(404, "there is no such trajectory, or it is over", code="trajectory_over")
         key, recording, tools = self._open[place]
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        if not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
             raise Refused(
                 401, "wrong API key: send OPENAI_API_KEY as a bearer token", code="invalid_api_key"
             )
