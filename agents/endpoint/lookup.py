@@ -58,14 +58,16 @@ class Turns:
         turn.lost, turn.given_again = True, False
 
     def lost(self, request_key: str, asked: Asked) -> Turn | None:
-        """An answer to the same request that nobody got. Asked again after it was received, the
-        request wants another one."""
-        for turn in self._answers.get(request_key, ()):
-            if turn.extended or turn.given_again:
-                continue
-            if asked.is_retry or turn.lost:
-                return turn
-        return None
+        """An answer to the same request that nobody got, as far as can be known; to a client that
+        says that it got none, else one that somebody may have got. Asked again after it was
+        received, the request wants another one."""
+        free = [
+            turn
+            for turn in self._answers.get(request_key, ())
+            if not (turn.extended or turn.given_again)
+        ]
+        lost = [turn for turn in free if turn.lost]
+        return next(iter([*lost, *free] if asked.is_retry else lost), None)
 
     def context(
         self,

@@ -186,7 +186,12 @@ class Endpoint:
                 await asyncio.sleep(0)
             async with asyncio.timeout(READ_S):
                 return await _answer(request, asked, reply)
-        except (TimeoutError, ConnectionError, asyncio.CancelledError):
+        except (TimeoutError, ConnectionError):
+            recording.lose(reply)
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()  # to nobody
+        except asyncio.CancelledError:
             recording.lose(reply)
             raise
 
