@@ -147,8 +147,7 @@ class Endpoint:
         recording, tools = self._found(request, request.match_info["key"])
         if tools is None:
             raise Refused(404, "there are no tools", code="unknown_url")
-        async with asyncio.timeout(READ_S):
-            body = await request.read()
+        body = await _body_of(request)
         try:
             answer = await tools.answer(body)
         except (ValueError, RecursionError) as error:
@@ -168,11 +167,7 @@ class Endpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         recording = self._recording(request)
-        try:
-            async with asyncio.timeout(READ_S):
-                body = await request.read()
-        except TimeoutError as error:
-            raise Refused(408, f"the request did not come within {READ_S:g} s") from error
+        body = await _body_of(request)
         # OpenAI's own clients count.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
@@ -194,6 +189,14 @@ class Endpoint:
         except asyncio.CancelledError:
             recording.lose(reply)
             raise
+
+
+async def _body_of(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(READ_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise Refused(408, f"the request did not come within {READ_S:g} s") from error
 
 
 async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> web.StreamResponse:

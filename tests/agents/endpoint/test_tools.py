@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from keel.agents.endpoint import server
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.tools import Tools
 from keel.agents.types import ToolResult
@@ -248,3 +250,28 @@ def test_of_calls_at_once_none_runs_after_the_end(finished: bool) -> None:
     ran = 1 if finished else 2
     assert errors == [""] * ran + ["the episode is over"] * (4 - ran)
     assert log == [f"call add {{'a': {a}, 'b': {b}}}" for a, b in sums[:ran]]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_request_whose_rest_does_not_come_is_nobodys_error(
+    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord], waits: bool
+) -> None:
+    """By a client that waits on, and by one that goes."""
+    monkeypatch.setattr(server, "READ_S", 0.05 if waits else PATIENCE_S)
+
+    async def work() -> list[bytes]:
+        found: list[bytes] = []
+        async with Endpoint() as endpoint:
+            address = endpoint.add(recording(Said(["a"])), Tools(Sums(), [ADD], budget=BUDGET))
+            for url in (f"{address.base_url}/chat/completions", address.tools_url):
+                host, _, path = url.removeprefix("http://").partition("/")
+                reader, writer = await asyncio.open_connection(*host.split(":"))
+                head = f"POST /{path} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n"
+                writer.write(f"{head}Authorization: Bearer {address.api_key}\r\n\r\n{{".encode())
+                if waits:
+                    found.append((await reader.readline()).split()[1])
+                writer.close()
+        return found
+
+    assert run(work()) == [b"408"] * 2 * waits
+    assert not [record for record in logged if record.levelno >= logging.ERROR]
