@@ -201,6 +201,7 @@ class Recording:
         if (characters := asked.characters) > self._budget.characters:
             least = max(characters // CHARACTERS_A_TOKEN, self._budget.window)
             raise spent(self._budget, "window", least)
+        asked.check_tools()
         before, ids = self._turns.context(asked, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), asked.max_tokens)
         # From here to the sampling nothing waits: what is free now stays so.

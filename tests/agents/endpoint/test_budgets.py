@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.endpoint import record
+from keel.agents.endpoint import record, requests
 from keel.agents.endpoint.errors import Refused
 from keel.agents.endpoint.replies import Reply
 from keel.agents.endpoint.types import Finished
@@ -70,7 +70,7 @@ def test_messages_that_cannot_fit_are_refused_before_they_are_tokenised(
         monkeypatch.setattr(CHAT, "extend", None)
         monkeypatch.setattr(CHAT, "opening", None)
         messages = [user("a"), as_sent(reply), user("b" * (8 << 20))]
-        with pytest.raises(Refused, match="your messages resulted in 524288 tokens") as refused:
+        with pytest.raises(Refused, match="your messages resulted in 524291 tokens") as refused:
             await ask(recorded, messages)
         assert refused.value.code == "context_length_exceeded"
         return await recorded.finish()
@@ -112,6 +112,22 @@ def test_whatever_a_template_shows_is_counted_before_it_is_tokenised(
         with pytest.raises(Refused) as refused:
             await ask(recorded, [user("a"), *before], tools)
         assert refused.value.code == "context_length_exceeded"
+
+    play(work())
+
+
+def test_more_messages_and_tools_than_fit_are_refused_before_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CHAT, "opening", None)
+    monkeypatch.setattr(requests, "arguments_of", None)
+    tool = {"type": "function", "function": {"name": "t", "description": "d" * 30}}
+
+    async def work() -> None:
+        for messages, tools in (([user("")] * 6001, ()), ([user("a")], [tool] * 1000)):
+            with pytest.raises(Refused) as refused:
+                await ask(recording(Policy(["word"])), messages, tools)
+            assert refused.value.code == "context_length_exceeded"
 
     play(work())
 
