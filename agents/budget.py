@@ -27,7 +27,8 @@ class Budget:
     window: int
     """Tokens of a context with what is sampled after it."""
     deadline_s: float = inf
-    """Seconds of the engine's time and of tools; of a program, of its own time between turns."""
+    """Seconds of the engine's time and of tools; of a program, of its own time between turns. Of a
+    turn that a program gave up, all of its time counts."""
     call_s: float = 60.0
     """Of one call of an environment's tool."""
     calls: float = inf
@@ -82,3 +83,9 @@ def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
         cached_tokens=usage.cached_tokens + min(result.cached_tokens, repeated),
         sampling_s=usage.sampling_s + result.sampling_s,
     )
+
+
+def with_lost_turn(usage: Usage, seconds: float) -> Usage:
+    """After a turn that was given up. Its time counts, or a client that gives up each of its turns
+    and asks again would never reach its deadline."""
+    return replace(usage, sampling_s=usage.sampling_s + seconds)

@@ -58,14 +58,16 @@ class Turns:
         turn.lost, turn.given_again = True, False
 
     def lost(self, request_key: str, asked: Asked) -> Turn | None:
-        """An answer to the same request that nobody got. Asked again after it was received, the
-        request wants another one."""
-        for turn in self._answers.get(request_key, ()):
-            if turn.extended or turn.given_again:
-                continue
-            if asked.is_retry or turn.lost:
-                return turn
-        return None
+        """An answer to the same request that nobody got, as far as can be known; to a client that
+        says that it got none, else one that somebody may have got. Asked again after it was
+        received, the request wants another one."""
+        free = [
+            turn
+            for turn in self._answers.get(request_key, ())
+            if not (turn.extended or turn.given_again)
+        ]
+        lost = [turn for turn in free if turn.lost]
+        return next(iter([*lost, *free] if asked.is_retry else lost), None)
 
     def context(
         self,
@@ -118,14 +120,23 @@ class Turns:
     def _check_shown(
         self, messages: list[Message], tools: Sequence[ToolSpec], ids: list[int]
     ) -> None:
-        """Some templates leave out a system message that is not the first one, without a word."""
+        """Some templates leave out a system message that is not the first one, without a word.
+        Looked for at the first and the last place between messages of the same two roles: each
+        takes a render of the whole conversation."""
+        roles = [message["role"] for message in messages]
+        first: dict[tuple[str, ...], int] = {}
+        last: dict[tuple[str, ...], int] = {}
         for i, message in enumerate(messages):
             if i and message["role"] == "system" and message["content"]:
-                others = messages[:i] + messages[i + 1 :]
-                if self._chat.opening(others, tools, thinking=self._thinking) == ids:
-                    raise Refused(
-                        400,
-                        f"messages[{i}].role: the model's chat template does not show a system "
-                        "message at this place; put it first",
-                        param=f"messages[{i}].role",
-                    )
+                between = (roles[i - 1], *roles[i + 1 : i + 2])
+                first.setdefault(between, i)
+                last[between] = i
+        for i in sorted({*first.values(), *last.values()}):
+            others = messages[:i] + messages[i + 1 :]
+            if self._chat.opening(others, tools, thinking=self._thinking) == ids:
+                raise Refused(
+                    400,
+                    f"messages[{i}].role: the model's chat template does not show a system "
+                    "message at this place; put it first",
+                    param=f"messages[{i}].role",
+                )

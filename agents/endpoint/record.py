@@ -23,7 +23,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.agents.budget import CHARACTERS_A_TOKEN, Budget, with_turn
+from keel.agents.budget import CHARACTERS_A_TOKEN, Budget, with_lost_turn, with_turn
 from keel.agents.conversation import SegmentRecord, in_common
 from keel.agents.endpoint.endings import Endings
 from keel.agents.endpoint.errors import Refused, spent
@@ -198,10 +198,10 @@ class Recording:
             self._count("repeated")
             lost.given_again = True
             return lost.reply
-        characters = sum(len(message["content"]) for message in asked.messages)
-        if characters > self._budget.characters:
+        if (characters := asked.characters) > self._budget.characters:
             least = max(characters // CHARACTERS_A_TOKEN, self._budget.window)
             raise spent(self._budget, "window", least)
+        asked.check_tools()
         before, ids = self._turns.context(asked, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), asked.max_tokens)
         # From here to the sampling nothing waits: what is free now stays so.
@@ -328,7 +328,7 @@ class Recording:
         task = asyncio.ensure_future(self._sample(request))
         self._sampling[task] = limit
         place.draws.add(place.draw)
-        self._usage = self._with_idle()
+        self._usage, began = self._with_idle(), monotonic()
         self._idle_since = None
         self.begun.set()
         try:
@@ -336,6 +336,8 @@ class Recording:
                 return await task
         except BaseException as error:
             place.draws.discard(place.draw)
+            if isinstance(error, TimeoutError | asyncio.CancelledError):  # not the engine's failure
+                self._usage = with_lost_turn(self._usage, monotonic() - began)
             if isinstance(error, asyncio.CancelledError) and self._closed:
                 raise self._over() from error
             if isinstance(error, TimeoutError):

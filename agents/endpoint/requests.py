@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from keel.agents.budget import CHARACTERS_A_TOKEN
 from keel.agents.endpoint.errors import Refused, wrong
 from keel.agents.schemas import arguments_of
 from keel.rl import strict_json
@@ -55,6 +57,28 @@ class Asked:
     model: str = ""
     is_retry: bool = False
     """The client says so: it never got the answer to this request."""
+
+    @property
+    def characters(self) -> int:
+        """Of what a chat template shows: contents, calls, tools, and the thinking since the user's
+        last message. Of each message's role and marks, what a token may have."""
+        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        since = users[-1] if users else 0
+        thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
+        written = [message["tool_calls"] for message in self.messages if "tool_calls" in message]
+        offered = [tool.as_json() for tool in self.tools]
+        return (
+            sum(len(message["content"]) + CHARACTERS_A_TOKEN for message in self.messages)
+            + sum(map(len, thoughts))
+            + sum(len(json.dumps(one, ensure_ascii=False)) for one in (*written, *offered))
+        )
+
+    def check_tools(self) -> None:
+        """Raises Refused for tools that could not be called. It takes a millisecond for each."""
+        try:
+            arguments_of(self.tools)
+        except ValueError as error:
+            raise wrong("tools", str(error)) from error
 
 
 class Warnings:
@@ -159,10 +183,6 @@ def _tools(given: Any, warnings: Warnings) -> tuple[ToolSpec, ...]:
                 parameters=_object(f"{at}.function.parameters", parameters),
             )
         )
-    try:
-        arguments_of(tools)
-    except ValueError as error:
-        raise wrong("tools", str(error)) from error
     return tuple(tools)
 
 

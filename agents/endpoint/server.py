@@ -135,7 +135,7 @@ class Endpoint:
         if place not in self._open:
             raise Refused(404, "there is no such trajectory, or it is over", code="trajectory_over")
         key, recording, tools = self._open[place]
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        if not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
             raise Refused(
                 401, "wrong API key: send OPENAI_API_KEY as a bearer token", code="invalid_api_key"
             )
@@ -147,8 +147,7 @@ class Endpoint:
         recording, tools = self._found(request, request.match_info["key"])
         if tools is None:
             raise Refused(404, "there are no tools", code="unknown_url")
-        async with asyncio.timeout(READ_S):
-            body = await request.read()
+        body = await _body_of(request)
         try:
             answer = await tools.answer(body)
         except (ValueError, RecursionError) as error:
@@ -168,11 +167,7 @@ class Endpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         recording = self._recording(request)
-        try:
-            async with asyncio.timeout(READ_S):
-                body = await request.read()
-        except TimeoutError as error:
-            raise Refused(408, f"the request did not come within {READ_S:g} s") from error
+        body = await _body_of(request)
         # OpenAI's own clients count.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
@@ -186,9 +181,22 @@ class Endpoint:
                 await asyncio.sleep(0)
             async with asyncio.timeout(READ_S):
                 return await _answer(request, asked, reply)
-        except (TimeoutError, ConnectionError, asyncio.CancelledError):
+        except (TimeoutError, ConnectionError):
+            recording.lose(reply)
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()  # to nobody
+        except asyncio.CancelledError:
             recording.lose(reply)
             raise
+
+
+async def _body_of(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(READ_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise Refused(408, f"the request did not come within {READ_S:g} s") from error
 
 
 async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> web.StreamResponse:

@@ -18,18 +18,23 @@ from keel.rl.turns import ToolCall, ToolSpec
 PROTOCOL = "2025-06-18"
 _METHOD, _PARAMS, _LOST = -32601, -32602, -32000
 """Errors of JSON-RPC, and our own."""
+_OVER = "the episode is over"
 
 
 class Tools:
-    """Of one episode. A call that was begun goes on to its end, even where the client goes: an
-    environment that is interrupted is lost."""
+    """Of one episode. Calls run one after the other, as Keel's own episodes run them: of several at
+    once, none runs after the one that ends the episode. A call that was begun goes on to its end,
+    even where the client goes: an environment that is interrupted is lost."""
 
     def __init__(
         self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
     ) -> None:
         self._environment, self._tools, self._budget = environment, tools, budget
         self._calls = 0
-        self._running: set[asyncio.Task[ToolResult]] = set()
+        self._running: set[asyncio.Task[ToolResult | None]] = set()
+        """With those that wait for their turn."""
+        self._turn = asyncio.Lock()
+        self._finished = False
         self.lost: EnvironmentLost | None = None
         """Why the episode cannot go on."""
         self.done = False
@@ -40,7 +45,9 @@ class Tools:
         return self.done or self.lost is not None
 
     async def finish(self, within_s: float) -> None:
-        """Wait so long for calls that were begun, and give up what is left of them."""
+        """Wait so long for the call that was begun, and give up what is left of it. No other one
+        begins."""
+        self._finished = True
         try:
             if self._running:
                 await asyncio.wait(self._running, timeout=within_s)
@@ -82,8 +89,8 @@ class Tools:
         return await self._called(name, cast(Mapping[str, Any], arguments))
 
     async def _called(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        if self.over:
-            return _error(_LOST, "the episode is over")
+        if self.over or self._finished:
+            return _error(_LOST, _OVER)
         if refusal := self._budget.refusal(self._calls):
             return {"result": {"content": [{"type": "text", "text": refusal}], "isError": True}}
         self._calls += 1
@@ -95,17 +102,23 @@ class Tools:
             found = await asyncio.shield(task)
         except EnvironmentLost as error:
             return _error(_LOST, str(error))
+        if found is None:
+            return _error(_LOST, _OVER)
         content = [{"type": "text", "text": found.text}]
         return {"result": {"content": content, "isError": found.failed}}
 
-    async def _call(self, call: ToolCall) -> ToolResult:
-        try:
-            found = await self._environment.call(call, timeout_s=self._budget.call_s)
-        except EnvironmentLost as error:
-            self.lost = error
-            raise
-        self.done = self.done or found.done
-        return found
+    async def _call(self, call: ToolCall) -> ToolResult | None:
+        """None: it was not run, since the episode was over when its turn came."""
+        async with self._turn:
+            if self.over or self._finished:
+                return None
+            try:
+                found = await self._environment.call(call, timeout_s=self._budget.call_s)
+            except EnvironmentLost as error:
+                self.lost = error
+                raise
+            self.done = found.done
+            return found
 
 
 def _listed(tool: ToolSpec) -> dict[str, Any]:

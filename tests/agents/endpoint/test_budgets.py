@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from keel.agents.endpoint import record
+from keel.agents.endpoint import record, requests
 from keel.agents.endpoint.errors import Refused
 from keel.agents.endpoint.replies import Reply
 from keel.agents.endpoint.types import Finished
@@ -17,12 +18,14 @@ from tests.agents.endpoint.kit import (
     BUDGET,
     CHAT,
     TOOLS,
+    Messages,
     Policy,
     as_sent,
     ask,
     check_law,
     play,
     recording,
+    result,
     user,
 )
 
@@ -67,12 +70,75 @@ def test_messages_that_cannot_fit_are_refused_before_they_are_tokenised(
         monkeypatch.setattr(CHAT, "extend", None)
         monkeypatch.setattr(CHAT, "opening", None)
         messages = [user("a"), as_sent(reply), user("b" * (8 << 20))]
-        with pytest.raises(Refused, match="your messages resulted in 524288 tokens") as refused:
+        with pytest.raises(Refused, match="your messages resulted in 524291 tokens") as refused:
             await ask(recorded, messages)
         assert refused.value.code == "context_length_exceeded"
         return await recorded.finish()
 
     assert play(work()).finish_reason == "window"
+
+
+LONG = "b" * (8 << 20)
+CALL = {"id": "c", "function": {"name": "city", "arguments": json.dumps({"name": LONG})}}
+TOLD = {"name": "city", "description": LONG}
+
+
+@pytest.mark.parametrize(
+    ("before", "tools"),
+    [
+        ([], [{"type": "function", "function": TOLD}]),
+        ([{"role": "assistant", "tool_calls": [CALL]}, result("c", "far")], TOOLS),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "reasoning_content": LONG,
+                    "tool_calls": [{**CALL, "function": {"name": "city"}}],
+                },
+                result("c", "far"),
+            ],
+            TOOLS,
+        ),
+    ],
+    ids=["tools", "calls", "thinking"],
+)
+def test_whatever_a_template_shows_is_counted_before_it_is_tokenised(
+    monkeypatch: pytest.MonkeyPatch, before: Messages, tools: Any
+) -> None:
+    monkeypatch.setattr(CHAT, "opening", None)
+
+    async def work() -> None:
+        recorded = recording(Policy(["word"]))
+        with pytest.raises(Refused) as refused:
+            await ask(recorded, [user("a"), *before], tools)
+        assert refused.value.code == "context_length_exceeded"
+
+    play(work())
+
+
+def test_more_messages_and_tools_than_fit_are_refused_before_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CHAT, "opening", None)
+    monkeypatch.setattr(requests, "arguments_of", None)
+    tool = {"type": "function", "function": {"name": "t", "description": "d" * 30}}
+
+    async def work() -> None:
+        for messages, tools in (([user("")] * 6001, ()), ([user("a")], [tool] * 1000)):
+            with pytest.raises(Refused) as refused:
+                await ask(recording(Policy(["word"])), messages, tools)
+            assert refused.value.code == "context_length_exceeded"
+
+    play(work())
+
+
+def test_thinking_that_a_users_message_has_ended_takes_no_room() -> None:
+    async def work() -> None:
+        thought = {"role": "assistant", "content": "b", "reasoning_content": LONG}
+        reply = await ask(recording(Policy(["word"])), [user("a"), thought, user("c")])
+        assert reply.message["content"] == "word"
+
+    play(work())
 
 
 def test_a_cut_turn_says_so_and_its_calls_are_not_run() -> None:
@@ -154,6 +220,38 @@ def test_time_between_turns_counts_and_an_engines_too(monkeypatch: pytest.Monkey
     assert [round(request.deadline_s, 1) for request in policy.requests] == [1.1, 0.5]
     assert finished.usage.sampling_s == 1.0
     assert finished.usage.tools_s == pytest.approx(0.12)
+
+
+def test_turns_that_are_given_up_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a client that waits for less than a turn takes, and asks again for good."""
+    policy, now = Policy(["word"]), 0.0
+    monkeypatch.setattr(record, "monotonic", lambda: now)
+
+    async def sample(request: TurnRequest) -> TurnResult:
+        policy.requests.append(request)
+        return await asyncio.Future[TurnResult]()
+
+    async def work() -> Finished:
+        nonlocal now
+        recorded = recording(sample, deadline_s=10.0)
+        late = asyncio.create_task(recorded.overdue(60.0))
+        for n, left in enumerate((10.0, 7.0, 4.0, 1.0)):
+            task = asyncio.create_task(ask(recorded, [user("a")]))
+            while len(policy.requests) <= n:
+                await asyncio.sleep(0)
+            assert policy.requests[n].deadline_s == left
+            now += 3.0
+            task.cancel()
+            await asyncio.wait({task})
+        assert await late == "did not end within 10 s"
+        with pytest.raises(Refused, match="10 s is spent"):
+            await ask(recorded, [user("a")])
+        return await recorded.finish()
+
+    finished = play(work())
+    assert (finished.finish_reason, finished.usage.turns) == ("deadline", 0)
+    assert finished.counts.given_up == 4
+    assert finished.usage.sampling_s == 12.0
 
 
 def test_time_to_the_first_turn_is_its_own() -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from functools import partial
+from typing import Any
 
+import openai
 import pytest
+from aiohttp import web
 
+from keel.agents.endpoint import server
 from keel.agents.endpoint.errors import Refused
 from keel.agents.endpoint.types import Finished
 from keel.rl.turns import TurnRequest, TurnResult
@@ -16,8 +22,10 @@ from tests.agents.endpoint.kit import (
     check_law,
     play,
     recording,
+    served,
     user,
 )
+from tests.agents.episodes import run
 
 
 def test_an_answer_that_was_lost_is_given_again_and_one_that_came_is_not() -> None:
@@ -94,3 +102,40 @@ def test_a_turn_that_failed_or_was_given_up_leaves_nothing_and_is_asked_for_agai
     assert len({request.seed for request in policy.requests[1:]}) == 1
     assert (finished.counts.failed, finished.counts.given_up, finished.usage.turns) == (1, 1, 2)
     assert "engine 3 died" in finished.failure
+
+
+def test_a_retry_gets_the_answer_that_was_lost_before_one_that_came() -> None:
+    policy = Policy(["one", "two"])
+
+    async def work() -> Finished:
+        recorded = recording(policy)
+        asked = [await ask(recorded, [user("a")]) for _ in range(2)]
+        recorded.lose(asked[1])
+        assert await ask(recorded, [user("a")], is_retry=True) is asked[1]
+        return await recorded.finish()
+
+    assert play(work()).counts.repeated == 1
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, TimeoutError])
+def test_an_answer_that_is_not_taken_is_lost_and_nobodys_error(
+    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord], error: type[Exception]
+) -> None:
+    policy, answered = Policy(["one"]), server._answer
+
+    async def fails(request: web.Request, *told: Any) -> web.StreamResponse:
+        await web.StreamResponse().prepare(request)  # a part of it was written
+        raise error
+
+    async def work() -> str | None:
+        async with served(recording(policy)) as (_, _, client):
+            monkeypatch.setattr(server, "_answer", fails)
+            asked = partial(client.chat.completions.create, model="m", messages=[user("a")])
+            with pytest.raises(openai.APIConnectionError):
+                await asked()
+            monkeypatch.setattr(server, "_answer", answered)
+            return (await asked()).choices[0].message.content
+
+    assert run(work()) == "one"
+    assert len(policy.requests) == 1
+    assert not [record for record in logged if record.levelno >= logging.ERROR]

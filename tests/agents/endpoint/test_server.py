@@ -30,7 +30,6 @@ from tests.agents.endpoint.kit import (
 )
 from tests.agents.endpoint.test_record import script
 from tests.agents.episodes import run
-from tests.rollout.chat.families import chat_of
 from tests.waiting import PATIENCE_S
 
 
@@ -225,17 +224,19 @@ def test_a_wrong_request_is_refused_with_the_field() -> None:
     assert not policy.requests
 
 
-def test_what_the_template_would_not_show_is_refused() -> None:
-    late = [user("a"), {"role": "developer", "content": "b"}]
+def test_a_key_of_any_bytes_is_a_wrong_one() -> None:
+    async def work() -> None:
+        async with served(recording(Policy(["a"]))) as (_, address, _):
+            host, _, path = address.base_url.removeprefix("http://").partition("/")
+            for key in (b"\xff", b"\xed\xa0\x80", "ключ".encode()):
+                reader, writer = await asyncio.open_connection(*host.split(":"))
+                writer.write(b"GET /%s/models HTTP/1.0\r\n" % path.encode())
+                writer.write(b"Authorization: Bearer %s\r\n\r\n" % key)
+                answer = await reader.read()
+                writer.close()
+                assert b" 401 " in answer and b"wrong API key" in answer
 
-    async def asked_of(chat: Any) -> tuple[int, dict[str, Any]]:
-        async with served(recording(Policy(["a"]), chat=chat)) as (_, address, _):
-            return await post(address, json.dumps({"messages": late}).encode())
-
-    assert run(asked_of(CHAT))[0] == 200
-    leaves_out = chat_of("qwen3")  # Qwen's own does not
-    status, answer = run(asked_of(leaves_out))
-    assert (status, answer["error"]["param"]) == (400, "messages[1].role")
+    run(work())
 
 
 def test_settings_of_sampling_are_ignored_with_one_warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from keel.agents.endpoint import server
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.tools import Tools
 from keel.agents.types import ToolResult
@@ -209,3 +211,67 @@ def test_no_more_calls_are_run_than_may_be() -> None:
     assert (first["isError"], second["isError"]) == (False, True)
     assert second["content"][0]["text"].startswith("Nothing was run: 1 calls have been")
     assert len(environment.log) == 1
+
+
+class Held(Sums):
+    """A call waits for `go`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.go = asyncio.Event()
+
+    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        await self.go.wait()
+        return await super().call(call, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_of_calls_at_once_none_runs_after_the_end(finished: bool) -> None:
+    """99 ends the task; or the program is over while a call runs and others wait."""
+    sums = [(1, 1), (98, 1), (2, 2), (3, 3)]
+
+    async def work() -> tuple[list[Any], list[str]]:
+        environment = Held()
+        tools = Tools(environment, [ADD], budget=BUDGET)
+        asked = [{"name": "add", "arguments": {"a": a, "b": b}} for a, b in sums]
+        bodies = [{"id": 1, "method": "tools/call", "params": params} for params in asked]
+        calls = [asyncio.create_task(tools.answer(json.dumps(b).encode())) for b in bodies]
+        while len(tools._running) < len(calls):
+            await asyncio.sleep(0)
+        ending = asyncio.create_task(tools.finish(PATIENCE_S)) if finished else None
+        await asyncio.sleep(0)
+        environment.go.set()
+        answers = [(await call) or {} for call in calls]
+        if ending is not None:
+            await ending
+        return [answer.get("error", {}).get("message", "") for answer in answers], environment.log
+
+    errors, log = run(work())
+    ran = 1 if finished else 2
+    assert errors == [""] * ran + ["the episode is over"] * (4 - ran)
+    assert log == [f"call add {{'a': {a}, 'b': {b}}}" for a, b in sums[:ran]]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_request_whose_rest_does_not_come_is_nobodys_error(
+    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord], waits: bool
+) -> None:
+    """By a client that waits on, and by one that goes."""
+    monkeypatch.setattr(server, "READ_S", 0.05 if waits else PATIENCE_S)
+
+    async def work() -> list[bytes]:
+        found: list[bytes] = []
+        async with Endpoint() as endpoint:
+            address = endpoint.add(recording(Said(["a"])), Tools(Sums(), [ADD], budget=BUDGET))
+            for url in (f"{address.base_url}/chat/completions", address.tools_url):
+                host, _, path = url.removeprefix("http://").partition("/")
+                reader, writer = await asyncio.open_connection(*host.split(":"))
+                head = f"POST /{path} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n"
+                writer.write(f"{head}Authorization: Bearer {address.api_key}\r\n\r\n{{".encode())
+                if waits:
+                    found.append((await reader.readline()).split()[1])
+                writer.close()
+        return found
+
+    assert run(work()) == [b"408"] * 2 * waits
+    assert not [record for record in logged if record.levelno >= logging.ERROR]
