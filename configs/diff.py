@@ -168,7 +168,8 @@ def check_resumable(
         listed = "\n".join(dict.fromkeys(said))
         raise ConfigError(
             f"{folder} holds a run with another config:\n{listed}\n"
-            "Choose another run.dir, or set these knobs back to continue it"
+            "Choose another run.dir, or set these knobs back to continue it (another run may begin "
+            "with this one's exported model, model.path: docs/checkpoints.md)"
         )
 
 

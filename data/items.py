@@ -58,6 +58,12 @@ class Loaded:
     """Of rows with and without something to judge by, those without, which only functions judge."""
 
 
+def first_of(lines: Sequence[str], most: int = 10) -> list[str]:
+    """The first of them, and how many more there are."""
+    more = len(lines) - most
+    return [*lines[:most], f"and {more:,} more"] if more > 0 else list(lines)
+
+
 def told(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from keel.configs.schema import Config, SourceConfig
 from keel.data.dataset import Dataset
+from keel.data.items import first_of
 
 
 def unread_lines(config: Config, dataset: Dataset) -> list[str]:
@@ -64,7 +65,7 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
             f"{config.data.weight_of(source):g}, domain {source.domain_name}, β "
             f"{source.kl_coef:g}{_budget_said(source)}"
         )
-        lines += [f"  skipped: {reason}" for reason in report.skipped_reasons[:3]]
+        lines += [f"  skipped: {line}" for line in first_of(report.skipped_reasons)]
         lines += [f"  without a pass rate: {name}" for name in report.unrated[:3]]
         lines += [f"  in pass_rates and not in the source: {name}" for name in report.unknown[:3]]
     return lines

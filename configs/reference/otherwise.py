@@ -67,7 +67,7 @@ OTHERWISE: Mapping[str, str] = {
     "agents/window_cuts": "raise `agents.window`, or set `agents.context`",
     "agents/length_cuts": "raise `agents.max_sampled_tokens` or `rollout.sampling.max_tokens`",
     "judge/failures": "the endpoint is overloaded or answers no JSON: lower "
-    "`rewards.judge.max_concurrent`, see `rewards/` in the run folder",
+    "`rewards.judge.max_concurrent`, see `events.jsonl` for the reasons",
     "sft/packed": "raise `trainer.micro_batch_tokens`",
     "time/idle_fraction": "`algorithm.max_lag`: 1; more engines (`rollout.engines`) for as many "
     "ranks",

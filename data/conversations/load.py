@@ -13,7 +13,7 @@ from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.conversations.solutions import Solve, worked_solutions
 from keel.data.conversations.text import Encoded, made_texts, read_text
 from keel.data.conversations.types import Example, Read, Render
-from keel.data.items import digest
+from keel.data.items import digest, first_of
 from keel.data.stream import Stream
 from keel.rl.supervised.lessons import Lesson
 
@@ -54,7 +54,7 @@ class Report:
         yield said
         if self.left_out:
             yield "  left out: " + ", ".join(f"{n:,} {why}" for why, n in self.left_out.items())
-        yield from (f"  skipped: {reason}" for reason in self.skipped[:3])
+        yield from (f"  skipped: {line}" for line in first_of(self.skipped))
         if self.unread:
             yield f"  keys that mean nothing here: {', '.join(sorted(self.unread))}"
 

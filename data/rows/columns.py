@@ -150,7 +150,8 @@ class Columns:
                 f"{self._source.path}: its first row has no `{key}`, it has {has}. Say which "
                 f"column that is: {self._knob}.columns: {{{columns}}}"
             )
-        return BadLine(f"no {self.called(key)}{hint}")
+        meant = f"; is `{near[0]}` meant for it?" if near else ""
+        return BadLine(f"no {self.called(key)}{meant}")
 
     def called(self, key: str) -> str:
         """A key, for messages, with the column that it is looked for in."""
@@ -192,6 +193,7 @@ class Columns:
         if name not in self._near:
             keys = [key for key, column in self._of.items() if column]
             found = get_close_matches(name, keys, n=1, cutoff=NEAR)
+            found = found or [key for key in keys if sorted(key) == sorted(name)]  # letters swapped
             self._near[name] = found[0] if found else ""
         return self._near[name]
 

@@ -14,6 +14,7 @@ from keel.configs.schema import ConfigError, DataConfig, SourceConfig
 from keel.configs.system_prompts import system_prompt
 from keel.data import procedural
 from keel.data.dataset import Dataset, load_dataset
+from keel.data.items import first_of
 from keel.data.jsonl import load_jsonl
 from keel.data.procedural import load_reasoning_gym
 from keel.rl.types import Prompt
@@ -116,6 +117,12 @@ def test_a_file_is_split_by_the_seed(tmp_path: Path) -> None:
     report = dataset.report["sums"]
     assert (report.read, report.skipped, report.duplicates, report.train) == (32, 1, 1, 24)
     assert report.skipped_reasons[0].startswith(f"{path}:32: not JSON")
+
+
+def test_of_many_lines_the_first_are_said_and_how_many_more_there_are() -> None:
+    lines = [f"line {n}" for n in range(2012)]
+    assert first_of(lines[:10]) == lines[:10]
+    assert first_of(lines) == [*lines[:10], "and 2,002 more"]
 
 
 def test_a_question_is_known_again_with_the_words_of_its_template(tmp_path: Path) -> None:

@@ -189,6 +189,10 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"prompt": "a", "answer": "b"},
         {"columns": {"tolerance": "tol"}},
     ),
+    "rows.jsonl:1: `anwser` is no key; did you mean `answer`? Rename it": (
+        {"prompt": "a", "anwser": "4"},
+        OWN,
+    ),
     "rows.jsonl:1: `tolerence` is no key; did you mean `tolerance`? Rename it, or say": (
         {"prompt": "a", "answer": "1", "tolerence": 0.1},
         {},
