@@ -94,7 +94,8 @@ def conduct(
         if state:
             restored(folder, restore)
         chosen(folder.path)
-        print(text, flush=True)
+        resumes = f"\nresumes after step {start}; what came after it is done again" if start else ""
+        print(f"{text}{resumes}", flush=True)
         restarts = Restarts(config.run.max_restarts)
         while True:
             try:

@@ -37,3 +37,31 @@ def test_a_run_that_is_done_names_the_knob_that_makes_it_longer(
         drive=never,
     )
     assert f"has done its 1 steps. Raise {knob} to go on" in capsys.readouterr().out
+
+
+def test_a_run_that_resumes_says_after_which_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config("sft-quickstart", [f"run.dir={tmp_path}"]).supervised(3)
+
+    def nothing_starts(_: RunFolder) -> Any:
+        raise RuntimeError("no GPU")
+
+    def said() -> str:
+        with pytest.raises(RuntimeError, match="no GPU"):
+            conduct(
+                ["sft", "recipe.yaml"],
+                config,
+                text="plan",
+                restore=lambda _: None,
+                position=dict,
+                started=nothing_starts,
+                drive=lambda *_: 0,
+            )
+        return capsys.readouterr().out
+
+    assert said() == "plan\n"
+    with RunFolder(config) as folder:
+        (tmp_path / "metrics.jsonl").touch()
+        folder.save(State(step=2, version=2, config=config_digest(config)), lambda _: {})
+    assert said() == "plan\nresumes after step 2; what came after it is done again\n"
