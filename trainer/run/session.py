@@ -94,7 +94,7 @@ def conduct(
         if state:
             restored(folder, restore)
         chosen(folder.path)
-        resumes = f"\nresumes after step {start}; what came after it is done again" if start else ""
+        resumes = f"\nresumes after step {start}; all that came later is done again" * (start > 0)
         print(f"{text}{resumes}", flush=True)
         restarts = Restarts(config.run.max_restarts)
         while True:

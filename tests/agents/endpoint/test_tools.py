@@ -221,7 +221,7 @@ class Held(Sums):
         self.go = asyncio.Event()
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        await self.go.wait()
+        await asyncio.wait_for(self.go.wait(), PATIENCE_S)
         return await super().call(call, timeout_s=timeout_s)
 
 

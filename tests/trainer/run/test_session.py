@@ -64,4 +64,4 @@ def test_a_run_that_resumes_says_after_which_step(
     with RunFolder(config) as folder:
         (tmp_path / "metrics.jsonl").touch()
         folder.save(State(step=2, version=2, config=config_digest(config)), lambda _: {})
-    assert said() == "plan\nresumes after step 2; what came after it is done again\n"
+    assert said() == "plan\nresumes after step 2; all that came later is done again\n"
