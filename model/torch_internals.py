@@ -68,6 +68,27 @@ def varlen_operator() -> Any:
     return torch.ops.torch_attn._varlen_attn.default
 
 
+def flash_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of causal attention inside segments, what a forward pass by other flash kernels has left: the
+    gradients of query [N, Hq, D], key and value [N, Hkv, D], where `out` [N, Hq, D] has `grad`.
+    sums: the logarithms [Hq, N], float32."""
+    none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the generator's, for dropout
+    return torch.ops.aten._flash_attention_backward(
+        grad.contiguous(), query, key, value, out, sums, offsets, offsets, longest, longest,
+        0.0, True, none, none, scale=scale, window_size_left=-1, window_size_right=0,
+    )  # fmt: skip
+
+
 def all_to_all(rows: Tensor, group: ProcessGroup) -> Tensor:
     """Row j goes to rank j, and row i comes from rank i: [n, …] → [n, …]. Differentiable, and a
     part of a compiled graph, which the one of `torch.distributed.nn` is not."""

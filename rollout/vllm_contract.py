@@ -12,6 +12,7 @@ Each part's own files are the only ones that touch these things (tests/test_vllm
 | copies | weight_loading/ | vLLM's loader for every update |
 | kv_cache | engine/kv_cache.py | vLLM's own size of the cache |
 | start, warm_up (GPUs) | engine/quick_start.py | vLLM's own, slower start |
+| invariant (GPUs) | engine/invariant.py | vLLM's own, slower batch-invariant layers |
 | packed | fastpath/ | the native recorder, vLLM's scheduler and sampler |
 | cascade | fastpath/cascade/backend.py | vLLM's own attention |
 | steady | fastpath/steady_steps.py | vLLM's preparing of every step |
@@ -45,6 +46,7 @@ Part = Literal[
     "kv_cache",
     "start",
     "warm_up",
+    "invariant",
     "packed",
     "cascade",
     "steady",
@@ -155,6 +157,12 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
     "warm_up": (
         Takes("vllm.sampling_params:SamplingParams.for_sampler_warmup", ""),
         Uses("vllm.v1.worker.gpu.warmup:_warmup_kernels", "for_sampler_warmup"),
+    ),
+    "invariant": (
+        Uses(f"{MODEL}.layers.linear:UnquantizedLinearMethod.apply", "linear_batch_invariant"),
+        Takes(f"{MODEL}.layers.linear:linear_batch_invariant", "input weight bias"),
+        Uses(f"{MODEL}.layers.layernorm:RMSNorm.forward_cuda", "rms_norm_batch_invariant"),
+        Takes(f"{MODEL}.layers.layernorm:rms_norm_batch_invariant", "input weight eps residual"),
     ),
     "packed": PACKED,
     "cascade": CASCADE,

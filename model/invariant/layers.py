@@ -5,13 +5,14 @@ ones, operation by operation, on weights that are joined as the engine joins the
 value; gate and up). A token's hidden states are then equal to the last bit, in whatever micro-batch
 it lands. What is left is the head, float32 on both sides: some millionths of a nat.
 
-Gradients are those of plain formulas of the same functions. For them norms, activations and
-attention compute their forward once more; GEMMs and rotations do not.
+Gradients are those of plain formulas of the same functions, by kernels of one pass each
+(`keel.model.invariant.kernels`); attention's are PyTorch's, from what the engine's forward pass
+has left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from keel.configs.schema import ConfigError
-from keel.model.attention import Segments, attend
+from keel.model.attention import Segments
+from keel.model.invariant import gradients
 from keel.model.invariant import vllm_kernels as engine
 from keel.model.transformers_internals import become
 
@@ -31,6 +32,8 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type`s: those whose layers in vLLM are, operation by operation, what stands below."""
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 """`rope_type`s whose table is all that differs between them in vLLM."""
+_Positions = tuple[Tensor, Tensor, Tensor]
+"""Positions [N], and the tables of `engine.rotate` that turn by their angles and back."""
 HEAD = 128
 """Numbers of an attention head with which flash attention 3 gives single tokens, whose attention is
 not called causal then, the bits of a whole prompt (seen: with 64 it does not)."""
@@ -93,60 +96,51 @@ def _variant(kind: type[nn.Module], forward: type) -> type[nn.Module]:
 
 
 class _Rotary:
-    def forward(self: Any, hidden: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        """hidden [1, N, d] and positions [1, N] → positions [N] and the table of `rotate`."""
-        table = self.__dict__.get("table")
-        if table is None or table.device != hidden.device:
+    def forward(self: Any, hidden: Tensor, position_ids: Tensor, **_: Any) -> _Positions:
+        """hidden [1, N, d] and positions [1, N]"""
+        tables = self.__dict__.get("tables")
+        if tables is None or tables[0].device != hidden.device:
             table = engine.rotary_table(self.config, hidden.dtype, hidden.device)
-            self.__dict__["table"] = table  # no buffer: DeepSpeed and checkpoints look at those
-        return position_ids[0].contiguous(), table
+            cosines, sines = table.chunk(2, -1)
+            tables = table, torch.cat([cosines, -sines], -1)
+            self.__dict__["tables"] = tables  # no buffers: DeepSpeed and checkpoints look at those
+        return position_ids[0].contiguous(), tables[0], tables[1]
 
 
 class _Norm:
     def forward(self: Any, hidden: Tensor) -> Tensor:
-        return _normed(hidden, self.weight, self.variance_epsilon, engine.rms_norm)
+        return _Normed.apply(hidden, self.weight, self.variance_epsilon, False)
 
 
 class _NormOfSum:
     def forward(self: Any, hidden: Tensor) -> Tensor:
-        return _normed(hidden, self.weight, self.variance_epsilon, engine.rms_norm_of_sum)
+        return _Normed.apply(hidden, self.weight, self.variance_epsilon, True)
 
 
 class _Attention:
     def forward(
         self: Any,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: _Positions,
         attention_mask: Tensor | None = None,
         *,
         segments: Segments,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        positions, table = position_embeddings
         size: int = self.head_dim
         packed = _joined(hidden_states[0], self.q_proj, self.k_proj, self.v_proj)
         widths = [len(part.weight) for part in (self.q_proj, self.k_proj, self.v_proj)]
         query, key, value = (x.unflatten(1, (-1, size)) for x in packed.split(widths, 1))
-        if hasattr(self, "q_norm"):
-            query = _normed(
-                query, self.q_norm.weight, self.q_norm.variance_epsilon, engine.rms_norm
-            )
-            key = _normed(key, self.k_norm.weight, self.k_norm.variance_epsilon, engine.rms_norm)
-        query, key = (_Rotate.apply(x, positions, table) for x in (query, key))
-        out = _as_engine(
-            lambda q, k, v: engine.attention(q, k, v, segments, self.scaling),
-            lambda q, k, v: attend(q, k, v, segments, self.scaling, None),
-            query,
-            key,
-            value,
-        )
+        query = _turned(query, getattr(self, "q_norm", None), position_embeddings)
+        key = _turned(key, getattr(self, "k_norm", None), position_embeddings)
+        out = _Attended.apply(query, key, value, segments, self.scaling)
         return _joined(out.flatten(1), self.o_proj)[None], None
 
 
 class _Mlp:
     def forward(self: Any, hidden: Tensor) -> Tensor:
         packed = _joined(hidden[0], self.gate_proj, self.up_proj)
-        return _joined(_as_engine(engine.silu_and_mul, _swiglu, packed), self.down_proj)[None]
+        return _joined(_Gated.apply(packed), self.down_proj)[None]
 
 
 def _joined(x: Tensor, *parts: nn.Linear) -> Tensor:
@@ -155,51 +149,96 @@ def _joined(x: Tensor, *parts: nn.Linear) -> Tensor:
     return _Linear.apply(x.contiguous(), bias, *(part.weight for part in parts))
 
 
-def _normed(
-    x: Tensor, weight: Tensor, eps: float, kernel: Callable[[Tensor, Tensor, float], Tensor]
-) -> Tensor:
-    """x [..., d]"""
-    shape = x.shape
-    rows = x.reshape(-1, shape[-1])
-    return _as_engine(
-        lambda rows, weight: kernel(rows, weight, eps),
-        lambda rows, weight: rms_norm(rows, weight.shape, weight, eps),
-        rows,
-        weight,
-    ).view(shape)
+def _turned(x: Tensor, norm: Any, positions: _Positions) -> Tensor:
+    """Heads x [N, H, D], normed where the model does that, by the angles of their positions."""
+    if norm is None:
+        return _Turned.apply(x, None, 0.0, *positions)
+    return _Turned.apply(x, norm.weight, norm.variance_epsilon, *positions)
 
 
-def _swiglu(packed: Tensor) -> Tensor:
-    gate, up = packed.chunk(2, -1)
-    return silu(gate) * up
+class _Normed(Function):
+    """x [1, N, d], of_sum: a residual sum."""
 
-
-def _as_engine(
-    kernel: Callable[..., Tensor], plain: Callable[..., Tensor], *tensors: Tensor
-) -> Tensor:
-    """kernel(*tensors), with the gradient of plain(*tensors), which computes the same."""
-    return _AsEngine.apply(kernel, plain, *tensors)
-
-
-class _AsEngine(Function):
     @staticmethod
-    def forward(ctx: Any, kernel: Any, plain: Any, *tensors: Tensor) -> Tensor:
-        ctx.plain = plain
-        ctx.save_for_backward(*tensors)
-        return kernel(*tensors)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, of_sum: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        kernel = engine.rms_norm_of_sum if of_sum else engine.rms_norm
+        return kernel(x[0][:, None], weight, eps)[:, 0][None]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        inputs = [
-            tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(ctx.saved_tensors, needed, strict=True)
-        ]
-        with torch.enable_grad():
-            out = ctx.plain(*inputs)
-        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
-        return None, None, *(next(found) if wanted else None for wanted in needed)
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = gradients.rms_norm(x[0][:, None], weight, ctx.eps, grad[0][:, None])
+        return of_x[:, 0][None], of_weight if ctx.needs_input_grad[1] else None, None, None
+
+
+class _Turned(Function):
+    """Gradients are turned back by the same angles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        positions: Tensor,
+        table: Tensor,
+        back: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, positions, back)
+        ctx.eps = eps
+        if weight is None:
+            turned = x.clone(memory_format=torch.contiguous_format)
+        else:
+            turned = engine.rms_norm(x, weight, eps)
+        engine.rotate(positions, turned, table)
+        return turned
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, positions, back = ctx.saved_tensors
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        engine.rotate(positions, grad, back)
+        of_weight = None
+        if weight is not None:
+            grad, of_weight = gradients.rms_norm(x, weight, ctx.eps, grad)
+        return grad, of_weight if ctx.needs_input_grad[1] else None, None, None, None, None
+
+
+class _Attended(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+    ) -> Tensor:
+        out, sums = engine.attention(query, key, value, segments, scale)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, sums = ctx.saved_tensors
+        given = query, key, value, out, sums, ctx.segments, ctx.scale, grad
+        return *gradients.attention(*given), None, None
+
+
+class _Gated(Function):
+    """packed [N, 2·I]"""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor) -> Tensor:
+        ctx.save_for_backward(packed)
+        return engine.silu_and_mul(packed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (packed,) = ctx.saved_tensors
+        return gradients.swiglu(packed, grad)
 
 
 class _Linear(Function):
@@ -225,21 +264,3 @@ class _Linear(Function):
 
 def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))
-
-
-class _Rotate(Function):
-    """x [N, H, D] by the angles of `positions`; gradients are turned back by the same."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(positions, table)
-        return engine.rotate(positions, x, table)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        positions, table = ctx.saved_tensors
-        cos, sin = table[positions][:, None].chunk(2, -1)
-        first, second = grad.chunk(2, -1)
-        turned = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
-        return turned, None, None

@@ -18,10 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from keel.model.attention import Segments
-from keel.model.invariant import BLOCK, VARIABLE
-
-HOPPER = 9
-"""Compute capability, its first number."""
+from keel.model.invariant import BLOCK, VARIABLE, ways
 
 
 class Unavailable(RuntimeError):
@@ -47,56 +44,29 @@ def prepare() -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, K] · weightᵀ [K, M] + bias [M] → [N, M].
-
-    By cuBLAS where it gives the bits of the engine's kernel, which is the slower one: told not to
-    split K, it adds up in the same order on Hopper. Compared at the first call of each shape.
-    """
-    own = _found().linear
-    if torch.cuda.get_device_capability(x.device)[0] != HOPPER:
-        return own(x, weight, bias)
-    shape = (x.dtype, weight.shape, bias is None, len(x).bit_length())
-    if shape not in _AS_CUBLAS:
-        _AS_CUBLAS[shape] = torch.equal(own(x, weight, bias), _by_cublas(x, weight, bias))
-    return (_by_cublas if _AS_CUBLAS[shape] else own)(x, weight, bias)
-
-
-_AS_CUBLAS: dict[Any, bool] = {}
-"""Shape, with rows to a power of two → whether cuBLAS gives the same."""
-
-
-def _by_cublas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    matmul = torch.backends.cuda.matmul
-    kind = "bf16" if x.dtype == torch.bfloat16 else "fp16"
-    knob = f"allow_{kind}_reduced_precision_reduction"
-    before, library = getattr(matmul, knob), torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    setattr(matmul, knob, (False, False))  # of sums, and of splitting K
-    try:
-        return torch.nn.functional.linear(x, weight, bias)
-    finally:
-        setattr(matmul, knob, before)
-        torch.backends.cuda.preferred_blas_library(library)
+    """x [N, K] · weightᵀ [K, M] + bias [M] → [N, M]."""
+    return ways.linear(_found().linear, x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight · x / rms(x) over the last dimension, as where nothing was added to x just before."""
-    return _found().rms_norm(x, weight, eps)
+    """weight · x / rms(x) over the last dimension of x [N, H, d], as where nothing was added to x
+    just before."""
+    return ways.norm_heads(_found().rms_norm, x, weight, eps)
 
 
 def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same for x [N, d], a residual sum: the engine adds and norms in one kernel, which rounds
-    the sum, so adding nothing to the rounded sum gives the same."""
-    normed = x.clone(memory_format=torch.contiguous_format)
-    _found().fused_add_rms_norm(normed, torch.zeros_like(normed), weight, eps)
+    """The same for x [N, 1, d], a residual sum: the engine adds and norms in one kernel, which
+    rounds the sum, so adding nothing to the rounded sum gives the same."""
+    normed = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    # It writes the sum to where x is, and finds it there: `.data` has autograd not mind that.
+    _found().fused_add_rms_norm(normed, x.contiguous().data, weight, eps)
     return normed
 
 
-def rotate(positions: Tensor, x: Tensor, table: Tensor) -> Tensor:
-    """Rotary embedding: positions [N], x [N, H, D], table [P, R] as `rotary_table` → [N, H, D]."""
-    turned = x.clone(memory_format=torch.contiguous_format)
-    _found().rotary_embedding(positions, turned.flatten(1), None, x.shape[-1], table, True)
-    return turned
+def rotate(positions: Tensor, x: Tensor, table: Tensor) -> None:
+    """Rotary embedding of x [N, H, D], without gaps, in its place: positions [N], table [P, R] as
+    `rotary_table`."""
+    _found().rotary_embedding(positions, x.flatten(1), None, x.shape[-1], table, True)
 
 
 def silu_and_mul(packed: Tensor) -> Tensor:
@@ -108,11 +78,12 @@ def silu_and_mul(packed: Tensor) -> Tensor:
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Causal attention inside each segment.
 
-    query [N, Hq, D]; key and value [N, Hkv, D] → [N, Hq, D]. Keys and values are laid out in blocks
-    as in the engine's cache: without, another kernel would run.
+    query [N, Hq, D]; key and value [N, Hkv, D] → [N, Hq, D], and the logarithms of the sums
+    [Hq, N], float32. Keys and values are laid out in blocks as in the engine's cache: without,
+    another kernel would run.
     """
     pages = _pages(segments.lengths, query.device)
     found = _found()
@@ -127,6 +98,7 @@ def attention(
         softmax_scale=scale,
         causal=True,
         block_table=pages.table,
+        return_softmax_lse=True,
         fa_version=found.flash_version,
         num_splits=1,
     )

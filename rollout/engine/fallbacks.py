@@ -71,6 +71,16 @@ def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
     return wanted
 
 
+def invariant_layers(spec: EngineSpec) -> None:
+    """Have batch-invariant layers computed by faster kernels that give the same bits, in engines
+    that are built in this process from now on."""
+    own = "Batch-invariant layers are vLLM's own"
+    if spec.batch_invariant and _fits("invariant", own, where=""):
+        from keel.rollout.engine.invariant import install  # noqa: PLC0415
+
+        install()
+
+
 def takes_over_rows() -> bool:
     """Whether a decoding step with the rows of the one before is not prepared anew."""
     return _fits("steady", "Every decoding step is prepared anew")
@@ -81,13 +91,14 @@ def takes_bursts() -> bool:
     return _fits("bursts", "Every decoding step waits for the host")
 
 
-def _fits(part: Part, without: str) -> bool:
+def _fits(part: Part, without: str, where: str = " where sequences are few") -> bool:
     """Whether this vLLM is what a part of decoding leans on, or a warning of what is `without`."""
     if lost := changes(part):
         _LOG.warning(
-            "%s. %s, which is slower where sequences are few. Install %s to have it said no more",
+            "%s. %s, which is slower%s. Install %s to have it said no more",
             _changed(lost),
             without,
+            where,
             _right(),
         )
     return not lost

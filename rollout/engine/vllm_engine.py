@@ -33,6 +33,7 @@ from keel.rollout.engine.fallbacks import (
     begin_requests,
     bounds_kv_cache,
     choose_recorder,
+    invariant_layers,
     no_copies,
     quick_start,
     require,
@@ -86,6 +87,7 @@ class VllmEngine:
             name, routes=self._routes, kept=self._kept and spec.config.sampling.truncated
         )
         self._no_copies = no_copies(spec.config)
+        invariant_layers(spec)
         together = share_prompts(spec, name)
         if name == "packed":
             from keel.rollout.fastpath.cascade.plan import heads_of  # noqa: PLC0415

@@ -76,6 +76,12 @@ def test_the_installed_vllm_has_what_is_needed(part: Part) -> None:
             "for_sampler_warmup takes",
         ),
         (
+            "invariant",
+            "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply",
+            "another signature",
+            "does not use linear_batch_invariant",
+        ),
+        (
             "steady",
             "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests",
             "another signature",

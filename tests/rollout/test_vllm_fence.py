@@ -20,6 +20,7 @@ FENCE: dict[str, tuple[Part, ...]] = {
     "engine/kv_cache.py": ("kv_cache",),
     "engine/begin.py": ("begin",),
     "engine/quick_start.py": ("start", "warm_up"),
+    "engine/invariant.py": ("invariant",),
     "fastpath/": ("packed", "cascade", "steady", "bursts"),
     "engine/shims.py": ("shims",),
     "recording/v1.py": ("v1",),

@@ -105,10 +105,10 @@ class Rates:
     packed_sequence_s: float = 3.2e-6
     """The same with the packed recorder: a step with the rows of the one before (1.0 to 1.3 ms at
     32 sequences), one that is prepared anew (3.0 ms at 256), and each sequence."""
-    invariant_step: float = 1.35
-    invariant_pass: float = 1.13
-    """With `model.batch_invariant`: a decoding step, and a pass of the trainer, take so many times
-    as long. Measured once each (docs/stability.md)."""
+    invariant_step: float = 1.15
+    invariant_pass: float = 1.09
+    """With `model.batch_invariant`: so many times a decoding step that reads prompts once for each
+    completion, and a compiled pass of the trainer. Measured (docs/stability.md)."""
     pass_s: float = 1.8e-3
     compiled_pass_s: float = 1.15e-3
     """Host of a trainer rank, for each layer and pass of a micro-batch. From steps that left the
@@ -310,7 +310,7 @@ def compute_seconds(
     gemms += attended * attention / rates.attention_of(config, machine)
     if trainer.expert_parallel > 1:
         facts = replace(facts, fused_experts=False)
-    if trainer.compile:
+    if trainer.compile or config.model.batch_invariant:
         moved = rates.compiled_moves * layer_elements(facts, compiled=True)
     else:
         moved = rates.layer_moves * elementwise_numbers(facts)

@@ -1,0 +1,138 @@
+"""Faster ways to the bits of vLLM's batch-invariant kernels, each compared with them before it is
+taken. Engines and the trainer go the same ones (`keel.rollout.engine.invariant`,
+`keel.model.invariant.vllm_kernels`), and need not: what is taken gives the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+
+HOPPER = 9
+"""Compute capability, its first number, of the GPUs on which GEMMs have been compared."""
+FEW = 512
+"""Rows up to which a GEMM is tried on random numbers: those of a decoding step, which an engine's
+first calls make with sequences that are all alike."""
+FULL = 128 * 128 * 132
+"""Outputs of a GEMM whose tiles keep all of the GPU busy: cuBLAS has no reason to split K, and need
+not be told, which has it look for an algorithm in each call (60 µs of the host)."""
+TRIALS, CALLS = 3, 8
+"""Of two ways that give the same bits, to see which is faster."""
+
+_WAYS: dict[Any, Any] = {}
+"""Kind and shape of a call, with rows to a power of two → what computes it."""
+
+
+def linear(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the bits of `own`.
+
+    Told not to split K, cuBLAS adds up in the order of vLLM's kernel on Hopper, and is faster. But
+    where it would split K, for a few rows of a narrow and deep matrix, it is much slower without:
+    there a kernel with narrow tiles is what is fast.
+    """
+    kind = (x.device, x.dtype, weight.shape, bias is None, len(x).bit_length())
+    way: Linear | None = _WAYS.get(kind)
+    if way is None:
+        if torch.cuda.is_current_stream_capturing():  # nothing can be compared now
+            return own(x, weight, bias)
+        way = _WAYS[kind] = _way_of(own, x, weight, bias)
+    return way(x, weight, bias)
+
+
+def norm_heads(own: Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight [D] · x / rms(x) over the last dimension of x [N, H, D], with the bits of `own`, which
+    copies what has gaps between its tokens."""
+    kind = (x.device, x.dtype, x.shape[1:], eps)
+    way: Norm | None = _WAYS.get(kind)
+    if way is None:
+        if torch.cuda.is_current_stream_capturing():
+            return own(x, weight, eps)
+        from keel.model.invariant import kernels  # noqa: PLC0415  (Triton)
+
+        tried = _random(x)
+        same = torch.equal(own(tried, weight, eps), kernels.norm_heads(tried, weight, eps))
+        way = _WAYS[kind] = kernels.norm_heads if same else own
+    return way(x, weight, eps)
+
+
+def _way_of(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    if not half or torch.cuda.get_device_capability(x.device)[0] != HOPPER:
+        return own
+    few = len(x) <= FEW
+    tried = _random(x) if few else x
+    wanted = own(tried, weight, bias)
+
+    def same(way: Linear) -> bool:
+        return torch.equal(wanted, way(tried, weight, bias))
+
+    fewest = 1 << (len(x).bit_length() - 1)
+    if fewest * len(weight) >= FULL and same(functional.linear):
+        return functional.linear
+    ways = [_whole]
+    if few:
+        from keel.model.invariant import kernels  # noqa: PLC0415  (Triton)
+
+        ways.append(kernels.few_rows)
+    ways = [way for way in ways if same(way)]
+    if len(ways) < 2:
+        return ways[0] if ways else own
+    return min(ways, key=lambda way: _seconds(lambda: way(tried, weight, bias)))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The GPU's alone, as in an engine's CUDA graphs: of some calls in a row, at the least."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    best = float("inf")
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(CALLS):
+            call()
+        graph.capture_end()
+        for _ in range(TRIALS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) / 1000)
+    torch.cuda.current_stream().wait_stream(stream)
+    return best
+
+
+def _random(x: Tensor) -> Tensor:
+    """Numbers for a trial in the shape of x, by a generator of their own."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    return torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+
+
+def _whole(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with _unsplit(x.dtype):
+        return functional.linear(x, weight, bias)
+
+
+@contextmanager
+def _unsplit(dtype: torch.dtype) -> Iterator[None]:
+    """GEMMs by cuBLAS, which may not split K."""
+    matmul = torch.backends.cuda.matmul
+    knob = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+    before = getattr(matmul, knob), getattr(matmul, f"{knob}_split_k")
+    library = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    setattr(matmul, knob, (False, False))  # of sums, and of splitting K
+    try:
+        yield
+    finally:
+        setattr(matmul, knob, before)
+        torch.backends.cuda.preferred_blas_library(library)

@@ -1,0 +1,135 @@
+"""The kernels beside vLLM's batch-invariant ones: the same numbers, and the gradients of plain
+formulas. They run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1); that
+their bits are vLLM's is shown on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+from keel.model.attention import Segments, attend
+from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
+from tests.rollout import interpreted
+
+pytestmark = KERNELS
+
+EPS = 1e-6
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
+"""The interpreter multiplies no matrices of bfloat16."""
+on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a GPU: vLLM's own kernels")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Any:
+    if INTERPRETED:
+        interpreted.lend_triton()
+    from keel.model.invariant import kernels  # noqa: PLC0415
+
+    return kernels
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def with_gaps(tokens: int, heads: int, d: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Heads as they lie in a joined projection."""
+    return drawn(tokens, (heads + 3) * d, dtype=dtype)[:, d : (heads + 1) * d].unflatten(1, (-1, d))
+
+
+def by_autograd(formula: Any, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    return torch.autograd.grad(formula(*inputs), inputs, grad)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "d"), [(5, 3, 8), (70, 2, 128), (700, 1, 100)])
+def test_gradients_of_norms(kernels: Any, tokens: int, heads: int, d: int) -> None:
+    x, weight, grad = with_gaps(tokens, heads, d), drawn(d, seed=1), drawn(tokens, heads, d, seed=2)
+    expected = by_autograd(lambda x, w: rms_norm(x, w.shape, w, EPS), grad, x, weight)
+    for found, right in zip(kernels.rms_norm_grad(x, weight, EPS, grad), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(3, 5), (40, 96)])
+def test_gradients_of_gated_activations(kernels: Any, tokens: int, width: int) -> None:
+    packed, grad = drawn(tokens, 2 * width), drawn(tokens, width, seed=1)
+
+    def formula(packed: Tensor) -> Tensor:
+        gate, up = packed.chunk(2, -1)
+        return silu(gate) * up
+
+    (expected,) = by_autograd(formula, grad, packed)
+    torch.testing.assert_close(kernels.swiglu_grad(packed, grad), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_few_rows(kernels: Any, rows: int, biased: bool) -> None:
+    x, weight = drawn(rows, 136, dtype=HALF), drawn(72, 136, dtype=HALF, seed=1)
+    bias = drawn(72, dtype=HALF, seed=2) if biased else None
+    exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
+    found = kernels.few_rows(x, weight, bias)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize(("heads", "d"), [(3, 8), (5, 128), (1, 100)])
+def test_norms_of_heads(kernels: Any, heads: int, d: int) -> None:
+    x, weight = with_gaps(7, heads, d), drawn(d, seed=1)
+    found = kernels.norm_heads(x, weight, EPS)
+    torch.testing.assert_close(found, rms_norm(x, weight.shape, weight, EPS), rtol=1e-5, atol=1e-6)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("columns", [(4096, 1024), (1024, 3072), (2048, 6144), (4096, 12288)])
+@pytest.mark.parametrize("rows", [1, 7, 16, 40, 128, 200, 512, 1000, 5000])
+def test_gemms_have_vllms_bits(rows: int, columns: tuple[int, int]) -> None:
+    from keel.model.invariant import kernels, vllm_kernels, ways  # noqa: PLC0415
+
+    own = vllm_kernels._found().linear
+    width, depth = columns
+    x, weight = (drawn(n, depth, dtype=torch.bfloat16, seed=n) for n in (rows, width))
+    bias = drawn(width, dtype=torch.bfloat16, seed=3)
+    for of in (None, bias):
+        assert torch.equal(vllm_kernels.linear(x, weight, of), own(x, weight, of))
+        assert torch.equal(kernels.few_rows(x, weight, of), own(x, weight, of))
+        assert ways._way_of(own, x, weight, of) is not own
+
+
+@on_a_gpu
+@pytest.mark.parametrize(("heads", "d"), [(16, 128), (8, 128), (1, 1024), (40, 128), (1, 4096)])
+def test_norms_have_vllms_bits(heads: int, d: int) -> None:
+    from keel.model.invariant import kernels, vllm_kernels  # noqa: PLC0415
+
+    x, weight = (
+        with_gaps(300, heads, d, torch.bfloat16),
+        drawn(d, dtype=torch.bfloat16, seed=1),
+    )
+    own = vllm_kernels._found().rms_norm(x, weight, EPS)
+    assert torch.equal(vllm_kernels.rms_norm(x, weight, EPS), own)
+    if heads > 1:
+        assert torch.equal(kernels.norm_heads(x, weight, EPS), own)
+
+
+@on_a_gpu
+def test_attention_and_its_gradients_are_those_of_the_plain_kernel() -> None:
+    from keel.model.invariant import gradients, vllm_kernels  # noqa: PLC0415
+
+    lengths, half, scale = (37, 200, 1, 128), torch.bfloat16, 128**-0.5
+    segments = Segments.of(lengths, DEVICE)
+    query = with_gaps(sum(lengths), 8, 128, half)
+    key, value = (with_gaps(sum(lengths), 2, 128, half).roll(n, 0) for n in (1, 2))
+    grad = drawn(sum(lengths), 8, 128, dtype=half, seed=5)
+    out, sums = vllm_kernels.attention(query, key, value, segments, scale)
+    found = gradients.attention(query, key, value, out, sums, segments, scale, grad)
+    plain = attend(query, key, value, segments, scale, None)
+    expected = by_autograd(
+        lambda q, k, v: attend(q, k, v, segments, scale, None), grad, query, key, value
+    )
+    for one, other in ((out, plain), *zip(found, expected, strict=True)):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < 5e-3
