@@ -23,7 +23,7 @@ FEW = 512
 first calls make with sequences that are all alike."""
 FULL = 128 * 128 * 132
 """Outputs of a GEMM whose tiles keep all of the GPU busy: cuBLAS has no reason to split K, and need
-not be told, which has it look for an algorithm in each call (60 µs of the host)."""
+not be told. Being told, it looks for an algorithm in each call, for some 400 µs of the host."""
 TRIALS, CALLS = 3, 8
 """Of two ways that give the same bits, to see which is faster."""
 
@@ -75,8 +75,8 @@ def _way_of(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Line
         return torch.equal(wanted, way(tried, weight, bias))
 
     fewest = 1 << (len(x).bit_length() - 1)
-    if fewest * len(weight) >= FULL and same(functional.linear):
-        return functional.linear
+    if fewest * len(weight) >= FULL and same(_untold):
+        return _untold
     ways = [_whole]
     if few:
         from keel.model.invariant import kernels  # noqa: PLC0415  (Triton)
@@ -118,19 +118,24 @@ def _random(x: Tensor) -> Tensor:
 
 
 def _whole(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    with _unsplit(x.dtype):
+    with _cublaslt(x.dtype, splits=False):
+        return functional.linear(x, weight, bias)
+
+
+def _untold(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with _cublaslt(x.dtype, splits=True):
         return functional.linear(x, weight, bias)
 
 
 @contextmanager
-def _unsplit(dtype: torch.dtype) -> Iterator[None]:
-    """GEMMs by cuBLAS, which may not split K."""
+def _cublaslt(dtype: torch.dtype, *, splits: bool) -> Iterator[None]:
+    """GEMMs by cuBLASLt, which may split K, or not."""
     matmul = torch.backends.cuda.matmul
     knob = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
     before = getattr(matmul, knob), getattr(matmul, f"{knob}_split_k")
     library = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
-    setattr(matmul, knob, (False, False))  # of sums, and of splitting K
+    setattr(matmul, knob, (splits, splits))  # of sums, and of splitting K
     try:
         yield
     finally:
