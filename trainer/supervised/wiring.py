@@ -7,9 +7,10 @@ Sees every package, as `trainer/prepare.py` and `trainer/main.py` do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
@@ -52,6 +53,7 @@ from keel.trainer.prepare import (
     prompts_of,
     warning_lines,
 )
+from keel.trainer.run.checkpoint import latest, read_state
 from keel.trainer.run.folder import RunFolder, check_recipe
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.session import open_journal, save_checkpoint
@@ -185,8 +187,7 @@ def prepare_sft(
     seen_once = sum(s.repeat * lessons.report[s.name].learned for s in config.sft.sources)
     batches = sft.Batches(lessons.train, config.sft, epoch=seen_once)
     if config.sft.epochs:
-        run = replace(config.run, steps=batches.steps_of(config.sft.epochs))
-        config = replace(config, run=run)
+        config = replace(config, run=replace(config.run, steps=steps_in_all(config, batches)))
     if config.sft.only_text:
         longest = max(report.longest for report in lessons.report.values())
         check_selects(config, top_k=found.facts.index_top_k, longest=longest)
@@ -217,6 +218,20 @@ def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
             "(docs/pretrain.md), `keel sft` from conversations, and from both"
         )
     return prepare_sft(recipe, overrides)
+
+
+def steps_in_all(config: Config, batches: sft.Batches) -> int:
+    """Those of `sft.epochs`, with what has been done of them: a run that ended with fewer epochs,
+    and goes on for more, has cut the last batch of those short."""
+    beginning, done = batches.position(), 0
+    if newest := latest(Path(config.run.dir).expanduser() / "checkpoints"):
+        with suppress(ValueError, LookupError, TypeError):  # whoever resumes says what is wrong
+            state = read_state(newest)
+            batches.restore(state.cursor)
+            done = state.step
+    steps = done + batches.steps_of(config.sft.epochs)
+    batches.restore(beginning)
+    return steps
 
 
 def attention_said(config: Config) -> str:
