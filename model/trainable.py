@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import Parameter
 from transformers import (
     AutoModelForCausalLM,
@@ -195,10 +197,12 @@ def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) 
         )
 
 
-def check_ids(token_ids: Sequence[int], vocabulary: int, what: str) -> None:
+def check_ids(token_ids: Sequence[int] | NDArray[np.int32], vocabulary: int, what: str) -> None:
     """Raises ConfigError for a token id that the model has no embedding for."""
-    if max(token_ids, default=0) >= vocabulary:
+    ids = np.asarray(token_ids, np.int64)
+    wrong = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(wrong):
         raise ConfigError(
-            f"model.tokenizer: {what} has token id {max(token_ids)}, and the model's vocabulary "
+            f"model.tokenizer: {what} has token id {wrong.max()}, and the model's vocabulary "
             f"ends at {vocabulary - 1}: tokenizer and model do not belong together"
         )

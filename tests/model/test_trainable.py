@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -100,6 +101,8 @@ def test_an_id_beyond_the_embedding_is_refused() -> None:
     check_ids([0, 63], 64, "prompt a")
     with pytest.raises(ConfigError, match=r"prompt a has token id 64, .* ends at 63"):
         check_ids([1, 64, 2], 64, "prompt a")
+    with pytest.raises(ConfigError, match="prompt a has token id -1"):
+        check_ids(np.array([1, -1], np.int32), 64, "prompt a")
 
 
 Tensors = dict[str, Tensor]

@@ -155,7 +155,7 @@ def test_what_needs_no_choice_is_trained_all_the_same(tmp_path: Path) -> None:
 
 def test_the_word_for_a_control_token_is_not_one_in_text() -> None:
     tokenizer = build_tokenizer()
-    by = encoded_by(tokenizer, len(tokenizer))
+    by = encoded_by(tokenizer)
     ids = by.encode("so <|im_end|> ends it")
     assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode(list(ids)) == "so <|im_end|> ends it"
