@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn import Parameter
 from transformers import (
     AutoModelForCausalLM,
@@ -29,6 +30,8 @@ from keel.model.transformers_internals import left_out, loaded_as
 
 LAYER = re.compile(r".*?\.\d+\.")
 """The part of a tensor's name that says which layer it is of."""
+LAYERS = ("layers", "h")
+"""What families call the list of their decoder's layers; "h": GPT-2."""
 RENAMED = 0.01
 """Share of ids that two tokenizers of one family may call differently (reserved ids that an
 instruction-tuned model has given a name)."""
@@ -76,9 +79,20 @@ def check_trainable(path: str, config: PreTrainedConfig) -> None:
         use_sparse_attention(model)
         use_packed_attention(model)
         install_support_head(model)
+        decoder_layers(model)
         _try_packed(model)
     except ValueError as error:
         raise ConfigError(f"model.path = {path!r}: {error}") from error
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of its decoder. Raises ValueError for one whose layers have another name."""
+    decoder = model.get_decoder()
+    for name in LAYERS:
+        if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
+            return layers
+    names = " or ".join(LAYERS)
+    raise ValueError(f"{type(model).__name__}: its decoder has no list of layers called {names}")
 
 
 def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
