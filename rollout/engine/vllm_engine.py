@@ -101,6 +101,7 @@ class VllmEngine:
             self._llm.collective_rpc("keel_steps", args=(takes_bursts(),))
         self._begins = begin_requests(self._llm)
         self._manifest = Manifest.of(spec.model_path, text)
+        self._llm.collective_rpc("keel_name_loaders")
         if cpu and moe:
             self._check_reload()
         if spec.config.sleep:
