@@ -85,12 +85,12 @@ def check_trainable(path: str, config: PreTrainedConfig) -> None:
         raise ConfigError(f"model.path = {path!r}: {error}") from error
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of its decoder. Raises ValueError for one whose layers have another name."""
     decoder = model.get_decoder()
     for name in LAYERS:
         if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
-            return layers
+            return [*layers]
     names = " or ".join(LAYERS)
     raise ValueError(f"{type(model).__name__}: its decoder has no list of layers called {names}")
 
