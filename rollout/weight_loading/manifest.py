@@ -38,12 +38,17 @@ class Manifest:
         `unread`: patterns of tensors that the trainer does not load, and so does not publish."""
         self._prefix = f"{decoder}."
         self._optional = {"lm_head.weight"} if tied else set[str]()
-        known = {self._plain(name) for name in names if not _COMPUTED.search(name)}
+        known = {self._plain(name): name for name in names if not _COMPUTED.search(name)}
         # A layer's own tensors: patterns that name whole layers mean those behind the last one.
         self._optional |= {
             name for name in known if any(re.search(p, _LAYER.sub(".", name)) for p in unread)
         }
-        self._names = {name for name in known if _layer(name) < layers} - self._optional
+        self._names = {
+            plain: name
+            for plain, name in known.items()
+            if _layer(plain) < layers and plain not in self._optional
+        }
+        """Without the decoder's name → as they are in the checkpoint."""
         self._missing: set[str] = set()
 
     @staticmethod
@@ -76,7 +81,7 @@ class Manifest:
     def finish(self) -> None:
         """Raises `ValueError` naming tensors that did not come."""
         if self._missing:
-            first = ", ".join(sorted(self._missing)[:3])
+            first = ", ".join(sorted(self._names[name] for name in self._missing)[:3])
             raise ValueError(
                 f"weight update: {len(self._missing)} of {len(self._names)} tensors did not "
                 f"arrive, among them {first}; the engine would mix old and new weights"

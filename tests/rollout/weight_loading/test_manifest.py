@@ -34,7 +34,7 @@ def test_a_complete_update_passes_again_and_again() -> None:
 
 
 def test_a_missing_tensor_is_named() -> None:
-    manifest = Manifest(NAMES, layers=3, tied=False)
+    manifest = Manifest(NAMES, layers=3, tied=False, decoder="model")
     with pytest.raises(ValueError, match=r"1 of 4 tensors .* model.layers.1.a"):
         update(manifest, *(name for name in NAMES if name != "model.layers.1.a"))
 
