@@ -6,7 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 from torch.nn import Parameter
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +30,8 @@ from keel.model.transformers_internals import left_out, loaded_as
 
 LAYER = re.compile(r".*?\.\d+\.")
 """The part of a tensor's name that says which layer it is of."""
+LAYERS = ("layers", "h")
+"""What families call the list of their decoder's layers; "h": GPT-2."""
 RENAMED = 0.01
 """Share of ids that two tokenizers of one family may call differently (reserved ids that an
 instruction-tuned model has given a name)."""
@@ -74,9 +79,20 @@ def check_trainable(path: str, config: PreTrainedConfig) -> None:
         use_sparse_attention(model)
         use_packed_attention(model)
         install_support_head(model)
+        decoder_layers(model)
         _try_packed(model)
     except ValueError as error:
         raise ConfigError(f"model.path = {path!r}: {error}") from error
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of its decoder. Raises ValueError for one whose layers have another name."""
+    decoder = model.get_decoder()
+    for name in LAYERS:
+        if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
+            return [*layers]
+    names = " or ".join(LAYERS)
+    raise ValueError(f"{type(model).__name__}: its decoder has no list of layers called {names}")
 
 
 def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
@@ -195,10 +211,12 @@ def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) 
         )
 
 
-def check_ids(token_ids: Sequence[int], vocabulary: int, what: str) -> None:
+def check_ids(token_ids: Sequence[int] | NDArray[np.int32], vocabulary: int, what: str) -> None:
     """Raises ConfigError for a token id that the model has no embedding for."""
-    if max(token_ids, default=0) >= vocabulary:
+    ids = np.asarray(token_ids, np.int64)
+    wrong = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(wrong):
         raise ConfigError(
-            f"model.tokenizer: {what} has token id {max(token_ids)}, and the model's vocabulary "
+            f"model.tokenizer: {what} has token id {wrong.max()}, and the model's vocabulary "
             f"ends at {vocabulary - 1}: tokenizer and model do not belong together"
         )

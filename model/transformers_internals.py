@@ -67,7 +67,9 @@ def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tupl
     return found
 
 
-def left_out(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+def left_out(
+    model: PreTrainedModel | type[PreTrainedModel],
+) -> tuple[list[str], list[str]]:
     """Patterns of tensors that a checkpoint may lack, and of those that it may have for nothing."""
     lacking = model._keys_to_ignore_on_load_missing or ()
     further = model._keys_to_ignore_on_load_unexpected or ()

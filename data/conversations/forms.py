@@ -262,16 +262,25 @@ def _call(given: Any, at: str) -> dict[str, Any]:
 
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
     """Ids for calls without one, and for each result the id and the name of the call it answers:
-    of those without an answer yet the first, or the first of its name where it has one. Raises
-    BadLine."""
+    of those without an answer yet the first, or the first of its name where it has one; before
+    those that a user has spoken after without an answer, the ones made since. Raises BadLine."""
     waiting: dict[str, str] = {}
+    left: set[str] = set()
+    """Of those waiting: from before the user's last words."""
     for place, message in enumerate(messages):
+        if message["role"] == "user":
+            left = set(waiting)
         for number, call in enumerate(message.get("tool_calls", ())):
             call["id"] = call["id"] or f"call_{place}_{number}"
             waiting[call["id"]] = call["function"]["name"]
+            left.discard(call["id"])
         if message["role"] == "tool":
             name = message.get("name")
-            of_name = (one for one, called in waiting.items() if name in (None, called))
+            of_name = (
+                one
+                for one in sorted(waiting, key=left.__contains__)
+                if name in (None, waiting[one])
+            )
             call_id = message.setdefault("tool_call_id", next(of_name, ""))
             if call_id not in waiting:
                 said = f" (tool_call_id {call_id!r})" if call_id else f" (name {name!r})"

@@ -48,7 +48,7 @@ from keel.rollout.engine.vllm_args import asked, engine_args
 from keel.rollout.recording.base import Recorder, RecorderName, Wanted
 from keel.rollout.spec import EngineError, EngineSpec, RecordingError
 from keel.rollout.vllm_internals import cut_short, pause, resume, scheduler_of
-from keel.rollout.weight_loading.manifest import Manifest, checkpoint_names
+from keel.rollout.weight_loading.manifest import Manifest
 from keel.rollout.weight_loading.workers import have_workers
 
 DISCARD = 2
@@ -102,11 +102,8 @@ class VllmEngine:
         if name == "packed" and takes_over_rows():
             self._llm.collective_rpc("keel_steps", args=(takes_bursts(),))
         self._begins = begin_requests(self._llm)
-        self._manifest = Manifest(
-            checkpoint_names(spec.model_path),
-            layers=text.num_hidden_layers,
-            tied=bool(getattr(text, "tie_word_embeddings", False)),
-        )
+        self._manifest = Manifest.of(spec.model_path, text)
+        self._llm.collective_rpc("keel_name_loaders")
         if cpu and moe:
             self._check_reload()
         if spec.config.sleep:

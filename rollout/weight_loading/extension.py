@@ -65,6 +65,15 @@ def pack_tied_heads(model: nn.Module) -> None:
                 head.quant_method.process_weights_after_loading(head)
 
 
+def name_loaders(model: nn.Module) -> None:
+    """vLLM's reload asks each tensor's loader for its name, and a `functools.partial`, as that of
+    MiniMax-M2's norms, has none."""
+    for tensor in model.parameters():
+        loader = getattr(tensor, "weight_loader", None)
+        if loader is not None and not hasattr(loader, "__name__"):
+            loader.__name__ = "weight_loader"
+
+
 class WeightsExtension:
     """Methods that vLLM adds to its workers (`worker_extension_cls`); every rank runs them."""
 
@@ -84,6 +93,9 @@ class WeightsExtension:
     """Does the updates, once there is one."""
     keel_decided = False
     """Whether it is known if there will be one."""
+
+    def keel_name_loaders(self) -> None:
+        name_loaders(self.model_runner.get_model())
 
     def keel_moe_layers(self) -> list[int]:
         """Indices of the MoE layers among all layers."""

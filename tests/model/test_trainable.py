@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     DogeConfig,
     Gemma2Config,
     GPT2Config,
@@ -22,6 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
+    RobertaConfig,
 )
 
 from keel.configs.schema import ConfigError
@@ -32,6 +36,7 @@ from keel.model.trainable import (
     check_same_family,
     check_trainable,
     check_weights_fit,
+    decoder_layers,
     trainable_facts,
 )
 from tests.model.families import FAMILIES, build
@@ -87,6 +92,15 @@ def test_a_family_that_looks_at_its_numbers_passes() -> None:
     check_trainable("gpt2", GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=2))
 
 
+def test_layers_are_found_by_the_names_that_families_give_them() -> None:
+    for config in (GPT2Config(n_embd=32, n_head=2, n_layer=3), Qwen3Config(num_hidden_layers=3)):
+        with torch.device("meta"):
+            layers = decoder_layers(AutoModelForCausalLM.from_config(config))
+        assert len(layers) == 3
+    with pytest.raises(ConfigError, match=r"bert.*no list of layers called layers or h"):
+        check_trainable("bert", RobertaConfig(num_hidden_layers=2, is_decoder=True))
+
+
 def test_a_tokenizer_with_names_for_reserved_ids_is_of_the_same_family(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(tmp_path)
@@ -100,6 +114,8 @@ def test_an_id_beyond_the_embedding_is_refused() -> None:
     check_ids([0, 63], 64, "prompt a")
     with pytest.raises(ConfigError, match=r"prompt a has token id 64, .* ends at 63"):
         check_ids([1, 64, 2], 64, "prompt a")
+    with pytest.raises(ConfigError, match="prompt a has token id -1"):
+        check_ids(np.array([1, -1], np.int32), 64, "prompt a")
 
 
 Tensors = dict[str, Tensor]

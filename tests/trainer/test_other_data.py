@@ -1,16 +1,19 @@
-"""A run whose data has changed meanwhile."""
+"""A run whose data has changed meanwhile, or is of another model."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from keel.configs.schema import ConfigError
 from keel.trainer.cli import main
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.supervised.wiring import prepare_sft
 
 
 def write(path: Path, count: int) -> None:
@@ -43,3 +46,26 @@ def test_a_run_does_not_go_on_with_other_data_and_says_so_before_anything_starts
     said = capsys.readouterr().err
     assert f"run.dir = {run}: step 1: the saved state belongs to other data" in said
     assert "(source sums: 20 prompts then, 15 prompts now)" in said and "model.path" in said
+
+
+@pytest.mark.parametrize("wrong", [10**6, -1])
+def test_what_was_sampled_has_ids_of_the_model_that_learns(wrong: int, tmp_path: Path) -> None:
+    """Models of one tokenizer may have vocabularies of different sizes."""
+    path, recipe = tmp_path / "step_000001.jsonl", tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"run: {{dir: {tmp_path / 'run'}, device: cpu}}\n"
+        "model: {path: embedded, dtype: float32}\n"
+        "sft:\n  max_context_tokens: 64\n"
+        f"  sources: [{{name: own, source: trajectories, path: {path}}}]\n"
+    )
+    asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+    line: dict[str, Any] = {"messages": [asked, said], "parts": {"correct": 1.0}}
+    path.write_text(json.dumps(line))
+    line["tokenizer"] = prepare_sft(str(recipe), ()).tokenizer
+    for last in (3, wrong):
+        line["segments"] = [{"ids": [1, 2, last], "said": [[2, 3]]}]
+        path.write_text(json.dumps(line))
+        if last == 3:
+            assert prepare_sft(str(recipe), ()).lessons.report["own"].sampled == 1
+    with pytest.raises(ConfigError, match=rf"step_000001\.jsonl:1 has token id {wrong}, "):
+        prepare_sft(str(recipe), ())

@@ -14,6 +14,7 @@ from keel.model.embedded.build import build_model
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean, values
 from keel.trainer.prepare import prepare
+from keel.trainer.run.checkpoint import State, save
 from keel.trainer.supervised.loop import measured
 from keel.trainer.supervised.wiring import encoded_by, prepare_pretraining, prepare_sft
 
@@ -47,6 +48,24 @@ def test_what_is_planned(tmp_path: Path) -> None:
         "attention"
         not in prepare_pretraining(recipe(tmp_path), ["model.embedded.family=qwen3_moe"]).text()
     )
+
+
+@pytest.mark.parametrize("epochs", [1.5, 2, 2.5])
+def test_a_run_that_has_ended_goes_on_for_more_epochs(tmp_path: Path, epochs: float) -> None:
+    """Its last step had what was left of the first ones: those after it lie otherwise."""
+    path, knobs = recipe(tmp_path), ["sft.conversations_per_step=4", "sft.epochs=1"]
+    first = prepare_pretraining(path, knobs)
+    assert first.config.run.steps == 4, "of 14 windows the last has 2"
+    assert sum(len(first.batches.take()) for _ in range(4)) == 14
+    (tmp_path / "run").mkdir()
+    state = State(step=4, version=4, config="", cursor=first.batches.position())
+    save(tmp_path / "run" / "checkpoints", state, lambda folder: {}, keep=1)
+    task = prepare_pretraining(path, [*knobs, f"sft.epochs={epochs}"])
+    assert task.batches.position() == prepare_pretraining(path, knobs).batches.position()
+    task.batches.restore(state.cursor)
+    drawn = [len(task.batches.take()) for _ in range(4, task.config.run.steps)]
+    assert sum(drawn) == 14 * (epochs - 1)
+    assert prepare_pretraining(path, knobs).config.run.steps == 4
 
 
 def test_text_and_chats_can_be_learned_together(tmp_path: Path) -> None:
@@ -136,7 +155,7 @@ def test_what_needs_no_choice_is_trained_all_the_same(tmp_path: Path) -> None:
 
 def test_the_word_for_a_control_token_is_not_one_in_text() -> None:
     tokenizer = build_tokenizer()
-    by = encoded_by(tokenizer, len(tokenizer))
+    by = encoded_by(tokenizer)
     ids = by.encode("so <|im_end|> ends it")
     assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode(list(ids)) == "so <|im_end|> ends it"

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from keel.configs.schema import Config
 from keel.model.load import load_policy
 from keel.model.routing.replay import router_modules
+from keel.model.trainable import decoder_layers
 from keel.model.transformers_internals import check_transformers
 from keel.model.ulysses import Slice
 from keel.model.weight_transfer.buckets import Bucket, FlatBucket, in_host_memory
@@ -140,7 +141,7 @@ class TrainerEngine:
         made = self._engine = initialize(network.train(), options, self._device, make_adam)
         if trainer.compile:
             compile_layers(network.model)
-        self._layers: Any = () if trainer.compile else network.model.get_decoder().layers
+        self._layers = () if trainer.compile else decoder_layers(network.model)
         spread = ExpertLayers(network.model, expected=(trainer.expert_parallel > 1) * len(routers))
         self._weights = Weights(network.model, spread, stage=self._stage)
         self._reference = frozen = None

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from keel.configs.schema import Config
 from keel.model.routing.replay import router_modules
 from keel.model.torch_internals import specialise_and_recompute
+from keel.model.trainable import decoder_layers
 from keel.model.ulysses import Slice
 from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE, KeptSets
@@ -46,8 +47,7 @@ def compile_layers(model: PreTrainedModel) -> None:
         if routers & set(block.children()):
             block.forward = torch.compiler.disable(block.forward)
     specialise_and_recompute()
-    layers: Any = model.get_decoder().layers
-    for layer in layers:
+    for layer in decoder_layers(model):
         layer.compile(backend=BACKEND, dynamic=True)
 
 
@@ -136,7 +136,7 @@ def warm_up(
     truncated = config.algorithm.keep_sampling_mask and config.rollout.sampling.truncated
     tokens = min(ENOUGH, int(rank_tokens(config))) if whole else 0
     kinds = (False, True) if config.trainer.share_prompts else (False,)
-    layers: Any = network.model.get_decoder().layers
+    layers = decoder_layers(network.model)
     head: Any = network.model.get_output_embeddings()
     # Down to the first layer, through all others; kernels of the head's gradient are its own.
     learning = [*layers[0].parameters(), *head.parameters()]

@@ -7,9 +7,11 @@ Sees every package, as `trainer/prepare.py` and `trainer/main.py` do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
@@ -52,6 +54,7 @@ from keel.trainer.prepare import (
     prompts_of,
     warning_lines,
 )
+from keel.trainer.run.checkpoint import latest, read_state
 from keel.trainer.run.folder import RunFolder, check_recipe
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.session import open_journal, save_checkpoint
@@ -167,14 +170,14 @@ def prepare_sft(
     try:
         chat = TemplateChat(found.tokenizer) if chats else None
         texts = any(source.is_text for source in config.sft.sources)
-        encoded = encoded_by(found.tokenizer, found.facts.vocab_size) if texts else None
+        encoded = encoded_by(found.tokenizer) if texts else None
     except ValueError as error:
         name = config.model.tokenizer or config.model.path
         raise ConfigError(f"the tokenizer of {name!r}: {error}") from error
     lessons = load_lessons(
         config.sft,
         seed=config.run.seed,
-        render=renderer(chat, found.facts.vocab_size) if chat else no_chats,
+        render=renderer(chat) if chat else no_chats,
         solve=solved,
         tokenizer=digest,
         encoded=encoded,
@@ -182,11 +185,13 @@ def prepare_sft(
         reserved=reserved_questions(prompts),
         reserved_ids=reserved_ids(prompts),
     )
+    for lesson in chain(*lessons.train.sources.values(), *lessons.heldout.values()):
+        for segment in lesson.segments:
+            check_ids(segment.token_ids_T, found.facts.vocab_size, segment.prompt_id)
     seen_once = sum(s.repeat * lessons.report[s.name].learned for s in config.sft.sources)
     batches = sft.Batches(lessons.train, config.sft, epoch=seen_once)
     if config.sft.epochs:
-        run = replace(config.run, steps=batches.steps_of(config.sft.epochs))
-        config = replace(config, run=run)
+        config = replace(config, run=replace(config.run, steps=steps_in_all(config, batches)))
     if config.sft.only_text:
         longest = max(report.longest for report in lessons.report.values())
         check_selects(config, top_k=found.facts.index_top_k, longest=longest)
@@ -219,6 +224,20 @@ def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
     return prepare_sft(recipe, overrides)
 
 
+def steps_in_all(config: Config, batches: sft.Batches) -> int:
+    """Those of `sft.epochs`, with what has been done of them: a run that ended with fewer epochs,
+    and goes on for more, has cut the last batch of those short."""
+    beginning, done = batches.position(), 0
+    if newest := latest(Path(config.run.dir).expanduser() / "checkpoints"):
+        with suppress(ValueError, LookupError, TypeError):  # whoever resumes says what is wrong
+            state = read_state(newest)
+            batches.restore(state.cursor)
+            done = state.step
+    steps = done + batches.steps_of(config.sft.epochs)
+    batches.restore(beginning)
+    return steps
+
+
 def attention_said(config: Config) -> str:
     """What is trained of a model with an indexer."""
     return {
@@ -228,7 +247,7 @@ def attention_said(config: Config) -> str:
     }[config.trainer.attention]
 
 
-def encoded_by(tokenizer: Any, vocab_size: int) -> Encoded:
+def encoded_by(tokenizer: Any) -> Encoded:
     """Text as a base model knows it: what the tokenizer itself puts before a text, then the text,
     in which nothing becomes a control token, then the end of text. Raises ValueError for a
     tokenizer that cannot tell control tokens from text."""
@@ -237,9 +256,7 @@ def encoded_by(tokenizer: Any, vocab_size: int) -> Encoded:
 
     def encode(text: str) -> list[int]:
         marks = free_marks(text)
-        ids = encoder.encode(encoder.shield(text, marks), marks)
-        check_ids(ids, vocab_size, f"the text {text[:40]!r}")
-        return ids
+        return encoder.encode(encoder.shield(text, marks), marks)
 
     return Encoded(encode, tuple(before), (end,))
 
@@ -249,7 +266,7 @@ def no_chats(example: Example) -> list[Segment]:
     raise AssertionError(f"{example.origin}: rendered as a conversation")
 
 
-def renderer(chat: TemplateChat, vocab_size: int) -> Render:
+def renderer(chat: TemplateChat) -> Render:
     """Conversations in ids by the code of rollouts (`keel.rollout.chat.taught`)."""
     proven: set[tuple[bool, bool]] = set()
 
@@ -270,8 +287,6 @@ def renderer(chat: TemplateChat, vocab_size: int) -> Render:
         contexts = taught(
             chat, example.messages, tools, thinking=example.thinking, trained=example.trained
         )
-        for context in contexts:
-            check_ids(context.ids, vocab_size, example.origin)
         return [shown(example.origin, context.ids, context.said) for context in contexts]
 
     return render

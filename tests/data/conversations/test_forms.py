@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -123,6 +124,22 @@ def test_a_result_with_a_name_answers_the_call_of_that_name() -> None:
         ("call_1_0", "add"),
         ("call_1_2", "add"),
     ]
+
+
+@pytest.mark.parametrize(("spoken", "answered"), [(True, ["sub", "add"]), (False, ["add", "sub"])])
+def test_a_call_that_the_user_did_not_wait_for_is_not_answered_first(
+    spoken: bool, answered: list[str]
+) -> None:
+    call, other = (
+        {"from": "function_call", "value": json.dumps({"name": name, "arguments": {}})}
+        for name in ("add", "sub")
+    )
+    again = [{"from": "human", "value": "No, the other way."}] * spoken
+    result = {"from": "observation", "value": "4"}
+    asked, said = {"from": "human", "value": "4?"}, {"from": "gpt", "value": "4."}
+    record = {"conversations": [asked, call, *again, other, result, result, said]}
+    messages, _ = conversation_of(record, "")
+    assert [m["name"] for m in messages if m["role"] == "tool"] == answered
 
 
 def test_keys_that_mean_nothing_are_named() -> None:

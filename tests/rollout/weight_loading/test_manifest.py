@@ -34,7 +34,7 @@ def test_a_complete_update_passes_again_and_again() -> None:
 
 
 def test_a_missing_tensor_is_named() -> None:
-    manifest = Manifest(NAMES, layers=3, tied=False)
+    manifest = Manifest(NAMES, layers=3, tied=False, decoder="model")
     with pytest.raises(ValueError, match=r"1 of 4 tensors .* model.layers.1.a"):
         update(manifest, *(name for name in NAMES if name != "model.layers.1.a"))
 
@@ -54,6 +54,25 @@ def test_what_both_sides_compute_is_not_expected() -> None:
     update(Manifest([*NAMES, *old], layers=3, tied=False), *NAMES)
     with pytest.raises(ValueError, match="inv_freq_weight"):
         update(Manifest([*NAMES, "rotary_emb.inv_freq_weight"], layers=3, tied=False), *NAMES)
+
+
+def test_what_the_family_does_not_load_is_not_expected() -> None:
+    """Pythia's checkpoints have masks, which are computed nowadays."""
+    own = [f"gpt_neox.layers.{n}.attention.dense.bias" for n in range(2)]
+    masks = [f"gpt_neox.layers.{n}.attention.{m}bias" for n in range(2) for m in ("", "masked_")]
+    unread = [r"attention.bias", r"attention.masked_bias", r"layers\.1.*"]
+    manifest = Manifest([*own, *masks], layers=2, tied=False, unread=unread)
+    update(manifest, *own)
+    with pytest.raises(ValueError, match=r"1 of 2 tensors .* gpt_neox.layers.1.attention.dense"):
+        update(manifest, own[0])
+
+
+def test_a_checkpoint_may_be_of_the_decoder_alone() -> None:
+    """GPT-2's is, and its tensors are published as those of the whole model."""
+    manifest = Manifest(["wte.weight", "h.0.b"], layers=1, tied=True, decoder="transformer")
+    update(manifest, "transformer.wte.weight", "transformer.h.0.b", "lm_head.weight")
+    with pytest.raises(ValueError, match=r"no tensor 'transformer.h.0.c'"):
+        update(manifest, "transformer.wte.weight", "transformer.h.0.c")
 
 
 def test_layers_behind_the_last_are_not_expected() -> None:

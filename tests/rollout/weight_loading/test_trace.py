@@ -4,6 +4,7 @@ loaders like vLLM's. The tests load vLLM, not this module."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -330,6 +331,19 @@ def test_loaders_that_look_at_the_checkpoint_tensor(change: str) -> None:
 
     layer.weight.weight_loader = load  # type: ignore[attr-defined]
     assert "reads a tensor of the checkpoint" in Worker(("single", layer)).update(single(1))
+
+
+def test_a_loader_without_a_name_is_given_one() -> None:
+    """MiniMax-M2's norms have such."""
+    layer = Single()
+    layer.weight.weight_loader = partial(layer.load_part)  # type: ignore[attr-defined]
+    layer.rows = 8
+    worker = Worker(("single", layer))
+    worker.extension.keel_name_loaders()
+    for seed in (1, 2):
+        tensors = single(seed)
+        assert worker.update(tensors) == "copies"
+        assert_equal(worker.weights(), loaded(tensors, ("single", Single())))
 
 
 def attention(source: Callable[[], nn.Module]) -> nn.Module:

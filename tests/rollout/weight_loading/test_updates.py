@@ -6,6 +6,7 @@ On a CPU as it is, vLLM packs weights, and its loader does every update.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.rollout.weight_loading.updates import (
     check,
     check_probabilities,
     make,
+    make_old,
 )
 
 pytestmark = pytest.mark.e2e
@@ -47,4 +49,13 @@ def test_latent_attention_in_float32_on_any_cpu(tmp_path: Path, amx: bool) -> No
     with running_engine(spec, gpu=False, amx=amx) as engine:
         engine.update(1, change(model, 1))
         assert (engine.updates() == [OFF]) == (not amx)
+        check_probabilities(model, engine.sample(prompts(2, shared=30, own=9)), 1)
+
+
+@pytest.mark.parametrize("of", ["gpt_neox", "gpt2"])
+def test_checkpoints_as_the_hub_has_them(tmp_path: Path, of: Literal["gpt_neox", "gpt2"]) -> None:
+    """With tensors that nobody loads, and without the decoder's name."""
+    model = make_old(tmp_path, of)
+    with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
+        engine.update(1, change(model, 1))
         check_probabilities(model, engine.sample(prompts(2, shared=30, own=9)), 1)

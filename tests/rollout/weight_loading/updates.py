@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from keel.model.load import checkpoint_tensors
+from keel.model.load import checkpoint_tensors, load_policy
 from keel.rl.types import Group
 from tests.rollout.remote_engine import (
     OPEN,
@@ -85,6 +88,34 @@ def make(folder: Path, of: Model) -> Any:
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**common, **latent))
     model.eval().save_pretrained(folder)
     return model
+
+
+def make_old(folder: Path, of: Literal["gpt_neox", "gpt2"]) -> Any:
+    """A model whose checkpoint is as those of its family on the hub: with masks in it, and GPT-2's
+    of the decoder alone."""
+    common: dict[str, Any] = {
+        "vocab_size": make_model(folder).config.vocab_size,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "eos_token_id": 0,
+        "dtype": "float32",
+    }
+    if of == "gpt_neox":
+        common["intermediate_size"] = 96
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(of, **common)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    mask = torch.ones(1, 1, 512, 512, dtype=torch.bool).tril()
+    layer = "h.{}.attn.bias" if of == "gpt2" else "gpt_neox.layers.{}.attention.bias"
+    masks = {layer.format(number): mask.clone() for number in range(2)}
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(tensors | masks, file, metadata={"format": "pt"})
+    return load_policy(str(folder), torch.float32).eval()
 
 
 @torch.no_grad()
