@@ -130,7 +130,7 @@ def test_a_busy_endpoint_that_wants_longer_than_there_is_is_for_later(endpoint: 
             reason = completions.later(asked).result(PATIENCE_S)
         assert reason == said(limit_s, "rollout.deadline_s")
 
-    within_some(waits, (0.1, 5.0, 60.0))
+    within_some(waits, (0.2, 5.0, 60.0))
 
 
 @pytest.mark.parametrize(

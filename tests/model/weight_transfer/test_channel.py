@@ -85,7 +85,7 @@ def test_nobody_at_the_other_end(side: ThreadPoolExecutor, rendezvous: Rendezvou
             sender.send(torch.zeros(2**26, dtype=torch.uint8))
         assert not sender.used
 
-    within_some(alone, (0.1, 5.0, 60.0))
+    within_some(alone, (0.2, 5.0, 60.0))
 
 
 def test_news_of_the_other_end_end_the_waiting(
@@ -127,7 +127,7 @@ def test_after_any_error_a_channel_is_closed(
         with pytest.raises(ConnectionError, match="has been closed"):
             sender.send(torch.zeros(8, dtype=torch.uint8))
 
-    within_some(closed, (0.1, 5.0, 60.0))
+    within_some(closed, (0.2, 5.0, 60.0))
 
 
 def test_what_was_begun_when_the_channel_was_closed_is_ended_too(

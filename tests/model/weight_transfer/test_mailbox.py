@@ -141,7 +141,7 @@ def test_a_trainer_that_says_nothing(store: dist.TCPStore) -> None:
         with pytest.raises(TimeoutError, match=rf"{limit_s:g} s for the trainer to send weights"):
             inbox.next()
 
-    within_some(alone, (0.1, 5.0, 60.0))
+    within_some(alone, (0.2, 5.0, 60.0))
 
 
 def test_a_trainer_that_has_gone() -> None:

@@ -73,7 +73,7 @@ ANSWERS = (f"blue {number}" for number in itertools.count())
 @pytest.fixture(scope="module")
 def service(one_server: Server) -> Iterator[JudgeService]:
     """One with two retries; making one takes longer than most of what is tested here."""
-    with JudgeService(settings(one_server.url), backoff_s=0.005) as service:
+    with JudgeService(settings(one_server.url), backoff_s=0.001) as service:
         yield service
 
 
