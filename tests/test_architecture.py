@@ -57,7 +57,6 @@ MOST_FILES = 14
 
 
 @cache
-@cache
 def imports_of(path: Path) -> list[str]:
     """Every module that a file imports, inside functions and for type checkers too."""
     found: list[str] = []

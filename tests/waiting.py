@@ -22,12 +22,14 @@ def wait_for(
     within_s: float = PATIENCE_S,
     every_s: float = 0.02,
 ) -> Found:
-    """What `ready` returns once that is true. Raises TimeoutError naming `what`."""
-    until = time.monotonic() + within_s
+    """What `ready` returns once that is true: it is asked often at first, later `every_s`. Raises
+    TimeoutError naming `what`."""
+    until, pause_s = time.monotonic() + within_s, 0.001
     while not (found := ready()):
         if time.monotonic() >= until:
             raise TimeoutError(f"waited {within_s:g} s for {what}")
-        time.sleep(every_s)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, every_s)
     return found
 
 

@@ -74,7 +74,7 @@ def test_an_arm_ends_with_the_comparison(
 def test_a_gpu_that_others_use_is_refused() -> None:
     memory.check_alone(lambda: 1e9, deadline_s=1.0)
     with pytest.raises(SystemExit, match=r"70\.0 GiB of GPU"):
-        memory.check_alone(lambda: 70.0 * 2**30, deadline_s=0.3)
+        memory.check_alone(lambda: 70.0 * 2**30, deadline_s=0.2)
 
 
 def test_prompts_have_the_promised_length_in_both_systems(given: Workload) -> None:

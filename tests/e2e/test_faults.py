@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     knobs = small(tmp_path / "run", tmp_path_factory.mktemp("cache"), steps=500)
     more = [
-        "model.embedded.cold_start.steps=2",
+        "model.embedded.cold_start.steps=0",
         "algorithm.max_lag=1",
         "run.checkpoint_every=2",
         "run.frozen_after_s=5",

@@ -54,7 +54,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         time.sleep(1000)
         raise URLError("nobody waits any more")
 
-    monkeypatch.setattr(source, "HUB_S", 0.3)
+    monkeypatch.setattr(source, "HUB_S", 0.05)
     monkeypatch.setattr(source, "urlopen", hangs)
     return asked
 

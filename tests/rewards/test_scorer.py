@@ -69,12 +69,13 @@ def test_a_step_is_scored_in_no_time(scorer: Scorer) -> None:
     groups = [
         group(*(f"<think>{i}</think>{i * j}" for j in range(8)), prompt=prompt) for i in range(16)
     ]
-    took: list[float] = []
-    for _ in range(4):  # the best of some, since the machine may be busy
+
+    def takes_s() -> float:
         began = time.process_time()
         scorer.score(groups)
-        took.append(time.process_time() - began)
-    assert min(took) < 2
+        return time.process_time() - began
+
+    assert any(takes_s() < 2 for _ in range(4))  # one of some, since the machine may be busy
 
 
 def test_errors_name_the_prompt(scorer: Scorer) -> None:

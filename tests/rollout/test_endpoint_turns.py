@@ -169,7 +169,7 @@ def test_the_wait_for_a_slot_is_no_time_of_the_endpoints() -> None:
         assert [one.finish_reason for one in said] == ["stop"] * 3
         assert all(0.6 * limit_s <= one.sampling_s <= limit_s for one in said)
 
-    within_some(queues, (0.4, 5.0, 60.0))
+    within_some(queues, (0.3, 5.0, 60.0))
 
 
 class Queued:

@@ -332,7 +332,8 @@ def test_a_client_that_went_before_its_answer_gets_it_when_it_asks_again() -> No
     assert (finished.counts.repeated, finished.usage.turns) == (1, 1)
 
 
-def test_clients_library_asks_again_for_a_turn_that_failed() -> None:
+def test_clients_library_asks_again_for_a_turn_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.05)  # half a second
     policy = Policy(["one"])
     policy.fail = RuntimeError("engine 3 died")
 

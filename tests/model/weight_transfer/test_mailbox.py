@@ -116,9 +116,9 @@ def test_the_next_update_may_begin_before_the_thread_of_the_last_one_is_done(
 
 def test_an_engine_that_does_not_answer(store: dist.TCPStore) -> None:
     outbox, _ = ends(store)
-    outbox._deadline_s = 0.3
+    outbox._deadline_s = 0.1
     outbox.put(Begin())
-    with pytest.raises(TimeoutError, match=r"0\.3 s \(rollout\.update_deadline_s\)"):
+    with pytest.raises(TimeoutError, match=r"0\.1 s \(rollout\.update_deadline_s\)"):
         outbox.wait(nothing)
     outbox.close()
     assert not outbox._store.check(["0"])
@@ -141,7 +141,7 @@ def test_a_trainer_that_says_nothing(store: dist.TCPStore) -> None:
         with pytest.raises(TimeoutError, match=rf"{limit_s:g} s for the trainer to send weights"):
             inbox.next()
 
-    within_some(alone)
+    within_some(alone, (0.2, 5.0, 60.0))
 
 
 def test_a_trainer_that_has_gone() -> None:
@@ -149,7 +149,7 @@ def test_a_trainer_that_has_gone() -> None:
     _, inbox = ends(held[0])
     with ThreadPoolExecutor(1) as side:
         arriving = side.submit(inbox.next)
-        time.sleep(0.2)
+        time.sleep(0.05)  # as a rule it waits by then
         held.clear()
         with pytest.raises(ConnectionError, match="the trainer has gone during an update"):
             arriving.result(PATIENCE_S)

@@ -155,55 +155,62 @@ def test_the_trouble_of_one_engine_is_its_own(
     sender: Callable[[float], Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keel.model.weight_transfer.sender.GRACE_S", PATIENCE_S)  # Ray is slow
-    end = sender(DEADLINE_S)
-    there = engines("", "dies", "raises", "flips", "hangs up")
-    expected = sum(float(tensor.sum()) for tensor in WEIGHTS.values())
-    buckets: list[weakref.ref[torch.Tensor]] = []
 
-    def watched() -> Iterator[FlatBucket]:
-        for entries, flat in pack_flat(WEIGHTS.items(), BUCKET_BYTES):
-            buckets.append(weakref.ref(flat))
-            yield entries, flat
+    def troubled(limit_s: float) -> None:
+        """The engine that hangs up is waited for until the limit; the others are in time."""
+        end = sender(limit_s)
+        there = engines("", "dies", "raises", "flips", "hangs up")
+        expected = sum(float(tensor.sum()) for tensor in WEIGHTS.values())
+        buckets: list[weakref.ref[torch.Tensor]] = []
 
-    gc.collect()
-    gc.disable()
-    try:
-        outcomes = end.send(watched(), there, 7)
-        assert outcomes[0] == 7
-        assert isinstance(outcomes[1], RayActorError)
-        assert isinstance(outcomes[2], ValueError) and "no tensor" in str(outcomes[2])
-        assert isinstance(outcomes[3], RuntimeError) and "other bytes" in str(outcomes[3])
-        # Such an engine is replaced, as one that is late: the run goes on.
-        assert isinstance(outcomes[4], TimeoutError) and "channel" in str(outcomes[4])
-        # On a GPU an error's frames would keep buckets until the garbage collector runs.
-        # gloo holds what it could not send till its deadline.
-        until = time.monotonic() + PATIENCE_S
-        while (held := [1 for flat in buckets if flat() is not None]) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert len(buckets) == 3 and not held
-    finally:
-        gc.enable()
-    assert ray.get(there[0].actor.holds.remote(), timeout=PATIENCE_S) == (7, expected)
-    assert list(end._links) == [0]
+        def watched() -> Iterator[FlatBucket]:
+            for entries, flat in pack_flat(WEIGHTS.items(), BUCKET_BYTES):
+                buckets.append(weakref.ref(flat))
+                yield entries, flat
 
-    # A new engine takes the place of the one that died; engine 0 keeps its link; one whose
-    # update failed gets another, since the old one is where the failure left it.
-    (new,) = engines("")
-    kept = end._links[0]
-    twice = {name: 2 * tensor for name, tensor in WEIGHTS.items()}
-    takers = [there[0], Receiver(1, new.actor), there[2]]
-    outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), takers, 8)
-    assert outcomes == {0: 8, 1: 8, 2: 8}
-    held = ray.get([taker.actor.holds.remote() for taker in takers], timeout=PATIENCE_S)
-    assert held == [(8, 2 * expected)] * 3
-    assert end._links[0] is kept
+        gc.collect()
+        gc.disable()
+        try:
+            outcomes = end.send(watched(), there, 7)
+            assert outcomes[0] == 7
+            assert isinstance(outcomes[1], RayActorError)
+            assert isinstance(outcomes[2], ValueError) and "no tensor" in str(outcomes[2])
+            assert isinstance(outcomes[3], RuntimeError) and "other bytes" in str(outcomes[3])
+            # Such an engine is replaced, as one that is late: the run goes on.
+            assert isinstance(outcomes[4], TimeoutError) and "channel" in str(outcomes[4])
+            # On a GPU an error's frames would keep buckets until the garbage collector runs.
+            # gloo holds what it could not send till its deadline.
+            until = time.monotonic() + 10 * limit_s
+            while (
+                held := [1 for flat in buckets if flat() is not None]
+            ) and time.monotonic() < until:
+                time.sleep(0.1)
+            assert len(buckets) == 3 and not held
+        finally:
+            gc.enable()
+        assert ray.get(there[0].actor.holds.remote(), timeout=PATIENCE_S) == (7, expected)
+        assert list(end._links) == [0]
 
-    # Engine 0 died after its last update.
-    outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), [Receiver(0, new.actor)], 9)
-    assert outcomes == {0: 9}
-    assert kept.channel is not None
-    with pytest.raises(ConnectionError, match="closed"):
-        kept.channel.send(torch.zeros(8, dtype=torch.uint8))
+        # A new engine takes the place of the one that died; engine 0 keeps its link; one whose
+        # update failed gets another, since the old one is where the failure left it.
+        (new,) = engines("")
+        kept = end._links[0]
+        twice = {name: 2 * tensor for name, tensor in WEIGHTS.items()}
+        takers = [there[0], Receiver(1, new.actor), there[2]]
+        outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), takers, 8)
+        assert outcomes == {0: 8, 1: 8, 2: 8}
+        held = ray.get([taker.actor.holds.remote() for taker in takers], timeout=PATIENCE_S)
+        assert held == [(8, 2 * expected)] * 3
+        assert end._links[0] is kept
+
+        # Engine 0 died after its last update.
+        outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), [Receiver(0, new.actor)], 9)
+        assert outcomes == {0: 9}
+        assert kept.channel is not None
+        with pytest.raises(ConnectionError, match="closed"):
+            kept.channel.send(torch.zeros(8, dtype=torch.uint8))
+
+    within_some(troubled, (6.0, 30.0, 60.0))
 
 
 def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> None:

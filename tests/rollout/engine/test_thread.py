@@ -291,7 +291,7 @@ def test_an_update_can_wait_for_running_groups(draining: EngineThread, fake: Fak
 
 
 def test_an_update_that_cannot_begin_is_given_up(fake: FakeEngine) -> None:
-    draining = EngineThread(lambda: fake, config(weight_updates="drain", update_deadline_s=0.2))
+    draining = EngineThread(lambda: fake, config(weight_updates="drain", update_deadline_s=0.05))
     fake.go.clear()
     future = draining.submit(prompt("a"), group_size=2)
     with pytest.raises(TimeoutError, match=r"update_deadline_s\) for running completions to"):

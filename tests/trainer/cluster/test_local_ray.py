@@ -30,7 +30,8 @@ print("token", os.environ["RAY_AUTH_TOKEN"])
 address = ray.get_runtime_context().gcs_address
 without = {{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}}
 without["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # or Ray would look at another address for it
-modes = {{}}, {{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}}, os.environ
+few = {{"RAY_NUM_REDIS_GET_RETRIES": "5"}}  # a second each, of 20
+modes = few, {{**few, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}}, os.environ
 tries = [
     subprocess.Popen(
         [sys.executable, "-c", {STRANGER!r}, address], env={{**without, **mode}},
