@@ -24,6 +24,9 @@ from keel.model.torch_internals import nccl_options, on_device
 from keel.model.weight_transfer.buckets import Sent, Shared
 
 POLL_S = 2e-4
+CHECK_S = 0.02
+"""How often to look whether the other end has failed, which costs more than to look for its
+answer."""
 NEVER = timedelta(days=1)
 """The timeout that NCCL is given: `send` keeps the deadline itself."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -70,7 +73,7 @@ class Channel:
         self._options.rootRank = 0
 
     def send(self, flat: Tensor, check: Callable[[], None] = lambda: None) -> None:
-        """Returns when the bytes have left. `check` is called while waiting, to raise if the other
+        """Returns when the bytes have left. `check` is called now and then, to raise if the other
         end has gone. Raises TimeoutError after the deadline and ConnectionError if the channel
         breaks, or is closed: after any error it is."""
         if self._group is None:
@@ -91,9 +94,12 @@ class Channel:
                 raise ConnectionError(f"the channel for weights broke: {error}") from error
 
         def wait_for(done: Callable[[], bool]) -> None:
+            look = time.monotonic() + CHECK_S
             while not ask(done):
-                check()
-                if time.monotonic() > end:
+                if (now := time.monotonic()) > look:
+                    check()
+                    look = time.monotonic() + CHECK_S
+                if now > end:
                     raise TimeoutError(late)
                 time.sleep(POLL_S)
 

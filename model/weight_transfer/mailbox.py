@@ -15,11 +15,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from keel.model.weight_transfer.buckets import Bucket, TensorEntry
-from keel.model.weight_transfer.channel import Rendezvous, connect
+from keel.model.weight_transfer.channel import CHECK_S, Rendezvous, connect
 
 POLL_S = 1e-4
-CHECK_S = 0.02
-"""How often to look whether the engine has failed, which costs more than to look for its answer."""
 
 
 @dataclass(frozen=True, slots=True)
