@@ -145,8 +145,8 @@ def processes_are_for_marked_tests(request: pytest.FixtureRequest) -> Iterator[N
 @pytest.fixture(autouse=True, scope="module")
 def process_as_it_was() -> Iterator[None]:
     """Signal handlers, environment, working folder, module path and process groups as they were
-    before the file: which tests share a process is chance, and Ray's `init` leaves a handler of its own for SIGTERM,
-    a trainer in this process its ranks' group."""
+    before the file: which tests share a process is chance, and Ray's `init` leaves a handler of its
+    own for SIGTERM, a trainer in this process its ranks' group, an environment its folder."""
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     environ, folder, path = dict(os.environ), Path.cwd(), [*sys.path]
     yield
