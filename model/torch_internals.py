@@ -23,6 +23,7 @@ _USED: dict[Any, tuple[str, ...]] = {
     UntypedStorage: ("_cdata",),
     distributed_c10d: ("_world", "_set_pg_timeout"),
     collectives: ("all_to_all_single_autograd",),
+    torch.ops.aten: ("_flash_attention_backward",),
 }
 
 

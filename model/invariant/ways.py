@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ Norm = Callable[[Tensor, Tensor, float], Tensor]
 HOPPER = 9
 """Compute capability, its first number, of the GPUs on which GEMMs have been compared."""
 FEW = 512
-"""Rows up to which a GEMM is tried on random numbers: those of a decoding step, which an engine's
-first calls make with sequences that are all alike."""
+"""Rows up to which narrow tiles are tried: those of a decoding step."""
 FULL = 128 * 128 * 132
 """Outputs of a GEMM whose tiles keep all of the GPU busy: cuBLAS has no reason to split K, and need
 not be told. Being told, it looks for an algorithm in each call, for some 400 µs of the host."""
@@ -28,7 +28,7 @@ TRIALS, CALLS = 3, 8
 """Of two ways that give the same bits, to see which is faster."""
 
 _WAYS: dict[Any, Any] = {}
-"""Kind and shape of a call, with rows to a power of two → what computes it."""
+"""Kind and shape of a call, with rows up to a power of two → what computes it."""
 
 
 def linear(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,10 +38,10 @@ def linear(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -
     where it would split K, for a few rows of a narrow and deep matrix, it is much slower without:
     there a kernel with narrow tiles is what is fast.
     """
-    kind = (x.device, x.dtype, weight.shape, bias is None, len(x).bit_length())
+    kind = (x.device, x.dtype, weight.shape, bias is None, _doublings(len(x)))
     way: Linear | None = _WAYS.get(kind)
     if way is None:
-        if torch.cuda.is_current_stream_capturing():  # nothing can be compared now
+        if not len(x) or torch.cuda.is_current_stream_capturing():  # nothing can be compared now
             return own(x, weight, bias)
         way = _WAYS[kind] = _way_of(own, x, weight, bias)
     return way(x, weight, bias)
@@ -53,11 +53,11 @@ def norm_heads(own: Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     kind = (x.device, x.dtype, x.shape[1:], eps)
     way: Norm | None = _WAYS.get(kind)
     if way is None:
-        if torch.cuda.is_current_stream_capturing():
+        if not len(x) or torch.cuda.is_current_stream_capturing():
             return own(x, weight, eps)
         from keel.model.invariant import kernels  # noqa: PLC0415  (Triton)
 
-        tried = _random(x)
+        tried = _random(x[:FEW])  # each token by itself
         same = torch.equal(own(tried, weight, eps), kernels.norm_heads(tried, weight, eps))
         way = _WAYS[kind] = kernels.norm_heads if same else own
     return way(x, weight, eps)
@@ -67,14 +67,17 @@ def _way_of(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Line
     half = x.dtype in (torch.bfloat16, torch.float16)
     if not half or torch.cuda.get_device_capability(x.device)[0] != HOPPER:
         return own
-    few = len(x) <= FEW
-    tried = _random(x) if few else x
+    few, fewest = len(x) <= FEW, (1 << _doublings(len(x))) // 2 + 1
+    # An engine's first calls are of sequences that are all alike, behind attention even of zeros.
+    tried, bias = _random(x), None if bias is None else _random(bias)
     wanted = own(tried, weight, bias)
 
     def same(way: Linear) -> bool:
-        return torch.equal(wanted, way(tried, weight, bias))
+        """For the fewest rows that will go it, too: cuBLAS chooses its tiles by their number."""
+        return torch.equal(wanted, way(tried, weight, bias)) and torch.equal(
+            wanted[:fewest], way(tried[:fewest], weight, bias)
+        )
 
-    fewest = 1 << (len(x).bit_length() - 1)
     if fewest * len(weight) >= FULL and same(_untold):
         return _untold
     ways = [_whole]
@@ -90,7 +93,7 @@ def _way_of(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Line
 
 def _seconds(call: Callable[[], object]) -> float:
     """The GPU's alone, as in an engine's CUDA graphs: of some calls in a row, at the least."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     best = float("inf")
     with torch.cuda.stream(stream):
@@ -109,6 +112,19 @@ def _seconds(call: Callable[[], object]) -> float:
             best = min(best, begin.elapsed_time(end) / 1000)
     torch.cuda.current_stream().wait_stream(stream)
     return best
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """The same for all trials: cuBLAS keeps a workspace for each that it has been called on, 32 MiB
+    on Hopper."""
+    return torch.cuda.Stream(device)
+
+
+def _doublings(rows: int) -> int:
+    """Of 1 up to `rows` or more. All rows of one number have tiles of one height: kernels change
+    theirs behind powers of two."""
+    return max(0, rows - 1).bit_length()
 
 
 def _random(x: Tensor) -> Tensor:

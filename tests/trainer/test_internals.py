@@ -124,6 +124,17 @@ def test_a_torch_without_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         check_libraries(expert_parallel=1)
 
 
+def test_operators_are_looked_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = type("aten", (), {})
+    used = {
+        lacking if owner is torch.ops.aten else owner: names
+        for owner, names in torch_internals._USED.items()
+    }
+    monkeypatch.setattr(torch_internals, "_USED", used)
+    with pytest.raises(RuntimeError, match=r"no aten\._flash_attention_backward, "):
+        torch_internals.check_torch()
+
+
 def test_a_transformers_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = nn.Module()
     model.experts = nn.Module()

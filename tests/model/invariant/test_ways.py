@@ -82,9 +82,49 @@ def test_cublas_is_left_alone_where_its_tiles_fill_the_gpu(monkeypatch: pytest.M
 
 
 def test_by_the_fewest_rows_that_go_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of three rows decides for two, too."""
-    monkeypatch.setattr(ways, "FULL", 9)
-    assert taken(rows=3) is not ways._untold
+    """A call of four rows decides for three, too."""
+    monkeypatch.setattr(ways, "FULL", 12)
+    assert taken(rows=4) is not ways._untold
+
+
+@pytest.mark.parametrize("full", [9, 13])
+def test_none_whose_bits_differ_for_those(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, full: int
+) -> None:
+    def splits(x: Tensor, *rest: Any) -> Tensor:
+        return linear(x, *rest) + float(len(x) == 3)
+
+    monkeypatch.setattr(ways, "FULL", full)
+    for name in ("_untold", "_whole"):
+        monkeypatch.setattr(ways, name, splits)
+    gpu.kernels.few_rows = other
+    assert taken(rows=4) is own
+
+
+def test_rows_of_one_way_have_tiles_of_one_height() -> None:
+    """Those of `few_rows` and of vLLM's kernel are as high as the next power of two."""
+    ways_of: dict[int, set[int]] = {}
+    for rows in range(1, 1025):
+        ways_of.setdefault(ways._doublings(rows), set()).add(1 << (rows - 1).bit_length())
+    assert all(len(heights) == 1 for heights in ways_of.values())
+    assert ways._doublings(ways.FEW) < ways._doublings(ways.FEW + 1)
+
+
+def test_nothing_is_learned_from_no_rows() -> None:
+    x = torch.ones(0, 4, dtype=torch.bfloat16)
+    assert ways.linear(own, x, WIDE).shape == (0, 3)
+    assert ways.norm_heads(lambda x, weight, eps: x, x[:, None], WIDE[0], 1e-6).shape == (0, 1, 4)
+    assert not ways._WAYS
+
+
+def test_trials_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    ways._stream.cache_clear()
+    try:
+        assert ways._stream(0) is ways._stream(0)
+        assert ways._stream(0) is not ways._stream(1)
+    finally:
+        ways._stream.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -105,11 +145,22 @@ def test_while_a_graph_is_captured_nothing_is_compared_or_remembered(gpu: Simple
     assert not ways._WAYS
 
 
-def test_trials_are_of_random_numbers(gpu: SimpleNamespace) -> None:
-    """An engine's first steps are of sequences that are all alike: a sum of equal numbers is the
-    same in any order."""
-    gpu.kernels.few_rows = lambda x, *rest: linear(x, *rest) + float(x.std() > 0.5)
-    assert taken() is ways._whole
+@pytest.mark.parametrize("rows", [2, ways.FEW + 1])
+@pytest.mark.parametrize("given", [0.0, 1.0])
+def test_trials_are_of_random_numbers(
+    monkeypatch: pytest.MonkeyPatch, given: float, rows: int
+) -> None:
+    """An engine's first steps are of sequences that are all alike, and attention of the one that
+    measures memory gives zeros: a sum of equal numbers is the same in any order."""
+    monkeypatch.setattr(ways, "_whole", lambda x, *rest: linear(x, *rest) + float(x.std() > 0.5))
+    ways.linear(own, torch.full((rows, 4), given, dtype=torch.bfloat16), WIDE)
+    assert ways._whole not in ways._WAYS.values()
+
+
+def test_biases_of_zero_are_tried_as_others(gpu: SimpleNamespace) -> None:
+    gpu.kernels.few_rows = lambda x, weight, bias: linear(x, weight) + 2 * bias
+    ways.linear(own, WIDE, WIDE, torch.zeros(3, dtype=torch.bfloat16))
+    assert list(ways._WAYS.values()) == [ways._whole]
 
 
 @pytest.mark.parametrize("same", [False, True])
