@@ -184,6 +184,7 @@ class Config:
             ("trainer.sequence_parallel", self.trainer.sequence_parallel, 1),
             ("trainer.compile", self.trainer.compile, False),
             ("trainer.share_prompts", self.trainer.share_prompts, False),
+            ("trainer.keep_attention", self.trainer.keep_attention, False),
             ("trainer.attention_kernels", kernels, kernels.replace("flash4", "torch")),
             ("trainer.zero_stage", self.trainer.zero_stage, min(2, self.trainer.zero_stage)),
         ):

@@ -80,7 +80,8 @@ class TrainerConfig:
     keep_attention: bool = False
     """With `activation_checkpointing` (and `zero_stage` 0 to 2): what attention gave is kept, not
     computed again: a layer's input once more in memory, and a seventh less time at 65,536 tokens.
-    auto: where a context may have 4,096 tokens, it saves 2 % of a step and fits; never on a CPU."""
+    auto: where a context may have 4,096 tokens, it saves 2 % of a step and fits; never on a CPU,
+    nor for `model.batch_invariant`."""
     compile: bool = False
     """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2).
     auto: where it saves more in the run's steps than the 20 s that it takes at their start, of

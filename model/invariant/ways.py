@@ -21,6 +21,9 @@ HOPPER = 9
 """Compute capability, its first number, of the GPUs on which GEMMs have been compared."""
 FEW = 512
 """Rows up to which narrow tiles are tried: those of a decoding step."""
+MOST = 8192
+"""Rows of a trial, at the most: of all in a trainer's micro-batch the outputs of two ways would be
+gigabytes that no plan knows of."""
 FULL = 128 * 128 * 132
 """Outputs of a GEMM whose tiles keep all of the GPU busy: cuBLAS has no reason to split K, and need
 not be told. Being told, it looks for an algorithm in each call, for some 400 µs of the host."""
@@ -69,7 +72,7 @@ def _way_of(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Line
         return own
     few, fewest = len(x) <= FEW, (1 << _doublings(len(x))) // 2 + 1
     # An engine's first calls are of sequences that are all alike, behind attention even of zeros.
-    tried, bias = _random(x), None if bias is None else _random(bias)
+    tried, bias = _random(x[:MOST]), None if bias is None else _random(bias)
     wanted = own(tried, weight, bias)
 
     def same(way: Linear) -> bool:

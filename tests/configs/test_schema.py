@@ -226,6 +226,7 @@ def test_a_source_that_trains_has_something_to_learn_from(changes: dict[str, Any
         ({"trainer": TrainerConfig(compile=True)}, "trainer.compile"),
         ({"trainer": TrainerConfig(zero_stage=3)}, "trainer.zero_stage"),
         ({"trainer": TrainerConfig(share_prompts=True)}, "trainer.share_prompts"),
+        ({"trainer": TrainerConfig(keep_attention=True)}, "trainer.keep_attention"),
         ({"trainer": TrainerConfig(attention_kernels="flash4")}, "trainer.attention_kernels"),
     ],
 )

@@ -244,6 +244,8 @@ class Reasons:
             return f"it takes little of contexts below {LONG:,} tokens"
         if not trainer.keep_attention and trainer.zero_stage == 3:
             return "not with ZeRO 3"
+        if self._config.model.batch_invariant:
+            return "not with model.batch_invariant"
         other = self._against(self._other(keep_attention=not trainer.keep_attention))
         return f"{'without' if trainer.keep_attention else 'with'} it: {other}"
 
@@ -253,6 +255,8 @@ class Reasons:
             return "nobody has timed compiled layers of such a model"
         if trainer.zero_stage == 3:
             return "not with ZeRO 3"
+        if self._config.model.batch_invariant:
+            return "not with model.batch_invariant"
         other = self._against(self._other(compile=not trainer.compile))
         start = f"in {self._config.run.steps} steps, {COMPILE_S:.0f} s at their start counted"
         return f"{'without' if trainer.compile else 'with'} it: {other} {start}"

@@ -192,8 +192,10 @@ class Options:
         for again in self._either(knob):
             on = again.get(knob, self.config.trainer.activation_checkpointing)
             worth = on and not gathers and context_tokens(self.config) >= LONG
-            # Sparse attention has operators of its own, and float32 plain ones.
-            worth = worth and not self.facts.index_top_k and self.config.model.dtype != "float32"
+            # Sparse attention and the engine's have operators of their own, and float32 plain ones.
+            model = self.config.model
+            other = self.facts.index_top_k or model.batch_invariant or model.dtype == "float32"
+            worth = worth and not other
             found += [{**again, **kept} for kept in self._either(keep, allowed=worth)]
         return found
 

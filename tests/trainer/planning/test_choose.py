@@ -326,9 +326,9 @@ def test_what_waits_in_a_machines_memory_has_to_fit_there(shapes: dict[str, Mode
 def test_attention_is_kept_where_it_takes_long_and_fits(shapes: dict[str, ModelFacts]) -> None:
     """And activations are computed again: where they fit, nothing is."""
 
-    def chosen(tokens: int, gib: float, **left: Any) -> tuple[Any, str]:
+    def chosen(tokens: int, gib: float, model: Any = None, **left: Any) -> tuple[Any, str]:
         rollout = replace(recipe().rollout, sampling=SamplingConfig(max_tokens=tokens, top_k=512))
-        config = replace(recipe(), rollout=rollout)
+        config = replace(recipe(), rollout=rollout, model=model or recipe().model)
         choice = choose(
             with_values(config, left), KNOBS - set(left), shapes["1.7b"], machine(1, gib)
         )
@@ -345,6 +345,9 @@ def test_attention_is_kept_where_it_takes_long_and_fits(shapes: dict[str, ModelF
     assert "contexts below 4,096" in chosen(1_000, 139.0, **again)[1]
     # Where the memory for it is lacking, nothing is refused that fits without.
     assert chosen(30_000, 26.0) == ((True, False), "with it: does not fit")
+    engines = ModelConfig(path="a/model", batch_invariant=True)
+    why = "not with model.batch_invariant"
+    assert chosen(30_000, 50.0, model=engines, **again) == ((True, False), why)
 
 
 def test_attention_is_not_kept_under_zero_3(shapes: dict[str, ModelFacts]) -> None:
