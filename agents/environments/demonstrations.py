@@ -101,8 +101,15 @@ def play(environment: Any, task: Mapping[str, Any], seed: int, calls: Calls) -> 
         try:
             name, arguments = calls.send(seen) if turn else next(calls)
         except StopIteration as end:
+            if not isinstance(end.value, str):
+                raise ValueError(
+                    f"the script ends after {turn} calls, and the environment does not; let it "
+                    f"return the policy's last words, a text: it returns {end.value!r:.50}"
+                ) from None
             said.append({"role": "assistant", "content": end.value})
             return Conversation(tools, tuple(said))
+        if name not in (names := [tool.name for tool in tools]):
+            raise ValueError(f"the script calls {name!r}, and the tools are {', '.join(names)}")
         call_id = f"call_{turn}_0"
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}

@@ -194,8 +194,11 @@ def put_files(given: Any, folder: str, where: str) -> list[str]:
         to = os.path.join(where, *parts)
         os.makedirs(os.path.dirname(to), exist_ok=True)
         if isinstance(files, Mapping):
+            if not isinstance(files[name], str):
+                kind = type(files[name]).__name__
+                raise ValueError(f"`files` has a {kind} for {name!r}, must give its text")
             with open(to, "w", encoding="utf-8", newline="") as file:
-                file.write(str(files[name]))
+                file.write(files[name])
         else:
             root = os.path.realpath(folder)
             source = os.path.realpath(os.path.join(root, *parts))

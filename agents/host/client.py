@@ -34,6 +34,8 @@ READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
 """What any interpreter needs of Keel: in a checkout, `agents` is a link out of `keel`."""
 ANSWERS = ("open", "reply", "verdict")
 """What has a deadline of its own among a source's `environment` knobs."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Of messages. Many chat templates leave out those of others."""
 MOST_S = 1e9
 """JSON has no infinity."""
 ENVIRONMENT = {
@@ -353,11 +355,11 @@ def _tool(given: Any) -> ToolSpec:
     if not isinstance(given, dict):
         raise ValueError(f"a tool must be an object, is {str(given)[:200]!r}")
     tool = cast(dict[str, Any], given)
-    return ToolSpec(
-        name=str(tool.get("name", "")),
-        description=str(tool.get("description") or ""),
-        parameters=tool.get("parameters", {}),
-    )
+    name, parameters = str(tool.get("name", "")), tool.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise ValueError(f"tool {name}: parameters must be an object, is {parameters!r:.200}")
+    about = str(tool.get("description") or "")
+    return ToolSpec(name=name, description=about, parameters=cast(dict[str, Any], parameters))
 
 
 def _list_of(reply: Mapping[str, Any], name: str) -> list[Any]:
@@ -375,6 +377,8 @@ def _messages(given: Any) -> tuple[Message, ...]:
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             said = str(cast(Any, message))[:200]
             raise ValueError(f"a message has a role and a content, not {said!r}")
+        if fields["role"] not in ROLES:
+            raise ValueError(f"a role is one of {', '.join(ROLES)}, not {fields['role']!r:.50}")
     return tuple(messages)
 
 

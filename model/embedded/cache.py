@@ -117,6 +117,7 @@ def make_folder(
             ),
             demonstrate=demonstrate,
             tools_in_thinking=tools_in_thinking,
+            max_context=config.max_context,
         )
         model.to(device)  # pyright: ignore[reportArgumentType] (transformers' stub is too narrow)
         train(model, tokenizer, examples, config.cold_start, seed=seed, progress=progress)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -29,6 +30,7 @@ from keel.configs.system_prompts import system_prompt, with_system
 from keel.model.embedded.conversations import Demonstration, conversation_ids, demonstrated
 from keel.model.embedded.solutions import solution
 from keel.model.embedded.tokenizer import TURN_END
+from keel.rl.turns import Message
 
 DATA_SEED = 1 << 40
 """Added to the seed of the questions, far from any seed that a recipe gives its prompts."""
@@ -106,14 +108,15 @@ def make_examples(
     count: int,
     demonstrate: Demonstrate | None = None,
     tools_in_thinking: bool = False,
+    max_context: int | None = None,
 ) -> list[Example]:
     """About `count` questions of the reasoning_gym sources and conversations of the sources that
     `demonstrate` has some of, by weight. No question is a held-out one. tools_in_thinking: as
-    `conversation_ids` has it.
+    `conversation_ids` has it. max_context: tokens that the model holds; None: no limit.
 
     Raises:
         ConfigError: nothing to learn from, every question of a source is held out, or no
-            conversation of one is made.
+            conversation of one is made, or one that cannot be shown to the model.
     """
     taught = taught_sources(sources, demonstrating=demonstrate is not None)
     heldout = frozenset(heldout_questions)
@@ -129,15 +132,7 @@ def make_examples(
                 tools_in_thinking=tools_in_thinking,
             )
             shown = demonstrate(source.name, share)
-            if not shown:
-                raise ConfigError(
-                    f"data.sources[{source.name}].environment.demonstrations = "
-                    f"{source.environment.demonstrations!r}: it made no conversation"
-                )
-            examples += [
-                Example(*(Lesson(*lesson(said, one.tools)) for said in (one.worked, one.hasty)))
-                for one in shown
-            ]
+            examples += _shown_examples(source, shown, lesson, max_context)
         else:
             examples += _source_examples(source, tokenizer, seed, heldout, share)
     if not examples:
@@ -222,6 +217,48 @@ def _dense(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for indexer, top_k in zip(own, kept, strict=True):
             indexer.index_topk = top_k
+
+
+def _shown_examples(
+    source: SourceConfig,
+    shown: Sequence[Demonstration],
+    lesson: Callable[..., tuple[list[int], list[bool]]],
+    max_context: int | None,
+) -> list[Example]:
+    """lesson: ids of a conversation, and which of them are said. Raises ConfigError."""
+    at = (
+        f"data.sources[{source.name}].environment.demonstrations = "
+        f"{source.environment.demonstrations!r}"
+    )
+    if not shown:
+        raise ConfigError(f"{at}: it made no conversation")
+    examples: list[Example] = []
+    for number, one in enumerate(shown):
+        both: list[Lesson] = []
+        for name, messages in (("worked", one.worked), ("hasty", one.hasty)):
+            try:
+                _check_calls(messages, [tool.name for tool in one.tools])
+                taught = Lesson(*lesson(messages, one.tools))
+                if len(taught.ids) > (max_context or math.inf):
+                    raise ValueError(
+                        f"it has {len(taught.ids)} tokens, and model.embedded.max_context = "
+                        f"{max_context}"
+                    )
+            # Whatever a template makes of messages that have another form.
+            except (LookupError, TypeError, AttributeError, ValueError, TemplateError) as error:
+                raise ConfigError(
+                    f"{at}: `{name}` of conversation {number}: {type(error).__name__}: {error}"
+                ) from error
+            both.append(taught)
+        examples.append(Example(*both))
+    return examples
+
+
+def _check_calls(messages: Sequence[Message], tools: Sequence[str]) -> None:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            if (name := call["function"]["name"]) not in tools:
+                raise ValueError(f"it calls {name!r}, and the tools are {', '.join(tools)}")
 
 
 def _source_examples(

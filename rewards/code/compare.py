@@ -61,7 +61,7 @@ def _same(wanted: Any, given: Any, tolerance: float | None, looks: _Looks) -> bo
     else:
         kind, left = _taken_apart(wanted)
         other, right = _taken_apart(given)
-        if kind != other:
+        if kind != other or kind == "?":  # whatever that was to be, it is no value
             return False
     if kind == "":
         return type(wanted) is type(given) and wanted == given
@@ -190,6 +190,8 @@ def _close_words(wanted: str, given: str, tolerance: float) -> bool:
     whole = _WHOLE.fullmatch(wanted) is not None
     if whole and _WHOLE.fullmatch(given):
         return int(wanted) == int(given) if max(len(wanted), len(given)) < 4000 else False
+    if not given.isascii() or "_" in given:  # digits and numbers to Python alone
+        return False
     try:
         left, right = float(wanted), float(given)
     except ValueError:
@@ -198,7 +200,8 @@ def _close_words(wanted: str, given: str, tolerance: float) -> bool:
 
 
 def _taken_apart(value: Any) -> tuple[str, list[Any]]:
-    """The kind of a collection and what is in it; kind "" for anything else."""
+    """The kind of a collection and what is in it; kind "" for anything else, "?" for what is
+    written like a collection and is none."""
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):

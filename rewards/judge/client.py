@@ -31,6 +31,8 @@ _TOO_LONG = re.compile(
     r"context|too (?:long|large|many tokens)|maximum.{0,40}(?:length|tokens)|reduce the length",
     re.IGNORECASE,
 )
+MOST_TOKENS = 1 << 32
+"""Of one call. What an endpoint says may be no number that a metric can hold."""
 MOST_DOUBLINGS = 10
 """Of the pause between attempts, which is bounded long before that."""
 
@@ -218,7 +220,8 @@ class Endpoint:
             content = self._content(response.text)
             question.read(content)
         except BadReply as error:
-            raise Unjudged("invalid", f"invalid reply: {error}", retry=True) from error
+            why = self._public(f"invalid reply: {error}")
+            raise Unjudged("invalid", why, retry=True) from error
         return content
 
     def _status(self, error: openai.APIStatusError, question: Question[Any]) -> Unjudged:
@@ -256,18 +259,20 @@ class Endpoint:
 
     def _count_tokens(self, usage: Any) -> None:
         if isinstance(usage, Mapping):
-            numbers = cast(Mapping[str, Any], usage)
-            for name, value in numbers.items():
-                if isinstance(value, int) and name == "prompt_tokens":
-                    self._prompt_tokens += value
-                elif isinstance(value, int) and name == "completion_tokens":
-                    self._reply_tokens += value
+            counted = cast(Mapping[str, Any], usage)
+            self._prompt_tokens += _tokens(counted.get("prompt_tokens"))
+            self._reply_tokens += _tokens(counted.get("completion_tokens"))
 
     def _public(self, text: str) -> str:
         """`text` for a message: short, fit for a terminal, and without the key if the endpoint
         repeats it."""
         text = (text.replace(self._key, "***") if self._key else text)[:300]
         return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _tokens(said: Any) -> int:
+    """0 where an endpoint says what no call can have taken."""
+    return said if type(said) is int and 0 <= said <= MOST_TOKENS else 0
 
 
 def _api_key(variable: str) -> str:

@@ -172,6 +172,19 @@ class Offers:
         return "two"
 
 
+class Opens:
+    """With what it is told to."""
+
+    def __init__(self, said: list) -> None:
+        self._said = said
+
+    def opening(self) -> list:
+        return self._said
+
+    def one(self) -> str:
+        return "one"
+
+
 class NotANumber(Graded):
     def verdict(self, messages: list) -> float:
         return float("nan")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from keel.agents.environments.demonstrations import guess_demonstrations, trip_demonstrations
+from keel.agents.environments.demonstrations import (
+    guess_demonstrations,
+    play,
+    trip_demonstrations,
+)
 from keel.agents.environments.textarena_game import Game
 from keel.agents.environments.trip.environment import Trip, make_task
 from keel.agents.environments.trip.prompts import trip_prompts
+from keel.agents.environments.trip.solver import Calls
 from keel.agents.environments.trip.tasks import LEVELS
 from keel.agents.environments.trip.verify import checks
+from keel.agents.inside.kinds import Object, methods_of
 from keel.rl.turns import Message
 from tests.rollout.chat.families import chat_of
 
@@ -84,6 +90,35 @@ def test_the_smallest_tasks_verifier_by_brute_force() -> None:
                 assert not all(checks(world, task, other).values())
             assert all(checks(world, task, f" {name}\n").values()) == wanted
         assert 1 <= good <= 2
+
+
+class Shop:
+    def opening(self) -> str:
+        return "Buy."
+
+    def ask(self, stall: str) -> str:
+        return stall
+
+
+def unknown() -> Calls:
+    yield "sell", {}
+
+
+def unfinished() -> Calls:
+    yield "ask", {"stall": "1"}
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (unknown, "calls 'sell', and the tools are ask"),
+        (unfinished, "ends after 1 calls, and the environment does not; .* it returns None"),
+    ],
+)
+def test_what_a_script_does_wrong(script: Callable[[], Calls], why: str) -> None:
+    shop = Shop()
+    with pytest.raises(ValueError, match=why):
+        play(Object(shop, methods_of(shop)), {}, 0, script())
 
 
 @pytest.mark.skipif(find_spec("textarena") is None, reason="textarena is not installed")

@@ -70,6 +70,8 @@ def test_where_files_come_from(tmp_path: Path) -> None:
         (["link"], "not in the folder"),
         (["a"], "there is no such file"),
         ({"../x": "y"}, r"has '\.\./x'"),
+        ({"a.json": {"x": 1}}, r"has a dict for 'a\.json', must give its text"),
+        ({"a": None}, "has a NoneType for 'a'"),
     ]
     for given, why in refused:
         with pytest.raises(ValueError, match=why):

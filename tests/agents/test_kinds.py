@@ -209,6 +209,33 @@ def test_an_environment_decides_what_it_offers() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("target", "arguments", "why"),
+    [
+        (
+            "shop:Opens",
+            {"said": [{"role": "human", "content": "Buy."}]},
+            "a role is one of system, .*, tool, not 'human'",
+        ),
+        (
+            "shop:Offers",
+            {"offered": [{"name": "three", "parameters": "none"}]},
+            "tool three: parameters must be an object, is 'none'",
+        ),
+    ],
+)
+def test_what_no_template_would_show_is_refused(
+    target: str, arguments: dict[str, Any], why: str
+) -> None:
+    async def play() -> None:
+        with pytest.raises(EnvironmentLost, match=why):
+            async with episode(target, arguments=arguments):
+                pass
+
+    run(play())
+
+
+@pytest.mark.e2e
 def test_a_gymnasium_game_is_played_by_a_tool() -> None:
     async def play() -> list[str]:
         environment = Hosted(program("shop:Guess"))

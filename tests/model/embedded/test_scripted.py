@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from keel.configs.schema import (
+    ColdStartConfig,
     Config,
     ConfigError,
     DataConfig,
@@ -16,7 +19,9 @@ from keel.configs.schema import (
     SourceConfig,
 )
 from keel.model.embedded.cache import content_key
-from keel.model.embedded.scripted import demonstrate
+from keel.model.embedded.cold_start import Example, make_examples
+from keel.model.embedded.scripted import demonstrate, digest_of
+from keel.model.embedded.tokenizer import build_tokenizer
 from tests.agents.test_environments_guide import BLOCK, GUIDE
 
 
@@ -86,3 +91,118 @@ def test_other_scripts_make_another_model(folder: Path) -> None:
         file.write("# shorter\n")
     assert key("demos:shopping") != first
     assert key("none:made") == key("none:made")  # is refused when it is to be called
+
+    at_first = key("demos:shopping")
+    with (folder / "shop.py").open("a") as file:
+        file.write("# other prices\n")
+    assert key("demos:shopping") != at_first
+
+
+SAID = """
+from types import SimpleNamespace
+from keel.rl.turns import ToolSpec
+
+asks = {"role": "user", "content": "Buy."}
+says = {"role": "assistant", "content": "Done."}
+schema = {"type": "object", "properties": {}}
+tools = (ToolSpec(name="ask", description="", parameters=schema),)
+
+
+def calls(name, arguments):
+    function = {"name": name, "arguments": arguments}
+    call = {"id": "1", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def shown(*worked, tools=tools):
+    return SimpleNamespace(tools=tools, worked=worked, hasty=(asks, says))
+
+
+def made(count, *, seed, arguments):
+    good = shown(asks, says)
+"""
+
+
+def script(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.delitem(sys.modules, "odd", raising=False)
+    (folder / "odd.py").write_text(f"{SAID}    {body}\n")
+    return of(folder, "odd:made")
+
+
+def examples_of(config: Config, max_context: int | None = None) -> list[Example]:
+    return make_examples(
+        config.data.sources,
+        build_tokenizer(),
+        seed=0,
+        heldout_questions=(),
+        count=3,
+        demonstrate=partial(demonstrate, config),
+        max_context=max_context,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return [good, shown('Buy.', says)]", "AttributeError: 'str'"),
+        ("return [good, shown({'content': 'Buy.'}, says)]", "KeyError: 'role'"),
+        ("return [good, shown(asks)]", "ValueError: .* nothing to learn"),
+        ("return [good, shown(asks, says, tools=None)]", "TypeError: 'NoneType'"),
+        ("return [good, shown(asks, says, tools=[{}])]", "AttributeError: 'dict'"),
+        ("return [good, shown(asks, calls('ask', '{}'))]", "UndefinedError: "),
+        ("return [good, shown(asks, calls('sell', {}))]", "it calls 'sell', .* tools are ask"),
+        ("return [good, shown(asks, {**says, 'content': '\\ud800'})]", "TypeError: "),
+        (
+            "return [good, shown(asks, {**says, 'content': 'x' * 999})]",
+            "tokens, .*context = 9",
+        ),
+    ],
+)
+def test_a_conversation_that_cannot_be_shown_is_named(
+    body: str, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = script(folder, body, monkeypatch)
+    with pytest.raises(ConfigError, match=rf"'odd:made': `worked` of conversation 1: .*{why}"):
+        examples_of(config, max_context=99)
+
+
+@pytest.mark.parametrize("name", ["demos", "json"])
+def test_a_file_that_another_module_hides_is_named(
+    name: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One of another source, or of a library."""
+    demonstrate(of(folder), "shop", 3)
+    other = tmp_path_factory.mktemp("other")
+    (other / f"{name}.py").write_text("made = lambda *_, **__: []")
+    config = of(other, f"{name}:made")
+    said = rf"ImportError: {name} is /.*{name}.*rename the"
+    with pytest.raises(ConfigError, match=said):
+        demonstrate(config, "shop", 3)
+    with pytest.raises(ConfigError, match=said):
+        digest_of(config.data.sources[0])
+
+
+def test_it_cannot_change_the_arguments_of_episodes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = script(folder, "arguments.clear(); return [good]", monkeypatch)
+    assert len(examples_of(config)) == 1
+    assert config.data.sources[0].environment.arguments == {"stalls": 4}
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("import time; time.sleep(30)", "TimeoutError: .*max_seconds = 0.5; a script must end"),
+        ("raise TimeoutError('mine')", "TimeoutError: mine"),
+        ("yield from iter(lambda: good, None)", "ValueError: it made more than 300, and 3 were"),
+    ],
+)
+def test_one_that_does_not_end(
+    body: str, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = script(folder, body, monkeypatch)
+    brief = ColdStartConfig(max_seconds=0.5)
+    config = replace(config, model=replace(config.model, embedded=EmbeddedConfig(cold_start=brief)))
+    with pytest.raises(ConfigError, match=rf"'odd:made': {why}"):
+        demonstrate(config, "shop", 3)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rewards.code import compare
-from keel.rewards.code.compare import same_value
+from keel.rewards.code.compare import same_text, same_value
 
 LOW = 1.0 - 1e-12
 NUMBERS = st.sampled_from([0, 1, 1.0, 1.004, 1.008, 1.012, 2.0, 2.009, math.nan])
@@ -44,6 +44,18 @@ def a_set(*items: Any) -> dict[str, Any]:
 )
 def test_rounding_changes_the_order_and_not_the_value(wanted: Any, found: Any, same: bool) -> None:
     assert same_value(wanted, found) is same
+
+
+@pytest.mark.parametrize("found", [{"~dict": 7}, {"~tuple": "x"}, {"~set": 5}])
+def test_what_is_no_collection_is_equal_to_nothing(found: Any) -> None:
+    assert not same_value({"~set": 5}, found)
+    assert not same_value([{"~set": 5}], [found])
+
+
+@pytest.mark.parametrize("found", ["１２", "1_2", "1_2.0", "٣٤"])
+def test_numbers_to_python_alone_are_none(found: str) -> None:
+    assert not same_text("12", found, 1e-6) and not same_text("34", found, 1e-6)
+    assert same_text("12", "12.0000001", 1e-6) and same_text(found, found, 1e-6)
 
 
 @settings(max_examples=200)

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,44 @@ from tests.rewards.judge.judge_server import Reply, Server, good, material_of, r
 from tests.rewards.judge.judging import PROMPT, judge, scripted, settings
 from tests.waiting import PATIENCE_S, wait_for
 
+KEY = "-".join(("sk", "0815", "4711"))
+
 
 def test_half_a_character_in_a_reply_is_an_invalid_reply(server: Server) -> None:
     server.behave = scripted(says('{"c1": "\ud800"}'))
     (result,) = judge(settings(server.url, retries=0), ["blue"])
     assert isinstance(result, Failed)
     assert (result.kind, result.reason) == ("invalid", "invalid reply: not text")
+
+
+@pytest.mark.parametrize("reply", [{KEY: 1}, {"c1": {"reason": "", "verdict": KEY}, "c2": 1}])
+def test_a_key_that_a_reply_repeats_is_in_no_message(
+    server: Server, monkeypatch: pytest.MonkeyPatch, reply: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server.behave = scripted(says(reply))
+    (result,) = judge(settings(server.url, retries=0, api_key_env="JUDGE_KEY"), ["blue"])
+    assert isinstance(result, Failed) and result.kind == "invalid"
+    assert KEY not in result.reason and "***" in result.reason
+
+
+@pytest.mark.parametrize("tokens", ["9" * 4000, "-5", "true", "1.5", "[1]"])
+def test_tokens_that_no_call_takes_are_not_counted(
+    server: Server, service: JudgeService, tokens: str
+) -> None:
+    before = service.counts()
+
+    def counts(request: dict[str, Any]) -> Reply:
+        reply = good(request)
+        return replace(
+            reply, body=reply.body.replace('"prompt_tokens": 10', f'"prompt_tokens": {tokens}')
+        )
+
+    server.behave = counts
+    assert isinstance(service.submit_text(PROMPT, next(ANSWERS)).result(PATIENCE_S), Judged)
+    now = service.counts()
+    assert now.prompt_tokens == before.prompt_tokens
+    assert now.reply_tokens == before.reply_tokens + 5
 
 
 class Moving:

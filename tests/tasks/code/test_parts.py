@@ -125,7 +125,9 @@ def test_junit_of_several_runners(tmp_path: Path) -> None:
     (tmp_path / "a.xml").write_text(JUNIT)
     (tmp_path / "b.xml").write_text("<testsuites><testcase name='cut'")
     (tmp_path / "c.xml").symlink_to("a.xml")
-    (tmp_path / "d.xml").write_text("<!DOCTYPE a [<!ENTITY b 'c'>]><a><testcase name='e'/></a>")
+    grows = "<!DOCTYPE a [<!ENTITY b 'c'>]><a><testcase name='e'/></a>"
+    (tmp_path / "d.xml").write_text(grows)
+    (tmp_path / "d16.xml").write_text(f"<?xml version='1.0' encoding='utf-16'?>{grows}", "utf-16")
     os.mkfifo(tmp_path / "e.xml")
     # What a policy could raise out of a verdict with, which then counted neither way.
     for name in ("foo", "shift_jis", "idna"):
