@@ -153,7 +153,11 @@ def load_function(name: str) -> Function:
     found = getattr(module, attribute, None)
     if not callable(found):
         near = [key for key, value in vars(module).items() if callable(value) and _loads(value)]
-        hint = _near(module_name, attribute, near)
+        own = Path(here, *module_name.split(".")).with_suffix(".py")
+        if own.is_file() and module.__file__ and not own.samefile(module.__file__):
+            hint = f"; it is {module.__file__}, which hides {own}: rename the file"
+        else:
+            hint = _near(module_name, attribute, near)
         if not hint and (known := meant(name)):  # my_rewards.py
             hint = f"; did you mean {known}?"
         raise ValueError(f"reward {name!r}: {module_name} has no function {attribute!r}{hint}")

@@ -130,8 +130,12 @@ def environment(
         # Its fused sampler shows neither sampling masks nor their probabilities.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
+    if gpu and batch_invariant:
+        # vLLM would cut its CUDA graphs into pieces, so that GEMMs of compiled layers find their
+        # tiles; with Keel batch-invariant layers are not compiled.
+        common |= {**variables(batch_invariant), "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
     if gpu:
-        return {**common, **variables(batch_invariant), "VLLM_USE_V2_MODEL_RUNNER": "1"}
+        return {**common, "VLLM_USE_V2_MODEL_RUNNER": "1"}
     return {
         **common,
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton

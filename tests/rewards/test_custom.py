@@ -197,6 +197,14 @@ def test_unknown_names(name: str, message: str) -> None:
         check_weights({"maths": {name: 1.0}})
 
 
+def test_a_file_that_another_module_hides_is_named(folder: Path) -> None:
+    (folder / "json.py").write_text("def brief(prompt, trajectory): return 1.0")
+    with pytest.raises(
+        ValueError, match=r"json has no .*'brief'; it is /.*, which hides .*json\.py"
+    ):
+        load_function("json.brief")
+
+
 def test_library_modules_cannot_be_shadowed(folder: Path) -> None:
     (folder / "math.py").write_text("def atan2(y, x): raise SystemExit")
     assert load_function("math.atan2") is math.atan2
