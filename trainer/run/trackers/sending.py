@@ -4,7 +4,8 @@ run nothing but a line.
 Each tracker has a thread, which reads `metrics.jsonl` and `events.jsonl` as they grow. So nothing
 waits in memory, a tracker that was away is told later what it missed, and one that a resumed run
 has newly is told all of it. `trackers/NAME.json` in the run folder says how far it has got. What a
-resumed run does again stands in its curves as it was sent first: no step is sent twice.
+resumed run does again stands in its curves as it was sent first: no number is sent twice. A step
+has a second line where its evaluation was made up for (`keel.trainer.run.journal.steps_of`).
 """
 
 from __future__ import annotations
@@ -54,12 +55,16 @@ class Sending:
         self._id: str = state.get("id", "")
         self.step: int = state.get("step", -1)
         """The last one that it was told of."""
+        self._lines: int = state.get("lines", 1)
+        """How many lines of that step."""
         self._events: int = state.get("events", 0)
         """How many of the lines it was told of."""
         self._tracker: Tracker | None = None
         self._made: Tracker | None = None
         """The same, before it is open."""
         self._steps, self._happened = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
+        self._read: tuple[int, list[dict[str, Any]]] = (-1, [])
+        """The last step in `metrics.jsonl` so far, and its lines."""
         self._passed = 0
         """Events read so far."""
         self._wake, self.done = threading.Event(), threading.Event()
@@ -134,10 +139,14 @@ class Sending:
             self._say(f"{self.name}: {without_keys(opened.where)}")
         for line in self._steps.unread():
             step, at = line.pop("step"), line.pop("time")
-            if step > self.step:
-                self._tracker.log(step, at, line)
-                self.step, self._since = step, time.monotonic()
+            before = self._read[1] if self._read[0] == step else []
+            if (step, len(before) + 1) > (self.step, self._lines):
+                told = {name for each in before for name in each}
+                fresh = {name: of for name, of in line.items() if name not in told}
+                self._tracker.log(step, at, fresh)
+                self.step, self._lines, self._since = step, len(before) + 1, time.monotonic()
                 self._keep()
+            self._read = step, [*before, line]
             self._steps.passed()
         for line in self._happened.unread():
             if self._passed >= self._events:
@@ -161,7 +170,12 @@ class Sending:
 
     def _keep(self) -> None:
         self._file.parent.mkdir(exist_ok=True)
-        state = {"id": self._id, "step": self.step, "events": self._events}
+        state = {
+            "id": self._id,
+            "step": self.step,
+            "lines": self._lines,
+            "events": self._events,
+        }
         fresh = self._file.with_suffix(".tmp")
         fresh.write_text(json.dumps(state))
         fresh.replace(self._file)

@@ -54,7 +54,8 @@ class Tracker(Protocol):
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         """A step's metrics, by their names in `metrics.jsonl`. time: seconds since the epoch. Steps
-        come in order, and none comes twice."""
+        come in order; one comes again, with further names, where its evaluation was made up for,
+        which may be after `open` has resumed the run."""
         ...
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:

@@ -56,7 +56,9 @@ class Wandb:
         return Opened(id=self._run.id, where=where)
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        self._run.log({**grouped(numbers), "_timestamp": time}, step=step)
+        # Resumed, it ignores steps that it has: an evaluation that is made up for joins the next.
+        at = max(step, self._run.starting_step)
+        self._run.log({**grouped(numbers), "_timestamp": time}, step=at)
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:
         level = "INFO" if kind in QUIET else "WARN"

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from keel.trainer.cli import main
 from keel.trainer.run.trackers.mlflow import allowed
 from keel.trainer.run.trackers.tracker import Tracked
 from keel.trainer.run.trackers.trackio import Trackio
+from keel.trainer.run.trackers.wandb import Wandb
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
@@ -93,6 +95,17 @@ def test_without_a_key_nothing_starts(
     said = capsys.readouterr().err
     assert "run.trackers: wandb: it has no key. Call `wandb login`, or set WANDB_API_KEY" in said
     assert not (tmp_path / "r").exists()
+
+
+def test_wandb_has_what_is_made_up_for_at_a_step_that_it_still_takes() -> None:
+    tracker, logged = Wandb(), []
+    tracker._run = SimpleNamespace(starting_step=4, log=lambda of, step: logged.append((step, of)))
+    tracker.log(3, 1.0, {"eval/a/score": 0.5})
+    tracker.log(4, 2.0, {"loss": 2.0})
+    assert logged == [
+        (4, {"eval/a/score": 0.5, "_timestamp": 1.0}),
+        (4, {"train/loss": 2.0, "_timestamp": 2.0}),
+    ]
 
 
 def test_names_are_such_as_mlflow_takes() -> None:

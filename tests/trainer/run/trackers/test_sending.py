@@ -117,6 +117,27 @@ def test_a_resumed_run_goes_on_where_the_tracker_is_and_tells_it_nothing_twice(r
     assert run.said == ["scripted: https://…@there/run"] * 2
 
 
+def test_an_evaluation_that_is_made_up_for_is_told_once_and_of_its_step(run: Run) -> None:
+    run.write(0, 1)
+    _, trackers = run.start()
+    trackers.close("stopped", 1)
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        line = {"step": 1, "time": 2.0, "eval/a/score": 0.5, "reward/a": 7}
+        file.write(json.dumps(line) + "\n")
+    for end in ("stopped", "stopped"):
+        _, trackers = run.start()
+        trackers.close(end, 1)
+    run.write(2)
+    _, trackers = run.start()
+    trackers.close("finished", 2)
+    assert run.tracker.steps == [
+        (0, {"reward/a": 0}),
+        (1, {"reward/a": 1}),
+        (1, {"eval/a/score": 0.5}),
+        (2, {"reward/a": 2}),
+    ]
+
+
 def test_a_tracker_that_fails_is_said_once_and_told_later_what_it_missed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
