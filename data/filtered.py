@@ -49,14 +49,16 @@ class FilterFolder:
     def __init__(
         self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
     ) -> None:
-        """prompts: source → those to sample; policy: whose completions, for people."""
+        """prompts: source that trains → those to sample; policy: whose completions, for people."""
         given = config.filter.dir
         self.path = (
             Path(given).expanduser() if given else Path(config.run.dir).expanduser() / "filter"
         )
         self.table = self.path / "pass_rates.jsonl"
         self._filter = config.filter
-        self._sources = {source.name: source for source in config.data.sources}
+        self._sources = {s.name: s for s in config.data.sources if s.name in prompts}
+        self._idle = [s.name for s in config.data.sources if s.name not in prompts]
+        """Sources that train nothing."""
         self._settings = settings_of(config, policy)
         self._prompts = {
             prompt.prompt_id: (prompt, name) for name, some in prompts.items() for prompt in some
@@ -178,6 +180,11 @@ class FilterFolder:
             f"passed more often than {most:g}": [rate for rate in rates if rate.rate > most],
         }
         lines = [f"left out: {len(some):,} {why}" for why, some in counted.items() if some]
+        if self._idle:
+            lines.append(
+                f"left out: {', '.join(self._idle)}, of which nothing trains "
+                "(data.sources[].weight, data.train_on)"
+            )
         reasons = Counter[str]()
         for rate in rates:
             reasons.update(rate.dropped)

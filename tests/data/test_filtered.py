@@ -161,6 +161,17 @@ def test_what_is_kept_reads_back_as_the_same_prompts(tmp_path: Path) -> None:
     assert read == dataset(first).train.sources
 
 
+def test_a_source_that_trains_nothing_has_no_file_and_no_row(tmp_path: Path) -> None:
+    def source(name: str, **more: Any) -> SourceConfig:
+        return SourceConfig(name=name, source="reasoning_gym", task="gcd", size=3, **more)
+
+    with opened(config(tmp_path, source("a"), source("test", weight=0, holdout=1))) as out:
+        said = out.finish()
+    assert [path.name for path in (tmp_path / "filter" / "kept").iterdir()] == ["a.jsonl"]
+    assert "left out: test, of which nothing trains (data.sources[].weight, data.train_on)" in said
+    assert "\ntest " not in said
+
+
 def test_a_domain_of_several_sources_has_its_row_where_one_has_its_name(tmp_path: Path) -> None:
     def rows(*names: str) -> list[str]:
         given = [
