@@ -366,12 +366,17 @@ def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
             config.model.embedded,
             seed=config.run.seed,
             sources=config.data.sources,
-            heldout_questions=heldout_questions(dataset),
+            heldout_questions={
+                str(each.messages[-1]["content"]) for s in dataset.heldout.values() for each in s
+            },
             demonstrate=partial(demonstrate, config),
             tools_in_thinking=config.agents.tools_in_thinking,
             device="cuda" if gpu and torch.cuda.is_available() else "cpu",
             progress=progress,
         )
+    if steps:
+        how = "taught now, kept in" if wait.done else "taught before, found in"
+        print(f"embedded model: {how} {folder}", flush=True)
     return str(folder)
 
 
@@ -391,9 +396,3 @@ class Standing:
         if (trainer := self.trainer()) is not None and trainer.done():
             ready.append("trainer is ready")
         wait.note = ", ".join(ready)
-
-
-def heldout_questions(dataset: Dataset) -> set[str]:
-    return {
-        str(prompt.messages[-1]["content"]) for held in dataset.heldout.values() for prompt in held
-    }

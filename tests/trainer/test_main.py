@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
+from keel.model.embedded.cold_start import Progress
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.trainer.cli import main
 from keel.trainer.main import COMMANDS, keep_skipped
@@ -257,6 +258,21 @@ def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
     monkeypatch.setattr("torch.cuda.is_available", lambda: here)
     assert model_folder(replace(task, hardware=Hardware(gpu=wanted))) == "somewhere"
     assert devices == [device]
+
+
+def test_a_start_says_whether_the_embedded_model_was_taught_or_found(
+    task: Task, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def taught(*_: Any, progress: Progress, **__: Any) -> Path:
+        progress(1, 2.0, 0.1)
+        return Path("somewhere")
+
+    monkeypatch.setattr("keel.trainer.system.ensure_embedded", taught)
+    model_folder(task)
+    assert capsys.readouterr().out == "embedded model: taught now, kept in somewhere\n"
+    monkeypatch.setattr("keel.trainer.system.ensure_embedded", lambda *_, **__: Path("somewhere"))
+    model_folder(task)
+    assert capsys.readouterr().out == "embedded model: taught before, found in somewhere\n"
 
 
 def test_a_full_disk_is_a_message(
