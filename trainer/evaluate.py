@@ -46,7 +46,9 @@ class Subject:
     config: Config
     dataset: Dataset
     policy: str
-    """For people, and to know it again."""
+    """To know it again."""
+    whose: str
+    """The same for people."""
     name: str
     """Fit for a folder."""
     text: str
@@ -81,7 +83,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     if other:
         _check_same_prompts(config, sets, other)
     with EvaluationFolder(config, subject.policy, subject.name) as out:
-        print(f"{subject.text}\nsampling with {subject.policy}", flush=True)
+        print(f"{subject.text}\nsampling with {subject.whose}", flush=True)
         with (
             subject.sampling(out.path) as system,
             Interrupt(print, STOPPING, preempted_first=GIVEN_UP) as stop,
@@ -104,7 +106,7 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
     subject = _subject(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
     with FilterFolder(config, subject.dataset.train.sources, subject.policy) as out:
         if waiting := out.waiting:
-            print(f"{subject.text}\n{len(waiting):,} prompts to sample, with {subject.policy}")
+            print(f"{subject.text}\n{len(waiting):,} prompts to sample, with {subject.whose}")
             with (
                 subject.sampling(out.path) as system,
                 Interrupt(print, STOPPING, preempted_first=GIVEN_UP) as stop,
@@ -138,10 +140,10 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
     chosen = folder.chosen(knob, checkpoint)
     if chosen is None and checkpoint == "last":
         there = "has no checkpoint" if folder.path.exists() else "does not exist"
-        print(f"warning: run.dir = {folder.path} {there}: this is the base model ({knob}=base)")
-
+        print(f"warning: run.dir = {folder.path} {there}: model.path itself is asked ({knob}=base)")
     weights = fingerprint(chosen or Path(task.config.model.path).expanduser())
-    policy = f"{folder.path.resolve()}, {chosen.name}" if chosen else "the base model"
+    told = f" (weights {weights})" * bool(weights)
+    its = f"{folder.path.resolve()}, {chosen.name}" if chosen else ""
 
     @contextmanager
     def sampling(out: Path) -> Iterator[System]:
@@ -156,7 +158,8 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
     return Subject(
         config=task.config,
         dataset=task.dataset,
-        policy=policy + f" (weights {weights})" * bool(weights),
+        policy=(its or "the base model") + told,
+        whose=(its or f"model.path = {task.config.model.path}") + told,
         name=chosen.name if chosen else "base",
         text=task.text(),
         sampling=sampling,
@@ -213,10 +216,12 @@ def _remote(config: Config) -> Subject:
             yield stack.enter_context(with_episodes(remote)) if config.with_agents else remote
 
     lines = [*source_lines(config, dataset), *(f"{name}: {note}" for name, note in notes.items())]
+    policy = f"{endpoint.model} at {endpoint.base_url}"
     return Subject(
         config=config,
         dataset=dataset,
-        policy=f"{endpoint.model} at {endpoint.base_url}",
+        policy=policy,
+        whose=policy,
         name=re.sub(r"[^\w+-]+", "-", endpoint.model).strip("-") or "endpoint",
         text="\n".join(lines),
         sampling=sampling,

@@ -151,9 +151,10 @@ def test_results_of_each_set_and_domain(
     numbers = [int(p.prompt_id.rpartition("/")[2]) % 4 for p in heldout["spelling"]]
     assert spelling["contest"] == pytest.approx(np.mean([n > 1 for n in numbers]))
     assert found["all"]["prompts"] == 8 and set(found) >= {"spelling", "spiral", "all"}
-    warned = f"run.dir = {tmp_path} has no checkpoint: this is the base model"
+    warned = f"run.dir = {tmp_path} has no checkpoint: model.path itself is asked"
     for word in ("pass@2", "maj@4", "contest", "95 %", "8 completions missing", warned):
         assert word in out
+    assert "\nsampling with model.path = embedded\n" in out
     line = json.loads((tmp_path / "eval/base/samples.jsonl").read_text().splitlines()[0])
     assert line["samples"][1]["answer"] == "no 1" and line["missing"] == ["late: too slow"]
 

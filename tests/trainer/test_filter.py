@@ -199,7 +199,7 @@ def test_the_command_writes_what_a_recipe_reads(
     words = ("quickstart", f"run.dir={tmp_path}", *SMALL)
     assert main(["filter", *words]) == 0
     out = capsys.readouterr().out
-    assert "prompts to sample, with the base model" in out and "pass@3" in out
+    assert "prompts to sample, with model.path = embedded" in out and "pass@3" in out
     table = tmp_path / "filter" / "pass_rates.jsonl"
     rates = {line["id"]: line["pass_rate"] for line in map(json.loads, table.open())}
     assert list(rates) == fake.asked and set(rates.values()) == {0, 1 / 3}
