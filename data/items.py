@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.configs.schema import SourceConfig
+from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
+
+REFUSED = 5
+"""Malformed lines that an error shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,20 @@ def first_of(lines: Sequence[str], most: int = 10) -> list[str]:
     """The first of them, and how many more there are."""
     more = len(lines) - most
     return [*lines[:most], f"and {more:,} more"] if more > 0 else list(lines)
+
+
+def malformed(lines: Sequence[str], knob: str) -> ConfigError:
+    """The error of these lines, each with its place, where they are not to be skipped."""
+    if len(lines) == 1:
+        return ConfigError(
+            f"{lines[0]} ({knob}; repair the line, or set on_bad_line: skip to leave such lines "
+            "out)"
+        )
+    listed = "\n  ".join(first_of(lines, REFUSED))
+    return ConfigError(
+        f"{knob}: {len(lines):,} malformed lines; repair them, or set on_bad_line: skip to leave "
+        f"such lines out:\n  {listed}"
+    )
 
 
 def told(

@@ -32,7 +32,7 @@ from typing import Any, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.items import Item, Loaded, told
+from keel.data.items import Item, Loaded, malformed, told
 from keel.data.rows.columns import WRITTEN, Columns, Given, parsed_json
 from keel.data.rows.lines import BadLine, kind_of
 from keel.data.rows.places import files_of
@@ -76,7 +76,7 @@ def load_jsonl(
 
     check_reward: raises ValueError for a reward spec that could not be judged. hub_answers: whether
     a hub can be asked; else what was downloaded before is read.
-    Raises ConfigError naming file:line and the reason for a malformed line, unless
+    Raises ConfigError naming file:line and the reason for malformed lines, unless
     `on_bad_line: skip`; and for a file that is missing or holds no prompt.
     """
     knob = f"data.sources[{source.name}]"
@@ -103,16 +103,17 @@ def load_jsonl(
                     f"id {prompt.prompt_id!r} is already taken by {seen[prompt.prompt_id]}"
                 )
         except BadLine as error:
-            if source.on_bad_line == "error":
-                raise ConfigError(
-                    f"{row.at}: {error} ({knob}; repair the line, or set on_bad_line: skip to "
-                    "leave such lines out)"
-                ) from error
             skipped.append(f"{row.at}: {error}")
             continue
+        except ConfigError:  # of columns, which it reads off the first rows
+            if skipped:
+                raise malformed(skipped, knob) from None
+            raise
         lines = row.at.endswith(f":{row.number}")
         seen[prompt.prompt_id] = f"{'line' if lines else 'row'} {row.number}"
         items.append(item)
+    if skipped and source.on_bad_line == "error":
+        raise malformed(skipped, knob)
     if not items:
         why = f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else "it is empty"
         raise ConfigError(f"{knob}.path = {source.path!r}: {why}")

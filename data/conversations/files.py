@@ -19,6 +19,7 @@ from keel.data.conversations.forms import (
     unread_of,
 )
 from keel.data.conversations.types import Example, Read
+from keel.data.items import malformed
 from keel.data.rows.columns import MISSING, looked_up, parsed_json, without_nulls
 from keel.data.rows.lines import BadLine, lines_of, object_of
 from keel.data.rows.places import files_of
@@ -162,14 +163,11 @@ def _read(
         try:
             found = [_example(place, record, source) for place, record in records(at, row)]
         except BadLine as error:
-            if source.on_bad_line == "error":
-                raise ConfigError(
-                    f"{at}: {error} (sft.sources[{source.name}]; repair the line, or set "
-                    "on_bad_line: skip to leave such lines out)"
-                ) from error
             skipped.append(f"{at}: {error}")
             continue
         examples += found
+    if skipped and source.on_bad_line == "error":
+        raise malformed(skipped, f"sft.sources[{source.name}]")
     return Read(examples=tuple(examples[: size or None]), skipped=tuple(skipped))
 
 

@@ -166,6 +166,19 @@ def test_a_bad_line_is_named_or_skipped(tmp_path: Path, line: bytes) -> None:
     assert loaded.skipped[0].startswith(f"{path}:3: ")
 
 
+def test_an_error_shows_the_first_malformed_lines_and_how_many_more(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD, *["{"] * 7, GOOD)
+    with pytest.raises(ConfigError) as caught:
+        load_jsonl(source(path))
+    head, *lines = str(caught.value).splitlines()
+    assert head == (
+        "data.sources[file]: 7 malformed lines; repair them, or set on_bad_line: skip to leave "
+        "such lines out:"
+    )
+    assert [line.partition(": ")[0] for line in lines[:5]] == [f"  {path}:{n}" for n in range(2, 7)]
+    assert lines[5:] == ["  and 2 more"]
+
+
 def test_every_rule_can_be_chosen() -> None:
     assert list(MATCHES) == list(verifiers.MATCHES)
 

@@ -87,6 +87,12 @@ def test_a_bad_line_is_named_or_left_out(tmp_path: Path, line: str, named: str) 
     assert reason.startswith(f"{path}:2: ") and found.report["s"].left_out == {"malformed": 1}
 
 
+def test_an_error_names_several_bad_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", chat("?", "a"), "{", "[")
+    with pytest.raises(ConfigError, match=r"2 malformed lines(.|\n)*a\.jsonl:2: (.|\n)*jsonl:3: "):
+        load(source(path))
+
+
 def test_long_conversations_are_named_or_dropped(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", chat("?", "a"), chat("?", "b" * 50))
     with pytest.raises(ConfigError, match=r"a\.jsonl:2 has 51 tokens, more than .* = 40"):
