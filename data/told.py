@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 
 from keel.configs.schema import Config, SourceConfig
 from keel.data.dataset import Dataset
 from keel.data.items import first_of
+
+PLACE = re.compile(r"(?<![\w\\^{}])\{[a-z_]\w*\}(?!\})", re.IGNORECASE)
+"""A name in braces that is not TeX's, such as `\\boxed{answer}`."""
+
+
+def literal_lines(config: Config) -> list[str]:
+    """System messages with what looks like a column of a template's."""
+    sources = [("data", s) for s in config.data.sources] + [("sft", s) for s in config.sft.sources]
+    return [
+        f"{section}.sources[{source.name}].system: {found[0]} stands there as it is written: "
+        "columns are put into prompts alone, by data.sources[].template"
+        for section, source in sources
+        if (found := PLACE.search(source.system))
+    ]
 
 
 def unread_lines(config: Config, dataset: Dataset) -> list[str]:

@@ -19,7 +19,7 @@ from keel.configs.load import load_recipe
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import EMBEDDED
 from keel.data.dataset import Dataset, load_dataset
-from keel.data.told import small_lines, source_lines, unread_lines
+from keel.data.told import literal_lines, small_lines, source_lines, unread_lines
 from keel.model.embedded.build import model_config
 from keel.model.embedded.cold_start import taught_sources
 from keel.model.embedded.tokenizer import build_tokenizer
@@ -331,6 +331,7 @@ def warning_lines(config: Config, found: Found) -> list[str]:
         *([UNKNOWN_GIB] if unknown else []),
         *([found.before.changed] if found.before.changed else []),
         *unusual(config, found.facts),
+        *literal_lines(config),
         *([where] if lacking else []),
         *crowded(config, found.choice.plan, 0 if found.hardware.gpu else memory_gib()),
     ]

@@ -280,6 +280,11 @@ def recipe(folder: Path, **source: Any) -> str:
     return str(path)
 
 
+def test_a_system_message_that_looks_like_a_template_is_told(tmp_path: Path) -> None:
+    (line,) = prepare_sft(recipe(tmp_path, system="Answer in {language}."), []).warnings
+    assert line.startswith("sft.sources[chats].system: {language} stands there as it is written")
+
+
 def test_what_is_planned(tmp_path: Path) -> None:
     task = prepare_sft(recipe(tmp_path), ["sft.epochs=2"])
     text = task.text()

@@ -14,7 +14,7 @@ from keel.configs.sections.measured import BOXED
 from keel.data.dataset import load_dataset
 from keel.data.items import Loaded
 from keel.data.jsonl import load_jsonl
-from keel.data.told import source_lines
+from keel.data.told import literal_lines, source_lines
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 
@@ -303,3 +303,20 @@ def load_dataset_of(folder: Path, knobs: dict[str, Any]) -> None:
     recipe = folder / "recipe.yaml"
     recipe.write_text(json.dumps({"data": {"sources": [one]}}))
     load_dataset(load_config(recipe).data, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("system", "named"),
+    [
+        ("Answer in {language}.", "{language}"),
+        ("{rules}", "{rules}"),
+        (r"Write \boxed{answer}, \frac{a}{b}, x_{i}, 2^{n} or \{x\}.", ""),
+        ('Write {"answer": 1}, {} or {{answer}}.', ""),
+    ],
+)
+def test_a_system_message_that_looks_like_a_template_is_told(
+    tmp_path: Path, system: str, named: str
+) -> None:
+    lines = literal_lines(Config(data=DataConfig(sources=(source(tmp_path, system=system),))))
+    assert len(lines) == bool(named)
+    assert all(f"data.sources[s].system: {named} stands there as it is" in line for line in lines)
