@@ -15,6 +15,7 @@ from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean, values
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, save
+from keel.trainer.run.manifest import Entry
 from keel.trainer.supervised.loop import measured
 from keel.trainer.supervised.wiring import encoded_by, prepare_pretraining, prepare_sft
 
@@ -66,6 +67,26 @@ def test_a_run_that_has_ended_goes_on_for_more_epochs(tmp_path: Path, epochs: fl
     drawn = [len(task.batches.take()) for _ in range(4, task.config.run.steps)]
     assert sum(drawn) == 14 * (epochs - 1)
     assert prepare_pretraining(path, knobs).config.run.steps == 4
+
+
+def test_further_epochs_are_counted_from_the_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    path, knobs = recipe(tmp_path), ["sft.conversations_per_step=4", "sft.epochs=1"]
+    batches, root = prepare_pretraining(path, knobs).batches, tmp_path / "run" / "checkpoints"
+
+    def write(folder: Path) -> dict[str, Entry]:
+        (folder / "weights").write_text("w")
+        return {}
+
+    root.mkdir(parents=True)
+    for step in range(1, 5):
+        batches.take()
+        if step in (2, 4):
+            state = State(step=step, version=step, config="", cursor=batches.position())
+            newest = save(root, state, write, keep=2)
+    more = [*knobs, "sft.epochs=2"]
+    assert prepare_pretraining(path, more).config.run.steps == 8, "after a step of 2 windows"
+    (newest / "weights").unlink()
+    assert prepare_pretraining(path, more).config.run.steps == 7
 
 
 def test_text_and_chats_can_be_learned_together(tmp_path: Path) -> None:

@@ -150,6 +150,12 @@ def latest(root: Path) -> Path | None:
     return next(reversed(finished(root)), None)
 
 
+def latest_whole(root: Path) -> Path | None:
+    """The same without those that lack files, or have some of another size: at once, where a look
+    at every bit reads all of it."""
+    return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
+
+
 def has_manifest(folder: Path) -> bool:
     """Whether it was written with one: those of older releases were not."""
     if (folder / MANIFEST).exists():
@@ -160,10 +166,10 @@ def has_manifest(folder: Path) -> bool:
         return True
 
 
-def problems(folder: Path) -> list[str]:
-    """What is not as it was written, a line for each file: reads all of them. Of a checkpoint of an
-    older release, which has no manifest, only what cannot be read."""
-    found = damage(folder, extra=True) if has_manifest(folder) else []
+def problems(folder: Path, *, bits: bool = True) -> list[str]:
+    """What is not as it was written, a line for each file: reads all of them, unless `bits` is
+    False. Of a checkpoint of an older release, which has no manifest, only what cannot be read."""
+    found = damage(folder, extra=True, bits=bits) if has_manifest(folder) else []
     if not found:
         try:
             step = read_state(folder).step

@@ -83,9 +83,10 @@ def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
         sync_folder(Path(parent))
 
 
-def damage(folder: Path, *, extra: bool) -> list[str]:
+def damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
     """What is not as the manifest of `folder` says: a line for each file. Reads all files, unless
-    some are missing or have another size. extra: whether files that it does not list count.
+    some are missing or have another size, or `bits` is False. extra: whether files that it does not
+    list count.
     """
     try:
         entries = _read(folder / MANIFEST)
@@ -101,7 +102,7 @@ def damage(folder: Path, *, extra: bool) -> list[str]:
                 found.append(f"{name}: {what}, {size:,} bytes of {written:,}")
         elif extra:
             found.append(f"{name}: extra, it was not written with the rest")
-    return found or _changed(folder, entries)
+    return found or (_changed(folder, entries) if bits else [])
 
 
 def _changed(folder: Path, entries: Mapping[str, Entry]) -> list[str]:

@@ -21,6 +21,7 @@ from keel.trainer.run.checkpoint import (
     finished,
     has_manifest,
     latest,
+    latest_whole,
     problems,
     prune,
     read_state,
@@ -51,6 +52,16 @@ def test_a_saved_checkpoint_is_found_and_read(tmp_path: Path) -> None:
     assert folder == latest(root) == root / "step_000007"
     assert read_state(folder) == state(7)
     assert (folder / "ranks" / "weights").read_text() == "w"
+
+
+def test_a_checkpoint_that_lacks_files_is_passed_over_at_once(tmp_path: Path) -> None:
+    older, newer = (save(tmp_path, state(step), content, keep=2) for step in (1, 2))
+    (newer / "ranks" / "weights").write_text("v")
+    assert latest_whole(tmp_path) == newer and problems(newer), "as long as it was"
+    (newer / "ranks" / "weights").write_text("")
+    assert latest_whole(tmp_path) == older
+    (older / "ranks" / "weights").unlink()
+    assert latest_whole(tmp_path) is None
 
 
 def test_the_newest_stay_by_number(tmp_path: Path) -> None:
