@@ -55,6 +55,7 @@ returned something true, or raised."""
 PASSED = "passed"
 """In the run folder: what a recipe and prompts from Python were written into."""
 PROMPTS, SOURCES = "keel.train(prompts=…)", "data.sources"
+SOURCE = {"name": "prompts", "source": "jsonl"}
 AGAIN = "make the same call of keel.train again"
 GOES_ON = "what was saved is there, and the same call goes on"
 
@@ -105,13 +106,15 @@ def train(
         stack.enter_context(watching())
         # Knobs of sources may be of `prompts`, which are kept in the run folder.
         others = [one for one in overrides if prompts is None or not one.startswith(SOURCES)]
+        if prompts is not None:  # before they are a file; the recipe may have no source of its own
+            others.insert(0, f"{SOURCES}={quoted([{**SOURCE, 'path': PASSED}])}")
         path = recipe if not isinstance(recipe, Mapping) else _written(recipe, others)
         folder = Path(load_config(path, others).run.dir).expanduser()
         if prompts is not None:
             if any(one.startswith(f"{SOURCES}=") for one in overrides):
                 raise ConfigError(f"keel.train(prompts=…, knobs={SOURCES}): keep one")
             file = _passed(prompts, folder)
-            source = {"name": "prompts", "source": "jsonl", "path": str(file), "holdout": holdout}
+            source = {**SOURCE, "path": str(file), "holdout": holdout}
             overrides.insert(0, f"{SOURCES}={_value([source], 'holdout=…')}")
             stack.enter_context(_by_row(file))
         elif holdout:

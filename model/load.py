@@ -125,9 +125,10 @@ def load_tokenizer(
         _try_template(tokenizer)
     if chats and not tokenizer.chat_template and not written_by_code(tokenizer):
         raise ConfigError(
-            f"the tokenizer of {path!r} has no chat template, and prompts are chats. Name the "
+            f"the tokenizer of {path!r} has no chat template, and chats are asked for. Name the "
             "tokenizer of an instruction-tuned model of the same family in model.tokenizer, give a "
-            "template (model.chat_template), or have prompts go without (data.sources[].raw: true)"
+            "template (model.chat_template), or have prompts go without (data.sources[].raw: true; "
+            "of sft.sources, source: text has no chats)"
         )
     if tokenizer.eos_token_id is None:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""What the knobs of other frameworks are called here: the answer to their word in a recipe, and
-docs/coming-from.md."""
+"""What knobs and metrics of other frameworks are called here: the answer to their word in a recipe
+or to `keel knobs`, and docs/coming-from.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Word:
     name: str
     """Dotted, without the dashes of an option."""
     here: tuple[str, ...]
-    """Our knobs, as `keel knobs` has them; none where there is no counterpart."""
+    """Our knobs (or metrics), as `keel knobs` has them; none where there is no counterpart."""
     note: str
     """Markdown."""
 
@@ -44,9 +44,19 @@ def frameworks() -> Mapping[str, str]:
 
 @cache
 def words() -> tuple[Word, ...]:
+    return _of("words")
+
+
+@cache
+def measures() -> tuple[Word, ...]:
+    """Metrics, of which `here` has ours."""
+    return _of("metrics")
+
+
+def _of(kind: str) -> tuple[Word, ...]:
     found: list[Word] = []
     for framework, table in _tables().items():
-        for name, value in table["words"].items():
+        for name, value in table.get(kind, {}).items():
             entry = {"here": value} if isinstance(value, str) else value
             here = tuple(filter(None, entry.get("here", "").split(", ")))
             note = entry.get("note", "")

@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
+from keel.configs.elsewhere.words import measures
 from keel.configs.reference.knobs import RECIPES, Knob, Section, flat, normal, sections
 from keel.configs.reference.metric import Metric
 from keel.configs.reference.metrics import GROUPS, METRICS, described
@@ -73,7 +74,10 @@ def _metrics(name: str) -> list[Metric]:
 
 
 def _meant(name: str, asked: str) -> str:
-    """As of an unknown key of a recipe; or a metric of a similar name."""
+    """As of an unknown key of a recipe; or a metric of a similar name, or of another framework."""
+    theirs = [word for word in measures() if word.name == name]
+    if theirs:
+        return f"no such metric; {theirs[0].said()}"
     if "/" in name:
         near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=3, cutoff=0.5)
         return f"no such metric; did you mean {' or '.join(near)}?" if near else "no such metric"

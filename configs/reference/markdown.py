@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from keel.configs.elsewhere.words import frameworks, words
+from keel.configs.elsewhere.words import Word, frameworks, measures, words
 from keel.configs.reference.knobs import Knob, Section, sections
 from keel.configs.reference.metric import Metric
 from keel.configs.reference.metrics import GROUPS
@@ -69,7 +69,12 @@ Three differences matter more than names:
 - **β belongs to a source**, not to the run: `data.sources[].kl_coef`.
 
 The tables are written by `python -m keel.configs.reference docs` from
-`configs/elsewhere/words.toml`.
+`configs/elsewhere/words.toml`; that of [metrics](#metrics) is the last.
+"""
+MEASURES = """## Metrics
+
+[Metrics](metrics.md) has all of ours, with what is healthy. `keel knobs NAME` answers to
+theirs, too.
 """
 
 
@@ -85,13 +90,21 @@ def pages() -> Mapping[str, str]:
 def _coming_from_page() -> str:
     parts = [COMING_FROM]
     for framework, config in frameworks().items():
-        rows = [
-            (f"`{word.name}`", ", ".join(f"`{knob}`" for knob in word.here) or "–", word.note)
-            for word in words()
-            if word.framework == framework
-        ]
-        parts.append(f"## {framework} ({config})\n\n{_table((framework, 'Keel', ''), rows)}")
+        table = _elsewhere(framework, words())
+        parts.append(f"## {framework} ({config})\n\n{table}")
+    parts.append(MEASURES)
+    for framework in dict.fromkeys(word.framework for word in measures()):
+        parts.append(_elsewhere(framework, measures()))
     return "\n".join(parts)
+
+
+def _elsewhere(framework: str, theirs: Iterable[Word]) -> str:
+    rows = [
+        (f"`{word.name}`", ", ".join(f"`{one}`" for one in word.here) or "–", word.note)
+        for word in theirs
+        if word.framework == framework
+    ]
+    return _table((framework, "Keel", ""), rows)
 
 
 def _knobs_page() -> str:

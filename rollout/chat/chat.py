@@ -237,7 +237,9 @@ class TemplateChat:
         if not found or not ends:
             raise ValueError(
                 f"{self.renderer.name} cannot be extended: it shows no words of the policy with an "
-                f"end of the turn ({', '.join(self.ends)}) after them. Use a template that does"
+                f"end of the turn ({', '.join(self.ends)}) after them. Use a template that ends "
+                "them with the tokenizer's eos_token (model.chat_template), or a tokenizer whose "
+                "eos_token is what the template ends them with (model.tokenizer)"
             )
         place, end = min(ends)
         return rest[place + len(end) :], end, marks

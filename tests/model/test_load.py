@@ -195,7 +195,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no chat template.*model\.tokenizer"):
+    with pytest.raises(ConfigError, match=r"has no chat template.*model\.tokenizer.*sft\.s"):
         load_tokenizer(str(tmp_path))
 
 

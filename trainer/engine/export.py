@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +29,10 @@ def write_model(
     weights: Iterable[tuple[str, Tensor]],
     *,
     dtype: str,
+    end: int | None = None,
 ) -> None:
-    """Config, generation config and `weights` (checkpoint names) in shards of `SHARD_BYTES`.
+    """Config, generation config and `weights` (checkpoint names) in shards of `SHARD_BYTES`. end:
+    the tokenizer's `eos_token`, for which engines end a completion.
 
     Holds one shard in host memory.
     """
@@ -57,13 +61,26 @@ def write_model(
     if model.can_generate():
         # Its own `save_pretrained` refuses what some published models come with, such as a
         # temperature without `do_sample`.
-        model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
+        generation = copy.deepcopy(model.generation_config)
+        generation.eos_token_id = _with_end(generation.eos_token_id, end)
+        generation.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
-def write_tokenizer(folder: Path, source: str, chat_template: str = "") -> None:
+def _with_end(ends: Any, end: int | None) -> Any:
+    """`eos_token_id` with `end` in it. A base model's may lack the end of a chat's turn, which it
+    has learned by `model.tokenizer`, and transformers' `generate` goes by this alone."""
+    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if end is None or end in known:
+        return ends
+    return [end, *known] if known else end
+
+
+def write_tokenizer(folder: Path, source: str, chat_template: str = "") -> int | None:
     """Copy the tokenizer of a model folder or hub model, with its chat template or, where one is
-    given, with that."""
-    tokenizer_with(chat_template, source).save_pretrained(folder)
+    given, with that. Returns its `eos_token_id`."""
+    tokenizer = tokenizer_with(chat_template, source)
+    tokenizer.save_pretrained(folder)
+    return tokenizer.eos_token_id
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
@@ -88,8 +105,8 @@ def export_model(
     first = dist.get_rank() == 0
     if first:
         named = weights.named(getattr(torch, given.dtype))
-        write_model(folder, model, named, dtype=given.dtype)
-        write_tokenizer(folder, given.tokenizer or path, given.chat_template)
+        end = write_tokenizer(folder, given.tokenizer or path, given.chat_template)
+        write_model(folder, model, named, dtype=given.dtype, end=end)
     else:
         weights.gather_along()
     dist.barrier()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from keel.configs.schema import Config
 from keel.rl.metrics import MEASURES
@@ -20,7 +20,7 @@ def closing_words(
     lines = [""]
     evaluations = folder.evaluations()
     for name, points in evaluations.items():
-        if not name.endswith(MEASURES):
+        if not name.endswith(MEASURES) and not _in_part(name, evaluations):
             continue
         (first, before), (last, after) = points[0], points[-1]
         then = f", {after:.3f} at step {last} ({after - before:+.3f})" if last > first else ""
@@ -44,3 +44,15 @@ def closing_words(
     if config.data.sources:
         lines.append(f"completions     {path / 'trajectories'}")
     return "\n".join(lines)
+
+
+def _in_part(name: str, evaluations: Mapping[str, Sequence[tuple[int, float]]]) -> bool:
+    """Whether it is the score of a set of which nothing was wholly right, as by a function of the
+    user's that seldom gives 1, and something in part."""
+    held, _, metric = name.rpartition("/")
+    wholly = evaluations.get(f"{held}/pass@1", [])
+    return (
+        metric == "score"
+        and not any(value for _, value in wholly)
+        and any(value for _, value in evaluations[name])
+    )

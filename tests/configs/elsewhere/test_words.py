@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from keel.configs.elsewhere.words import Word, frameworks, words
+from keel.configs.elsewhere.words import Word, frameworks, measures, words
 from keel.configs.load import load_config
+from keel.configs.reference.answer import answer
 from keel.configs.reference.knobs import flat, sections
+from keel.configs.reference.metrics import METRICS
 from keel.configs.schema import ConfigError
 
 
@@ -33,6 +35,22 @@ def test_ours_are_knobs_and_what_has_none_says_why() -> None:
     for word in words():
         assert set(word.here) <= known, word
         assert word.here or word.note, word
+
+
+def test_metrics_are_ours_and_keel_knobs_answers_with_them() -> None:
+    assert {word.framework for word in measures()} == {"TRL", "verl"}
+    names = {metric.name for metric in METRICS}
+    for word in measures():
+        assert set(word.here) <= names, word
+        assert word.here or word.note, word
+    for name, said in (
+        ("actor/ppo_kl", "did you mean mismatch/kl? (verl's actor/ppo_kl; by K3, and bef"),
+        ("frac_reward_zero_std", "did you mean rollout/uniform_group_fraction? (TRL's frac_re"),
+        ("reward_std", "TRL's reward_std has no counterpart: rollout/uniform_group_fraction: in"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            answer(name)
+        assert f"{name}: no such metric; {said}" in str(error.value)
 
 
 @pytest.mark.parametrize("framework", frameworks())

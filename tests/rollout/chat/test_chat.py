@@ -225,6 +225,21 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
         TemplateChat(tokenizer)
 
 
+def test_turns_that_end_otherwise_than_a_text_are_told_both_cures() -> None:
+    """A base model with its family's template."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = TemplateChat(tokenizer)
+    ids = [*chat.opening(USER, [], thinking=False), tokenizer.eos_token_id]
+    cures = r"<\|endoftext\|>.*eos_token \(model\.chat_template\), or .*\(model\.tokenizer\)"
+    with pytest.raises(ValueError, match=cures):
+        chat.extend(ids, USER, thinking=False)
+
+
 def test_it_can_be_sent_to_another_process() -> None:
     chat = chat_of("qwen3")
     opening = chat.opening(USER, [CITY], thinking=True)

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import checkpoint_tensors, load_policy
-from keel.trainer.engine.export import write_model
+from keel.trainer.engine.export import write_model, write_tokenizer
 from tests.model.test_load import CONFIGS
 
 
@@ -21,3 +24,26 @@ def test_a_model_is_written_with_the_generation_settings_it_came_with(tmp_path: 
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert {name: written.get(name) for name in given} == given
     assert load_policy(str(tmp_path / "out"), torch.float32).generation_config.top_p == 0.6
+
+
+@pytest.mark.parametrize(
+    ("given", "end", "written"),
+    [(2, 5, [5, 2]), (2, 2, 2), ([2, 5], 5, [2, 5]), (None, 5, 5), (2, None, 2)],
+)
+def test_a_written_model_ends_where_its_tokenizer_does(
+    given: Any, end: int | None, written: Any, tmp_path: Path
+) -> None:
+    """`generate` of transformers goes by generation_config.json alone, and a base model that chats
+    were taught by `model.tokenizer` came without that end."""
+    base = AutoModelForCausalLM.from_config(CONFIGS["dense, tied"])
+    base.generation_config.eos_token_id = given
+    write_model(tmp_path / "out", base, checkpoint_tensors(base), dtype="float32", end=end)
+    model = load_policy(str(tmp_path / "out"), torch.float32)
+    assert model.generation_config.eos_token_id == written
+    assert base.generation_config.eos_token_id == given
+
+
+def test_the_tokenizer_that_is_written_says_its_end(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert write_tokenizer(tmp_path / "out", str(tmp_path)) == tokenizer.eos_token_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,3 +34,18 @@ def test_a_run_that_stopped_says_how_to_go_on(tmp_path: Path) -> None:
     with RunFolder(config) as folder:
         assert end in closing_words(folder, by_epochs, 1, command)
         assert end not in closing_words(folder, by_epochs, 1, ["sft", "my recipe.yaml"])
+
+
+def test_a_set_of_which_nothing_is_wholly_right_has_its_score_said(tmp_path: Path) -> None:
+    """By a function of the user's that gives parts of 1; `pass@1` alone would say that nothing has
+    come of it."""
+    config = load_config("quickstart", [f"run.dir={tmp_path}"])
+    lines = [
+        {"step": 0, "eval/sums/pass@1": 0.0, "eval/sums/score": 0.06, "eval/chains/pass@1": 0.5},
+        {"step": 60, "eval/sums/pass@1": 0.0, "eval/sums/score": 0.28, "eval/chains/score": 0.6},
+    ]
+    with RunFolder(config) as folder:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(it) + "\n" for it in lines))
+        said = closing_words(folder, config, 60, ["train", "quickstart"])
+    assert "held-out sums/score: 0.060 at step 0, 0.280 at step 60 (+0.220)\n" in said
+    assert "chains/score" not in said
