@@ -12,8 +12,8 @@ from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
 
-REFUSED = 5
-"""Malformed lines that an error shows."""
+REFUSED, COUNTED = 5, 1000
+"""Malformed lines that an error shows, and after how many nobody reads on for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,9 @@ def malformed(lines: Sequence[str], knob: str) -> ConfigError:
             "out)"
         )
     listed = "\n  ".join(first_of(lines, REFUSED))
+    further = " and perhaps more" * (len(lines) >= COUNTED)
     return ConfigError(
-        f"{knob}: {len(lines):,} malformed lines; repair them, or set on_bad_line: skip to leave "
+        f"{knob}: {len(lines):,} malformed lines{further}; repair them, or set on_bad_line: skip to leave "
         f"such lines out:\n  {listed}"
     )
 

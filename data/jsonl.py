@@ -32,7 +32,7 @@ from typing import Any, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.items import Item, Loaded, malformed, told
+from keel.data.items import COUNTED, Item, Loaded, malformed, told
 from keel.data.rows.columns import WRITTEN, Columns, Given, parsed_json
 from keel.data.rows.lines import BadLine, kind_of
 from keel.data.rows.places import files_of
@@ -84,13 +84,13 @@ def load_jsonl(
         rows = rows_of_lines(data_path(source.path), f"{knob}.path")
     else:
         rows = rows_of_files(files_of(source, hub_answers), f"{knob}.path")
-    columns = Columns(source, KNOWN)
+    columns, refuses = Columns(source, KNOWN), source.on_bad_line == "error"
     functions = any("." in part for part in source.rewards)
     items: list[Item] = []
     skipped: list[str] = []
     seen: dict[str, str] = {}
     for count, row in enumerate(rows):
-        if source.size and count == source.size:
+        if (source.size and count == source.size) or (refuses and len(skipped) == COUNTED):
             break
         try:
             given = columns.given(row)
@@ -105,14 +105,14 @@ def load_jsonl(
         except BadLine as error:
             skipped.append(f"{row.at}: {error}")
             continue
-        except ConfigError:  # of columns, which it reads off the first rows
+        except ConfigError:  # of columns, by the first rows, where lines are refused
             if skipped:
                 raise malformed(skipped, knob) from None
             raise
         lines = row.at.endswith(f":{row.number}")
         seen[prompt.prompt_id] = f"{'line' if lines else 'row'} {row.number}"
         items.append(item)
-    if skipped and source.on_bad_line == "error":
+    if skipped and refuses:
         raise malformed(skipped, knob)
     if not items:
         why = f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else "it is empty"

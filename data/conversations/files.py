@@ -19,7 +19,7 @@ from keel.data.conversations.forms import (
     unread_of,
 )
 from keel.data.conversations.types import Example, Read
-from keel.data.items import malformed
+from keel.data.items import COUNTED, malformed
 from keel.data.rows.columns import MISSING, looked_up, parsed_json, without_nulls
 from keel.data.rows.lines import BadLine, lines_of, object_of
 from keel.data.rows.places import files_of
@@ -155,10 +155,11 @@ def _read(
 ) -> Read:
     """rows: each with its place. records: what is to be learned of one; raises BadLine."""
     size = 0 if source.most_per_prompt else source.size  # of those that are kept of a prompt
+    refuses = source.on_bad_line == "error"
     examples: list[Example] = []
     skipped: list[str] = []
     for at, row in rows:
-        if size and len(examples) >= size:
+        if (size and len(examples) >= size) or (refuses and len(skipped) == COUNTED):
             break
         try:
             found = [_example(place, record, source) for place, record in records(at, row)]
@@ -166,7 +167,7 @@ def _read(
             skipped.append(f"{at}: {error}")
             continue
         examples += found
-    if skipped and source.on_bad_line == "error":
+    if skipped and refuses:
         raise malformed(skipped, f"sft.sources[{source.name}]")
     return Read(examples=tuple(examples[: size or None]), skipped=tuple(skipped))
 

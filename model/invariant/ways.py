@@ -26,7 +26,8 @@ MOST = 8192
 gigabytes that no plan knows of."""
 FULL = 128 * 128 * 132
 """Outputs of a GEMM whose tiles keep all of the GPU busy: cuBLAS has no reason to split K, and need
-not be told. Being told, it looks for an algorithm in each call, for some 400 µs of the host."""
+not be told. Being told, a call took some 400 µs of the host, by samples of one run: it seems to
+look for an algorithm each time."""
 TRIALS, CALLS = 3, 8
 """Of two ways that give the same bits, to see which is faster."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import ConfigError, EnvironmentConfig, SourceConfig
+from keel.data.items import COUNTED, REFUSED
 from keel.data.jsonl import MATCHES, load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rewards.rules import verifiers
@@ -177,6 +178,15 @@ def test_an_error_shows_the_first_malformed_lines_and_how_many_more(tmp_path: Pa
     )
     assert [line.partition(": ")[0] for line in lines[:5]] == [f"  {path}:{n}" for n in range(2, 7)]
     assert lines[5:] == ["  and 2 more"]
+
+
+def test_of_a_file_of_malformed_lines_not_all_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path, *["{"] * (COUNTED + 9))
+    said = rf"{COUNTED:,} malformed lines and perhaps more; (.|\n)*and {COUNTED - REFUSED:,} more$"
+    with pytest.raises(ConfigError, match=said):
+        load_jsonl(source(path))
+    with pytest.raises(ConfigError, match=f"all {COUNTED + 9} lines are malformed"):
+        load_jsonl(source(path, on_bad_line="skip"))
 
 
 def test_every_rule_can_be_chosen() -> None:

@@ -76,6 +76,18 @@ def test_many_rows_are_not_for_narrow_tiles() -> None:
     assert taken(rows=ways.FEW + 1) is ways._whole
 
 
+def test_a_trial_is_of_some_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "MOST", 4)
+    tried: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        tried.append(len(x))
+        return linear(x, weight, bias)
+
+    out = ways.linear(counted, torch.ones(6, 4, dtype=torch.bfloat16), WIDE)
+    assert tried == [4] and len(out) == 6
+
+
 def test_cublas_is_left_alone_where_its_tiles_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "FULL", 6)
     assert taken(rows=2) is ways._untold
