@@ -77,8 +77,8 @@ def malformed(lines: Sequence[str], knob: str) -> ConfigError:
     listed = "\n  ".join(first_of(lines, REFUSED))
     further = " and perhaps more" * (len(lines) >= COUNTED)
     return ConfigError(
-        f"{knob}: {len(lines):,} malformed lines{further}; repair them, or set on_bad_line: skip to leave "
-        f"such lines out:\n  {listed}"
+        f"{knob}: {len(lines):,} malformed lines{further}; repair them, or set on_bad_line: skip "
+        f"to leave such lines out:\n  {listed}"
     )
 
 
