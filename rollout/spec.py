@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from keel.configs.schema import Config, Dtype, RolloutConfig
 from keel.model.invariant import variables
@@ -38,6 +38,8 @@ class EngineSpec:
     """Of a GPU that has more, what the run may take: `run.gpu_gib`."""
     batch_invariant: bool = False
     """`model.batch_invariant`"""
+    residual_dtype: Literal["model", "float32"] = "model"
+    """`model.residual_dtype`"""
     cache_bytes: int = 0
     """What its share of a GPU leaves the KV cache for certain; 0: vLLM measures it as it starts,
     while nobody else may take memory of that GPU."""
@@ -60,6 +62,7 @@ class EngineSpec:
             chat_template=config.model.chat_template,
             gpu_gib=config.run.gpu_gib,
             batch_invariant=config.model.batch_invariant,
+            residual_dtype=config.model.residual_dtype,
             cache_bytes=cache_bytes,
         )
 

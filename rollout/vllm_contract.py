@@ -13,6 +13,7 @@ Each part's own files are the only ones that touch these things (tests/test_vllm
 | kv_cache | engine/kv_cache.py | vLLM's own size of the cache |
 | start, warm_up (GPUs) | engine/quick_start.py | vLLM's own, slower start |
 | invariant (GPUs) | engine/invariant.py | vLLM's own, slower batch-invariant layers |
+| residual | engine/residual.py | an error |
 | packed | fastpath/ | the native recorder, vLLM's scheduler and sampler |
 | cascade | fastpath/cascade/backend.py | vLLM's own attention |
 | steady | fastpath/steady_steps.py | vLLM's preparing of every step |
@@ -47,6 +48,7 @@ Part = Literal[
     "start",
     "warm_up",
     "invariant",
+    "residual",
     "packed",
     "cascade",
     "steady",
@@ -163,6 +165,16 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
         Takes(f"{MODEL}.layers.linear:linear_batch_invariant", "input weight bias"),
         Uses(f"{MODEL}.layers.layernorm:RMSNorm.forward_cuda", "rms_norm_batch_invariant"),
         Takes(f"{MODEL}.layers.layernorm:rms_norm_batch_invariant", "input weight eps residual"),
+    ),
+    "residual": (
+        Has(f"{MODEL}.custom_op:op_registry_oot", "pop"),
+        Uses(f"{MODEL}.custom_op:CustomOp.__new__", "op_registry_oot"),
+        Uses(f"{MODEL}.custom_op:PluggableLayer.__new__", "op_registry_oot"),
+        Takes(f"{MODEL}.layers.layernorm:RMSNorm.forward_native", "self x residual"),
+        Takes(f"{MODEL}.layers.layernorm:RMSNorm.forward_cuda", "self x residual"),
+        Has(f"{MODEL}.layers.layernorm:RMSNorm", "weight variance_epsilon"),
+        Has(f"{MODEL}.layers.linear:RowParallelLinear", "prefix quant_method"),
+        Takes(f"{MODEL}.layers.linear:UnquantizedLinearMethod.apply", "self layer x bias"),
     ),
     "packed": PACKED,
     "cascade": CASCADE,

@@ -49,6 +49,7 @@ from keel.trainer.planning.families import (
     check_engine_attention,
     check_engine_dtype,
     check_engine_heads,
+    check_residual,
 )
 from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.placement import Hardware
@@ -248,6 +249,7 @@ def found_model(
         cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
         check_exported(Path(config.model.path), cure)
     if config.model.path == EMBEDDED:
+        check_residual(config, config.model.embedded.family)
         tokenizer = build_tokenizer(config.model.embedded.phrases)
         facts = facts_of(model_config(config.model.embedded, tokenizer))
     else:
@@ -256,6 +258,7 @@ def found_model(
         model = load_model_config(config.model.path)
         facts = trainable_facts(config.model.path, model)
         check_engine_dtype(config, model.model_type)
+        check_residual(config, model.model_type)
         if config.model.batch_invariant:
             check_invariant(model, config.model.path, gpu=machine.gpu)
         if name != config.model.path:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -71,6 +71,8 @@ class Arm:
     """`model.batch_invariant`"""
     cascade: bool = True
     """`rollout.cascade_attention`"""
+    residual: Literal["model", "float32"] = "model"
+    """`model.residual_dtype`"""
 
 
 ARMS: Mapping[str, Arm] = {
@@ -79,7 +81,9 @@ ARMS: Mapping[str, Arm] = {
     "bfloat16-no-cascade": Arm("bfloat16", "bfloat16", cascade=False),
     "bfloat16-compiled": Arm("bfloat16", "bfloat16", compiled=True),
     "bfloat16-invariant": Arm("bfloat16", "bfloat16", invariant=True),
+    "bfloat16-residual": Arm("bfloat16", "bfloat16", residual="float32", compiled=True),
     "float16": Arm("float16", "float16"),
+    "float16-residual": Arm("float16", "float16", residual="float32", compiled=True),
     "float16-compiled": Arm("float16", "float16", compiled=True),
     "float16-invariant": Arm("float16", "float16", invariant=True),
     "bfloat16-float32": Arm("bfloat16", "float32"),
@@ -137,6 +141,7 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
         keep_routing=True,
         keep_sampling_mask=True,
         batch_invariant=arm.invariant,
+        residual_dtype=arm.residual,
     )
     engine = EngineThread(lambda: VllmEngine(spec), config)
 
@@ -176,6 +181,7 @@ def scores(
         load_policy(str(folder), arm.trainer),
         temperature=size.temperature,
         batch_invariant=arm.invariant,
+        wide_residual=arm.residual == "float32",
     )
     network = network.to(device).train()
     if arm.compiled:

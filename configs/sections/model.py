@@ -170,9 +170,20 @@ class ModelConfig:
     """Engines run vLLM's batch-invariant kernels and the trainer the same ones: on the same weights
     a token's hidden states are equal to the last bit, so ratios are 1 but for the head's rounding
     in float32. For Llama, Qwen2 and Qwen3 on GPUs; slower (docs/stability.md)."""
+    residual_dtype: Literal["model", "float32"] = "model"
+    """Of the residual stream, to which blocks add their output, in engines and trainer. float32: it
+    is not rounded at each sum, so the two differ less (docs/stability.md), for a little more time
+    and memory."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
 
     def __post_init__(self) -> None:
+        require(
+            not self.batch_invariant or self.residual_dtype == "model",
+            "model.residual_dtype",
+            self.residual_dtype,
+            "must be model with model.batch_invariant: its kernels add up in model.dtype, the same "
+            "bits on both sides",
+        )
         require(
             not self.batch_invariant or self.path != "embedded",
             "model.batch_invariant",
@@ -199,3 +210,8 @@ class ModelConfig:
             self.chat_template,
             "the embedded model has one of its own; leave it empty, or set model.path",
         )
+
+    @property
+    def wide_residual(self) -> bool:
+        """Whether the residual stream is wider than what blocks take and give."""
+        return self.residual_dtype == "float32" != self.dtype

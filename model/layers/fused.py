@@ -134,9 +134,12 @@ def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
     """The norm class `kind` with a forward of one kernel on a GPU."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if not hidden_states.is_cuda or hidden_states.dtype != self.weight.dtype:
+        weight = self.weight
+        if hidden_states.dtype == torch.float32:  # the residual stream, in half precision's layers
+            weight = weight.float()
+        if not hidden_states.is_cuda or hidden_states.dtype != weight.dtype:
             return kind.forward(self, hidden_states)
-        return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        return rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

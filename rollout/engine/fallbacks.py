@@ -20,6 +20,7 @@ from keel.rollout.vllm_contract import WRITTEN_FOR, Part, changes
 _LOG = logging.getLogger(__name__)
 SWITCHED_OFF = "it is switched off"
 CASCADE = "keel.rollout.fastpath.cascade.backend"
+RESIDUAL = "keel.rollout.engine.residual"
 
 
 def require(*parts: Part) -> None:
@@ -79,6 +80,16 @@ def invariant_layers(spec: EngineSpec) -> None:
         from keel.rollout.engine.invariant import install  # noqa: PLC0415
 
         install()
+
+
+def residual_layers(spec: EngineSpec) -> None:
+    """Have layers add up in float32, or as vLLM has them, in engines that are built in this process
+    from now on. Raises RuntimeError where this vLLM's cannot."""
+    wanted = spec.residual_dtype == "float32" and spec.dtype != "float32"
+    if wanted:
+        require("residual")
+    if wanted or RESIDUAL in sys.modules:
+        import_module(RESIDUAL).install(wanted=wanted)
 
 
 def takes_over_rows() -> bool:

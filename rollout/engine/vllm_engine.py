@@ -37,6 +37,7 @@ from keel.rollout.engine.fallbacks import (
     no_copies,
     quick_start,
     require,
+    residual_layers,
     share_prompts,
     takes_bursts,
     takes_over_rows,
@@ -88,6 +89,7 @@ class VllmEngine:
         )
         self._no_copies = no_copies(spec.config)
         invariant_layers(spec)
+        residual_layers(spec)
         together = share_prompts(spec, name)
         if name == "packed":
             from keel.rollout.fastpath.cascade.plan import heads_of  # noqa: PLC0415

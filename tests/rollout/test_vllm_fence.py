@@ -21,6 +21,7 @@ FENCE: dict[str, tuple[Part, ...]] = {
     "engine/begin.py": ("begin",),
     "engine/quick_start.py": ("start", "warm_up"),
     "engine/invariant.py": ("invariant",),
+    "engine/residual.py": ("residual",),
     "fastpath/": ("packed", "cascade", "steady", "bursts"),
     "engine/shims.py": ("shims",),
     "recording/v1.py": ("v1",),

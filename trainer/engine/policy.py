@@ -22,6 +22,7 @@ from keel.model.invariant.layers import use_invariant_layers
 from keel.model.layers.flash4 import INSTALL, missing
 from keel.model.layers.flash4_probe import disagreement, head_shapes
 from keel.model.layers.fused import use_fused_layers
+from keel.model.layers.residual import use_float32_residual
 from keel.model.logprobs import (
     HeadInputs,
     head_inputs,
@@ -189,14 +190,15 @@ class PolicyNetwork(nn.Module):
         attention: Attention = "sparse",
         indexer_loss: bool = True,
         batch_invariant: bool = False,
+        wide_residual: bool = False,
         flash4: bool = False,
         learns_mass: bool = False,
     ) -> None:
         """`context`: tokens that an engine's trajectories have at most (its `max_model_len`); None
         for a model to which it makes no difference. `attention` and `indexer_loss` are about a
         model with sparse attention: as in `trainer.attention`, and whether its indexers learn.
-        `batch_invariant`: by the engine's own kernels. `flash4`: `use_packed_attention`.
-        `learns_mass`: whether the mass of sampling masks has a gradient."""
+        `batch_invariant`: by the engine's own kernels. `wide_residual`: blocks' outputs are added
+        up in float32. `flash4`: `use_packed_attention`. `learns_mass`: whether the mass of sampling masks has a gradient."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
@@ -215,6 +217,8 @@ class PolicyNetwork(nn.Module):
             use_invariant_layers(model)
         else:
             use_fused_layers(model)
+        if wide_residual:
+            use_float32_residual(model)
         install_support_head(model)
         switch_off_noise(model)
         self.model = model
@@ -232,6 +236,7 @@ class PolicyNetwork(nn.Module):
             attention=config.trainer.attention,
             indexer_loss=config.trainer.indexer_loss > 0,
             batch_invariant=config.model.batch_invariant,
+            wide_residual=config.model.wide_residual,
             flash4=flash4,
             learns_mass=config.algorithm.kept_mass_coef > 0,
         )

@@ -31,6 +31,10 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Model types that vLLM refuses to run in float16: their activations outgrow it."""
 
+FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Model types whose layers are sums of a residual and a block's output, behind RMS norms, in vLLM
+as in transformers."""
+
 
 def check_engine_dtype(config: Config, model_type: str) -> None:
     """Raise `ConfigError` for a dtype that vLLM does not start an engine in. `model_type`: that of
@@ -40,6 +44,25 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
         raise ConfigError(
             f"{knob} = 'float16': vLLM refuses it for models of type {model_type}, which are "
             "numerically unstable in it. Set it to bfloat16"
+        )
+
+
+def check_residual(config: Config, model_type: str) -> None:
+    """Raise `ConfigError` for layers that are not known to add up in float32 in engines and trainer
+    alike. `model_type`: as above."""
+    if config.model.residual_dtype == "model":
+        return
+    knob = "model.residual_dtype = 'float32'"
+    if model_type not in FLOAT32_RESIDUAL:
+        raise ConfigError(
+            f"{knob}: not for models of type {model_type}, only {', '.join(FLOAT32_RESIDUAL)}. "
+            "Leave it out"
+        )
+    if config.rollout.tensor_parallel > 1:
+        raise ConfigError(
+            f"{knob}: with rollout.tensor_parallel = {config.rollout.tensor_parallel} layers are "
+            "built in processes of vLLM's own, where they cannot be set up. Set that to 1, or "
+            "leave model.residual_dtype out"
         )
 
 

@@ -128,7 +128,7 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         process = ENGINE_PROCESS_GIB * GIB
         return Memory(parts={"weights": weights, "process": process, "KV cache": cache})
     sampler = SAMPLER_BYTES * rollout.max_num_seqs * facts.vocab_size
-    layer = layer_elements(facts) + (expert_elements(facts) if facts.moe_layers else 0.0)
+    layer = layer_elements(facts, config) + (expert_elements(facts) if facts.moe_layers else 0.0)
     layer *= width * rollout.max_num_batched_tokens / rollout.tensor_parallel
     cache = kv_token_bytes(config, facts) * cached_tokens(config, facts)
     return Memory(
@@ -230,7 +230,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         facts = replace(facts, fused_experts=False)
     kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
     experts = kept_layers * expert_elements(facts)
-    activations = activation_elements(facts, trainer)
+    activations = activation_elements(facts, config)
     away = gpu and trainer.offload_optimizer
     parts = {
         "weights": width * (shard if stage == 3 else held),
@@ -302,44 +302,47 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
     return gradients + KEPT_ID_BYTES * MEAN_KEPT * tokens + held
 
 
-def activation_elements(facts: ModelFacts, trainer: TrainerConfig) -> float:
+def activation_elements(facts: ModelFacts, config: Config) -> float:
     """What all layers hold at most for each token, in units of the compute dtype, without tokens at
     their experts.
 
-    That is at the start of the backward pass: what every layer keeps (`layer_elements`), or with
-    recomputation the layers' inputs alone, and what attention gave where that is kept; all of the
-    last layer's, once it is computed again; and that layer's gradients, of which the MLP's two and
-    the residual's exist at a time.
+    At the start of the backward pass: what each layer keeps (`layer_elements`), or with
+    recomputation its input, and what attention gave where that is kept; all of the last layer's,
+    and its gradients, of which the MLP's two and the residual's exist at a time.
     """
-    whole = layer_elements(facts)
-    gradients = 2 * mlp_width(facts) + facts.hidden_size
+    trainer, residual = config.trainer, residual_elements(facts, config)
+    whole = layer_elements(facts, config)
+    gradients = 2 * mlp_width(facts) + residual
     if trainer.activation_checkpointing:
-        kept = facts.hidden_size + (facts.attention_width if trainer.keeps_attention else 0)
+        kept = residual + (facts.attention_width if trainer.keeps_attention else 0)
         return facts.layers * kept + whole + gradients
-    kept = layer_elements(facts, compiled=trainer.compile)
+    kept = layer_elements(facts, config, compiled=trainer.compile)
     return facts.layers * kept + (whole - kept) + gradients
 
 
-def layer_elements(facts: ModelFacts, *, compiled: bool = False) -> float:
+def residual_elements(facts: ModelFacts, config: Config) -> int:
+    """A token's residual stream, in units of the compute dtype."""
+    return facts.hidden_size * (1 + config.model.wide_residual)
+
+
+def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False) -> float:
     """Kept for the backward pass, for each token of a mean layer, in units of the compute dtype.
 
-    The residual stream before and after attention, and the norms' outputs (4 hidden sizes); queries
+    The residual stream before and after attention, the norms' outputs (2 hidden sizes); queries
     and keys before and after norm and rotary embedding, values, and attention's output (3 attention
     widths and 3 times that of keys); gate, up, activation and product of the MLP (4 widths). Norms
     that are not one kernel also keep a float32 copy of their input, and what they normalised.
 
-    compiled: the norms' outputs, activation and product are computed again, but a block of experts
-    is no part of the graph, so its input is kept.
-
-    Tokens on their way to experts come on top (`expert_elements`).
+    compiled: norms' outputs, activation and product are computed again, but a block of experts is
+    no part of the graph: its input is kept. Tokens at experts come on top (`expert_elements`).
     """
-    hidden, heads, keys = facts.hidden_size, facts.attention_width, key_width(facts)
-    attention = 3 * heads + 3 * keys
+    hidden, stream = facts.hidden_size, 2 * residual_elements(facts, config)
+    attention = 3 * facts.attention_width + 3 * key_width(facts)
     if compiled:
         inputs = facts.moe_layers / facts.layers * hidden
-        return 2 * hidden + inputs + attention + 2 * mlp_width(facts)
+        return stream + inputs + attention + 2 * mlp_width(facts)
     copies = 0 if facts.fused_norms else 2 * normed_elements(facts)
-    return 4 * hidden + attention + 4 * mlp_width(facts) + copies
+    return stream + 2 * hidden + attention + 4 * mlp_width(facts) + copies
 
 
 def normed_elements(facts: ModelFacts) -> float:

@@ -207,7 +207,7 @@ class Options:
     @property
     def compiles(self) -> bool:
         """Whether compiled layers of such a model are known to be faster."""
-        timed = self.facts.fused_norms and self.config.model.dtype == "bfloat16"
+        timed = self.facts.fused_norms and self.config.model.dtype != "float32"
         model = self.config.model
         return timed and self.config.trainer.sequence_parallel == 1 and not model.batch_invariant
 

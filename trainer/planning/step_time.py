@@ -311,7 +311,7 @@ def compute_seconds(
     if trainer.expert_parallel > 1:
         facts = replace(facts, fused_experts=False)
     if trainer.compile or config.model.batch_invariant:
-        moved = rates.compiled_moves * layer_elements(facts, compiled=True)
+        moved = rates.compiled_moves * layer_elements(facts, config, compiled=True)
     else:
         moved = rates.layer_moves * elementwise_numbers(facts)
         moved += 0.0 if facts.fused_norms else rates.norm_moves * normed_elements(facts)

@@ -1,0 +1,42 @@
+"""The residual stream in float32 by a GPU's own kernels, compiled and not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keel.model.layers.fused import use_fused_layers
+from keel.model.layers.residual import summed, use_float32_residual
+from keel.model.trainable import decoder_layers
+from tests.gpu.marks import GPU
+from tests.model.layers.test_residual import build, error, gradients
+
+pytestmark = GPU
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 24, 300])
+def test_sums_of_products_are_not_rounded(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, rows, 1024, device="cuda").to(dtype)
+    weight = (torch.randn(512, 1024, device="cuda") / 32).to(dtype)
+    exact = x.double() @ weight.double().T
+    found = summed(x, weight)
+    assert found.dtype == torch.float32 and found.shape == exact.shape
+    assert float((found - exact).abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_those_of_float32(dtype: torch.dtype, compiled: bool) -> None:
+    model = build("qwen3", dtype).to("cuda").train()
+    use_fused_layers(model)
+    use_float32_residual(model)
+    if compiled:
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=True)
+    ours = gradients(model)
+    exact = gradients(build("qwen3", dtype).float())
+    assert ours.keys() == exact.keys()
+    assert not [name for name in ours if error(ours[name], exact[name]) > 0.03]
