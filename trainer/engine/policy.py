@@ -198,7 +198,8 @@ class PolicyNetwork(nn.Module):
         for a model to which it makes no difference. `attention` and `indexer_loss` are about a
         model with sparse attention: as in `trainer.attention`, and whether its indexers learn.
         `batch_invariant`: by the engine's own kernels. `wide_residual`: blocks' outputs are added
-        up in float32. `flash4`: `use_packed_attention`. `learns_mass`: whether the mass of sampling masks has a gradient."""
+        up in float32. `flash4`: `use_packed_attention`. `learns_mass`: whether the mass of sampling
+        masks has a gradient."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)

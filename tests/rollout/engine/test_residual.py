@@ -17,8 +17,8 @@ pytestmark = pytest.mark.e2e
 
 
 def make_faint(folder: Path) -> Qwen3ForCausalLM:
-    """A model of many blocks that add a thousandth of the stream each, which is rounded away there in
-    bfloat16. In float32, of weights in bfloat16."""
+    """A model of many blocks that add a thousandth of the stream each, which is rounded away there
+    in bfloat16. In float32, of weights in bfloat16."""
     vocabulary = make_model(folder).config.vocab_size
     torch.manual_seed(2)
     config = Qwen3Config(
