@@ -116,7 +116,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("name", nargs="?", default="", help="print this one")
     text = "what a knob or a metric means: type, default, unit, what a resume may change"
     command = commands.add_parser("knobs", help=text, description=text)
-    command.add_argument("name", nargs="?", default="", help="of a section, a knob or a metric")
+    help_ = "of a section, a knob or a metric, or words of what is said of them"
+    command.add_argument("name", nargs="*", help=help_)
     text = "runs as one HTML file: curves, differences, and trajectories token by token"
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
@@ -247,7 +248,7 @@ def light(arguments: argparse.Namespace) -> int:
         if arguments.command == "knobs":
             from keel.configs.reference.answer import answer  # noqa: PLC0415
 
-            return told(answer(arguments.name))
+            return told(answer(" ".join(arguments.name)))
         if arguments.command == "new":
             from keel.trainer.recipes.new import new  # noqa: PLC0415
 
