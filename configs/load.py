@@ -261,6 +261,10 @@ def _text(path: Path, folder: str) -> str:
         if near := difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6):
             raise ConfigError(f"{path}: {what}; did you mean {' or '.join(near)}?")
         hint = f"; {there} has {', '.join(recipes[:8])}" if recipes else ""
+        if path.is_dir() and not recipes:
+            hint = "; name a YAML file, or a recipe that comes along (keel recipes)"
+        if path.is_dir() and "config.yaml" in recipes:
+            hint = f"; the recipe of a run in it is {path / 'config.yaml'}"
         raise ConfigError(f"{path}: {what}{hint}{hint_of(path, folder)}")
     if path.suffix in NO_RECIPES:
         raise ConfigError(

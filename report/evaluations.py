@@ -11,6 +11,7 @@ from typing import Any
 
 from keel.configs.schema import ConfigError
 from keel.data.evaluated import Asked
+from keel.data.evaluated import asked_in as as_asked
 from keel.data.results import results
 from keel.report.files import UNREADABLE, brief, loads
 from keel.report.knobs import settings_of
@@ -93,7 +94,7 @@ def chunk_of(path: Path, begin: int, end: int) -> bytes:
 
 
 def asked_in(line: bytes) -> Asked:
-    return Asked(**loads(line.decode("utf-8", "surrogatepass")))
+    return as_asked(loads(line.decode("utf-8", "surrogatepass")))
 
 
 def counted(asked: Asked) -> Asked:

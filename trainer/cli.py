@@ -55,6 +55,20 @@ NEW = "write a short recipe from a few questions or flags, and check it"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
+OTHERWISE = {
+    "help": "keel --help",
+    "version": "keel --version",
+    **dict.fromkeys(("resume", "continue"), "train, with the same recipe: it goes on"),
+    **dict.fromkeys(("run", "start", "launch", "grpo", "rl"), "train"),
+    **dict.fromkeys(("validate", "plan", "lint", "test"), "check"),
+    **dict.fromkeys(("init", "create"), "new"),
+    **dict.fromkeys(("list", "ls", "configs"), "recipes"),
+    **dict.fromkeys(("metrics", "config", "explain"), "knobs"),
+    **dict.fromkeys(("show", "plot", "view"), "report"),
+}
+"""What other programs call our commands."""
+
+
 class Parser(argparse.ArgumentParser):
     """Whose errors say what was meant."""
 
@@ -62,7 +76,8 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             known = re.findall(r"[a-z]+", wrong[2])
             near = difflib.get_close_matches(wrong[1], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            meant = OTHERWISE.get(wrong[1]) or next(iter(near), "")
+            hint = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
             message = f"{wrong[1]!r} is no command; {hint}"
         elif given := re.fullmatch(r"unrecognized arguments: -+(\w+\.[\w.]+)[= ]?(.*)", message):
             message = f"a knob is changed without dashes: {given[1]}={given[2]}"
@@ -335,6 +350,8 @@ def recipe_error(arguments: argparse.Namespace) -> str:
             check_named(config, arguments.command)
     except ConfigError as error:
         return str(error)
+    except OSError as error:  # a folder that may not be looked into, a name that is too long
+        return f"{error.filename}: cannot be read ({error.strerror})"
     return ""
 
 
