@@ -39,7 +39,7 @@ from keel.trainer.run.batches import keep_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.ledger import Ledger
-from keel.trainer.run.restarts import KEPT, Lost, Stuck
+from keel.trainer.run.restarts import Lost, Stuck
 from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.session import conduct, open_journal, restored, save_checkpoint
 from keel.trainer.run.trackers.sending import hanging
@@ -55,6 +55,7 @@ from keel.trainer.supervised.wiring import (
 from keel.trainer.system import System, fetch, running
 
 FAILED, INTERRUPTED = 1, 130
+SAME = "what was saved is there, and the same command goes on"
 
 
 def train(
@@ -260,10 +261,10 @@ def run(command: str, *arguments: Any) -> int:
         text = "\n".join([str(error), *notes, "(KEEL_TRACEBACK=1 shows where)"])
         # What takes the machine away takes other processes of the run first.
         if preempted() and isinstance(error, Lost | RayLost | RayError | TimeoutError):
-            return said(f"stopped by {preempted()}; {KEPT}. Lost meanwhile: {text}", PREEMPTED)
+            return said(f"stopped by {preempted()}; {SAME}. Lost meanwhile: {text}", PREEMPTED)
         return said(text, FAILED)
     if signal := preempted():
-        return said(f"stopped by {signal}; {KEPT}", PREEMPTED)
+        return said(f"stopped by {signal}; {SAME}", PREEMPTED)
     return ended(0)
 
 
