@@ -52,8 +52,8 @@ class Lines:
                 group = listed(group_of(asked), 0, chunk_name(at), at % PER_CHUNK)
                 self.asked.append(counted(asked))
             except UNREADABLE as error:
-                said = f"missing {error}" if isinstance(error, KeyError) else brief(error)
-                raise ConfigError(f"{path}:{at + 1}: no line of an evaluation: {said}") from error
+                said = f"no line of an evaluation: {brief(error)}"
+                raise ConfigError(f"{path}:{at + 1}: {said}") from error
             self.groups.append(group)
             self.ends.append(self.ends[-1] + len(line) + 1)
             self.last = line + b"\n"
