@@ -83,6 +83,12 @@ class Parser(argparse.ArgumentParser):
             message = f"a knob is changed without dashes: {given[1]}={given[2]}"
         elif "unrecognized arguments: --resume" in message:
             message = "a run resumes by the same command, from the newest checkpoint in run.dir"
+        elif re.search(r"unrecognized arguments: --(dry[-_]?run|validate|check)\b", message):
+            message = "keel check validates a recipe and starts nothing"
+        elif given := re.search(r"unrecognized arguments: (-c|--config|--recipe)\b", message):
+            message = f"a recipe is named without {given[1]}: keel train my.yaml"
+        elif "unrecognized arguments: " in message:
+            message += "; keel COMMAND --help says what it takes, and knobs are key=value"
         elif re.search(r"required: recipe\b", message):
             message = "name a recipe: a YAML file, or one that comes along (keel recipes)"
         message = message.replace(", key=value", "")  # of which there may be none

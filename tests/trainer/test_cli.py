@@ -66,7 +66,9 @@ def test_an_engine_for_cpus_is_promised_no_gpu(
         (["replay"], "keel replay: error: the following arguments are required: run\n"),
         (["check", "q", "--trainer.lr=3"], "error: a knob is changed without dashes: trainer.lr=3"),
         (["check", "q", "--trainer.lr", "3"], "changed without dashes: trainer.lr=3"),
-        (["report", "--foo", "a"], "keel: error: unrecognized arguments: --foo"),
+        (["report", "--foo", "a"], "keel: error: unrecognized arguments: --foo; keel COMM"),
+        (["train", "q", "--dry-run"], "error: keel check validates a recipe and starts nothing"),
+        (["train", "-c", "my.yaml"], "error: a recipe is named without -c: keel train my.yaml"),
     ],
 )
 def test_a_mistyped_command_line_says_what_was_meant(
