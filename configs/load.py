@@ -30,7 +30,7 @@ from keel.configs.distillation import DistillConfig
 from keel.configs.dump import dump_config, escaped
 from keel.configs.hostile import calls, cut_off, lookalike, misread, tree_of
 from keel.configs.schema import Config, ConfigError
-from keel.configs.shipped import find, hint_of
+from keel.configs.shipped import find, hint_of, shipped
 from keel.configs.suggest import knob_types, section_type
 from keel.configs.synthesis import SynthesisConfig
 
@@ -258,9 +258,14 @@ def _text(path: Path, folder: str) -> str:
         else:
             what = "no such file" if there.is_dir() else f"no such folder as {there}"
         recipes = sorted(p.name for p in there.glob("*.y*ml")) if there.is_dir() else []
-        if near := difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6):
+        ours = path.name == str(path) and path.stem in shipped(folder)
+        if not ours and (near := difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6)):
             raise ConfigError(f"{path}: {what}; did you mean {' or '.join(near)}?")
-        hint = f"; {there} has {', '.join(recipes[:8])}" if recipes else ""
+        hint = f"; {there} has {', '.join(recipes[:8])}" if recipes and not ours else ""
+        if path.is_dir() and not recipes:
+            hint = "; name a YAML file, or a recipe that comes along (keel recipes)"
+        if path.is_dir() and "config.yaml" in recipes:
+            hint = f"; the recipe of a run in it is {path / 'config.yaml'}"
         raise ConfigError(f"{path}: {what}{hint}{hint_of(path, folder)}")
     if path.suffix in NO_RECIPES:
         raise ConfigError(

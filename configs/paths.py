@@ -1,13 +1,16 @@
-"""Files that recipes name."""
+"""Files and folders that recipes name."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from keel.configs.sections.base import ConfigError
 
 PACKAGE = Path(__file__).parent
 JINJA = ("{{", "{%")
+GOES_ON = (".lock", "metrics.jsonl", "trajectories", "checkpoints")
+"""Of a run folder: what a resumed run writes into."""
 
 
 def data_path(text: str) -> Path:
@@ -41,3 +44,22 @@ def template_of(given: str, knob: str) -> str:
     if not any(mark in text for mark in JINJA):
         raise ConfigError(f"{knob} = {given!r}: holds no Jinja template ({{{{ … }}}} or {{% … %}})")
     return text
+
+
+def unwritable(folder: Path) -> str:
+    """Why a run could not write into its folder, which need not be there yet; "" where it could.
+    Makes nothing."""
+    path = folder.absolute()
+    try:
+        there = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())
+        if not there.exists():
+            return f"{there} is a link to {os.readlink(there)}, which does not exist"
+        if not there.is_dir():
+            return f"{there} is a file"
+        if not os.access(there, os.W_OK | os.X_OK):
+            return f"no permission to write in {there}"
+        closed = [path / name for name in GOES_ON if (path / name).exists()]
+        closed = [one for one in closed if not os.access(one, os.W_OK)]
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        return str(error.strerror)
+    return f"no permission to write {closed[0]}" if closed else ""

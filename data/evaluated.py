@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, ConfigError
@@ -137,20 +137,36 @@ def read_evaluation(folder: Path) -> list[Asked]:
     path = folder / "samples.jsonl"
     try:
         data = path.read_bytes()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
+        inside = sorted(str(file.parent) for file in folder.glob("eval/*/samples.jsonl"))
+        such = f"; it has {', '.join(inside)}" if inside else ", such as RUN/eval/step_000020"
         raise ConfigError(
             f"{path}: cannot be read as an evaluation: there is none; name a folder that `keel "
-            "eval` has written, such as RUN/eval/step_000020"
+            f"eval` has written{such}"
         ) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as an evaluation: {error}") from error
     asked: list[Asked] = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            asked.append(Asked(**json.loads(line.decode("utf-8", "surrogatepass"))))
-        except (ValueError, TypeError) as error:
+            asked.append(asked_in(json.loads(line.decode("utf-8", "surrogatepass"))))
+        except ValueError as error:
             raise ConfigError(f"{path}:{number}: no line of an evaluation: {error}") from error
     return asked
+
+
+def asked_in(line: Any) -> Asked:
+    """Raises ValueError for what is no line of an evaluation."""
+    if not isinstance(line, dict):
+        raise ValueError("it is no object in JSON")
+    columns, known = cast(dict[str, Any], line), {field.name: field for field in fields(Asked)}
+    lacking = [n for n, field in known.items() if field.default is MISSING and n not in columns]
+    unknown = [n for n in columns if n not in known]
+    if lacking or unknown:
+        has = f"it has {', '.join(unknown)}" if unknown else ""
+        lacks = f"it has no {', '.join(lacking)}" if lacking else ""
+        raise ValueError(lacks or f"{has}, which this release does not know")
+    return Asked(**columns)
 
 
 class EvaluationFolder:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +35,16 @@ from typing import Any, Self, cast
 import yaml
 
 from keel import configs
+from keel.arguments import (
+    Reward,
+    as_json,
+    as_value,
+    held_out,
+    overrides_of,
+    plain_data,
+    rows_of,
+    weights_of,
+)
 from keel.configs.dump import quoted
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
@@ -47,7 +56,6 @@ from keel.trainer.run.journal import steps_of
 from keel.trainer.run.view import View
 from keel.trainer.system import System
 
-Reward = Callable[[Any, Any], Any]
 Callback = Callable[[int, Mapping[str, float]], object]
 """Called after each step with its number, from 1 on, and its metrics, as they stand in
 `metrics.jsonl`, once they are written. The run ends with a checkpoint after a step for which one
@@ -56,6 +64,7 @@ PASSED = "passed"
 """In the run folder: what a recipe and prompts from Python were written into."""
 PROMPTS, SOURCES = "keel.train(prompts=…)", "data.sources"
 SOURCE = {"name": "prompts", "source": "jsonl"}
+HOLDOUT = re.compile(r"\bdata\.sources\[prompts\]\.holdout = (\d+)")
 AGAIN = "make the same call of keel.train again"
 GOES_ON = "what was saved is there, and the same call goes on"
 
@@ -99,9 +108,11 @@ def train(
     checkpoint it raises KeyboardInterrupt, which `keel.Preempted` is, too (SIGTERM, SIGHUP or
     SIGUSR1). What was saved is there, whatever it was.
     """
-    if not isinstance(cast(object, recipe), (str, Path, Mapping)):
+    given = cast(object, recipe)
+    if not isinstance(given, (str, Path, Mapping)) or (isinstance(given, str) and not given):
         raise ConfigError(f"keel.train(recipe={recipe!r}): must be a file, a name or a mapping")
-    overrides, told = _overrides(knobs), _Telling(callbacks)
+    overrides, told = overrides_of(knobs), _Telling(callbacks)
+    holdout, weights = held_out(holdout), [] if rewards is None else weights_of(rewards)
     with ExitStack() as stack:
         stack.enter_context(watching())
         # Knobs of sources may be of `prompts`, which are kept in the run folder.
@@ -115,18 +126,17 @@ def train(
                 raise ConfigError(f"keel.train(prompts=…, knobs={SOURCES}): keep one")
             file = _passed(prompts, folder)
             source = {**SOURCE, "path": str(file), "holdout": holdout}
-            overrides.insert(0, f"{SOURCES}={_value([source], 'holdout=…')}")
+            overrides.insert(0, f"{SOURCES}={as_value([source], 'holdout=…')}")
             stack.enter_context(_by_row(file))
         elif holdout:
             raise ConfigError("keel.train(holdout=…): is for prompts=…; a recipe's sources say it")
-        if rewards is not None:
-            weights = _weights(rewards)
+        if weights:
             try:
                 stack.enter_context(passing([part for part, _ in weights if callable(part)]))
                 names = {named(part) if callable(part) else part: of for part, of in weights}
             except ValueError as error:
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
-            said = _value(names, "rewards=…")
+            said = as_value(names, "rewards=…")
             used = {source.name for source in load_config(path, overrides).data.sources}
             every = load_config(path, [*overrides, "data.only=[]"]).data.sources
             for index, source in enumerate(every):
@@ -153,45 +163,12 @@ def train(
     )
 
 
-def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    if isinstance(knobs, Mapping):
-        return [f"{knob}={_value(value, f'knobs={knob}')}" for knob, value in knobs.items()]
-    several = isinstance(cast(object, knobs), Iterable) and not isinstance(knobs, str)
-    listed = list(knobs) if several else []
-    if not several or not all(isinstance(cast(object, one), str) for one in listed):
-        raise ConfigError(f"keel.train(knobs={knobs!r}): must be a list of texts, or a mapping")
-    return listed
-
-
-def _value(value: Any, of: str) -> str:
-    """As it stands behind an override's `=`. of: an argument, for messages."""
-    return quoted(_told(value, of))
-
-
-def _told(value: Any, of: str) -> Any:
-    """A knob, or a recipe, in plain data."""
-
-    def plain(one: Any) -> Any:
-        if hasattr(one, "tolist"):
-            return one.tolist()
-        if isinstance(one, Mapping):
-            return dict(cast(Mapping[Any, Any], one))
-        if isinstance(one, PurePath):
-            return str(one)
-        raise TypeError(f"a {type(one).__name__} is no value of a recipe")
-
-    try:
-        return json.loads(json.dumps(value, default=plain))
-    except (TypeError, ValueError) as error:  # also what holds itself
-        raise ConfigError(f"keel.train({of}): {error}") from error
-
-
 def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
     """A recipe that stands in Python, as a file of its run folder, named by what it says."""
     tree = dict(recipe)
     if isinstance(base := tree.get("defaults"), (str, PurePath)):
         tree["defaults"] = _base(Path(os.path.expanduser(base)))
-    tree = _told(tree, "recipe={…}")
+    tree = plain_data(tree, "recipe={…}")
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     with TemporaryDirectory() as there:  # where it is to lie, it says itself, or the overrides do
         path = Path(there, "recipe.yaml")
@@ -213,11 +190,13 @@ def _base(path: Path) -> Path:
 
 @contextmanager
 def _by_row(file: Path) -> Iterator[None]:
-    """What is said of lines of `file` is said of the rows that were passed."""
+    """What is said of lines of `file` is said of the rows that were passed, and what of their
+    source's `holdout` of the argument."""
     try:
         yield
     except ConfigError as error:
         said = re.sub(rf"{re.escape(str(file))}:(\d+)", rf"{PROMPTS}: row \1", str(error))
+        said = HOLDOUT.sub(r"keel.train(holdout=\1)", said)
         if said == str(error) and str(file) not in said:
             raise
         raise ConfigError(said.replace(str(file), PROMPTS)) from error
@@ -226,9 +205,9 @@ def _by_row(file: Path) -> Iterator[None]:
 def _passed(prompts: Any, folder: Path) -> Path:
     """The rows of `prompts`, as a file."""
     lines: list[str] = []
-    for number, row in enumerate(_rows(prompts), start=1):
+    for number, row in enumerate(rows_of(prompts), start=1):
         try:
-            lines.append(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            lines.append(json.dumps(row, ensure_ascii=False, default=as_json) + "\n")
             lines[-1].encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
@@ -255,64 +234,6 @@ def _kept(folder: Path, text: str, name: str) -> Path:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from error
     return path
-
-
-def _rows(prompts: Any) -> Iterator[dict[str, Any]]:
-    """As the lines of a JSONL source."""
-    if hasattr(prompts, "to_dict") and hasattr(prompts, "columns"):  # of pandas
-        prompts = prompts.to_dict(orient="records")
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
-        kind = type(cast(object, prompts)).__name__
-        raise ConfigError(f"keel.train(prompts=…): must be rows, is one {kind}")
-    for number, row in enumerate(cast(Iterable[Any], prompts), start=1):
-        if isinstance(row, str):
-            row = {"prompt": row}
-        if not isinstance(row, Mapping):
-            kind = type(row).__name__
-            raise ConfigError(
-                f"keel.train(prompts=…): row {number} is a {kind}; a mapping of columns is wanted, "
-                "or a text"
-            )
-        columns = _filled(cast(Mapping[str, Any], row))
-        if isinstance(turns := columns.get("prompt"), (list, tuple)):  # as TRL has them
-            del columns["prompt"]
-            columns["messages"] = list(cast(Sequence[Any], turns))
-        if isinstance(turns := columns.get("messages"), (list, tuple)):
-            each = cast(Sequence[Any], turns)
-            columns["messages"] = [_filled(m) if isinstance(m, Mapping) else m for m in each]
-        yield columns
-
-
-def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls, with which tables fill up what others of their rows have."""
-    columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
-    return {key: one for key, one in columns.items() if not _null(one)}
-
-
-def _null(value: Any) -> bool:
-    """None, NaN, and those of pandas: NaT and NA."""
-    if isinstance(value, float):
-        return math.isnan(value)
-    return value is None or type(value).__name__ in ("NaTType", "NAType")
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has no word for: numbers and arrays of numpy, times."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _weights(rewards: Any) -> list[tuple[Any, float]]:
-    """Functions or names of parts, and their weights. (A function may be what cannot be hashed.)"""
-    if isinstance(rewards, Mapping):
-        return list(cast(Mapping[Any, float], rewards).items())
-    if callable(rewards):
-        return [(rewards, 1.0)]
-    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
-        raise ConfigError(
-            f"keel.train(rewards={rewards!r}): must be a function, a list of them, or weights of "
-            'functions and of parts: {"correct": 1.0, my_function: 0.2}'
-        )
-    return [(one, 1.0) for one in cast(Iterable[Any], rewards)]
 
 
 class _Telling:

@@ -11,6 +11,7 @@ from typing import Any
 
 from keel.configs.schema import ConfigError
 from keel.data.evaluated import Asked
+from keel.data.evaluated import asked_in as as_asked
 from keel.data.results import results
 from keel.report.files import UNREADABLE, brief, loads
 from keel.report.knobs import settings_of
@@ -51,8 +52,8 @@ class Lines:
                 group = listed(group_of(asked), 0, chunk_name(at), at % PER_CHUNK)
                 self.asked.append(counted(asked))
             except UNREADABLE as error:
-                said = f"missing {error}" if isinstance(error, KeyError) else brief(error)
-                raise ConfigError(f"{path}:{at + 1}: no line of an evaluation: {said}") from error
+                said = f"no line of an evaluation: {brief(error)}"
+                raise ConfigError(f"{path}:{at + 1}: {said}") from error
             self.groups.append(group)
             self.ends.append(self.ends[-1] + len(line) + 1)
             self.last = line + b"\n"
@@ -93,7 +94,7 @@ def chunk_of(path: Path, begin: int, end: int) -> bytes:
 
 
 def asked_in(line: bytes) -> Asked:
-    return Asked(**loads(line.decode("utf-8", "surrogatepass")))
+    return as_asked(loads(line.decode("utf-8", "surrogatepass")))
 
 
 def counted(asked: Asked) -> Asked:

@@ -49,5 +49,7 @@ def json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
 
 
 def brief(error: BaseException) -> str:
-    """Its first line, or what it is called."""
+    """Its first line, or what it is called; of a key that is not there, which."""
+    if isinstance(error, KeyError):
+        return f"missing {error}"
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gzip
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from keel.rl.metrics import MEASURES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 SUFFIX = ".jsonl.gz"
+GIVE = "give the folder that the recipe calls run.dir, or eval.dir"
+SHOWN = 4
+"""Folders of runs that are named to who has named none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +56,33 @@ def read_folder(
     """What `keel train` or `keel eval` wrote there, however far it came. Raises ConfigError for a
     folder that is neither's."""
     known = Known() if known is None else known
-    if not folder.is_dir():
-        what = "is a file; give the folder it is in" if folder.exists() else "does not exist"
-        raise ConfigError(f"{folder}: {what}")
     try:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: {no_folder(folder)}")
         if (folder / METRICS).exists() or (folder / CONFIG).exists():
             return read_run(folder, known, tell)
         if (folder / SAMPLES).exists():
             return read_evaluated(folder, known.lines.setdefault(folder, Lines()))
         raise ConfigError(f"{folder}: {no_run(folder)}")
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be read ({error})") from error
+        raise ConfigError(f"{folder}: cannot be read ({error.strerror or error})") from error
+
+
+def no_folder(path: Path) -> str:
+    """What to do instead."""
+    if path.exists():
+        held = any((path.parent / name).exists() for name in (METRICS, CONFIG, SAMPLES))
+        return f"is a file; {f'give the folder it is in, {path.parent}' if held else GIVE}"
+    if "=" in path.name:
+        return "does not exist; this command takes folders alone, and no knobs"
+    places = (path.parent, path.parent / "runs", Path("runs"))
+    found = [file.parent for place in places for file in sorted(place.glob(f"*/{METRICS}"))]
+    close = difflib.get_close_matches(path.name, {folder.name for folder in found}, n=SHOWN)
+    near = [one for one in found if one.name in close or one.name.startswith(f"{path.name}-")]
+    named = [str(one) for one in dict.fromkeys(near or found)][:SHOWN]
+    if near:
+        return f"does not exist; did you mean {' or '.join(named)}?"
+    return f"does not exist; {GIVE}" + (f"; there are {', '.join(named)}" if named else "")
 
 
 def no_run(folder: Path) -> str:
@@ -75,7 +95,7 @@ def no_run(folder: Path) -> str:
     inside = {file.parent for name in names for file in folder.glob(f"*/{name}")}
     if inside:
         return f"{said}. Those inside it do: {', '.join(map(str, sorted(inside)))}"
-    return f"{said}. Give the folder that the recipe calls run.dir, or eval.dir"
+    return f"{said}. {GIVE.capitalize()}"
 
 
 def read_run(folder: Path, known: Known, tell: Tell | None) -> tuple[RunData, Chunks]:

@@ -135,7 +135,8 @@ def report(folders: Sequence[str], out: str | None) -> str:
         fresh.write_text(text, encoding="utf-8", errors="replace")  # a name may be of other bytes
         fresh.replace(path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error}); --out names another") from error
+        why = f"{path.parent} is no folder" if not path.parent.is_dir() else error.strerror
+        raise ConfigError(f"{path}: cannot be written ({why}); --out names another") from error
     notes = [f"{run.name}: {note}" for run, _ in runs for note in run.notes]
     size = path.stat().st_size / 2**20
     said = "\n".join([*notes, f"{path} ({size:.1f} MiB): open it in a browser"])

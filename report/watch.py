@@ -53,9 +53,13 @@ class Follower:
     def _stamp(self) -> str:
         found: list[str] = []
         for folder in self._folders:
-            for path in (folder, *sorted(folder.glob("*")), folder / "trajectories"):
+            try:
+                inside = sorted(folder.glob("*"))
+            except OSError as error:
+                raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from error
+            for path in (folder, *inside, folder / "trajectories"):
                 # A file may go while we look: the next look sees that.
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     of = path.stat()
                     found.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
         return str(hash(tuple(found)))
@@ -72,6 +76,8 @@ class Server(ThreadingHTTPServer):
             super().__init__((HOST, port), Handler)
         except OSError as error:
             raise ConfigError(f"--port {port}: {os.strerror(error.errno or 0)}") from error
+        except OverflowError as error:
+            raise ConfigError(f"--port {port}: must be from 1 to 65535, or 0 for any") from error
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A tab that was closed or loaded anew meanwhile is nobody's concern."""

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import keel
 from keel import api
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
+from keel.data.dataset import load_dataset
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_prompts, check_spec
 from keel.rewards.code.verifier import CodeSettings
@@ -91,6 +91,17 @@ def test_what_is_wrong_with_a_row_is_said_of_the_row_that_was_passed(
         keel.train("quickstart", prompts=rows, knobs={"run.dir": tmp_path / "run", **knobs})
     assert said in str(refused.value) and "keel.train(prompts=…)" in str(refused.value)
     assert "prompts.jsonl" not in str(refused.value)
+
+
+def test_more_held_out_than_there_are_is_said_of_the_argument(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def train(recipe: str, overrides: list[str], **_: Any) -> None:
+        load_dataset(load_config(recipe, overrides).data, seed=0)
+
+    monkeypatch.setattr(api.main, "train", train)
+    with pytest.raises(ConfigError, match=r"^keel\.train\(holdout=2\): there are only 2 distinct"):
+        keel.train("quickstart", prompts=ROWS, holdout=2, knobs={"run.dir": tmp_path})
 
 
 def test_columns_of_the_rows_that_are_passed_are_a_knob(
@@ -234,43 +245,11 @@ def test_rewards_of_any_kind_and_their_weights(asked: list[Config], tmp_path: Pa
     ]
 
 
-async def waits(step: int, numbers: Any) -> None:
-    """No callback: nobody awaits it."""
-
-
-def yields(step: int, numbers: Any) -> Any:
-    """No callback: what it returns is true, which ends the run."""
-    yield 1
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"prompts": []}, "there is none"),
-        ({"prompts": "Say hi."}, "must be rows, is one str"),
-        ({"prompts": [3]}, "row 1 is a int"),
-        ({"holdout": 3}, "is for prompts"),
-        ({"knobs": "run.steps=3"}, "must be a list"),
-        ({"knobs": [("run.steps", 3)]}, "must be a list of texts"),
-        ({"knobs": {"run.steps": object()}}, r"knobs=run\.steps\): a object is no value"),
-        ({"prompts": ["Hi.", "a\ud800"]}, "row 2 holds half of a surrogate pair"),
-        ({"prompts": [{"prompt": "a", (1, 2): 3}]}, "row 1: keys must be"),
-        ({"rewards": "correct"}, r"rewards='correct'\): must be a function"),
-        ({"rewards": 3}, "must be a function"),
-        ({"callbacks": 3}, "callbacks=3"),
-        ({"callbacks": [waits]}, "must be a plain function"),
-        ({"callbacks": lambda metrics: None}, "a step and its metrics .too many positional"),
-        ({"callbacks": [lambda step, metrics, *, view: None]}, "argument: 'view'.; it must be"),
-        ({"callbacks": [dict]}, r"is a class; .*def callback\(step, metrics\)"),
-        ({"callbacks": [yields]}, "is a generator, and"),
-        ({"rewards": [lambda prompt, trajectory: 1.0]}, "<lambda>: has no name"),
-    ],
-)
-def test_what_cannot_be_handed_over_is_said(
-    given: Mapping[str, Any], words: str, tmp_path: Path, asked: list[Config]
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        keel.train("quickstart", **{"knobs": [f"run.dir={tmp_path}"], **given})
+def test_numbers_of_numpy_are_numbers(tmp_path: Path, asked: list[Config]) -> None:
+    rewards = {"correct": np.float32(0.5)}
+    keel.train(prompts=ROWS, holdout=np.int64(1), rewards=rewards, knobs=[f"run.dir={tmp_path}"])
+    (source,) = asked[0].data.sources
+    assert (source.holdout, dict(source.rewards)) == (1, {"correct": 0.5})
 
 
 def test_a_function_that_holds_on_to_a_lock_is_refused(tmp_path: Path) -> None:

@@ -55,6 +55,20 @@ NEW = "write a short recipe from a few questions or flags, and check it"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
+OTHERWISE = {
+    "help": "keel --help",
+    "version": "keel --version",
+    **dict.fromkeys(("resume", "continue"), "train, with the same recipe: it goes on"),
+    **dict.fromkeys(("run", "start", "launch", "grpo", "rl"), "train"),
+    **dict.fromkeys(("validate", "plan", "lint", "test"), "check"),
+    **dict.fromkeys(("init", "create"), "new"),
+    **dict.fromkeys(("list", "ls", "configs"), "recipes"),
+    **dict.fromkeys(("metrics", "config", "explain"), "knobs"),
+    **dict.fromkeys(("show", "plot", "view"), "report"),
+}
+"""What other programs call our commands."""
+
+
 class Parser(argparse.ArgumentParser):
     """Whose errors say what was meant."""
 
@@ -62,12 +76,19 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             known = re.findall(r"[a-z]+", wrong[2])
             near = difflib.get_close_matches(wrong[1], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            meant = OTHERWISE.get(wrong[1]) or next(iter(near), "")
+            hint = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
             message = f"{wrong[1]!r} is no command; {hint}"
         elif given := re.fullmatch(r"unrecognized arguments: -+(\w+\.[\w.]+)[= ]?(.*)", message):
             message = f"a knob is changed without dashes: {given[1]}={given[2]}"
         elif "unrecognized arguments: --resume" in message:
             message = "a run resumes by the same command, from the newest checkpoint in run.dir"
+        elif re.search(r"unrecognized arguments: --(dry[-_]?run|validate|check)\b", message):
+            message = "keel check validates a recipe and starts nothing"
+        elif given := re.search(r"unrecognized arguments: (-c|--config|--recipe)\b", message):
+            message = f"a recipe is named without {given[1]}: keel train my.yaml"
+        elif "unrecognized arguments: " in message:
+            message += "; keel COMMAND --help says what it takes, and knobs are key=value"
         elif re.search(r"required: recipe\b", message):
             message = "name a recipe: a YAML file, or one that comes along (keel recipes)"
         message = message.replace(", key=value", "")  # of which there may be none
@@ -116,7 +137,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("name", nargs="?", default="", help="print this one")
     text = "what a knob or a metric means: type, default, unit, what a resume may change"
     command = commands.add_parser("knobs", help=text, description=text)
-    command.add_argument("name", nargs="?", default="", help="of a section, a knob or a metric")
+    help_ = "of a section, a knob or a metric, or words of what is said of them"
+    command.add_argument("name", nargs="*", help=help_)
     text = "runs as one HTML file: curves, differences, and trajectories token by token"
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
@@ -247,7 +269,7 @@ def light(arguments: argparse.Namespace) -> int:
         if arguments.command == "knobs":
             from keel.configs.reference.answer import answer  # noqa: PLC0415
 
-            return told(answer(arguments.name))
+            return told(answer(" ".join(arguments.name)))
         if arguments.command == "new":
             from keel.trainer.recipes.new import new  # noqa: PLC0415
 
@@ -334,6 +356,8 @@ def recipe_error(arguments: argparse.Namespace) -> str:
             check_named(config, arguments.command)
     except ConfigError as error:
         return str(error)
+    except OSError as error:  # a folder that may not be looked into, a name that is too long
+        return f"{error.filename}: cannot be read ({error.strerror})"
     return ""
 
 

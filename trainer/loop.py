@@ -249,7 +249,10 @@ def save_at_last(
             if parts.save(step, feed.position(again)):
                 return
         if step:
-            error.add_note(f"The same command goes on from step {step}, whose checkpoint is there")
+            error.add_note(
+                f"Started again in the same way, the run goes on from step {step}, whose "
+                "checkpoint is there"
+            )
     except Exception as second:
         error.add_note(f"No checkpoint could be written: {second}")
 

@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from rich.console import Console
 
 from keel.configs.load import load_config
+from keel.configs.paths import unwritable
 from keel.configs.schema import ConfigError, JudgeConfig, RunConfig
 from keel.model.ray_calls import RayLost, Unanswered, lost
 from keel.rewards.judge.file import judge_answers, read_answers
@@ -38,7 +39,7 @@ from keel.trainer.run.batches import keep_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.ledger import Ledger
-from keel.trainer.run.restarts import KEPT, Lost, Stuck
+from keel.trainer.run.restarts import Lost, Stuck
 from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.session import conduct, open_journal, restored, save_checkpoint
 from keel.trainer.run.trackers.sending import hanging
@@ -54,6 +55,7 @@ from keel.trainer.supervised.wiring import (
 from keel.trainer.system import System, fetch, running
 
 FAILED, INTERRUPTED = 1, 130
+SAME = "what was saved is there, and the same command goes on"
 
 
 def train(
@@ -140,12 +142,24 @@ def check(recipe: str, overrides: Sequence[str]) -> None:
             print(f"{said}keel {task.command if isinstance(task, SftTask) else 'train'}")
         print(task.text(seats=seating(task.config, task.hardware) if task.gpu else ()))
         said = "\n"
+    elsewhere = check_place(tasks)
     # The folder is one run's: of whichever of the two is there.
     folder = folder_of(tasks)
     if standing := folder.standing():
         print(f"{folder.path} {standing}")
-    for line in folder.words():
+    for line in (*elsewhere, *folder.words()):
         print(f"{'warning':<12} {line}")
+
+
+def check_place(tasks: Sequence[Task | SftTask]) -> list[str]:
+    """Raises ConfigError where the run folder could not be written; on another machine than the
+    one that is planned for, it is a warning."""
+    path = Path(tasks[0].config.run.dir).expanduser()
+    if not (why := unwritable(path)):
+        return []
+    if tasks[0].hardware.found:
+        raise ConfigError(f"run.dir = {path}: cannot be written ({why}); choose another folder")
+    return [f"run.dir = {path}: cannot be written here ({why}); the run needs it where it is"]
 
 
 def folder_of(tasks: Sequence[Task | SftTask]) -> RunFolder:
@@ -247,10 +261,10 @@ def run(command: str, *arguments: Any) -> int:
         text = "\n".join([str(error), *notes, "(KEEL_TRACEBACK=1 shows where)"])
         # What takes the machine away takes other processes of the run first.
         if preempted() and isinstance(error, Lost | RayLost | RayError | TimeoutError):
-            return said(f"stopped by {preempted()}; {KEPT}. Lost meanwhile: {text}", PREEMPTED)
+            return said(f"stopped by {preempted()}; {SAME}. Lost meanwhile: {text}", PREEMPTED)
         return said(text, FAILED)
     if signal := preempted():
-        return said(f"stopped by {signal}; {KEPT}", PREEMPTED)
+        return said(f"stopped by {signal}; {SAME}", PREEMPTED)
     return ended(0)
 
 

@@ -8,13 +8,14 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from keel.configs.elsewhere.words import measures
+from keel.configs.elsewhere.words import ending, meant, measures
 from keel.configs.reference.knobs import RECIPES, Knob, Section, flat, normal, sections
 from keel.configs.reference.metric import Metric
 from keel.configs.reference.metrics import GROUPS, METRICS, described
 from keel.configs.reference.otherwise import OTHERWISE
+from keel.configs.reference.search import Found, holds, near, search
 from keel.configs.sections.base import ConfigError
-from keel.configs.suggest import suggest
+from keel.configs.suggest import COMMON, RENAMED, suggest
 
 COMMANDS = {
     "train": "Recipes of keel train, sft, pretrain, eval, filter and check",
@@ -27,12 +28,22 @@ MORE = (
 )
 WHOLE = 3
 """So many knobs or metrics of one name are shown whole, more of them a line each."""
+MOST = 15
+"""Lines of those that have a word in what is said of them."""
+ALIKE = 5
+"""Names that one mistyped may have meant."""
 
 
 def answer(name: str = "") -> str:
-    """What is known by that name. Raises ConfigError that says what may have been meant."""
-    if not name:
+    """What is known by that name, or of knobs and metrics that have its words; of several names,
+    each. Raises ConfigError that says what may have been meant."""
+    if not normal(name):
         return _overview()
+    several = name.split()
+    if len(several) > 1 and all(map(_is_known, several)):
+        return "\n\n".join(map(answer, several))
+    if len(several) > 1 and _called(joined := "_".join(several).lower()):
+        return answer(joined)
     asked = normal(name)
     inside = [section for section in sections() if _within(section.name, asked)]
     if asked in RECIPES:
@@ -45,12 +56,75 @@ def answer(name: str = "") -> str:
         )
     metrics = _metrics(name)
     if not knobs and not metrics:
-        raise ConfigError(f"{name}: {_meant(name, asked)}")
+        return _sought(name, asked)
+    parts = [_all_of([*knobs, *metrics])]
+    if "." not in asked and "/" not in name:
+        shown = {one.name for one in (*knobs, *metrics)}
+        others = {
+            one.name: None for one in (*_called(COMMON.get(asked, asked)), *search(asked).names)
+        }
+        also = ", ".join(name for name in others if name not in shown)
+        parts += [_folded(f"Also: {also}")] if also else []
+    return "\n\n".join(parts)
+
+
+def _is_known(name: str) -> bool:
+    """Whether something is called so."""
+    asked = normal(name)
+    section = any(_within(section.name, asked) for section in sections())
+    return section or asked in RECIPES or bool(_called(asked) or _metrics(name))
+
+
+def _sought(name: str, asked: str) -> str:
+    """Of a name that nothing has: knobs and metrics with its words. Raises ConfigError where there
+    are none, or it is known what was meant."""
+    above, _, key = asked.rpartition(".")
+    why = _meant(name, asked)
+    section = above in {section.name.removesuffix("[]") for section in sections()}
+    slip = section and "did you mean" in why
+    if "/" in name or slip or (above and not section) or _of_elsewhere(name, asked):
+        raise ConfigError(f"{name}: {why}")
+    found = search(key or asked, above)
+    if not found.names and not found.texts:
+        if not above and (alike := near(asked)):
+            why = f"no such knob or metric; did you mean {' or '.join(alike[:ALIKE])}?"
+        raise ConfigError(f"{name}: {why}")
+    return _found(name, found)
+
+
+def _of_elsewhere(name: str, asked: str) -> bool:
+    """Whether it is a word for a knob or a metric: of another framework, or of an earlier
+    release."""
+    key = asked.rpartition(".")[2]
+    theirs = meant(asked) or ending(key) or [one for one in measures() if one.name == name]
+    return bool(theirs) or key in COMMON or asked in RENAMED
+
+
+def _found(name: str, found: Found) -> str:
+    parts = [f"No knob, section or metric is called {name}."]
+    if found.names:
+        parts += ["In their names:", _all_of(found.names)]
+    if found.texts:
+        more = len(found.texts) - MOST
+        rows = [_row(one) for one in found.texts[:MOST]]
+        parts += [f"In what is said of {'others' if found.names else 'them'}:", _table(rows)]
+        parts += [f"… and of {more} more; docs/knobs.md has all"] if more > 0 else []
+    return "\n\n".join([_folded(f"{parts[0]} {parts[1]}"), *parts[2:]])
+
+
+def _all_of(found: Sequence[Knob | Metric]) -> str:
+    """Each whole, or in a line where there are many of its kind."""
+    knobs = [one for one in found if isinstance(one, Knob)]
+    metrics = [one for one in found if isinstance(one, Metric)]
     parts = [*map(_knob, knobs)] if len(knobs) <= WHOLE else [_table([*map(_line, knobs)])]
     parts += (
         [*map(_metric, metrics)] if len(metrics) <= WHOLE else [_table([*map(_measure, metrics)])]
     )
     return "\n\n".join(part for part in parts if part)
+
+
+def _row(one: Knob | Metric) -> tuple[str, str]:
+    return _line(one) if isinstance(one, Knob) else _measure(one)
 
 
 def _within(name: str, section: str) -> bool:
@@ -70,7 +144,7 @@ def _metrics(name: str) -> list[Metric]:
     if "/" in name and (one := described(name)):
         return [one]
     title = name.strip("/").lower()
-    return [metric for metric in METRICS if title in metric.name.lower()]
+    return [metric for metric in METRICS if holds(metric.name.lower(), title)]
 
 
 def _meant(name: str, asked: str) -> str:

@@ -222,6 +222,11 @@ def _of_evaluation(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _why_not(record: Mapping[str, Any], source: ConversationsConfig) -> str:
     """Why a trajectory is not learned from, or nothing."""
+    if "trajectories" in record and "messages" in record:
+        raise BadLine(
+            "is of a file that `keel report` reads (step_….jsonl.gz), a line a group; what is "
+            "learned from lies in the trajectories/step_….jsonl of a run, a line a trajectory"
+        )
     parts = record.get("parts")
     if not isinstance(parts, dict) or "messages" not in record:
         raise BadLine("is no trajectory: it needs `messages` and the `parts` of its reward")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.files import read_rows, read_trajectories
@@ -219,8 +219,8 @@ def _part(
             why = f"{example.origin}: {error}"
             if source.on_bad_line == "error":
                 raise ConfigError(
-                    f"{why} ({knob}; set thinking: without if the model has no such mode, or "
-                    "on_bad_line: skip to leave such conversations out)"
+                    f"{why} ({knob}; set {_other_mode(example, render)}on_bad_line: skip to leave "
+                    "such conversations out)"
                 ) from error
             skipped.append(why)
             continue
@@ -250,6 +250,19 @@ def _part(
             "too long": long,
         },
     )
+
+
+def _other_mode(example: Example, render: Render) -> str:
+    """The mode of the chat template in which the conversation can be told, where it cannot in the
+    one that it is asked for."""
+    try:
+        render(replace(example, thinking=not example.thinking))
+    except ValueError:
+        return ""
+    if not example.thinking:
+        return "thinking: with, in which it can be told, or "
+    reasons = any("reasoning_content" in message for message in example.messages)
+    return f"thinking: without, in which it can be told{', less its reasoning' * reasons}, or "
 
 
 def _held(

@@ -21,6 +21,10 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.thinking import THINK_END, THINK_START
 
 ASSISTANT = "assistant"
+OPENS = (
+    ": it opens each turn's thinking itself, and shows a turn that is over without any; give a "
+    "template that keeps the last turn's (model.chat_template)"
+)
 _MODE = re.compile(rf"(?:{THINK_START}\s*)?(?:{THINK_END}\s*)?\Z")
 _END = {"role": "user", "content": "?"}
 _SHOWN: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDictionary()
@@ -183,9 +187,10 @@ def _check_read_back(
         ("calls", calls, wanted),
     ):
         if read != meant:
+            lost = chat.opened(thinking=thinking) and THINK_END not in chat.decode(turn)
             raise ValueError(
                 f"{chat.renderer.name} (format {chat.format.name}) would read its {what} as "
-                f"{_short(read)}, and it has {_short(meant)}"
+                f"{_short(read)}, and it has {_short(meant)}{OPENS * lost}"
             )
 
 

@@ -284,7 +284,7 @@ def test_a_missing_recipe_names_its_neighbours(tmp_path: Path) -> None:
     write(tmp_path, RECIPE, "other.yaml")
     assert "chain_sum.yaml" in refused(tmp_path / "chain_sums.yaml")
     assert "no such folder" in refused(tmp_path / "nowhere" / "x.yaml")
-    assert "is a folder" in refused(tmp_path)
+    assert "is a folder; " in refused(tmp_path)
     for name in ("quikstart", "quickstrat.yaml"):
         assert "did you mean quickstart, which comes with Keel?" in refused(Path(name))
     comes = "agent-guess, agent-trip, agent-trip-100m, embedded-100m, "

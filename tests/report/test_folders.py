@@ -171,10 +171,14 @@ def test_an_evaluation_of_an_older_release_as_data(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_named_with_the_cure(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "recipe.yaml").touch()
     file = tmp_path / "runs" / "a" / "metrics.jsonl"
     for folder, said in (
-        (tmp_path / "nowhere", "does not exist"),
-        (file, "is a file; give the folder"),
+        (tmp_path / "nowhere", "does not exist; give the folder .* eval.dir; there are .*/runs/a$"),
+        (tmp_path / "runs" / "aa", "does not exist; did you mean .*/runs/a"),
+        (tmp_path / "run.steps=3", "does not exist; this command takes folders alone, and no knob"),
+        (file, "is a file; give the folder it is in, .*/runs/a$"),
+        (tmp_path / "recipe.yaml", "is a file; give the folder that the recipe calls run.dir, or"),
         (tmp_path / "empty", "holds no run .* run.dir, or eval.dir"),
         (tmp_path / "runs", f"Those inside it do: {tmp_path / 'runs' / 'a'}$"),
         (tmp_path / "runs" / "a" / "trajectories", f"It lies in the run {tmp_path}/runs/a"),

@@ -49,6 +49,12 @@ def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, str]:
         connection.close()
 
 
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_there_is_not_is_refused(port: int, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^--port {port}: must be from 1 to 65535, or 0 for an"):
+        Server(Follower([str(folder)]), port)
+
+
 def test_only_who_has_the_address_sees_anything(server: Server) -> None:
     assert server.server_address[0] == "127.0.0.1" and len(server.token) >= 32
     for path in ("/", "/data", "/chunk", "/?token=", "/?token=x", "/data?token={token}x"):

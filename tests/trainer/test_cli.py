@@ -59,11 +59,16 @@ def test_an_engine_for_cpus_is_promised_no_gpu(
     [
         (["trian", "x"], "keel: error: 'trian' is no command; did you mean train?"),
         (["zzz"], "keel: error: 'zzz' is no command; there are train, sft, pretrain, check, "),
+        (["help"], "keel: error: 'help' is no command; did you mean keel --help?"),
+        (["resume", "x"], "did you mean train, with the same recipe: it goes on?"),
+        (["run", "x"], "'run' is no command; did you mean train?"),
         (["train"], "keel train: error: name a recipe: a YAML file, or one that comes along"),
         (["replay"], "keel replay: error: the following arguments are required: run\n"),
         (["check", "q", "--trainer.lr=3"], "error: a knob is changed without dashes: trainer.lr=3"),
         (["check", "q", "--trainer.lr", "3"], "changed without dashes: trainer.lr=3"),
-        (["report", "--foo", "a"], "keel: error: unrecognized arguments: --foo"),
+        (["report", "--foo", "a"], "keel: error: unrecognized arguments: --foo; keel COMM"),
+        (["train", "q", "--dry-run"], "error: keel check validates a recipe and starts nothing"),
+        (["train", "-c", "my.yaml"], "error: a recipe is named without -c: keel train my.yaml"),
     ],
 )
 def test_a_mistyped_command_line_says_what_was_meant(
@@ -90,3 +95,14 @@ def test_a_signal_before_anything_began_ends_it_in_one_line(
     monkeypatch.setattr(cli, "heavy", lambda arguments: os.kill(os.getpid(), number))
     assert main(["check", "quickstart"]) == status
     assert capsys.readouterr().err == f"keel check: {said}"
+
+
+@pytest.mark.parametrize("command", ["check", "train", "eval", "distill", "report", "watch"])
+def test_a_name_that_cannot_be_looked_for_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a folder that may not be looked into."""
+    name = "x" * 300
+    assert main([command, name]) == 2
+    said = f"keel {command}: {name}: cannot be read (File name too long)\n"
+    assert capsys.readouterr().err == said

@@ -132,7 +132,10 @@ def test_a_run_whose_engines_or_rewards_end_it_leaves_a_checkpoint(
         world.run(config(steps=9, eval_every=2, checkpoint_every=2))
     assert [event for event in world.events if event.startswith("save")] == saved
     assert sorted(world.records) == list(range(recorded + 1))
-    told = f"The same command goes on from step {recorded}, whose checkpoint is there"
+    told = (
+        f"Started again in the same way, the run goes on from step {recorded}, whose checkpoint "
+        "is there"
+    )
     assert getattr(raised.value, "__notes__", []) == [told] * (recorded > 0)
     assert len([event for event in world.events if event.startswith("asked")]) == 1
 

@@ -53,6 +53,25 @@ def test_check_prints_the_plan_and_starts_nothing(
     assert not folder.exists()
 
 
+def test_a_run_folder_that_cannot_be_written_is_refused_by_check_and_at_once_by_train(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    folder = f"run.dir={file / 'run'}"
+    said = f"run.dir = {file / 'run'}: cannot be written ({file} is a file); choose another folder"
+    code, _, err = run(capsys, "check", "quickstart", folder, *FEW)
+    assert code == 2 and f"keel check: {said}" in err
+    # On the machine that is planned for it may be another place.
+    there = ("run.gpus_per_node=8", "run.gpu_gib=80")
+    code, out, err = run(capsys, "check", "quickstart", folder, *FEW, *there)
+    assert code == 0, err
+    assert f"run.dir = {file / 'run'}: cannot be written here ({file} is a file)" in out
+    monkeypatch.setattr("keel.trainer.cli.heavy", lambda _: pytest.fail("it is not known yet"))
+    code, _, err = run(capsys, "train", "quickstart", folder)
+    assert (code, err) == (2, f"keel train: {said}\n")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -136,8 +136,8 @@ def follow(
                 return
             if clock() - moved > STALLED_S:
                 raise RuntimeError(
-                    f"nothing came of {path} for {STALLED_S:.0f} s on {', '.join(late)}. Call the "
-                    "command again, and it goes on from there"
+                    f"nothing came of {path} for {STALLED_S:.0f} s on {', '.join(late)}. "
+                    "Start it again, and it goes on from there"
                 )
             pause(LOOK_S)
 

@@ -153,7 +153,8 @@ class Layouts:
                         self._tell("fewer", f"{changes(whole, config)} ({lacking})")
                         return config
         raise TimeoutError(
-            f"waited {longest:g} s for what the run has lost: {lacking}{why and '. ' + why}. {KEPT}"
+            f"waited {longest:g} s for what the run has lost: {lacking}{why and '. ' + why}. "
+            f"{KEPT.capitalize()}"
         )
 
     def _fewer(self, whole: Config, nodes: Sequence[Node]) -> tuple[Config | None, str]:

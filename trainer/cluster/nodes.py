@@ -125,7 +125,7 @@ def start_ray() -> None:
     except Exception as error:  # Ray raises no more than that when its processes do not come up
         raise RuntimeError(
             f"Ray did not start on this machine: {error}. Its logs: session_latest/logs below "
-            "RAY_TMPDIR (default: /tmp/ray); call the command again, or free memory and cores first"
+            "RAY_TMPDIR (default: /tmp/ray); start it again, or free memory and cores first"
         ) from error
 
 

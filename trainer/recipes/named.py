@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from keel.configs.paths import data_path
+from keel.configs.paths import data_path, unwritable
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import EMBEDDED
 from keel.data.conversations.files import read_rows, read_trajectories
@@ -29,6 +29,8 @@ def check_named(config: Config, command: str) -> None:
     folder = Path(config.run.dir).expanduser()
     if folder.is_file():
         raise ConfigError(f"run.dir = {folder}: is a file; choose another folder")
+    if (supervised or command == "train") and (why := unwritable(folder)):
+        raise ConfigError(f"run.dir = {folder}: cannot be written ({why}); choose another folder")
     if supervised or command in ("train", "check"):
         check_trackers(config.run.trackers)
     sampled = () if supervised else config.data.sources

@@ -284,7 +284,7 @@ class RunFolder:
     def check_model(self) -> None:
         """Raises ConfigError if the exported model is not as it was written."""
         check_exported(
-            self.model, "the same command writes it again once that folder is moved away"
+            self.model, "move that folder away and start the run as before to write it again"
         )
 
     def begin(self, step: int) -> None:

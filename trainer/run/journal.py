@@ -65,7 +65,8 @@ class Journal:
         self._trajectories.mkdir(parents=True, exist_ok=True)
         keep_until(self._metrics, resumed_at)
         for path in self._trajectories.glob("step_*"):
-            if int(path.name.partition(".")[0].removeprefix("step_")) > resumed_at:
+            number = path.name.partition(".")[0].removeprefix("step_")
+            if number.isdecimal() and int(number) > resumed_at:  # another name is a user's
                 path.unlink()
         drop_after(folder, resumed_at)
         if resumed_at:
@@ -160,7 +161,9 @@ class Journal:
             json.dumps({"step": step, **records_of(group, i, tokenizer=self._tokenizer)}) + "\n"
             for group, i in chosen
         ]
-        (self._trajectories / f"step_{step:06d}.jsonl").write_text("".join(lines))
+        fresh = self._trajectories / f"step_{step:06d}.tmp"
+        fresh.write_text("".join(lines))  # whole or not at all: `keel sft` may be reading along
+        fresh.replace(fresh.with_suffix(".jsonl"))
 
     def close(self) -> None:
         try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-KEPT = "what was saved is there, and the same command goes on"
+KEPT = "what was saved is there, and the run goes on when it is started again in the same way"
+"""Who has started it may have called `keel.train`, and no command."""
 WINDOW_S = 3 * 3600.0
 """A run of weeks outlives losses that are this far apart, however many."""
 

@@ -29,11 +29,12 @@ def closing_words(
         if unscored:
             lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
     if reached < config.run.steps or preempted():  # the model is exported when it goes on
-        again = again or shlex.join(["keel", *command])
+        called, again = again, again or shlex.join(["keel", *command])
         lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
         by_epochs = command[0] in ("sft", "pretrain") and config.sft.epochs > 0
         if reached and reached < config.run.steps and not by_epochs:
-            lines.append(f"to end there, with the model: the same, and run.steps={reached}")
+            knob = f"the knob run.steps={reached}" if called else f"run.steps={reached}"
+            lines.append(f"to end there, with the model: the same, and {knob}")
     else:
         lines.append(f"trained model   {folder.model}")
     lines += [

@@ -37,6 +37,17 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mismatch/logp_abs", ["nats per token", "healthy  rounding", "alarms.mismatch"]),
         ("eval/sums/pass@1", ["eval/<set>/pass@1 (metric)", "docs/evaluation.md"]),
         ("mismatch", ["alarms.mismatch\n", "mismatch/ratio_max  "]),
+        ("warmup", ["called warmup. In their names:", "trainer.warmup_steps\n", "  trainer.lr: "]),
+        ("warm-up", ["trainer.warmup_steps\n", "In what is said of others:\n\n  trainer.lr: "]),
+        ("trainer.warm", ["trainer.warmup_steps\n", "  trainer.schedule: constant  Decay"]),
+        ("cosine", ["In what is said of them:", "  trainer.schedule: constant "]),
+        ("gpu memory", ["rollout.gpu_memory_utilization\n"]),
+        ("batch size", ["cold_start.batch_size\n", "Also: algorithm.prompts_per_step"]),
+        ("trainer.lr run.steps", ["trainer.lr\n", "\n\nrun.steps\n"]),
+        ("clip", ["clip/fraction (metric)", "Also: algorithm.clip_low, "]),
+        ("checkpoint", ["eval.checkpoint\n", "Also: run.checkpoint_every, "]),
+        ("batch", ["  rollout.max_num_batched_tokens: ", " more; docs/knobs.md has all"]),
+        (".", ["  rollout.sampling "]),
         ("", ["  rollout.sampling ", "  distill.select ", "  synthesize.code ", "reward/mean"]),
     ],
 )
@@ -58,6 +69,11 @@ def test_a_name_is_answered(asked: str, said: list[str]) -> None:
         ("synthesize.author.modle", "did you mean author.model?"),
         ("mismatch/logp", None),
         ("mismach/logp_abs", "did you mean mismatch/logp_abs"),
+        ("warmpu", "did you mean trainer.warmup_steps?"),
+        ("holdot", "did you mean data.sources[].holdout or sft.sources[].holdout?"),
+        ("n", "did you mean algorithm.group_size?"),
+        ("learning_rate", "did you mean lr? (TRL's learning_rate)"),
+        ("trainer.foo", "this section has ranks, "),
         ("xyzzy", "a recipe has run, model, data"),
         ("a/b", "no such metric"),
     ],
@@ -74,6 +90,8 @@ def test_a_name_that_is_none_says_what_was_meant(asked: str, said: str | None) -
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["knobs", "trainer.lr"]) == 0
     assert capsys.readouterr().out == answer("trainer.lr") + "\n"
+    assert main(["knobs", "gpu", "memory"]) == 0
+    assert capsys.readouterr().out == answer("gpu memory") + "\n"
     assert main(["knobs", "trainer.lrr"]) == 2
     said = capsys.readouterr().err
     assert said == "keel knobs: trainer.lrr: no such knob; did you mean trainer.lr?\n"

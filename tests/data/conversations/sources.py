@@ -30,6 +30,10 @@ def letters(example: Example) -> list[Segment]:
     """Every letter is a token, and the last message is learned."""
     if "untellable" in str(example.messages):
         raise ValueError("the template has no word for it")
+    if example.thinking and "unthinkable" in str(example.messages):
+        raise ValueError("the template shows no reasoning")
+    if not example.thinking and "always" in str(example.messages):
+        raise ValueError("the template opens the thinking")
     said = str(example.messages[-1]["content"])
     asked = "".join(str(m["content"]) for m in example.messages[:-1])
     ids = [ord(letter) for letter in asked + said]

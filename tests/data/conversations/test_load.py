@@ -74,7 +74,19 @@ def test_repeat_weighs_sources_by_how_often_each_conversation_is_seen(tmp_path: 
         ('{"messages": []}', "`messages` must be a list of at least one message"),
         (
             json.dumps(chat("?", "untellable")),
-            "the template has no word for it .*thinking: without",
+            r"the template has no word for it \(sft\.sources\[s\]; set ",
+        ),
+        (
+            json.dumps(chat("?", "unthinkable", thinking=True)),
+            r"the template shows no .* set thinking: without, in which it can be told, or",
+        ),
+        (
+            json.dumps(chat("?", "<think>unthinkable</think>a")),
+            r"the template shows no .* set thinking: without, .* told, less its reasoning, or",
+        ),
+        (
+            json.dumps(chat("?", "always")),
+            r"the template opens the .* set thinking: with, in which it can be told, or",
         ),
     ],
 )

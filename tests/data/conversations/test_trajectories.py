@@ -67,6 +67,11 @@ def test_trajectories_are_chosen_by_their_worth_and_keep_their_tokens(tmp_path: 
     )
     with pytest.raises(ConfigError, match=r"step_000001\.jsonl:1: has no `style`.*correct"):
         load(source(str(run), reward="style", **knobs))
+    group = {"prompt": "a", "messages": [], "trajectories": [{"reward": 1.0, "parts": {}}]}
+    path = write(tmp_path / "step_000001.jsonl", group)
+    with pytest.raises(ConfigError, match=r"jsonl:1: is of a file that `keel report` reads"):
+        load(source(path, **knobs))
+    Path(path).unlink()
     with pytest.raises(ConfigError, match="holds no trajectories; name the folder of a run"):
         load(source(str(tmp_path), **knobs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ from keel.agents.environments.demonstrations import guess_demonstrations, trip_d
 from keel.model.embedded.conversations import conversation_ids
 from keel.rl.turns import Message, TurnResult
 from keel.rl.types import Segment
+from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import call_message
 from keel.rollout.chat.taught import Context, taught
 from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of
@@ -182,6 +184,28 @@ def test_what_a_template_cannot_show_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         taught(chat_of(name), messages, [CITY], thinking=True)
+
+
+OPENS = """\
+{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif -%}
+"""
+"""Thinking whatever the mode, and none in what is said already."""
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_template_that_always_thinks_and_forgets_is_named_with_the_cure(thinking: bool) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    tokenizer.chat_template = OPENS
+    said = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
+    cure = r"as 'Rome\.', and it has .*: it opens each turn's thinking itself.*\(model\.chat_templa"
+    with pytest.raises(ValueError, match=cure):
+        taught(TemplateChat(tokenizer), [ASKED, said], (), thinking=thinking)
+    kept = "'<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' if m.reasoning_content else ''"
+    tokenizer.chat_template = OPENS.replace("m.content + '<", f"({kept}) + m.content + '<")
+    (context,) = taught(TemplateChat(tokenizer), [ASKED, said], (), thinking=True)
+    assert sum(context.said)
 
 
 ASKED = {"role": "user", "content": "Hi?"}

@@ -134,7 +134,10 @@ def test_a_model_is_exported_whole_or_not_at_all(tmp_path: Path) -> None:
         (folder.model / "README.md").touch()
         folder.check_model()
         (folder.model / "config.json").write_text("[]")
-        with pytest.raises(ConfigError, match=r"config\.json: changed.*same command writes it"):
+        with pytest.raises(
+            ConfigError,
+            match=r"config\.json: changed.*; move that folder away and start the run as",
+        ):
             folder.check_model()
         (folder.model / MANIFEST).unlink()
         check_exported(folder.model, "nothing to compare with")

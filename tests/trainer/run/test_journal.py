@@ -70,7 +70,15 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
     write(tmp_path, range(5), 0, PlainView(4))
     for step in (2, 3):
         keep_batch(tmp_path, step, [], [])
+    mine = tmp_path / "trajectories" / "step_000004 (copy).txt"
+    mine.touch()
+    # Of tokens, which the run that goes on may write no more: run.save_tokens.
+    tokens = [tmp_path / "trajectories" / f"step_00000{step}.jsonl.gz" for step in (2, 3, 4)]
+    for path in tokens:
+        path.touch()
     write(tmp_path, range(3, 4), 2, PlainView(4))
+    assert mine.exists() and [path.exists() for path in tokens] == [True, False, False]
+    mine.unlink()
     assert [path.stem for path in kept_batches(tmp_path)] == ["step_000002"]
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
     names = sorted(path.stem for path in (tmp_path / "trajectories").glob("*.txt"))
@@ -202,6 +210,7 @@ def test_trajectories_are_lines_to_be_learned_from(tmp_path: Path, every: bool, 
     journal.close()
     path = tmp_path / "trajectories" / "step_000001.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {one.suffix for one in path.parent.iterdir()} == {".txt", ".jsonl"}
     assert len(found) == count
     for line in found:
         assert (line["step"], line["tokenizer"]) == (1, "t")

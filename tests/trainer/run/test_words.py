@@ -28,6 +28,7 @@ def test_a_run_that_stopped_says_how_to_go_on(tmp_path: Path) -> None:
         from_python = closing_words(folder, config, 1, command, again="make the same call again")
     assert "after step 1 of 60; to go on: keel train 'my recipe.yaml'\n" in said
     assert "after step 1 of 60; to go on: make the same call again\n" in from_python
+    assert "with the model: the same, and the knob run.steps=1\n" in from_python
     end = "to end there, with the model: the same, and run.steps=1\n"
     assert end in said
     by_epochs = replace(config, sft=replace(config.sft, epochs=2.0))
