@@ -32,8 +32,8 @@ OTHERWISE: Mapping[str, str] = {
     "not replayed (`algorithm.keep_sampling_mask`)",
     "mismatch/ratio_max": "with `staleness/mean` above 0 some of it is drift; else as for "
     "`mismatch/logp_abs`",
-    "mismatch/ratio_outside_fraction": "as for `mismatch/logp_abs`; `model.dtype`: float16 has "
-    "eight times less of it",
+    "mismatch/ratio_outside_fraction": "as for `mismatch/logp_abs`; `model.dtype`: float16 has an "
+    "eighth of that, with `model.residual_dtype`: float32 an eleventh",
     "mask/sequence_fraction": "lower `algorithm.max_lag`, `trainer.lr` or "
     "`algorithm.updates_per_batch`; short completions in bfloat16: raise `algorithm.mask_delta`",
     "mask/logp_gap_max": "above δ on fresh samples: raise `algorithm.mask_delta`, or compute more "

@@ -244,3 +244,14 @@ def test_batch_invariant_kernels_are_for_some_models() -> None:
         ModelConfig(batch_invariant=True)
     with pytest.raises(ConfigError, match=r"model\.batch_invariant = True: needs model\.dtype"):
         ModelConfig(path="a/model", batch_invariant=True, dtype="float32")
+
+
+def test_a_float32_residual_is_for_layers_that_round() -> None:
+    with pytest.raises(ConfigError, match=r"model\.residual_dtype = 'float32': .*batch_invariant"):
+        ModelConfig(path="a/model", batch_invariant=True, residual_dtype="float32")
+    wide = {
+        dtype: ModelConfig(dtype=dtype, residual_dtype="float32").wide_residual
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    assert wide == {"float32": False, "bfloat16": True, "float16": True}
+    assert not ModelConfig().wide_residual

@@ -379,3 +379,15 @@ def test_what_is_chosen_keeps_to_batch_invariant_kernels(shapes: dict[str, Model
         kept = choose(config, KNOBS, shapes[shape], machine(gpus, gib)).values
         assert not kept["trainer.compile"] and kept["trainer.zero_stage"] < 3
         assert set(free) == set(kept)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compiled"), [("bfloat16", True), ("float16", True), ("float32", False)]
+)
+def test_layers_of_half_precision_are_compiled(
+    shapes: dict[str, ModelFacts], dtype: Any, compiled: bool
+) -> None:
+    model = replace(recipe().model, dtype=dtype)
+    config = replace(recipe(), model=model, run=replace(recipe().run, steps=2000))
+    values = choose(config, KNOBS, shapes["1.7b"], machine(1, 139.0)).values
+    assert values["trainer.compile"] == compiled

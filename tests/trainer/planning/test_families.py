@@ -22,11 +22,13 @@ from keel.configs.schema import (
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.trainer.planning.families import (
     CPU_HEADS,
+    FLOAT32_RESIDUAL,
     NOT_IN_FLOAT16,
     check_attention_kernels,
     check_engine_attention,
     check_engine_dtype,
     check_engine_heads,
+    check_residual,
     check_sequence_parallel,
     check_share_prompts,
 )
@@ -78,6 +80,19 @@ def test_an_engine_in_float16_is_refused_for_them(config: Config, knob: str) -> 
 def test_in_any_other_dtype_they_run() -> None:
     for config in (recipe("bfloat16"), recipe("float32"), recipe("float16", "bfloat16")):
         check_engine_dtype(config, "gemma3_text")
+
+
+def test_a_float32_residual_is_for_families_whose_layers_are_known() -> None:
+    plain = recipe("float16")
+    wide = replace(plain, model=replace(plain.model, residual_dtype="float32"))
+    for model_type in FLOAT32_RESIDUAL:
+        check_residual(wide, model_type)
+    check_residual(plain, "gpt2")
+    with pytest.raises(ConfigError, match=r"residual_dtype = 'float32': not for .* type gpt2, "):
+        check_residual(wide, "gpt2")
+    spread = replace(wide, rollout=RolloutConfig(tensor_parallel=2))
+    with pytest.raises(ConfigError, match=r"tensor_parallel = 2 .*Set that to 1"):
+        check_residual(spread, "qwen3")
 
 
 def test_a_recipe_is_refused_before_an_engine_starts(tmp_path: Path) -> None:

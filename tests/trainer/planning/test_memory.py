@@ -24,6 +24,7 @@ from keel.trainer.planning.memory import (
     TRAINER_CUDA_GIB,
     TRAINER_UNUSED_GIB,
     DoesNotFit,
+    activation_elements,
     key_width,
     support_head_bytes,
     trainer_memory,
@@ -301,3 +302,22 @@ def test_what_stays_beside_an_engine_that_is_awake(
     """Gradients are given back, or gone."""
     config = recipe(micro_batch_tokens=8000, **options)
     assert held_bytes(plan(config).trainer) == pytest.approx(bytes_each * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        # Before and after attention in each layer, and its gradient.
+        ({}, 10 * 2 * 1000 + 1000),
+        ({"compile": True}, 10 * 2 * 1000 + 1000),
+        # The layers' inputs, all of the last layer, and the gradient.
+        ({"activation_checkpointing": True}, 10 * 1000 + 2 * 1000 + 1000),
+    ],
+)
+def test_a_float32_residual_is_kept_as_such(options: dict[str, Any], more: float) -> None:
+    narrow = recipe(**options)
+    wide = replace(narrow, model=replace(narrow.model, residual_dtype="float32"))
+    found = activation_elements(DENSE, wide) - activation_elements(DENSE, narrow)
+    assert found == pytest.approx(more)
+    exact = replace(wide, model=replace(wide.model, dtype="float32"))
+    assert activation_elements(DENSE, exact) == activation_elements(DENSE, narrow)
