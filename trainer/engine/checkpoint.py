@@ -99,8 +99,9 @@ class Checkpoints:
         if (folder / NATIVE).is_dir():
             self._read_native(folder, progress, layout)
         else:
+            shares = everyones(self._optimizer.share())
             try:
-                self._optimizer.read(folder / OPTIMIZER)
+                self._optimizer.read(folder / OPTIMIZER, shares)
             except (ValueError, KeyError, OSError) as error:
                 raise ValueError(f"checkpoint {folder}: {error}") from error
         path = folder / f"random_rank_{dist.get_rank()}.pt"

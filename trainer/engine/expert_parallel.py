@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedConfig
 
 from keel.trainer.engine.deepspeed_internals import (
     WEIGHTS,
@@ -35,10 +36,16 @@ LAYERS = r"model\.model\.layers\.\d+\.mlp"
 Named = dict[str, Tensor]
 
 
-def autoep_config(size: int, *, grouped: bool) -> dict[str, Any]:
-    """DeepSpeed's section `expert_parallel`. `grouped`: one grouped GEMM for a rank's experts
-    (bfloat16 on a GPU), else one after the other."""
+def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[str, Any]:
+    """DeepSpeed's section `expert_parallel`. `text`: of the model. `grouped`: one grouped GEMM for
+    a rank's experts (bfloat16 on a GPU), else one after the other."""
+    greedy = text.model_type == "deepseek_v2" and getattr(text, "topk_method", "") == "greedy"
+    groups: dict[str, int] = {}
+    if greedy and (getattr(text, "n_group", None) or 1) > 1:
+        # AutoEP limits a token's experts by groups wherever there are any (0.19.8).
+        groups = {"num_expert_groups": 1, "num_limited_groups": 1}
     return {
+        **groups,
         "enabled": True,
         "autoep_size": size,
         "use_grouped_mm": grouped,

@@ -37,8 +37,10 @@ class SplitGaps:
 
     @staticmethod
     def begun(batch: TrainBatch, device: torch.device, scored: Scored) -> SplitGaps:
-        """Of an optimizer step that is about to begin."""
-        gaps = SplitGaps(batch.split_sequences, device)
+        """Of an optimizer step that is about to begin. Nobody has sampled what conversations that
+        are given hold, so of these there are none."""
+        sampled = batch.micro_batches[0].loss == "grpo"
+        gaps = SplitGaps(batch.split_sequences if sampled else 0, device)
         gaps.score(batch.scored_first, scored)
         return gaps
 
@@ -54,7 +56,7 @@ class SplitGaps:
     def add(self, inputs: Inputs, logp: Tensor) -> None:
         """Count the [R] sampled tokens of a micro-batch in."""
         # Every rank of its sequence-parallel group has the same.
-        if inputs.split_S is not None and inputs.part.rank == 0:
+        if self._count and inputs.split_S is not None and inputs.part.rank == 0:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
 
     def of(self, inputs: Inputs) -> Tensor | None:

@@ -131,7 +131,8 @@ def deepspeed_config(
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 10 * hidden_size
     if trainer.expert_parallel > 1:
         grouped = device.type == "cuda" and dtype == torch.bfloat16
-        config["expert_parallel"] = autoep_config(trainer.expert_parallel, grouped=grouped)
+        text = model.config.get_text_config()
+        config["expert_parallel"] = autoep_config(trainer.expert_parallel, text, grouped=grouped)
     return config
 
 

@@ -77,6 +77,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": EXPERTS, "num_hidden_layers": LAYERS - 1},
 }
+FAMILIES["deepseek_v2 greedy"] = {**FAMILIES["deepseek_v2"], "topk_method": "greedy"}
+"""Chooses among all experts, whatever its config says of groups."""
 
 
 def write_family(folder: Path, family: str) -> None:
@@ -84,7 +86,7 @@ def write_family(folder: Path, family: str) -> None:
 
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **{**_SIZES, **FAMILIES[family]})
+        AutoConfig.for_model(family.split()[0], **{**_SIZES, **FAMILIES[family]})
     )
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -204,6 +206,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     1: {
         "qwen3_moe": training(0),
         "deepseek_v3": training(0, "deepseek_v3"),
+        "deepseek_v2 greedy": training(0, "deepseek_v2 greedy"),
         "live reference": referenced(0),
         "replayed reference": referenced(0, ref_routing="replay"),
         "presets": presets,
@@ -222,6 +225,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             f"live reference, sequence, stage {s}": referenced(s, sequence_parallel=2)
             for s in (0, 3)
         },
+        "deepseek_v2 greedy, stage 1": training(1, "deepseek_v2 greedy"),
         "deepseek_v3, sequence, stage 2": training(2, "deepseek_v3", sequence_parallel=2),
         **{
             f"qwen3_moe, offloaded, stage {s}": training(s, offload_optimizer=True, resume=s == 2)

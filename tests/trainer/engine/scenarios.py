@@ -68,7 +68,8 @@ def training(stage: int, **changes: Any) -> Scenario:
 
 
 def resumed(stage: int, **changes: Any) -> Scenario:
-    """Train straight through; and again from a checkpoint taken on the way."""
+    """Train straight through; and again from a checkpoint taken on the way, which is of another
+    model than one that lacks a tensor."""
 
     def run(ranks: Ranks) -> Result:
         config = make_config(ranks.world_size, stage, tokens=TIGHT, **changes)
@@ -84,10 +85,13 @@ def resumed(stage: int, **changes: Any) -> Scenario:
         later.load(saved)
         numbers = (later.steps, later.version)
         ranks.train(later, config, range(SAVED_AFTER, STEPS))
+        with pytest.raises(ValueError, match=f"{saved}: it has ") as refused:
+            ranks.engine(config, "tied").load(saved)
         return {
             "straight": ranks.published(straight),
             "resumed": ranks.published(later),
             "loaded": numbers,
+            "refused": str(refused.value),
         }
 
     return run

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,15 @@ from keel.trainer.engine.state.optimizer_internals import (
     replacing_masters,
     set_loss_scale,
 )
-from keel.trainer.engine.state.pieces import Index, Piece, Run, flaws, sizes_of, writers
+from keel.trainer.engine.state.pieces import (
+    Index,
+    Piece,
+    Run,
+    check_same,
+    flaws,
+    sizes_of,
+    writers,
+)
 
 INDEX = "index.json"
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
@@ -94,10 +103,13 @@ class OptimizerState:
         steps = {n: float(state["step"]) for n, state in enumerate(states) if "step" in state}
         return Share(_pieces(found, self._runs), steps, self._runs)
 
-    def read(self, folder: Path) -> None:
-        """Raises `ValueError` if it is that of another model, or cannot be read."""
+    def read(self, folder: Path, shares: Sequence[Share]) -> None:
+        """`shares`: of all ranks. Raises `ValueError` if it is that of another model, or cannot be
+        read."""
         index = json.loads((folder / INDEX).read_text())
-        where = Index([[Piece(*piece) for piece in rank["pieces"]] for rank in index["ranks"]])
+        written = [[Piece(*piece) for piece in rank["pieces"]] for rank in index["ranks"]]
+        check_same(chain.from_iterable(written), sizes_of(_runs(shares)))
+        where = Index(written)
         steps = [{int(n): step for n, step in rank["steps"].items()} for rank in index["ranks"]]
         files: dict[int, TensorFile] = {}
         found = self._held()
@@ -154,10 +166,14 @@ def _index(
         }
         for share, mine in zip(shares, chosen, strict=True)
     ]
-    runs = {run for share in shares for own in share.runs.values() for run in own}
-    if wrong := flaws((piece for rank in ranks for piece in rank["pieces"]), sizes_of(runs)):
+    pieces = (piece for rank in ranks for piece in rank["pieces"])
+    if wrong := flaws(pieces, sizes_of(_runs(shares))):
         raise RuntimeError(f"the trainer's ranks do not hold all of {wrong[0]} once")
     return {"ranks": ranks, "loss_scale": dict(scale)}
+
+
+def _runs(shares: Sequence[Share]) -> set[Run]:
+    return {run for share in shares for own in share.runs.values() for run in own}
 
 
 def _key(kind: str, tensor: int) -> str:

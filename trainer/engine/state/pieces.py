@@ -80,6 +80,21 @@ def flaws(pieces: Iterable[Piece], sizes: Mapping[str, int]) -> list[str]:
     return sorted(wrong | {name for name, end in reached.items() if end != sizes.get(name)})
 
 
+def check_same(pieces: Iterable[Piece], sizes: Mapping[str, int]) -> None:
+    """Raises `ValueError` naming a parameter unless what was written is a model whose parameters
+    have these `sizes`: of a larger one a part would be found, and be another part."""
+    written: dict[str, int] = {}
+    for name, _, count, *_ in pieces:
+        written[name] = written.get(name, 0) + count
+    for name in sorted(written.keys() | sizes.keys()):
+        there, here = written.get(name, 0), sizes.get(name, 0)
+        if there != here:
+            raise ValueError(
+                f"it has {there:,} elements of {name}, of which this model has {here:,}: it is of "
+                "another model, or of one of which something else is trained"
+            )
+
+
 class Index:
     """Of everything that was written."""
 

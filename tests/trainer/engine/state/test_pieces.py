@@ -4,7 +4,15 @@ from itertools import pairwise
 
 import pytest
 
-from keel.trainer.engine.state.pieces import Index, Piece, Run, flaws, sizes_of, writers
+from keel.trainer.engine.state.pieces import (
+    Index,
+    Piece,
+    Run,
+    check_same,
+    flaws,
+    sizes_of,
+    writers,
+)
 
 
 def cut(name: str, size: int, *borders: int) -> list[Piece]:
@@ -54,6 +62,15 @@ def test_a_parameter_must_be_there_whole_and_once() -> None:
     assert flaws(whole[1:], {"w": 10}) == flaws(whole[:1], {"w": 10}) == ["w"]
     assert flaws([*whole, whole[0]], {"w": 10}) == flaws(whole, {"w": 11}) == ["w"]
     assert flaws([], {"w": 10}) == flaws(whole, {}) == ["w"]
+
+
+@pytest.mark.parametrize("sizes", [{"w": 10}, {"w": 10, "v": 3}, {"w": 10, "v": 4, "u": 1}, {}])
+def test_another_model_is_refused_by_the_name_of_a_parameter(sizes: dict[str, int]) -> None:
+    """Also one that has less, of which everything is there: in a narrower one, elsewhere."""
+    written = [*cut("w", 10, 4), *cut("v", 4, 2)]
+    check_same(written, {"w": 10, "v": 4})
+    with pytest.raises(ValueError, match=r"elements of [uv], of which this model has \d"):
+        check_same(written, sizes)
 
 
 def test_the_size_of_a_parameter_is_that_of_its_parts() -> None:

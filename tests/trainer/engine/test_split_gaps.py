@@ -1,0 +1,42 @@
+"""What is known of trajectories that are split over micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from keel.rl.packing import TrainBatch, pack
+from keel.rl.supervised.lessons import Lesson, pack_lessons
+from keel.trainer.engine.objectives import SplitGaps
+from keel.trainer.engine.policy import Inputs
+from tests.trainer.engine.batches import Rollouts
+
+CPU = torch.device("cpu")
+
+
+def metrics_of(batch: TrainBatch) -> list[str]:
+    gaps = SplitGaps.begun(batch, CPU, lambda _: pytest.fail("nothing has to be scored first"))
+    for micro_batch in batch.micro_batches:
+        inputs = Inputs.of(micro_batch, CPU)
+        gaps.add(inputs, torch.full((len(inputs.logp_old_R),), -1.0))
+    return [*gaps.metrics()]
+
+
+def test_conversations_that_are_given_have_no_gap_to_what_sampled_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where one is split: `keel sft` has no metric of a sequence mask."""
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda _: None)  # of one rank
+    groups = Rollouts(0, Path(), windows=7).groups(2, 3)
+    trajectories = [trajectory for group in groups for trajectory in group.group.trajectories]
+    (sampled,) = pack(groups, ranks=1, micro_batch_tokens=16, sequence_mask=False)
+    lessons = [
+        Lesson(prompt_id=str(number), segments=trajectory.segments)
+        for number, trajectory in enumerate(trajectories)
+    ]
+    (given,) = pack_lessons(lessons, ranks=1, micro_batch_tokens=16)
+    assert sampled.split_sequences == given.split_sequences > 0
+    assert metrics_of(sampled) == ["mask/logp_gap_max"]
+    assert metrics_of(given) == []
