@@ -31,7 +31,9 @@ class Recording:
     """What the engine did for one completion of G tokens to a prompt of P tokens."""
 
     logp: NDArray[np.float32]
-    """[G] log-probability of each sampled token, under temperature and truncation."""
+    """[G] log-probability of each sampled token, under temperature and truncation. Where one is not
+    finite, its completion is dropped, and nothing else of it need be here: the logits were no
+    numbers, so that a sampling mask may not hold its token."""
     kept: KeptSets | None
     """G spans. None: sampling was not truncated, or was not to be recorded."""
     routes: NDArray[np.int16] | None

@@ -59,8 +59,11 @@ class NativeRecorder:
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
         wanted = self._wanted.pop(request_id)
         tokens = len(output.token_ids)
+        logp = sampled_logprobs(request_id, output)
+        if not np.isfinite(logp).all():
+            return Recording(logp=logp, kept=None, routes=None)
         return Recording(
-            logp=sampled_logprobs(request_id, output),
+            logp=logp,
             kept=kept_sets(request_id, output) if wanted.kept else None,
             routes=(
                 moe_routes(

@@ -83,6 +83,9 @@ class PackedRecorder:
         sampled = len(output.token_ids)
         logp = packed.logprobs()
         check_tokens(request_id, "logprobs", len(logp), sampled)
+        if not np.isfinite(logp).all():
+            self.forget(request_id)
+            return Recording(logp=logp, kept=None, routes=None)
         routes = None
         if wanted.routes:
             first, tokens = wanted.routes_from, prompt_tokens + sampled - 1

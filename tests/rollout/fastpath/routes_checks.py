@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from keel.rollout.fastpath.bursts import steps_in
 from keel.rollout.fastpath.scheduler import AsyncFastScheduler, FastScheduler
 from keel.rollout.recording.base import RoutesBeforePreemption, Wanted
+from keel.rollout.recording.packed import PackedRecorder
 from tests.rollout.fastpath.play import BLOCK, Play, Runner
 
 
@@ -101,3 +103,28 @@ def every_row_is_of_the_weights_that_sampled_the_next_token(
             play.step()
         assert play.checked == 40 and play.preempted > 20
         assert not play.before._rows, "rows of finished requests are held"
+
+
+def of_a_completion_that_is_not_finite_nothing_else_is_looked_at(config: Any) -> None:
+    """It is dropped. A GPU finds no largest of logits that are no numbers, so that its token may
+    not be of its sampling mask."""
+    scheduler = Play(config, AsyncFastScheduler, ahead=True, blocks=30).scheduler
+    engine: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(use_v2_model_runner=True),
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)),
+        collective_rpc=lambda *_, **__: [None],
+    )
+    recorder = PackedRecorder(routes=True, kept=True)
+    recorder.attach(engine)
+    for value in (np.nan, np.inf, -np.inf):
+        recorder.expect("r", Wanted(routes=True, kept=True))
+        packed = scheduler.recordings["r"]  # type: ignore[attr-defined]
+        packed.logp.append(np.array([-1, value], np.float32))
+        packed.ids.append(np.array([7, 8], np.int32))
+        packed.sizes.append(np.array([1, 1]))
+        given: Any = SimpleNamespace(token_ids=[7, 0])
+        recording = recorder.take("r", 3, given)
+        assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
+        assert recording.kept is None and recording.routes is None
+        assert recorder.pending() == 0
+        assert not scheduler.recordings  # type: ignore[attr-defined]

@@ -74,3 +74,8 @@ def test_every_row_is_of_the_weights_that_sampled_the_next_token(
 ) -> None:
     checks: Any = import_module("tests.rollout.fastpath.routes_checks")
     checks.every_row_is_of_the_weights_that_sampled_the_next_token(config, ahead, blocks)
+
+
+def test_of_a_completion_that_is_not_finite_nothing_else_is_looked_at(config: Any) -> None:
+    checks: Any = import_module("tests.rollout.fastpath.routes_checks")
+    checks.of_a_completion_that_is_not_finite_nothing_else_is_looked_at(config)

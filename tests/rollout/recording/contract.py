@@ -12,9 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from keel.configs.schema import SamplingConfig
 from keel.rl.types import Group
+from keel.rollout.engine.jobs import NOT_FINITE
 from tests.rollout.recording.conversations import Conversations
 from tests.rollout.recording.reference import Reference, Report, Tolerance, check_groups
 from tests.rollout.remote_engine import OPEN, TRUNCATED, RemoteEngine, prompts
@@ -252,6 +254,22 @@ class RecorderContract:
         groups = engine.sample(asked, group_size=2)
         self.check(groups, reference, tolerance)
         assert {t.segments[0].version_T[-1] for group in groups for t in group.trajectories} == {6}
+
+    def test_completions_that_are_not_finite_are_dropped(
+        self, engine: RemoteEngine, reference: Reference
+    ) -> None:
+        """The engine goes on with the next weights."""
+        tensors = checkpoint_tensors(reference.model)
+        bad = {**tensors, "lm_head.weight": tensors["lm_head.weight"].clone()}
+        bad["lm_head.weight"][100] = torch.nan
+        engine.update(7, bad)
+        (group,) = engine.sample(prompts(1, shared=0, own=9, tag="q"), group_size=3)
+        assert group.dropped == (NOT_FINITE,) * 3
+        engine.update(8, tensors)
+        (group,) = engine.sample(prompts(1, shared=0, own=9, tag="q"), group_size=3)
+        assert len(group.trajectories) == 3
+        stats = engine.stats()
+        assert stats["groups"] == 0 and stats["recordings"] == 0
 
     def test_wrong_weights_are_refused_by_name(
         self, engine: RemoteEngine, reference: Reference

@@ -94,6 +94,20 @@ def test_a_gap_names_the_request(changes: dict[str, Any], message: str) -> None:
         recorder().take("r", PROMPT, output(**changes))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_of_a_completion_that_is_not_finite_nothing_else_is_looked_at(value: float) -> None:
+    """It is dropped. vLLM's masks leave out ids whose logits are no numbers, so that none is kept
+    where all are."""
+    native = recorder()
+    masks = SimpleNamespace(token_ids=[[7, 8], []])
+    logprobs = flat([[(7, -1.0)], [(9, value)]])
+    given = output(logprobs=logprobs, sampling_mask=masks, routed_experts=np.zeros((4, 4, 2)))
+    recording = native.take("r", PROMPT, given)
+    assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
+    assert recording.kept is None and recording.routes is None
+    assert native.pending() == 0
+
+
 def test_evaluation_needs_neither_masks_nor_routes() -> None:
     native = NativeRecorder(routes=True, kept=True)
     native.expect("r", Wanted(routes=False, kept=False))

@@ -70,6 +70,7 @@ class TestPackedRecorder:
     test_weights_change = RecorderContract.test_weights_change_while_answers_are_sampled
     test_cut_across = RecorderContract.test_answers_are_cut_while_weights_change
     test_weight_update = RecorderContract.test_weight_update
+    test_not_finite = RecorderContract.test_completions_that_are_not_finite_are_dropped
 
 
 def test_where_vllm_has_changed_under_it_the_engine_is_native(
