@@ -114,6 +114,8 @@ class Config:
             )
         if self.model.batch_invariant:
             self._check_invariant()
+        width, said = self.rollout.tensor_parallel, "must be 1 with model.residual_dtype: float32"
+        require(width == 1 or not self.model.wide_residual, "rollout.tensor_parallel", width, said)
         longest = self.rollout.deadline_s + 2 * CUT_S
         ahead = self.algorithm.max_lag or self.algorithm.publish_every > 1
         if self.rollout.weight_updates == "drain" and ahead:

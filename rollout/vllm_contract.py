@@ -168,6 +168,7 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
     ),
     "residual": (
         Has(f"{MODEL}.custom_op:op_registry_oot", "pop"),
+        Uses("vllm.config.vllm:VllmConfig.compute_hash", "additional_config"),
         Uses(f"{MODEL}.custom_op:CustomOp.__new__", "op_registry_oot"),
         Uses(f"{MODEL}.custom_op:PluggableLayer.__new__", "op_registry_oot"),
         Takes(f"{MODEL}.layers.layernorm:RMSNorm.forward_native", "self x residual"),

@@ -25,15 +25,16 @@ OTHERWISE: Mapping[str, str] = {
     "train/skipped_steps": "the terminal names completion, token and layer; `keel replay`. In "
     "float16 use `model.dtype`: bfloat16",
     "mismatch/logp_abs": "high from the first step: precision (`rollout.dtype`, "
-    "`rollout.head_dtype`) or a model that both compute differently. Jumping later: the engine has "
-    "other weights; a bug worth reporting",
+    "`rollout.head_dtype`; `model.dtype`: float16 has an eighth of it, with "
+    "`model.residual_dtype`: float32 an eleventh) or a model that both compute differently. "
+    "Jumping later: the engine has other weights; a bug worth reporting",
     "mismatch/kl": "as for `mismatch/logp_abs`",
     "mismatch/ratio_mean": "below 1 from the first step: sampling is truncated and the masks are "
     "not replayed (`algorithm.keep_sampling_mask`)",
     "mismatch/ratio_max": "with `staleness/mean` above 0 some of it is drift; else as for "
     "`mismatch/logp_abs`",
-    "mismatch/ratio_outside_fraction": "as for `mismatch/logp_abs`; `model.dtype`: float16 has an "
-    "eighth of that, with `model.residual_dtype`: float32 an eleventh",
+    "mismatch/ratio_outside_fraction": "as for `mismatch/logp_abs`; `model.dtype`: float16 has "
+    "next to none",
     "mask/sequence_fraction": "lower `algorithm.max_lag`, `trainer.lr` or "
     "`algorithm.updates_per_batch`; short completions in bfloat16: raise `algorithm.mask_delta`",
     "mask/logp_gap_max": "above δ on fresh samples: raise `algorithm.mask_delta`, or compute more "

@@ -173,7 +173,7 @@ class ModelConfig:
     residual_dtype: Literal["model", "float32"] = "model"
     """Of the residual stream, to which blocks add their output, in engines and trainer. float32: it
     is not rounded at each sum, so the two differ less (docs/stability.md), for a little more time
-    and memory."""
+    and memory. For Llama, Mistral, Mixtral, Qwen2 and Qwen3, one GPU an engine."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
 
     def __post_init__(self) -> None:

@@ -56,8 +56,9 @@ def _variant(kind: type[nn.Module], forward: type) -> type[nn.Module]:
 
 
 class _Layer(nn.Module):
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(hidden_states.float(), *args, **kwargs)
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Not in `forward`, which is compiled, and would be once more for the first layer."""
+        return super().__call__(hidden_states.float(), *args, **kwargs)
 
 
 class _Norm(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 
 import vllm
@@ -82,14 +82,18 @@ def invariant_layers(spec: EngineSpec) -> None:
         install()
 
 
-def residual_layers(spec: EngineSpec) -> None:
-    """Have layers add up in float32, or as vLLM has them, in engines that are built in this process
-    from now on. Raises RuntimeError where this vLLM's cannot."""
+@contextmanager
+def residual_layers(spec: EngineSpec, layers: int) -> Iterator[None]:
+    """Around building an engine of so many layers: they add up in float32, or as vLLM has them.
+    Raises RuntimeError where this vLLM's cannot."""
     wanted = spec.residual_dtype == "float32" and spec.dtype != "float32"
     if wanted:
         require("residual")
     if wanted or RESIDUAL in sys.modules:
         import_module(RESIDUAL).install(wanted=wanted)
+    yield
+    if wanted:
+        import_module(RESIDUAL).check_built(layers)
 
 
 def takes_over_rows() -> bool:

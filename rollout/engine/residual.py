@@ -18,14 +18,28 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 
 from keel.model.layers.residual import OUTPUTS, summed
 
+_made: list[Summed] = []
+"""Of engines that were built since `install`."""
+
 
 def install(*, wanted: bool) -> None:
     """For engines that are built in this process from now on."""
+    _made.clear()
     for kind in (Float32Norm, Float32Output):
         name = kind.__bases__[0].__name__
         op_registry_oot.pop(name, None)
         if wanted:
             op_registry_oot[name] = kind
+
+
+def check_built(layers: int) -> None:
+    """Raises RuntimeError unless so many layers' attention or more gives float32."""
+    if len(_made) < layers:
+        raise RuntimeError(
+            f"model.residual_dtype = 'float32': of {layers} layers only {len(_made)} products "
+            "could be set up (vLLM calls them otherwise, or the checkpoint is quantised). Leave it "
+            "out"
+        )
 
 
 class Float32Norm(RMSNorm):
@@ -50,6 +64,7 @@ class Float32Output(RowParallelLinear):
         super().__init__(*args, **kwargs)
         if self.prefix.endswith(OUTPUTS) and type(self.quant_method) is UnquantizedLinearMethod:
             self.quant_method = Summed()
+            _made.append(self.quant_method)
 
 
 class Summed(UnquantizedLinearMethod):

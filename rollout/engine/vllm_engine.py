@@ -89,7 +89,6 @@ class VllmEngine:
         )
         self._no_copies = no_copies(spec.config)
         invariant_layers(spec)
-        residual_layers(spec)
         together = share_prompts(spec, name)
         if name == "packed":
             from keel.rollout.fastpath.cascade.plan import heads_of  # noqa: PLC0415
@@ -97,7 +96,8 @@ class VllmEngine:
 
             compile_ahead(spec, text.vocab_size, heads_of(text) if together else None)
         alone = spec.config.tensor_parallel == 1
-        with quick_start(whole.architectures or () if alone else (), gpu=not cpu):
+        residual = residual_layers(spec, text.num_hidden_layers)
+        with residual, quick_start(whole.architectures or () if alone else (), gpu=not cpu):
             self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)

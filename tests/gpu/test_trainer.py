@@ -49,14 +49,20 @@ def only_engine() -> None:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_follows_float32_under_every_stage(ranks: Ranks, dtype: Dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "residual"),
+    [("bfloat16", "model"), ("float16", "model"), ("float16", "float32")],
+)
+def test_half_precision_follows_float32_under_every_stage(
+    ranks: Ranks, dtype: Dtype, residual: str
+) -> None:
     plain = values(training(0)(ranks)["metrics"][0])
     for stage in (0, 1, 2, 3):
         for recomputed in (False, True):
             result = training(
                 stage,
                 dtype=dtype,
+                residual_dtype=residual,
                 tokens=TIGHT,
                 activation_checkpointing=recomputed,
                 offload_optimizer=recomputed and stage > 0,

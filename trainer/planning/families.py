@@ -50,19 +50,10 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
 def check_residual(config: Config, model_type: str) -> None:
     """Raise `ConfigError` for layers that are not known to add up in float32 in engines and trainer
     alike. `model_type`: as above."""
-    if config.model.residual_dtype == "model":
-        return
-    knob = "model.residual_dtype = 'float32'"
-    if model_type not in FLOAT32_RESIDUAL:
+    if config.model.residual_dtype == "float32" and model_type not in FLOAT32_RESIDUAL:
         raise ConfigError(
-            f"{knob}: not for models of type {model_type}, only {', '.join(FLOAT32_RESIDUAL)}. "
-            "Leave it out"
-        )
-    if config.rollout.tensor_parallel > 1:
-        raise ConfigError(
-            f"{knob}: with rollout.tensor_parallel = {config.rollout.tensor_parallel} layers are "
-            "built in processes of vLLM's own, where they cannot be set up. Set that to 1, or "
-            "leave model.residual_dtype out"
+            f"model.residual_dtype = 'float32': not for models of type {model_type}, only "
+            f"{', '.join(FLOAT32_RESIDUAL)}. Leave it out"
         )
 
 

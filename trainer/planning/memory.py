@@ -226,7 +226,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
     if not gpu:  # there transformers' own norms and experts run
         facts = replace(facts, fused_norms=False, fused_experts=False)
-    elif trainer.expert_parallel > 1 or not mixed:
+    elif trainer.expert_parallel > 1 or config.model.dtype != "bfloat16":
         facts = replace(facts, fused_experts=False)
     kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
     experts = kept_layers * expert_elements(facts)

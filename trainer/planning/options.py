@@ -207,8 +207,10 @@ class Options:
     @property
     def compiles(self) -> bool:
         """Whether compiled layers of such a model are known to be faster."""
-        timed = self.facts.fused_norms and self.config.model.dtype != "float32"
         model = self.config.model
+        dense = not self.facts.moe_layers
+        timed = model.dtype == "bfloat16" or (model.dtype == "float16" and dense)
+        timed = timed and self.facts.fused_norms
         return timed and self.config.trainer.sequence_parallel == 1 and not model.batch_invariant
 
     def stages(self, ranks: int) -> list[Values]:

@@ -308,7 +308,7 @@ def compute_seconds(
     gemms = passes(config) * 2 * body_parameters(facts) / rates.gemm_share
     attended = passes(config) - trainer.keeps_attention
     gemms += attended * attention / rates.attention_of(config, machine)
-    if trainer.expert_parallel > 1:
+    if trainer.expert_parallel > 1 or config.model.dtype != "bfloat16":
         facts = replace(facts, fused_experts=False)
     if trainer.compile or config.model.batch_invariant:
         moved = rates.compiled_moves * layer_elements(facts, config, compiled=True)

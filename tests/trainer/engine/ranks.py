@@ -57,6 +57,7 @@ def make_config(
     kept_mass_coef: float = 0.0,
     sleep: bool = False,
     agents: bool = False,
+    residual_dtype: Literal["model", "float32"] = "model",
     **trainer: Any,
 ) -> Config:
     source = SourceConfig(
@@ -80,7 +81,7 @@ def make_config(
     }
     return Config(
         run=RunConfig(steps=10, seed=3),
-        model=ModelConfig(path="local", dtype=dtype),
+        model=ModelConfig(path="local", dtype=dtype, residual_dtype=residual_dtype),
         data=DataConfig(sources=(source,)),
         algorithm=AlgorithmConfig(
             mask_delta=mask_delta, ref_routing=ref_routing, kept_mass_coef=kept_mass_coef

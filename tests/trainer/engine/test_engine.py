@@ -240,6 +240,19 @@ def test_gradients_add_up_as_in_deepspeed(results: dict[str, Any]) -> None:
     same(ours["after"], theirs["after"], atol=0)
 
 
+def test_a_float32_residual_is_learned_with_under_every_layout(results: dict[str, Any]) -> None:
+    """As in float32, up to bfloat16's rounding inside blocks."""
+    exact = values(results["stage 1"]["metrics"][0])
+    found = results["float32 residual"]
+    assert len(found) == 5
+    for result in found.values():
+        assert result["products"] == {torch.bfloat16}, "blocks' last products were not added up"
+        first = values(result["metrics"][0])
+        assert first["train/skipped_steps"] == 0
+        assert first["loss"] == pytest.approx(exact["loss"], abs=0.01)
+        assert first["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.03)
+
+
 @pytest.mark.parametrize("name", ["0", "3", "1 asleep", "3 asleep"])
 def test_reference_starts_where_the_policy_does(results: dict[str, Any], name: str) -> None:
     first, *_, last = (values(metrics) for metrics in results[f"reference {name}"]["metrics"])
