@@ -4,10 +4,10 @@
 
 On a CPU. Engine and trainer are two passes over the same weights and tokens, both in float32, that
 round where half precision does, and whose sums differ as sums in another order do: by `NOISE` of
-their size, and attention's probabilities by the maximum that they are taken relative to. The mean
-|Δ log p| of the two is that of a GPU's engine and trainer (docs/stability.md) within a few percent.
-Then some of the roundings are left out on both sides: what is gained is what they had cost. The
-model has Qwen3-0.6B's shape, `--layers` of them, random weights and logits of deviation 8.
+their size, and attention's probabilities by the maximum that they are taken relative to (both are
+assumed). Then some of the roundings are left out on both sides: what is gained is what they had
+cost. The model has Qwen3-0.6B's shape, `--layers` of them, random weights and logits of deviation
+8. Its numbers are above a GPU's; ratios of them are like a GPU's (docs/stability.md).
 
 Writes OUT/rounding.json.
 """
