@@ -37,7 +37,9 @@ from keel.trainer.run.manifest import (
     MANIFEST,
     Entry,
     damage,
+    described,
     fingerprint,
+    other_than,
     said,
     write_manifest,
 )
@@ -150,10 +152,10 @@ class RunFolder:
                 f"run.dir = {self.path}: holds {self.latest.name} of a run with another config "
                 "(its config.yaml is gone, so no knob can be named). Choose another folder"
             )
-        if of == ("",) and state.model and self.base not in ("", state.model):
+        if of == ("",) and (other := other_than(state.model, self.base)):
             raise ConfigError(
-                f"run.dir = {self.path}: model.path = {self._config.model.path!r} has other "
-                f"weights than when {self.latest.name} was written. The run's reference policy, "
+                f"run.dir = {self.path}: model.path = {self._config.model.path!r} has "
+                f"{other} than when {self.latest.name} was written. The run's reference policy, "
                 "and what of the model is not trained, would be others from here on. Put the "
                 "model back, or choose another run.dir"
             )
@@ -350,12 +352,12 @@ class RunFolder:
 
 
 def base_of(config: Config) -> str:
-    """Fingerprint of the model folder that a run begins with; "" of one of the hub, and of the
-    embedded model."""
+    """Fingerprints of the model folder that a run begins with: "weights+config.json"; "" of one of
+    the hub, and of the embedded model."""
     folder = Path(config.model.path).expanduser()
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         if config.model.path != EMBEDDED and folder.is_dir():
-            return fingerprint(folder)
+            return f"{fingerprint(folder)}+{described(folder)}"
     return ""
 
 

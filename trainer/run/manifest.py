@@ -20,6 +20,8 @@ PIECE = 64 * 2**20
 BLOCK = 2**20
 PARTS = 64
 """Of a file, that a fingerprint looks into."""
+WRITERS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+"""Of a config.json: what says nothing of the model, or what a recipe says."""
 THREADS = 8
 """At most: a disk, or the ranks of a host together, have no use for more."""
 
@@ -58,6 +60,25 @@ def fingerprint(folder: Path) -> str:
                 file.seek(size * part // PARTS)
                 digest.update(file.read(BLOCK // PARTS))
     return digest.hexdigest()[:12] if files else ""
+
+
+def described(folder: Path) -> str:
+    """Fingerprint of what a model folder's config.json says of the model, without what differs
+    from writer to writer; "" where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return ""
+    content = json.loads(path.read_text())
+    said = {name: value for name, value in content.items() if name not in WRITERS}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def other_than(then: str, now: str) -> str:
+    """What a model has that is another, of two of its `base_of`; "" where nothing is. What one of them
+    does not have, such as that of an older checkpoint, is not compared."""
+    names = ("other weights", "another config.json")
+    parts = zip(names, then.split("+"), now.split("+"), strict=False)
+    return next((name for name, a, b in parts if a and b and a != b), "")
 
 
 def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:

@@ -65,6 +65,7 @@ def test_a_run_goes_on_with_the_model_that_it_began_with(tmp_path: Path) -> None
     base, moved = tmp_path / "base", tmp_path / "moved"
     base.mkdir()
     (base / "model.safetensors").write_bytes(b"before")
+    (base / "config.json").write_text('{"rope_theta": 1, "dtype": "float32"}')
     made = config(tmp_path / "run")
     made = replace(made, model=replace(made.model, path=str(base)))
     shutil.copytree(base, moved)
@@ -79,6 +80,16 @@ def test_a_run_goes_on_with_the_model_that_it_began_with(tmp_path: Path) -> None
     moved.rename(base)
     with RunFolder(made) as folder:
         assert folder.state() == state
+    (base / "config.json").write_text('{"dtype": "bfloat16", "rope_theta": 1}')  # saved again
+    RunFolder(made).check()
+    (base / "config.json").write_text('{"rope_theta": 2}')
+    with pytest.raises(ConfigError, match=r"has another config\.json than when step_000001 was"):
+        RunFolder(made).check()
+    older = replace(made, run=replace(made.run, dir=str(tmp_path / "older")))
+    with RunFolder(older) as folder:  # whose checkpoints know of weights alone
+        known = state.model.split("+")[0]
+        folder.save(replace(state, config=config_digest(older), model=known), weights)
+    RunFolder(older).check()
 
 
 def test_the_recipe_of_a_run_that_was_moved_begins_no_other(
