@@ -74,8 +74,8 @@ def described(folder: Path) -> str:
 
 
 def other_than(then: str, now: str) -> str:
-    """What a model has that is another, of two of its `base_of`; "" where nothing is. What one of them
-    does not have, such as that of an older checkpoint, is not compared."""
+    """What a model has that is another, of two of its `base_of`; "" where nothing is. What one of
+    them does not have, such as that of an older checkpoint, is not compared."""
     names = ("other weights", "another config.json")
     parts = zip(names, then.split("+"), now.split("+"), strict=False)
     return next((name for name, a, b in parts if a and b and a != b), "")
