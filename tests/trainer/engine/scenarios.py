@@ -218,6 +218,7 @@ def with_float32_residual(ranks: Ranks) -> Result:
         "stage 3 recomputed": {"zero_stage": 3, "activation_checkpointing": True},
         "recomputed but attention": {"activation_checkpointing": True, "keep_attention": True},
         "sequence": {"sequence_parallel": 2},
+        "experts": {"expert_parallel": 2},
     }
     result: Result = {}
     products = list[torch.dtype]()

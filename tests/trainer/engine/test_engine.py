@@ -244,7 +244,7 @@ def test_a_float32_residual_is_learned_with_under_every_layout(results: dict[str
     """As in float32, up to bfloat16's rounding inside blocks."""
     exact = values(results["stage 1"]["metrics"][0])
     found = results["float32 residual"]
-    assert len(found) == 5
+    assert len(found) == 6
     for result in found.values():
         assert result["products"] == {torch.bfloat16}, "blocks' last products were not added up"
         first = values(result["metrics"][0])
