@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from keel.model.layers.fused import use_fused_layers
 from keel.model.layers.residual import summed, use_float32_residual
 from keel.model.trainable import decoder_layers
 from tests.gpu.marks import GPU
-from tests.gpu.test_invariant import SIZE, write
+from tests.gpu.mismatch import mismatch
 from tests.model.layers.test_residual import build, error, gradients
 
 pytestmark = GPU
@@ -50,23 +47,6 @@ def test_gradients_are_those_of_float32(dtype: torch.dtype, compiled: bool) -> N
 
 def test_engine_and_trainer_differ_less(tmp_path: Path) -> None:
     """Engines one after the other, of which the second finds what the first has compiled."""
-    write(tmp_path / "model", "qwen3")
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.stability.mismatch",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    command += ["--model", str(tmp_path / "model"), "--size", json.dumps(SIZE)]
-    done = subprocess.run(
-        [*command, "--arms", "float16-compiled", "float16-residual"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    found = json.loads((tmp_path / "out" / "mismatch.json").read_text())["arms"]
-    assert set(found) == {"float16-compiled", "float16-residual"}, done.stdout + done.stderr
-    assert found["float16-residual"]["tokens"] > 1000
-    assert found["float16-residual"]["logp_abs"] < 0.9 * found["float16-compiled"]["logp_abs"]
+    found = mismatch(tmp_path, "qwen3", "float16-compiled", "float16-residual")
+    ours, plain = (found[name]["logp_abs"] for name in ("float16-residual", "float16-compiled"))
+    assert ours < 0.9 * plain
