@@ -43,7 +43,7 @@ SAMPLING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/uniform_group_fraction",
             "share, 0 to 1",
-            "The same as a share of what is trained on.",
+            "Share of the trained-on groups in which no completion is better than another.",
             "below 0.95: at 1 there is nothing to learn",
             "alarms",
         ),
@@ -160,7 +160,7 @@ SAMPLING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "judge/failures",
             "completions",
-            "That could not be judged (`rewards.judge.max_failure_fraction`).",
+            "Completions that could not be judged (`rewards.judge.max_failure_fraction`).",
             "0",
             "rubrics",
         ),
@@ -204,7 +204,7 @@ SAMPLING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "checkpoint/unwritten",
             "checkpoints",
-            "That could not be written so far; there only once one could not.",
+            "Checkpoints that could not be written so far; shown only once there is one.",
             "not there",
             "checkpoints",
         ),

@@ -168,7 +168,10 @@ def test_an_evaluation_of_an_older_release_as_data(tmp_path: Path) -> None:
     assert [one["parts"] for one in group["trajectories"]] == [{"correct": 0.0}, {"correct": 1.0}]
 
 
-def test_a_folder_that_is_no_run_is_named_with_the_cure(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_named_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path / "..")  # runs of the folder that tests are called in are named, too
     write_run(tmp_path / "runs" / "a")
     (tmp_path / "empty").mkdir()
     (tmp_path / "recipe.yaml").touch()
