@@ -322,7 +322,7 @@ def test_the_reward_of_start_does_what_it_says(school: Path) -> None:
     (first, second) = [text for language, text in blocks("start.md") if language == "yaml"]
     names: dict[str, Any] = {}
     exec(compile(code, "my_rewards.py", "exec"), names)
-    said: Mapping[int, float] = {10: 1.0, 50: 1.0, 100: 0.5, 400: 0.0}
+    said: Mapping[int, float] = {10: 1.0, 50: 1.0, 75: 0.5, 100: 0.0, 400: 0.0}
     for words, worth in said.items():
         assert names["brief"](None, SimpleNamespace(answer="word " * words)) == worth
     assert yaml.safe_load(first)["data"]["sources"][0].keys() >= {"rewards", "answer_after"}
