@@ -66,6 +66,11 @@ class EngineSpec:
             cache_bytes=cache_bytes,
         )
 
+    @property
+    def wide_residual(self) -> bool:
+        """Whether blocks' outputs are added up in more than they are computed in."""
+        return self.residual_dtype == "float32" != self.dtype
+
     def gpu_share(self, gpu_gib: float) -> float:
         """The engine's, of a GPU of so many GiB: `rollout.gpu_memory_utilization` of what the run
         may take of it."""

@@ -86,7 +86,7 @@ def invariant_layers(spec: EngineSpec) -> None:
 def residual_layers(spec: EngineSpec, layers: int) -> Iterator[None]:
     """Around building an engine of so many layers: they add up in float32, or as vLLM has them.
     Raises RuntimeError where this vLLM's cannot."""
-    wanted = spec.residual_dtype == "float32" and spec.dtype != "float32"
+    wanted = spec.wide_residual
     if wanted:
         require("residual")
     if wanted or RESIDUAL in sys.modules:

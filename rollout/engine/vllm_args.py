@@ -74,7 +74,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
             args |= {"block_size": BLOCK, "compilation_config": {"mode": 0}}
             if not config.enforce_eager:
                 args["compilation_config"]["cudagraph_mode"] = "FULL"
-    if spec.residual_dtype == "float32":
+    if spec.wide_residual:
         # Its cache of compiled layers is named by this, too.
         args["additional_config"] = {"keel_residual_dtype": spec.residual_dtype}
     return EngineArgs(**{**args, **recorder.engine_args()})

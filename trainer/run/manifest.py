@@ -69,6 +69,8 @@ def described(folder: Path) -> str:
     if not path.is_file():
         return ""
     content = json.loads(path.read_text())
+    if not isinstance(content, dict):  # which is refused elsewhere
+        return ""
     said = {name: value for name, value in content.items() if name not in WRITERS}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
 

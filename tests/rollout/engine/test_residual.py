@@ -82,3 +82,17 @@ def mean_error(folder: Path, residual: Literal["model", "float32"]) -> float:
 def test_what_blocks_add_is_not_rounded_away(tmp_path: Path) -> None:
     kept, rounded = (mean_error(tmp_path, "float32"), mean_error(tmp_path, "model"))
     assert kept < rounded / 3
+
+
+def test_an_engine_whose_layers_were_not_set_up_is_refused() -> None:
+    from vllm.model_executor.custom_op import op_registry_oot  # noqa: PLC0415
+
+    from keel.rollout.engine.residual import check_built, install  # noqa: PLC0415
+
+    before = dict(op_registry_oot)
+    install(wanted=True)
+    assert {"RMSNorm", "RowParallelLinear"} <= op_registry_oot.keys()
+    with pytest.raises(RuntimeError, match=r"of 2 layers only 0 products could be set up"):
+        check_built(2)
+    install(wanted=False)
+    assert op_registry_oot == before

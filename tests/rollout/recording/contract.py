@@ -258,7 +258,7 @@ class RecorderContract:
     def test_completions_that_are_not_finite_are_dropped(
         self, engine: RemoteEngine, reference: Reference
     ) -> None:
-        """The engine goes on with the next weights."""
+        """And the next weight update is sampled from as ever."""
         tensors = checkpoint_tensors(reference.model)
         bad = {**tensors, "lm_head.weight": tensors["lm_head.weight"].clone()}
         bad["lm_head.weight"][100] = torch.nan
