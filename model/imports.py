@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 
 
 @contextmanager
@@ -38,3 +42,23 @@ def not_found(*names: str) -> Iterator[None]:
     finally:
         for name in hidden:
             del modules[name]
+
+
+def compiled_anew(library: ModuleType) -> str:
+    """What to say of a library that has just been imported, and whose bytecode Python has not
+    kept: it compiles the source again in every process. "" where it has."""
+    spec = library.__spec__
+    if spec is None or spec.cached is None or Path(spec.cached).exists():
+        return ""
+    # It would be there now if Python could have kept it.
+    forbidden, packages = sys.dont_write_bytecode, Path(str(spec.origin)).parents[1]
+    why = "PYTHONDONTWRITEBYTECODE is set" if forbidden else "it cannot be written"
+    command = shlex.join([sys.executable, "-m", "compileall", "-q", "-j", "0", str(packages)])
+    cure = f"Once: {command}"
+    if not os.access(packages, os.W_OK):
+        unset = "unset PYTHONDONTWRITEBYTECODE, and " if forbidden else ""
+        cure = f"To keep it elsewhere, {unset}set PYTHONPYCACHEPREFIX to a folder of your own"
+    return (
+        f"the bytecode of {library.__name__} is not kept ({why}): every process compiles it again, "
+        f"seconds of each start. {cure}"
+    )

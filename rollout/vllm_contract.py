@@ -57,6 +57,7 @@ Part = Literal[
     "v1",
 ]
 WRITTEN_FOR = "0.32"
+WARM_UP = f"{MODEL}.warmup.kernel_warmup"
 NEEDS: dict[Part, tuple[Need, ...]] = {
     "engine": (
         Has("vllm.v1.engine.llm_engine:LLMEngine", "engine_core vllm_config model_executor"),
@@ -159,6 +160,10 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
     "warm_up": (
         Takes("vllm.sampling_params:SamplingParams.for_sampler_warmup", ""),
         Uses("vllm.v1.worker.gpu.warmup:_warmup_kernels", "for_sampler_warmup"),
+        Uses(f"{WARM_UP}:kernel_warmup", "_warmup_ll_bf16_router_gemm"),
+        Takes(f"{WARM_UP}:_warmup_ll_bf16_router_gemm", "model"),
+        Uses(f"{WARM_UP}:_warmup_ll_bf16_router_gemm", "_ll_bf16_router_shapes_from_model"),
+        Takes(f"{WARM_UP}:_ll_bf16_router_shapes_from_model", "model"),
     ),
     "invariant": (
         Uses(f"{MODEL}.layers.linear:UnquantizedLinearMethod.apply", "linear_batch_invariant"),

@@ -253,11 +253,11 @@ def lines_of(program: str) -> list[str]:
             "keel.data.rows.proposal": ("torch", "numpy", "ray", *ENGINES),
             "keel.trainer.loop": ("torch", "ray", *ENGINES),
             "keel.rewards.judge.service": ("torch", "openai", *ENGINES),
+            "keel.rollout.engine.worker": ("torch", *ENGINES),
             "keel.trainer.learner": ("torch", *ENGINES),
         },
         {
             "keel.rl.losses": ("ray", *ENGINES),
-            "keel.rollout.engine.worker": ("ray", *ENGINES),
             "keel.rollout.pool.ray_engines": ENGINES,
         },
     ],

@@ -1,5 +1,5 @@
 """What vLLM does at its start for engines of every kind, and Keel's do not need: 14 and some 24 of
-112 seconds on an H100's host.
+112 seconds on an H100's host, and 3 more for every model without experts.
 
 `SamplingParams.for_sampler_warmup` is replaced by a patch: `kernel_config.enable_jit_warmup: false`
 would be official, and would leave the whole round of steps out, by which vLLM also gives its
@@ -12,9 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from torch import nn
 from vllm import ModelRegistry, SamplingParams
+from vllm.model_executor.warmup import kernel_warmup
 
 params: Any = SamplingParams
+kernels: Any = kernel_warmup
 
 
 def known_here(architectures: Sequence[str]) -> None:
@@ -30,10 +33,18 @@ def known_here(architectures: Sequence[str]) -> None:
 @contextmanager
 def plain_warm_up() -> Iterator[None]:
     """For engines that are built in here: vLLM tries its sampler on plain requests, and compiles no
-    kernel for penalties, biases and words that none of Keel's has."""
-    original = params.for_sampler_warmup
+    kernel for penalties, biases and words that none of Keel's has. For the kernel of a router's
+    product it loads CUTLASS only where the model has such a router."""
+
+    def routers_alone(model: nn.Module) -> None:
+        if kernels._ll_bf16_router_shapes_from_model(model):
+            routers(model)
+
+    sampling, routers = params.for_sampler_warmup, kernels._warmup_ll_bf16_router_gemm
     params.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=1.0, seed=0))
+    kernels._warmup_ll_bf16_router_gemm = routers_alone
     try:
         yield
     finally:
-        params.for_sampler_warmup = staticmethod(original)
+        params.for_sampler_warmup = staticmethod(sampling)
+        kernels._warmup_ll_bf16_router_gemm = routers

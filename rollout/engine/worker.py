@@ -1,4 +1,5 @@
-"""The Ray actor around an `EngineThread`: a shell. Importing this module does not import vLLM."""
+"""The Ray actor around an `EngineThread`: a shell. Importing this module, as Ray does in a process
+that begins, imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -7,15 +8,16 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keel.configs.schema import SamplingConfig
 from keel.model.imports import heavy_imports
-from keel.model.weight_transfer.channel import Rendezvous
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
-from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineSpec, Progress, Started
+
+if TYPE_CHECKING:
+    from keel.model.weight_transfer.channel import Rendezvous
 
 
 class _Warnings(logging.Handler):
@@ -39,6 +41,7 @@ class RolloutWorker:
         os.environ.setdefault("TRITON_CACHE_DIR", str(kernels))
         # vLLM is loaded in the actor's process only, under its environment.
         with heavy_imports():
+            from keel.rollout.engine.thread import EngineThread  # noqa: PLC0415
             from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
         heard = _Warnings()

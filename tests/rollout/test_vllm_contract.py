@@ -222,6 +222,36 @@ def test_an_engine_starts_without_what_it_does_not_need(monkeypatch: pytest.Monk
         assert SamplingParams.for_sampler_warmup is before
 
 
+def test_the_kernel_of_routers_is_made_ready_only_where_there_are_routers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch  # noqa: PLC0415
+    from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16  # noqa: PLC0415
+    from vllm.model_executor.layers.fused_moe.router import gate_linear  # noqa: PLC0415
+    from vllm.model_executor.warmup import kernel_warmup as module  # noqa: PLC0415
+
+    from keel.rollout.engine.fallbacks import quick_start  # noqa: PLC0415
+
+    class Router(torch.nn.Linear):
+        pass
+
+    def load_cutlass() -> bool:
+        loads.append(model)
+        return False
+
+    monkeypatch.setattr(gate_linear, "GateLinear", Router)
+    monkeypatch.setattr(ll_bf16, "is_available", load_cutlass)
+    before = module._warmup_ll_bf16_router_gemm
+    loads: list[torch.nn.Module] = []
+    dense = torch.nn.Sequential(torch.nn.Linear(8, 4, dtype=torch.bfloat16))
+    mixture = torch.nn.Sequential(Router(8, 4, dtype=torch.bfloat16))
+    with quick_start([], gpu=True):
+        for model in (dense, mixture):
+            module._warmup_ll_bf16_router_gemm(model)
+    assert loads == [mixture]
+    assert module._warmup_ll_bf16_router_gemm is before
+
+
 def test_a_start_that_has_changed_is_vllms_own(
     doctored: Any, logged: list[logging.LogRecord]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keel.rollout.engine import worker
+from keel.rollout.engine import thread, worker
 from tests.rollout.remote_engine import engine_spec
 
 
@@ -29,7 +29,7 @@ def test_what_is_warned_of_while_an_engine_starts_comes_with_it(
     monkeypatch.setitem(
         sys.modules, "keel.rollout.engine.vllm_engine", SimpleNamespace(VllmEngine=0)
     )
-    monkeypatch.setattr(worker, "EngineThread", start)
+    monkeypatch.setattr(thread, "EngineThread", start)
     started = asyncio.run(worker.RolloutWorker(engine_spec(tmp_path)).ready())
     assert started == (os.getpid(), ("vLLM has changed", "no copies"))
     log.warning("later")
