@@ -23,7 +23,7 @@ from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.batches import FOLDER as BATCHES
 from keel.trainer.run.batches import drop_after
 from keel.trainer.run.manifest import sync, sync_folder
-from keel.trainer.run.saved import TokenFile, choose
+from keel.trainer.run.saved import TOKENS, TokenFile, choose
 from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"
@@ -154,7 +154,7 @@ class Journal:
                 errors="replace",  # half a surrogate pair, say
             )
         if chosen and self._tokens is not None:
-            self._tokens.write(self._trajectories / f"step_{step:06d}.jsonl.gz", sample)
+            self._tokens.write(self._trajectories / f"step_{step:06d}{TOKENS}", sample)
         if self._every:
             chosen = [(group, i) for group in sample for i in range(len(group.rewards_G))]
         if chosen:
