@@ -5,8 +5,10 @@
     trainer: {lr: 3e-6}
 
 Order: the schema's defaults, `defaults:` (and its own), the recipe, the overrides. Sections are
-merged, lists replaced; an override replaces the whole value it names. `${run.seed}` refers to
-another knob; text that needs a literal `${` writes `\\${`.
+merged, lists replaced. An override of a section, or of a list's entry, sets the knobs that it names
+and leaves the others as they are: `run={steps: 3}` is `run.steps=3`. An override of a knob replaces
+its value, also a list, and what has keys of a user's (`rewards`). `${run.seed}` refers to another
+knob; text that needs a literal `${` writes `\\${`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from types import NoneType, UnionType
+from typing import Any, Union, cast, get_args, get_origin
 
 import yaml
 from omegaconf import OmegaConf
@@ -27,10 +30,10 @@ from keel.configs.auto import spelled_out, taken_out
 from keel.configs.convert import build
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.distillation import DistillConfig
-from keel.configs.dump import dump_config, escaped
+from keel.configs.dump import dump_config, escaped, quoted
 from keel.configs.hostile import calls, cut_off, lookalike, misread, tree_of
 from keel.configs.schema import Config, ConfigError
-from keel.configs.shipped import find, hint_of, shipped
+from keel.configs.shipped import find, placed, text_of
 from keel.configs.suggest import knob_types, section_type
 from keel.configs.synthesis import SynthesisConfig
 
@@ -44,13 +47,8 @@ __all__ = [
     "load_distillation",
     "load_recipe",
     "load_synthesis",
+    "spelled_apart",
 ]
-NO_RECIPES = {
-    **dict.fromkeys((".jsonl", ".csv", ".tsv", ".parquet", ".arrow"), "a file of data"),
-    **dict.fromkeys((".py", ".ipynb"), "Python"),
-    ".safetensors": "a model's weights",
-}
-"""Endings of what people name where a recipe is wanted."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -101,7 +99,9 @@ def _tree(
         for layer in layers:
             tree = _merged(tree, layer)
         for override in overrides:
-            _apply(tree, where, override)
+            steps, value, origin = _parsed(override)
+            for knob, one in _knobs(_hint(root, steps), steps, value):
+                _set(tree, where, knob, one, origin)
         if root is Config:
             tree = spelled_out(tree)
         if (key := calls(tree)) is not None:
@@ -161,10 +161,10 @@ def _read(
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The recipe's layers, its ancestors first, and the file and line that set each key. folder: as
     `_tree` has it."""
-    path, real = _placed(path)
+    path, real = placed(path)
     if real in trail:
         raise ConfigError(f"{path}: `defaults` goes round in a circle")
-    text = _text(path, folder)
+    text = text_of(path, folder)
     lines: dict[str, str] = {}
     nodes: Sequence[_Placed] = ()
     try:
@@ -241,45 +241,6 @@ def _copied(value: Any) -> Any:
     return [_copied(one) for one in cast(list[Any], value)] if isinstance(value, list) else value
 
 
-def _placed(path: Path) -> tuple[Path, Path]:
-    """A recipe's path without `~`, and what that really is."""
-    try:
-        path = path.expanduser()
-        return path, path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, links in a circle, NUL
-        raise ConfigError(f"{path}: is no path of a recipe: {error}") from error
-
-
-def _text(path: Path, folder: str) -> str:
-    if not path.is_file():
-        there = path.parent
-        if path.is_dir():
-            there, what = path, "is a folder"
-        else:
-            what = "no such file" if there.is_dir() else f"no such folder as {there}"
-        recipes = sorted(p.name for p in there.glob("*.y*ml")) if there.is_dir() else []
-        ours = path.name == str(path) and path.stem in shipped(folder)
-        if not ours and (near := difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6)):
-            raise ConfigError(f"{path}: {what}; did you mean {' or '.join(near)}?")
-        hint = f"; {there} has {', '.join(recipes[:8])}" if recipes and not ours else ""
-        if path.is_dir() and not recipes:
-            hint = "; name a YAML file, or a recipe that comes along (keel recipes)"
-        if path.is_dir() and "config.yaml" in recipes:
-            hint = f"; the recipe of a run in it is {path / 'config.yaml'}"
-        raise ConfigError(f"{path}: {what}{hint}{hint_of(path, folder)}")
-    if path.suffix in NO_RECIPES:
-        raise ConfigError(
-            f"{path}: is {NO_RECIPES[path.suffix]} and no recipe; name a YAML file (`keel new` "
-            "writes one)"
-        )
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text; save it as UTF-8") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-
-
 def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[_Placed]:
     """Everything below `node`."""
     children: list[tuple[str, yaml.Node, yaml.Node]] = []
@@ -317,8 +278,54 @@ def _explain(error: OmegaConfBaseException, where: dict[str, str], recipe: str) 
 _STEP = re.compile(r"\[([^\]]+)\]|([^.\[\]]+)")
 
 
-def _apply(tree: dict[str, Any], where: dict[str, str], override: str) -> None:
-    """Set one `key=value` in `tree`, and note in `where` that the override did."""
+def spelled_apart(overrides: Sequence[str], root: type = Config) -> list[str]:
+    """The same with a knob each: `run={steps: 3, seed: 1}` as `run.steps=3` and `run.seed=1`.
+    Raises ConfigError for what is no override."""
+    found: list[str] = []
+    for override in overrides:
+        steps, value, origin = _parsed(override)
+        key = override.partition("=")[0].strip()
+        for knob, one in _knobs(_hint(root, steps), steps, value):
+            inner = "".join(f"[{k}]" if "." in k else f".{k}" for k in knob[len(steps) :])
+            try:
+                found.append(f"{key}{inner}={quoted(one)}" if inner else override)
+            except TypeError as error:  # bytes
+                raise ConfigError(f"{origin}: {error}") from error
+    return found
+
+
+def _knobs(hint: Any, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
+    """Of a section, whose type is `hint`, the knobs that `value` names; else what there is."""
+    section = None if get_origin(hint) is tuple else section_type(hint)
+    if section is None or not isinstance(value, dict):
+        yield steps, value
+        return
+    hints = knob_types(section)
+    for key, one in cast(dict[Any, Any], value).items():
+        yield from _knobs(_plain(hints.get(key)), [*steps, str(key)], one)
+
+
+def _hint(root: type, steps: Sequence[str]) -> Any:
+    """The type of what is there; None where the schema has nothing."""
+    hint: Any = root
+    for step in steps:
+        if get_origin(hint) is tuple:
+            hint = get_args(hint)[0]
+        else:
+            hint = knob_types(hint).get(step) if section_type(hint) else None
+        hint = _plain(hint)
+    return hint
+
+
+def _plain(hint: Any) -> Any:
+    """X of `X | None`."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    return next(arg for arg in get_args(hint) if arg is not NoneType)
+
+
+def _parsed(override: str) -> tuple[list[str], Any, str]:
+    """Key, value, and what messages call it. Raises ConfigError."""
     origin = f"override {override!r}"
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -334,9 +341,14 @@ def _apply(tree: dict[str, Any], where: dict[str, str], override: str) -> None:
         raise ConfigError(f"{origin}: not valid YAML: {_reason(error)}") from error
     if problem:
         raise ConfigError(f"{origin}: {problem}")
-    value = _copied(shared)
-
     steps = _joined([bracketed or plain for bracketed, plain in _STEP.findall(key)])
+    return steps, _copied(shared), origin
+
+
+def _set(
+    tree: dict[str, Any], where: dict[str, str], steps: Sequence[str], value: Any, origin: str
+) -> None:
+    """One knob in `tree`, and in `where` that the override did."""
     node: Any = tree
     done: list[str] = []
     for position, step in enumerate(steps):

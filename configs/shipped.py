@@ -1,4 +1,5 @@
-"""The recipes that come with Keel: found by their bare names, listed by `keel recipes`."""
+"""Files of recipes: those that come with Keel are found by their bare names, and listed by
+`keel recipes`; any is read."""
 
 from __future__ import annotations
 
@@ -24,6 +25,14 @@ MORE = (
     "keel recipes NAME prints one. Start from it in a recipe of your own: `defaults: NAME`. "
     "Estimates are for H200s, by keel check."
 )
+
+
+NO_RECIPES = {
+    **dict.fromkeys((".jsonl", ".csv", ".tsv", ".parquet", ".arrow"), "a file of data"),
+    **dict.fromkeys((".py", ".ipynb"), "Python"),
+    ".safetensors": "a model's weights",
+}
+"""Endings of what people name where a recipe is wanted."""
 
 
 def shipped(folder: str = "") -> dict[str, Path]:
@@ -53,6 +62,46 @@ def hint_of(path: Path, folder: str) -> str:
         return f"; did you mean {' or '.join(near)}, {come} with Keel?"
     top = sorted(file.stem for file in HERE.glob(f"{folder}*.yaml"))
     return "" if path.suffix or not top else f"; Keel comes with {', '.join(top)} (keel recipes)"
+
+
+def placed(path: Path) -> tuple[Path, Path]:
+    """A recipe's path without `~`, and what that really is."""
+    try:
+        path = path.expanduser()
+        return path, path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, links in a circle, NUL
+        raise ConfigError(f"{path}: is no path of a recipe: {error}") from error
+
+
+def text_of(path: Path, folder: str) -> str:
+    """What stands in a recipe. Raises ConfigError for what is none, with what may be meant."""
+    if not path.is_file():
+        there = path.parent
+        if path.is_dir():
+            there, what = path, "is a folder"
+        else:
+            what = "no such file" if there.is_dir() else f"no such folder as {there}"
+        recipes = sorted(p.name for p in there.glob("*.y*ml")) if there.is_dir() else []
+        ours = path.name == str(path) and path.stem in shipped(folder)
+        if not ours and (near := difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6)):
+            raise ConfigError(f"{path}: {what}; did you mean {' or '.join(near)}?")
+        hint = f"; {there} has {', '.join(recipes[:8])}" if recipes and not ours else ""
+        if path.is_dir() and not recipes:
+            hint = "; name a YAML file, or a recipe that comes along (keel recipes)"
+        if path.is_dir() and "config.yaml" in recipes:
+            hint = f"; the recipe of a run in it is {path / 'config.yaml'}"
+        raise ConfigError(f"{path}: {what}{hint}{hint_of(path, folder)}")
+    if path.suffix in NO_RECIPES:
+        raise ConfigError(
+            f"{path}: is {NO_RECIPES[path.suffix]} and no recipe; name a YAML file (`keel new` "
+            "writes one)"
+        )
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text; save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def about(file: Path) -> str:

@@ -100,7 +100,9 @@ def train(
     no columns; which column is what, the knob `data.sources[prompts].columns` says. holdout: how
     many of them are set aside for evaluation. rewards: a function of a prompt and a trajectory (or
     all of a group's: docs/rewards.md), several, or weights of functions and of Keel's own parts;
-    for all sources. knobs: as on the command line, `{"run.steps": 20}` or `["run.steps=20"]`.
+    for all sources. knobs: as on the command line, `{"run.steps": 20}` or `["run.steps=20"]`, or
+    by their sections, `{"run": {"steps": 20}}`: the others of a section stay as the recipe has
+    them.
 
     Raises ConfigError for what cannot be run, before anything starts; RuntimeError, ValueError or
     OSError where the run fails; and what a callback raised. It does not return from a run that

@@ -19,6 +19,8 @@ from keel.rl.metrics import MEASURES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 SUFFIX = ".jsonl.gz"
+"""Of trajectories with their tokens: `step_000001.tokens.jsonl.gz`, `step_000001.jsonl.gz` of an
+older release."""
 GIVE = "give the folder that the recipe calls run.dir, or eval.dir"
 SHOWN = 4
 """Folders of runs that are named to who has named none."""
@@ -167,7 +169,7 @@ def step_file(path: Path, known: StepFile | None) -> StepFile:
         if known is not None and known.stamp == stamp:
             return known
         lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-        step = int(path.name.removesuffix(SUFFIX).removeprefix("step_"))
+        step = int(path.name.partition(".")[0].removeprefix("step_"))
         groups = [listed(loads(line), step, path.name, at) for at, line in enumerate(lines)]
     except UNREADABLE as error:
         return StepFile(stamp=stamp, wrong=brief(error))

@@ -21,7 +21,7 @@ from typing import Any, Self
 from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SpecialistConfig
 from keel.configs.dump import as_override
-from keel.configs.load import dump_config, load_config, load_recipe
+from keel.configs.load import dump_config, load_config, load_recipe, spelled_apart
 from keel.configs.schema import Config, ConfigError, ConversationsConfig
 from keel.configs.sections.model import EMBEDDED
 from keel.configs.work_folder import WorkFolder
@@ -180,7 +180,8 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
     recipe = load_config(config.recipe, base)
     given, left = load_recipe(config.sft, config.sft_overrides)
     small = given.model.path == EMBEDDED != recipe.model.path
-    if small and not any(each.startswith("trainer.lr=") for each in config.sft_overrides):
+    own_knobs = spelled_apart(config.sft_overrides)
+    if small and not any(each.startswith("trainer.lr=") for each in own_knobs):
         raise ConfigError(
             f"sft = {config.sft!r}: its trainer.lr = {given.trainer.lr:g} is for the embedded "
             f"model, and the model here is {recipe.model.path}. Say one: sft_overrides: "

@@ -56,8 +56,8 @@ from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe
 from keel.trainer.planning.remembered import Remembered, remembered
 from keel.trainer.planning.unusual import unusual
-from keel.trainer.run.folder import check_exported, check_recipe
-from keel.trainer.run.manifest import MANIFEST
+from keel.trainer.run.folder import check_recipe
+from keel.trainer.run.manifest import MANIFEST, check_exported
 
 UNKNOWN_GIB = (
     "run.gpu_gib is not given and no GPU is here, so nothing was chosen for them and nothing "

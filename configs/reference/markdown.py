@@ -22,8 +22,11 @@ KNOBS = """# Knobs
 
 A recipe holds what differs from these defaults; `keel check RECIPE` says what is wrong with it, the
 rules between knobs included. A knob is overridden by `path.to.knob=value` on the command line; an
-entry of a list has its name or its number there: `data.sources[sums].size=64`. Under **resume**,
-*yes* means that a run folder may be continued with another value
+entry of a list has its name or its number there: `data.sources[sums].size=64`. Several knobs of a
+section may be given together, and its others stay: `'run={{steps: 20, seed: 1}}'`, or
+`{{"run": {{"steps": 20, "seed": 1}}}}` for the `knobs` of `keel.train`. A list is replaced as a
+whole, and so is a value whose keys are yours, such as `rewards`. Under **resume**, *yes* means that
+a run folder may be continued with another value
 ([checkpoints](checkpoints.md#resuming-on-other-machines)); *no*, that the run would be optimising
 something else, and has to get another folder.
 """

@@ -194,11 +194,15 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
 
 
 def _files(folder: Path) -> list[Path]:
-    """Of a run folder or an evaluation's, in the order of their steps."""
+    """Of a run folder or an evaluation's, in the order of their steps. (Not what was unpacked there
+    of `keel report`'s.)"""
     samples = folder / "samples.jsonl"
     if samples.is_file():
         return [samples]
-    return sorted(folder.glob("trajectories/step_*.jsonl")) or sorted(folder.glob("step_*.jsonl"))
+    for there in ("trajectories/step_*.jsonl", "step_*.jsonl"):
+        if found := sorted(path for path in folder.glob(there) if "." not in path.stem):
+            return found
+    return []
 
 
 def _of_evaluation(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -224,8 +228,8 @@ def _why_not(record: Mapping[str, Any], source: ConversationsConfig) -> str:
     """Why a trajectory is not learned from, or nothing."""
     if "trajectories" in record and "messages" in record:
         raise BadLine(
-            "is of a file that `keel report` reads (step_….jsonl.gz), a line a group; what is "
-            "learned from lies in the trajectories/step_….jsonl of a run, a line a trajectory"
+            "is of a file that `keel report` reads (step_….tokens.jsonl.gz), a line a group; what "
+            "is learned from lies in the trajectories/step_….jsonl of a run, a line a trajectory"
         )
     parts = record.get("parts")
     if not isinstance(parts, dict) or "messages" not in record:

@@ -54,7 +54,7 @@ def read_back(folder: Path, *, resumed: int, steps: int) -> None:
     accounts = [event["text"] for event in run.events if event["kind"] == "ledger"]
     assert len(accounts) == 2 and all(text.endswith(" 0 lost, 0 twice") for text in accounts)
     assert {group.step for group in run.groups} == set(range(1, steps + 1))
-    first, fresh = (f"step_{step:06d}.jsonl.gz" for step in (1, resumed + 1))
+    first, fresh = (f"step_{step:06d}.tokens.jsonl.gz" for step in (1, resumed + 1))
     for chunk in (first, fresh):  # steps whose engines had exactly the trainer's weights
         groups = map(json.loads, gzip.decompress(chunks[chunk]).splitlines())
         sampled = [

@@ -130,7 +130,7 @@ def write_step(folder: Path, step: int, groups: Sequence[ScoredGroup], **metrics
         )
         for number, segment in enumerate(saved(groups, run).segments)
     }
-    path = folder / "trajectories" / f"step_{step:06d}.jsonl.gz"
+    path = folder / "trajectories" / f"step_{step:06d}.tokens.jsonl.gz"
     TokenFile(run, TokenTexts(Bytes()), lambda: numbers).write(path, groups)
 
 

@@ -40,18 +40,18 @@ def test_odd_numbers_in_a_run_are_left_out(tmp_path: Path) -> None:
 )
 def test_a_step_file_of_something_else_is_left_out(tmp_path: Path, trajectories: str) -> None:
     folder = write_run(tmp_path / "run", steps=2)
-    path = folder / "trajectories" / "step_000001.jsonl.gz"
+    path = folder / "trajectories" / "step_000001.tokens.jsonl.gz"
     line = f'{{"prompt": "p", "domain": "d", "trajectories": {trajectories}}}\n'
     path.write_bytes(gzip.compress(line.encode()))
     run, chunks = read_folder(folder)
     (note,) = run.notes
     assert f"{path}: cannot be read, and is left out" in note
-    assert list(chunks) == ["step_000002.jsonl.gz"]
+    assert list(chunks) == ["step_000002.tokens.jsonl.gz"]
 
 
 def test_what_is_nested_deep_beside_numbers_that_json_does_not_know(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1)
-    path = folder / "trajectories" / "step_000001.jsonl.gz"
+    path = folder / "trajectories" / "step_000001.tokens.jsonl.gz"
     facts: Any = float("nan")
     for _ in range(600):
         facts = [facts]

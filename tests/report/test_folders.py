@@ -32,6 +32,16 @@ def test_a_run_as_data(tmp_path: Path) -> None:
         assert [one["reward"] for one in line["trajectories"]] == group.rewards
 
 
+def test_a_run_that_an_older_release_has_begun(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2)
+    there = folder / "trajectories"
+    (there / "step_000001.tokens.jsonl.gz").rename(there / "step_000001.jsonl.gz")
+    (there / "step_000001.jsonl").write_text("{}\n")  # for `keel sft`
+    run, chunks = read_folder(folder)
+    assert run.notes == [] and [group.step for group in run.groups[:1]] == [1]
+    assert list(chunks) == ["step_000001.jsonl.gz", "step_000002.tokens.jsonl.gz"]
+
+
 def test_a_run_that_is_being_written_or_was_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_step(folder, 1, [])
@@ -59,12 +69,14 @@ def test_what_is_damaged_is_left_out_and_named(tmp_path: Path) -> None:
     path = folder / "metrics.jsonl"
     first, *rest = path.read_text().splitlines()
     path.write_text("\n".join([first, "[1]", '{"step": 1, "los', *rest, ""]))
-    packed = folder / "trajectories" / "step_000002.jsonl.gz"
+    packed = folder / "trajectories" / "step_000002.tokens.jsonl.gz"
     packed.write_bytes(packed.read_bytes()[:-40])
-    (folder / "trajectories" / "step_000003.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n'))
+    (folder / "trajectories" / "step_000003.tokens.jsonl.gz").write_bytes(
+        gzip.compress(b'{"a": 1}\n')
+    )
     (folder / "config.yaml").write_text("run: {dir: [")
     run, chunks = read_folder(folder)
-    assert run.steps == [0, 1, 2, 3] and list(chunks) == ["step_000001.jsonl.gz"]
+    assert run.steps == [0, 1, 2, 3] and list(chunks) == ["step_000001.tokens.jsonl.gz"]
     named = ("config.yaml", "metrics.jsonl:2", "metrics.jsonl:3", "step_000002", "step_000003")
     assert len(run.notes) == len(named)
     assert all(name in note for name, note in zip(named, run.notes, strict=True))
@@ -77,7 +89,7 @@ def test_numbers_that_json_does_not_know_reach_no_browser(tmp_path: Path) -> Non
     one = {"sibling": 0, "reward": 1.0, "tokens": 1, "parts": {}, "facts": {"x": float("nan")}}
     line = json.dumps({**group, "trajectories": [one]})
     (folder / "trajectories").mkdir()
-    path = folder / "trajectories" / "step_000001.jsonl.gz"
+    path = folder / "trajectories" / "step_000001.tokens.jsonl.gz"
     path.write_bytes(gzip.compress(line.encode()))
     _, chunks = read_folder(folder)
     assert b"NaN" not in gzip.decompress(chunks[path.name])

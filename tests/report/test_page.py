@@ -101,7 +101,7 @@ def test_every_trajectory_is_in_the_page(folder: Path) -> None:
     for group in run["groups"]:
         line = json.loads(chunks[group["chunk"]][group["line"]])
         assert line["prompt"] == group["prompt"]
-    *_, sums = [json.loads(line) for line in chunks["step_000001.jsonl.gz"]]
+    *_, sums = [json.loads(line) for line in chunks["step_000001.tokens.jsonl.gz"]]
     assert sums["prompt"] == "sums"
     prompt, called, result, answered = sums["trajectories"][0]["contexts"][0]
     assert (prompt, result) == ("<|user|>Sum.<|assistant|>", "<|tool|>the result is 3<|assistant|>")

@@ -96,7 +96,12 @@ def test_files_of_trajectories_are_read_once_and_not_kept(
     read.clear()
     write_step(folder, 4, [group_of("new", ["a"], [1])])
     (run, chunks) = follower.runs()[0][0]
-    assert read == ["step_000004.jsonl.gz"] and {group.step for group in run.groups} == {1, 2, 3, 4}
+    assert read == ["step_000004.tokens.jsonl.gz"] and {group.step for group in run.groups} == {
+        1,
+        2,
+        3,
+        4,
+    }
     read.clear()
     path = folder / "trajectories" / second
     path.write_bytes((folder / "trajectories" / max(chunks)).read_bytes())
@@ -176,8 +181,8 @@ def test_a_tab_that_is_closed_leaves_no_traceback(
     "path",
     [
         "/chunk?token={token}&run=0&chunk=../config.yaml",
-        "/chunk?token={token}&run=7&chunk=step_000001.jsonl.gz",
-        "/chunk?token={token}&run=-1&chunk=step_000001.jsonl.gz",
+        "/chunk?token={token}&run=7&chunk=step_000001.tokens.jsonl.gz",
+        "/chunk?token={token}&run=-1&chunk=step_000001.tokens.jsonl.gz",
         "/chunk?token={token}",
         "/config.yaml?token={token}",
         "/../../etc/passwd?token={token}",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -106,3 +108,12 @@ def test_a_name_that_cannot_be_looked_for_is_one_line(
     assert main([command, name]) == 2
     said = f"keel {command}: {name}: cannot be read (File name too long)\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.e2e
+def test_python_m_keel_is_the_command() -> None:
+    words = ["train", "quickstart", "trainer.lrr=1"]
+    command = [sys.executable, "-m", "keel", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.startswith("keel train: override 'trainer.lrr=1'")

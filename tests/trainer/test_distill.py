@@ -302,7 +302,7 @@ def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
     large = ("model.path=owner/model",)
     with pytest.raises(ConfigError, match=r"trainer.lr = 0.0005 is for the embedded model, and"):
         distill(recipe(tmp_path, overrides=large), keel)
-    own = ("trainer.lr=1e-5",)
+    own = ("trainer={lr: 1e-5}",)
     assert _checked(recipe(tmp_path, overrides=large, sft_overrides=own))[0].trainer.lr == 1e-5
     assert keel.ran == []
 

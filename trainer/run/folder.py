@@ -32,11 +32,10 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import EMBEDDED
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
-from keel.trainer.run.journal import metric_lines
+from keel.trainer.run.journal import lacking, metric_lines, to_disk
 from keel.trainer.run.manifest import (
-    MANIFEST,
     Entry,
-    damage,
+    check_exported,
     described,
     fingerprint,
     other_than,
@@ -239,7 +238,7 @@ class RunFolder:
         }
 
     def words(self) -> list[str]:
-        """What a user should know of the checkpoints, after `check` or on entering."""
+        """What a user should know of checkpoints and record, after `check` or on entering."""
         latest = self.latest
         lines = [*self._words]
         lines += [f"{path} is damaged ({said(why)})" for path, why in self.damaged.items()]
@@ -256,6 +255,12 @@ class RunFolder:
             lines.append(
                 f"{latest} was written by an older release, without digests: nobody can say "
                 "whether it is as it was written"
+            )
+        if latest and (steps := lacking(self._metrics, checkpoint.step_of(latest))):
+            lines.append(
+                f"{self._metrics} lacks {steps}, which the run has done (lost in a crash, or by a "
+                "copy that was not whole): its curves have a gap there. The training itself is not "
+                f"affected: {latest.name} holds all that the run resumes from"
             )
         return lines
 
@@ -344,9 +349,14 @@ class RunFolder:
         write: Callable[[Path], Mapping[str, Entry]],
         say: Callable[[str], object] = print,
     ) -> Path:
-        """As `checkpoint.save`."""
-        keep = self._config.run.keep_checkpoints
-        saved = checkpoint.save(self._checkpoints, state, write, keep=keep, say=say)
+        """As `checkpoint.save`, once what was written of the steps before is on the disk."""
+        keep, before = self._config.run.keep_checkpoints, checkpoint.latest(self._checkpoints)
+
+        def written(partial: Path) -> Mapping[str, Entry]:
+            to_disk(self.path, checkpoint.step_of(before) if before else 0)
+            return write(partial)
+
+        saved = checkpoint.save(self._checkpoints, state, written, keep=keep, say=say)
         self._problems.pop(saved, None)  # of another that was there
         return saved
 
@@ -367,23 +377,13 @@ def check_recipe(recipe: str, overrides: Sequence[str], config: Config) -> None:
     path = Path(recipe)
     there = path.name == "config.yaml" and (path.parent / MARK).exists()
     said = any(re.match(r"\s*run(\.dir\s*=|\s*=.*\bdir\b)", word) for word in overrides)
-    if there and not said and not same_place(path.parent, Path(config.run.dir).expanduser()):
+    own = Path(config.run.dir).expanduser().resolve()
+    if there and not said and path.parent.resolve() != own:
         raise ConfigError(
             f"{recipe}: is the recipe of the run in {path.parent}, and its run.dir is "
             f"{config.run.dir}. To go on with that run: run.dir={path.parent}; for a new one with "
             "this recipe, name another folder there"
         )
-
-
-def same_place(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
-
-
-def check_exported(folder: Path, cure: str) -> None:
-    """Raises ConfigError if a model folder that Keel has written has changed since then. Files that
-    were added do not count."""
-    if (folder / MANIFEST).exists() and (found := damage(folder, extra=False)):
-        raise ConfigError(f"{folder}: this model is not as it was exported ({said(found)}); {cure}")
 
 
 def listed(knobs: Mapping[str, tuple[Any, Any]], which: int) -> str:

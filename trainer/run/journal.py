@@ -20,8 +20,10 @@ from keel.rl.metrics import Metric, values
 from keel.rl.supervised.records import records_of
 from keel.rl.types import ScoredGroup, Trajectory
 from keel.trainer.run.alarms import Alarms
+from keel.trainer.run.batches import FOLDER as BATCHES
 from keel.trainer.run.batches import drop_after
-from keel.trainer.run.saved import TokenFile, choose
+from keel.trainer.run.manifest import sync, sync_folder
+from keel.trainer.run.saved import TOKENS, TokenFile, choose
 from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"
@@ -31,6 +33,8 @@ less than all ranks), `ledger` (what became of the prompts), `tracker` (where th
 what became of sending them), `end` (what engines or rewards ended the run with). Nothing is taken
 out of it: what a resumed run does again has happened twice."""
 Hook = Callable[[threading.ExceptHookArgs], object]
+SPANS = 4
+"""Gaps in a record that are named."""
 REPAIR = "repair the line or take it out"
 
 
@@ -64,13 +68,13 @@ class Journal:
         self._trajectories = folder / "trajectories"
         self._trajectories.mkdir(parents=True, exist_ok=True)
         keep_until(self._metrics, resumed_at)
-        for path in self._trajectories.glob("step_*"):
-            number = path.name.partition(".")[0].removeprefix("step_")
-            if number.isdecimal() and int(number) > resumed_at:  # another name is a user's
-                path.unlink()
+        for path in files_after(self._trajectories, resumed_at):
+            path.unlink()
         drop_after(folder, resumed_at)
         if resumed_at:
-            self.note("resume", f"resumed after step {resumed_at}")
+            steps = lacking(self._metrics, resumed_at)
+            gap = f"; {self._metrics.name} lacks {steps}" if steps else ""
+            self.note("resume", f"resumed after step {resumed_at}{gap}")
         # A third of a second, which a check need not wait for.
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
@@ -150,7 +154,7 @@ class Journal:
                 errors="replace",  # half a surrogate pair, say
             )
         if chosen and self._tokens is not None:
-            self._tokens.write(self._trajectories / f"step_{step:06d}.jsonl.gz", sample)
+            self._tokens.write(self._trajectories / f"step_{step:06d}{TOKENS}", sample)
         if self._every:
             chosen = [(group, i) for group in sample for i in range(len(group.rewards_G))]
         if chosen:
@@ -204,7 +208,44 @@ def keep_until(path: Path, step: int) -> None:
     kept = [line for of, line in metric_lines(path) if step and of <= step]
     fresh = path.with_suffix(".tmp")
     fresh.write_text("".join(line + "\n" for line in kept))
+    sync(fresh)
     fresh.replace(path)
+
+
+def to_disk(folder: Path, after: int) -> None:
+    """Bring to the disk what a run has written: its metrics and events, and the trajectories and
+    batches of the steps past `after`. Raises `OSError` naming what cannot be."""
+    folders = [folder / "trajectories", folder / BATCHES]
+    files = [path for kind in folders for path in files_after(kind, after)]
+    for path in (folder / "metrics.jsonl", folder / EVENTS, *files):
+        with suppress(FileNotFoundError):  # a user's doing, or there is none yet
+            sync(path)
+    for path in (folder, *folders):
+        with suppress(FileNotFoundError):
+            sync_folder(path)
+
+
+def files_after(folder: Path, step: int) -> list[Path]:
+    """Those of later steps; what has another name is a user's."""
+    numbers = {path: path.name.partition(".")[0] for path in folder.glob("step_*")}
+    steps = {path: name.removeprefix("step_") for path, name in numbers.items()}
+    return [path for path, of in steps.items() if of.isdecimal() and int(of) > step]
+
+
+def lacking(path: Path, until: int) -> str:
+    """The steps from 1 to `until` that have no line in `metrics.jsonl`, in words: "steps 3 to 5 and
+    7"; "" where all have. Raises as `metric_lines` does."""
+    there = {step for step, _ in metric_lines(path)}
+    missing = [step for step in range(1, until + 1) if step not in there]
+    spans: list[tuple[int, int]] = []
+    for step in missing:
+        begins = spans.pop()[0] if spans and spans[-1][1] == step - 1 else step
+        spans.append((begins, step))
+    words = [f"{a}" if a == b else f"{a} to {b}" for a, b in spans[:SPANS]]
+    if more := sum(b - a + 1 for a, b in spans[SPANS:]):
+        words.append(f"{more} more")
+    listed = " and ".join(part for part in (", ".join(words[:-1]), *words[-1:]) if part)
+    return f"step{'s' * (len(missing) > 1)} {listed}" if missing else ""
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:

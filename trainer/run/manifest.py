@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keel.configs.schema import ConfigError
+
 MANIFEST = "keel_manifest.json"
 PIECE = 64 * 2**20
 BLOCK = 2**20
@@ -39,7 +41,7 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
     while they are in memory still. Raises `OSError`."""
     paths = {name: folder / name for name in names}
     with _threads() as threads:
-        synced = [threads.submit(_sync, path) for path in paths.values()]
+        synced = [threads.submit(sync, path) for path in paths.values()]
         entries = _digests(threads, paths)
         for future in synced:
             future.result()
@@ -101,7 +103,7 @@ def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
     content = {name: entries[name]._asdict() for name in here}
     text = json.dumps({"sha256": _digest_of(content), "files": content}, indent=1)
     (folder / MANIFEST).write_text(text + "\n")
-    _sync(folder / MANIFEST)
+    sync(folder / MANIFEST)
     for parent, _, _ in os.walk(folder):
         sync_folder(Path(parent))
 
@@ -149,6 +151,13 @@ def _changed(folder: Path, entries: Mapping[str, Entry]) -> list[str]:
     return found
 
 
+def check_exported(folder: Path, cure: str) -> None:
+    """Raises ConfigError if a model folder that Keel has written has changed since then. Files that
+    were added do not count."""
+    if (folder / MANIFEST).exists() and (found := damage(folder, extra=False)):
+        raise ConfigError(f"{folder}: this model is not as it was exported ({said(found)}); {cure}")
+
+
 def said(problems: list[str], most: int = 3) -> str:
     """Some of them on a line."""
     more = len(problems) - most
@@ -165,6 +174,15 @@ def sizes(folder: Path) -> dict[str, int]:
                 found[os.path.relpath(path, folder)] = os.stat(path).st_size
     found.pop(MANIFEST, None)
     return dict(sorted(found.items()))
+
+
+def sync(path: Path) -> None:
+    """Bring what a file holds to the disk. Raises `OSError` naming it."""
+    with path.open("rb") as file:
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -210,11 +228,6 @@ def _digest(path: Path, start: int) -> str:
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _threads() -> ThreadPoolExecutor:

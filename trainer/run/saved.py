@@ -1,6 +1,7 @@
 """Trajectories of a step that are kept, and the file in which `keel report` finds their tokens.
 
-A line of `step_000001.jsonl.gz` is a group. What stands there of each of its trajectories:
+A line of `step_000001.tokens.jsonl.gz` is a group. (`step_000001.jsonl` is for `keel sft`, a
+trajectory a line.) What stands there of each of its trajectories:
 
 always                     what it was worth, by parts, and why; its length and how it ended
 in the text, or budgeted   its messages
@@ -25,6 +26,8 @@ from numpy.typing import NDArray
 from keel.configs.schema import RunConfig
 from keel.rl.types import ScoredGroup, Segment, TokenNumbers
 
+TOKENS = ".tokens.jsonl.gz"
+"""What the file's name ends with: unpacked, it is not taken for what `keel sft` learns from."""
 BOUND = 20.0
 """Largest log-ratio, as in the loss."""
 PARTIAL = "\N{REPLACEMENT CHARACTER}"

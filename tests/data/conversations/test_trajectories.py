@@ -52,6 +52,8 @@ def test_trajectories_are_chosen_by_their_worth_and_keep_their_tokens(tmp_path: 
         trajectory("c1", 1.0, finish_reason="length"),
     )
     write(run / "trajectories" / "step_000002.jsonl", trajectory("a3", 1.0))
+    unpacked = run / "trajectories" / "step_000001.tokens.jsonl"  # of what `keel report` reads
+    unpacked.write_text('{"prompt": "p", "messages": [], "trajectories": []}\n')
     knobs = {"source": "trajectories"}
     found = load(source(str(run), **knobs))
     report = found.report["s"]

@@ -14,8 +14,8 @@ import pytest
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, RunConfig, SourceConfig
 from keel.trainer.run.checkpoint import State, config_digest, layout_of
-from keel.trainer.run.folder import RunFolder, check_exported, check_recipe
-from keel.trainer.run.manifest import MANIFEST, Entry
+from keel.trainer.run.folder import RunFolder, check_recipe
+from keel.trainer.run.manifest import MANIFEST, Entry, check_exported
 
 
 def config(folder: Path) -> Config:
@@ -34,6 +34,8 @@ def empty(folder: Path) -> dict[str, Entry]:
 
 
 def checkpoint(folder: RunFolder, config: Config, step: int) -> None:
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {step}}}\n')
     state = State(step=step, version=step, cursor={}, config=config_digest(config))
     folder.save(state, weights)
 
@@ -207,6 +209,7 @@ def test_another_layout_is_said_and_refused_where_it_cannot_be_read(tmp_path: Pa
     for step in (1, 2):
         with RunFolder(made) as folder:
             folder.save(State(step=step, version=step, cursor={}, config="c"), writes)
+            (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
             assert folder.words() == []
         with RunFolder(engines) as folder:
             assert folder.words() == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from keel.rl.metrics import Mean
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory, Usage, Verdict
 from keel.trainer.run.batches import keep_batch, kept_batches
 from keel.trainer.run.journal import Journal, describe, keep_until
+from keel.trainer.run.saved import TokenFile
 from keel.trainer.run.view import PlainView
 
 
@@ -73,7 +75,7 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
     mine = tmp_path / "trajectories" / "step_000004 (copy).txt"
     mine.touch()
     # Of tokens, which the run that goes on may write no more: run.save_tokens.
-    tokens = [tmp_path / "trajectories" / f"step_00000{step}.jsonl.gz" for step in (2, 3, 4)]
+    tokens = [tmp_path / "trajectories" / f"step_00000{step}.tokens.jsonl.gz" for step in (2, 3, 4)]
     for path in tokens:
         path.touch()
     write(tmp_path, range(3, 4), 2, PlainView(4))
@@ -215,6 +217,21 @@ def test_trajectories_are_lines_to_be_learned_from(tmp_path: Path, every: bool, 
     for line in found:
         assert (line["step"], line["tokenizer"]) == (1, "t")
         assert line["messages"][0]["role"] == "user" and line["segments"][0]["said"]
+
+
+def test_no_file_of_a_step_is_another_one_unpacked(tmp_path: Path) -> None:
+    class Tokens(TokenFile):
+        def __init__(self) -> None:
+            pass
+
+        def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:
+            path.touch()
+
+    journal = Journal(tmp_path, PlainView(1), trajectories=1, tokens=Tokens())
+    journal.record(1, {}, [scored()])
+    journal.close()
+    names = {path.name.removesuffix(".gz") for path in (tmp_path / "trajectories").iterdir()}
+    assert names == {"step_000001.txt", "step_000001.jsonl", "step_000001.tokens.jsonl"}
 
 
 def test_what_happened_besides_steps_is_kept_over_a_resume(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_token_stands_beside_its_own_numbers(tmp_path: Path) -> None:
     overlap = np.array([np.nan, 1, 0.5, 1, np.nan, 0.25], np.float32)
     config = run(save_trajectories=2, save_tokens=12)
     numbers = {0: TokenNumbers(logp_T=now, overlap_T=overlap)}
-    path = tmp_path / "step_000001.jsonl.gz"
+    path = tmp_path / "step_000001.tokens.jsonl.gz"
     TokenFile(config, TokenTexts(Bytes()), lambda: numbers).write(path, [one])
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     (line,) = read(path)
@@ -103,14 +103,14 @@ def test_what_cannot_be_written_as_utf_8_or_json_does_not_end_the_run(tmp_path: 
     said = ({"role": "assistant", "content": "a\ud83d", "extra": {1, 2}},)
     answers = tuple(replace(each, messages=said) for each in one.group.trajectories)
     one = replace(one, group=replace(one.group, trajectories=answers))
-    path = tmp_path / "step_000001.jsonl.gz"
+    path = tmp_path / "step_000001.tokens.jsonl.gz"
     TokenFile(run(), TokenTexts(Bytes()), dict).write(path, [one])
     (line,) = read(path)
     assert line["trajectories"][0]["messages"][0]["content"] == "a\ud83d"
 
 
 def test_a_step_of_which_no_trajectory_fits_keeps_all_but_the_tokens(tmp_path: Path) -> None:
-    path = tmp_path / "step_000001.jsonl.gz"
+    path = tmp_path / "step_000001.tokens.jsonl.gz"
     config = run(save_trajectories=2, save_tokens=5)
     assert not saved([group(40, [1, 0, 0.5])], config).tokens
     TokenFile(config, TokenTexts(Bytes()), dict).write(path, [group(40, [1, 0, 0.5])])

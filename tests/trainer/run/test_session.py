@@ -62,6 +62,6 @@ def test_a_run_that_resumes_says_after_which_step(
 
     assert said() == "plan\n"
     with RunFolder(config) as folder:
-        (tmp_path / "metrics.jsonl").touch()
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
         folder.save(State(step=2, version=2, config=config_digest(config)), lambda _: {})
     assert said() == "plan\nresumes after step 2; all that came later is done again\n"

@@ -1,0 +1,10 @@
+"""`python -m keel`: the `keel` command, by whichever Python is to run it."""
+
+from __future__ import annotations
+
+import sys
+
+from keel.trainer.cli import main
+
+if __name__ == "__main__":  # not in a process that is spawned from it, which reads this file too
+    sys.exit(main())
