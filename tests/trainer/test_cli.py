@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from keel.trainer import cli
 from keel.trainer.cli import main
+from keel.trainer.run.waits import Wait
 
 
 @pytest.mark.parametrize(
@@ -106,3 +110,17 @@ def test_a_name_that_cannot_be_looked_for_is_one_line(
     assert main([command, name]) == 2
     said = f"keel {command}: {name}: cannot be read (File name too long)\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_refusal_is_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not how long the recipe took to read."""
+    waits: list[Wait] = []
+
+    @contextmanager
+    def waiting(what: str, key: str = "") -> Iterator[Wait]:
+        waits.append(Wait(what))
+        yield waits[-1]
+
+    monkeypatch.setattr(cli, "waiting", waiting)
+    assert main(["check", str(tmp_path / "none.yaml")]) == 2
+    assert [(wait.what, wait.quiet) for wait in waits] == [("reading the recipe", True)]
