@@ -202,7 +202,7 @@ class _Builder:
     def scalar(self, hint: type, value: Any, at: _At) -> Any:
         if value is None:
             kind = ", or ".join([_TYPE_NAMES[hint], *self.or_auto(at)])
-            empty = '; an empty one is "", and # begins a comment: "#" (in a shell: KNOB=\'"#"\')'
+            empty = f'; an empty one is "" (in a shell: {at.knob}=\'""\'), and # begins a comment'
             cure = empty if hint is str else ""
             return self.problem(at, f" = null: must be {kind}{cure}")
         if hint is float:

@@ -45,6 +45,7 @@ CONTEXT = "follows from data.max_prompt_tokens + rollout.sampling.max_tokens"
 OF_OTHER_COMMANDS = {
     "epochs": "did you mean run.steps (in steps)? sft.epochs is for `keel sft` and `keel pretrain`",
     "max_context_tokens": f"{CONTEXT}; that of `keel sft` is sft.max_context_tokens",
+    "specialists": "this is a chain of stages: `keel distill` runs it",
     "max_model_len": f"{CONTEXT}; that of a judge's server is rewards.judge.server.max_model_len",
 }
 """Knobs whose name is looked for where it does nothing, and what to say to who looks there."""

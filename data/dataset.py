@@ -174,10 +174,12 @@ def _split(
     if source.holdout and (spare < 0 or (config.weight_of(source) > 0 and spare == 0)):
         over = f"{long} more are over data.max_prompt_tokens = {config.max_prompt_tokens}; raise "
         cure = f"{over}that" if long else "make the source larger or more varied"
+        none = "" if spare else ", of which none would be left to train on"
+        none += " (a source to be evaluated on alone has weight: 0)" * bool(none)
         raise ConfigError(
             f"data.sources[{source.name}].holdout = {source.holdout}: there are only {len(short)} "
-            f"distinct questions of a usable length among {len(loaded.items)} prompts, and those "
-            f"held out never train; {cure}, or lower the holdout"
+            f"distinct questions of a usable length among {len(loaded.items)} prompts{none}, and "
+            f"those held out never train; {cure}, or lower the holdout"
         )
     held = _choose_heldout(short, source, seed)
     split = _Split(

@@ -115,7 +115,9 @@ def load_jsonl(
     if skipped and refuses:
         raise malformed(skipped, knob)
     if not items:
-        why = f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else "it is empty"
+        which = f"its split {source.split!r}" if source.split else "it"
+        why = f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else ""
+        why = why or f"{which} is empty"
         raise ConfigError(f"{knob}.path = {source.path!r}: {why}")
     columns.check_found()
     alone = sum(item.prompt.reward.get("kind") == FUNCTIONS for item in items)

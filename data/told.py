@@ -61,7 +61,7 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
         notes = [f"{report.train:,} to train on", f"{report.heldout:,} held out"]
         notes += [f"{times:.3g} passes in {config.run.steps} steps"] if times else []
         counted = {
-            "malformed lines skipped": report.skipped,
+            f"malformed line{'s' * (report.skipped != 1)} skipped": report.skipped,
             "repeated": report.duplicates,
             "too long, dropped": report.long,
             "held out by another source": report.leaked,

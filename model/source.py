@@ -75,6 +75,7 @@ def check_path(path: str) -> None:
     if not is_hub_name(path):
         raise ConfigError(
             f"{path!r} does not exist{_beside(folder)}, and it is not a hub name (owner/model)"
+            f"{_of_a_run(folder)}"
         )
     if not _cached(path) and not hub_answers():
         raise ConfigError(
@@ -265,6 +266,18 @@ def _downloaded(path: str) -> Path | None:
     """The config.json of what was downloaded of the hub's model."""
     found = try_to_load_from_cache(path, "config.json") if is_hub_name(path) else None
     return Path(found) if isinstance(found, str) else None
+
+
+def _of_a_run(folder: Path) -> str:
+    """Where it is a run that writes the folder, at its end."""
+    run = folder.parent
+    if folder.name != "model":
+        return ""
+    if (run / "config.yaml").is_file():
+        return f". The run in {run} exports its model at its end, which is to come: go on with it"
+    if run.is_dir():
+        return ""
+    return f". A run exports its model there when it ends, and none has begun in {run}"
 
 
 def _beside(folder: Path) -> str:

@@ -317,6 +317,34 @@ def test_start_is_what_keel_new_writes_and_check_takes(
     assert "270 to train on, 30 held out" in capsys.readouterr().out
 
 
+def test_the_first_hours_commands_are_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(new_recipe, "gpus_here", lambda: (0, 0.0))
+    (table,) = [text for language, text in blocks("first-hour.md") if language == "csv"]
+    head, *rows = table.splitlines()
+    Path("sums.csv").write_text(
+        "\n".join([head, *(f"{n}: {row}" for n in range(99) for row in rows)])
+    )
+    lines = [
+        t
+        for language, text in blocks("first-hour.md")
+        if language == "sh"
+        for t in text.splitlines()
+    ]
+    taken: list[Any] = [
+        parser().parse_args(words[1:]) for words in map(shlex.split, lines) if words[0] == "keel"
+    ]
+    for given in taken:
+        if given.command == "new":
+            assert new_recipe.new(given, lambda _: 0) == 0
+        elif getattr(given, "recipe", "").endswith(("words.yaml", "sums.yaml")):
+            load_config(given.recipe, given.override)
+    assert load_config("words.yaml").run.dir == "runs/spell_backward"
+    assert load_config("sums.yaml").data.sources[0].columns == {"prompt": "question"}
+
+
 def test_the_reward_of_start_does_what_it_says(school: Path) -> None:
     (code,) = [text for language, text in blocks("start.md") if language == "python"]
     (first, second) = [text for language, text in blocks("start.md") if language == "yaml"]

@@ -212,8 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return refused(arguments) or light(arguments)
         with watching():
             try:
-                with waiting("reading the recipe", "recipe"):
+                with waiting("reading the recipe", "recipe") as wait:
                     status = refused(arguments)
+                    wait.quiet = bool(status)  # what is wrong is the last line
                 return status or heavy(arguments)
             except KeyboardInterrupt:  # while libraries are loaded: nothing has begun
                 if not preempted():

@@ -26,7 +26,14 @@ from keel.rewards.text import every_turn, final_text, marked_answer, thinking_te
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.filter import GIVEN_UP, POLICY, STOPPING, sample_prompts
-from keel.trainer.prepare import check_rewards, needs_judge, prepare, require_prompts
+from keel.trainer.prepare import (
+    check_rewards,
+    needs_judge,
+    prepare,
+    prompt_tokens,
+    require_prompts,
+)
+from keel.trainer.recipes.variants import as_asked, as_in, check_room, check_variant
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.manifest import fingerprint
@@ -57,6 +64,8 @@ class Subject:
     """What samples and scores, started. Rewards print into the folder `rewards` of that one."""
     tokenizer: str = ""
     """`Task.tokenizer_digest`; empty where nobody knows the tokens of an endpoint."""
+    count_tokens: Callable[[Prompt], int] | None = None
+    """Of a prompt; None where nobody knows the tokens of an endpoint."""
 
     @property
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
@@ -71,7 +80,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     checkpoint, the base model or a model behind an endpoint."""
     config = load_config(recipe, overrides)
     for variant in config.eval.each_variant:
-        _check_variant(config, variant)
+        check_variant(config, variant)
     other = read_evaluation(Path(config.eval.against)) if config.eval.against else ()
     subject = _subject(recipe, overrides, "eval.checkpoint", config.eval.checkpoint)
     sets = subject.sets
@@ -80,6 +89,9 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
             "data.sources: no source has a holdout, so there is nothing to evaluate on. A file of "
             "problems that is there for this alone has weight: 0, and holdout: their number"
         )
+    if subject.count_tokens is not None:
+        for variant in config.eval.each_variant:
+            check_room(subject.config, variant, sets, subject.count_tokens)
     if other:
         _check_same_prompts(config, sets, other)
     with EvaluationFolder(config, subject.policy, subject.name) as out:
@@ -164,6 +176,7 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
         text=task.text(),
         sampling=sampling,
         tokenizer=task.tokenizer_digest,
+        count_tokens=lambda prompt: prompt_tokens(prompt, task.tokenizer, task.facts),
     )
 
 
@@ -274,28 +287,6 @@ def _told(
     return [*lines, f"completions and results: {out.path}"]
 
 
-def _check_variant(config: Config, variant: EvalVariant) -> None:
-    """Raises ConfigError for one that the engines have no room for, or that asks nothing."""
-    knob, most = f"eval.variants[{variant.name}]", config.rollout.sampling.max_tokens
-    if variant.max_tokens > most:
-        raise ConfigError(
-            f"{knob}.max_tokens = {variant.max_tokens}: the engines have room for "
-            f"rollout.sampling.max_tokens = {most}; raise that"
-        )
-    there, told = bool(config.endpoint.base_url), config.endpoint.tells_thinking
-    if there and not told and variant.thinking != "as-asked":
-        raise ConfigError(
-            f"{knob}.thinking = {variant.thinking}: the endpoint is not told; set "
-            "endpoint.tells_thinking, if it takes that"
-        )
-    if variant.context != "as-in-training" and not config.with_agents:
-        raise ConfigError(f"{knob}.context = {variant.context}: no source has an environment")
-    try:
-        as_in(variant, config)
-    except ConfigError as error:
-        raise ConfigError(f"{knob}: {error}") from error
-
-
 def _ask(
     subject: Subject,
     system: System | Remote,
@@ -360,30 +351,11 @@ def as_the_variant_has_it(
         yield replace(system, task=changed, agents=agents)
 
 
-def as_in(variant: EvalVariant, config: Config) -> Config:
-    """The budgets that it changes. Raises ConfigError where they do not go together."""
-    if variant.max_tokens:
-        config = config.with_max_tokens(variant.max_tokens)
-    if variant.context != "as-in-training":
-        config = replace(config, agents=replace(config.agents, context=variant.context))
-    return config
-
-
 def to_be_had_later(groups: Sequence[ScoredGroup]) -> bool:
     """Whether completions are missing only since an endpoint had too much to do: their prompt is
     asked again by the next start, and does not count as one that was failed."""
     dropped = [reason for group in groups for reason in group.group.dropped]
     return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
-
-
-def as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:
-    """The prompt in the variant's words."""
-    thinking = prompt.thinking if variant.thinking == "as-asked" else variant.thinking == "with"
-    messages = [dict(message) for message in prompt.messages]
-    last = next((m for m in reversed(messages) if m.get("role") == "user"), None)
-    if variant.line and last is not None:
-        last["content"] = f"{last['content']}\n{variant.line}"
-    return replace(prompt, thinking=thinking, messages=tuple(messages))
 
 
 def answer_of(trajectory: Trajectory) -> str:

@@ -173,7 +173,7 @@ def prepare(
         tokenizer_digest=digest_of_tokenizer(tokenizer),
         warnings=[*warnings, *small_lines(config, dataset), *failed],
         programs={
-            "chats": chat_note(tokenizer, chat) if has_chats(config) else "none: raw prompts",
+            "chats": chat_note(config, tokenizer, chat),
             **{name: said for name, said in tried.items() if not said.startswith(FAILED)},
             **check_environments(config, chat, dataset),
         },
@@ -184,27 +184,28 @@ def prepare(
 
 def prompts_of(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
     """The recipe's prompts, their lengths and rewards checked. Raises ConfigError."""
-
-    def count_tokens(prompt: Prompt) -> int:
-        if prompt.environment:
-            return 0  # it opens the conversation itself
-        try:
-            token_ids = render_prompt(tokenizer, prompt).token_ids
-        except (TemplateError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"prompt {prompt.prompt_id}: cannot be written by {name_of(tokenizer)}: {error}. "
-                "Change the prompt, or give another template (model.chat_template)"
-            ) from error
-        check_ids(token_ids, facts.vocab_size, f"prompt {prompt.prompt_id}")
-        return len(token_ids)
-
     return load_dataset(
         config.data,
         seed=config.run.seed,
-        count_tokens=count_tokens,
+        count_tokens=lambda prompt: prompt_tokens(prompt, tokenizer, facts),
         check_reward=check_spec,
         hub_answers=hub_answers,
     )
+
+
+def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
+    """How long it is; 0 where an environment opens the conversation itself. Raises ConfigError."""
+    if prompt.environment:
+        return 0
+    try:
+        token_ids = render_prompt(tokenizer, prompt).token_ids
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"prompt {prompt.prompt_id}: cannot be written by {name_of(tokenizer)}: {error}. "
+            "Change the prompt, or give another template (model.chat_template)"
+        ) from error
+    check_ids(token_ids, facts.vocab_size, f"prompt {prompt.prompt_id}")
+    return len(token_ids)
 
 
 def has_chats(config: Config) -> bool:
@@ -278,12 +279,15 @@ def found_model(
     )
 
 
-def chat_note(tokenizer: Any, chat: TemplateChat | None) -> str:
+def chat_note(config: Config, tokenizer: Any, chat: TemplateChat | None) -> str:
     """What writes the conversations, and how the policy's calls are read."""
+    if not has_chats(config):
+        return "none: raw prompts"
     lacking = ", since the tokenizer has no chat template" if not tokenizer.chat_template else ""
     calls = f"; calls are read as in the format {chat.format.name}" if chat else ""
     where = ", inside the thinking alone" if chat and chat.tools_in_thinking else ""
-    return f"written by {name_of(tokenizer)}{lacking}{calls}{where}"
+    writer = "model.chat_template" if config.model.chat_template else name_of(tokenizer)
+    return f"written by {writer}{lacking}{calls}{where}"
 
 
 def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:

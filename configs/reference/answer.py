@@ -13,6 +13,7 @@ from keel.configs.reference.knobs import RECIPES, Knob, Section, flat, normal, s
 from keel.configs.reference.metric import Metric
 from keel.configs.reference.metrics import GROUPS, METRICS, described
 from keel.configs.reference.otherwise import OTHERWISE
+from keel.configs.reference.plain import plain
 from keel.configs.reference.search import Found, holds, near, search
 from keel.configs.sections.base import ConfigError
 from keel.configs.suggest import COMMON, RENAMED, suggest
@@ -39,11 +40,14 @@ def answer(name: str = "") -> str:
     each. Raises ConfigError that says what may have been meant."""
     if not normal(name):
         return _overview()
+    if meant_by := plain(name):
+        about = [knob for each in meant_by for knob in flat() if knob.name == each]
+        return f"No knob is called {name}. It is about:\n\n{_all_of(about)}"
     several = name.split()
-    if len(several) > 1 and all(map(_is_known, several)):
-        return "\n\n".join(map(answer, several))
     if len(several) > 1 and _called(joined := "_".join(several).lower()):
         return answer(joined)
+    if len(several) > 1 and all(map(_is_known, several)):
+        return "\n\n".join(map(answer, several))
     asked = normal(name)
     inside = [section for section in sections() if _within(section.name, asked)]
     if asked in RECIPES:

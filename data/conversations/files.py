@@ -21,7 +21,7 @@ from keel.data.conversations.forms import (
 from keel.data.conversations.types import Example, Read
 from keel.data.items import COUNTED, malformed
 from keel.data.rows.columns import MISSING, looked_up, parsed_json, without_nulls
-from keel.data.rows.lines import BadLine, lines_of, object_of
+from keel.data.rows.lines import BadLine, check_file, lines_of, object_of
 from keel.data.rows.places import files_of
 from keel.data.rows.proposal import ANSWERS, PROMPTS
 from keel.data.rows.read import Row, rows_of_files, rows_of_lines
@@ -116,6 +116,8 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
     Raises ConfigError as `read_rows`, and where there is nothing to read.
     """
     path = data_path(source.path)
+    if not path.is_dir():
+        check_file(path, f"sft.sources[{source.name}].path")
     files = [path] if path.is_file() else _files(path)
     if not files:
         raise ConfigError(

@@ -131,7 +131,9 @@ class Columns:
         name, has = self._of[key], ", ".join(self._names)
         if name in self._names:
             return BadLine(f"no {self.called(key)}: it is null, or empty")
-        near = get_close_matches(name, self._names, n=1)
+        taken = {given for other, given in self._of.items() if other != key}
+        free = [each for each in self._names if each not in taken]
+        near = [key] if key in free else get_close_matches(name, free, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
         if self._source.on_bad_line == "error" and key in self._unseen:
             raise ConfigError(

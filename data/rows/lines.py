@@ -21,6 +21,10 @@ BROKEN = (OSError, EOFError, zlib.error)
 """What a file raises that cannot be read, or is not compressed as its name says."""
 
 
+SMALL_TASKS = "small-tasks"
+"""The folder in which the recipes that come along look for the tasks of `keel.tasks.small`."""
+
+
 class BadLine(ValueError):
     """Why a line cannot be used."""
 
@@ -41,6 +45,8 @@ def check_file(path: Path, knob: str) -> None:
     where = f"looked in {path.parent.resolve()}"
     if not path.is_absolute():
         where += "; a relative path begins where keel is started"
+    if SMALL_TASKS in path.parts and not path.parent.exists():
+        hint = f"; `python -m keel.tasks.small {SMALL_TASKS}` makes it"
     raise ConfigError(f"{knob} = {str(path)!r}: {what} ({where}){hint}")
 
 

@@ -250,7 +250,8 @@ def test_inheritance_that_cannot_be_followed(tmp_path: Path) -> None:
     [
         ("run:\n  steps: [1\ntrainer: {}", ":3: not valid YAML"),
         ("run:\n  steps: 1\n eval_every: 2", ":3: not valid YAML: it is indented otherwise"),
-        ("run: {dir: }", 'must be text; an empty one is ""'),
+        ("run: {dir: }", """must be text; an empty one is "" (in a shell: run.dir='""'), and #"""),
+        ("specialists: []", "this is a chain of stages: `keel distill` runs it"),
         ("run:\n\tsteps: 1", "; line 2 has a tab, write spaces"),
         (
             "run:\n  steps\uff1a 1\n  eval_every: 2",

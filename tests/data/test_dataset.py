@@ -169,6 +169,10 @@ def test_too_few_distinct_questions_to_hold_out() -> None:
     said = r"holdout = 190: there are only \d+ distinct questions .* make the source larger or"
     with pytest.raises(ConfigError, match=said):
         load(gym(size=200, holdout=190, params=SMALL))
+    items = load_reasoning_gym(gym(size=200, params=SMALL), seed=0).items
+    every = len({question(item.prompt) for item in items})
+    with pytest.raises(ConfigError, match=r"of which none would be left .* has weight: 0\), and"):
+        load(gym(size=200, holdout=every, params=SMALL))
 
 
 def test_long_prompts_are_named_or_dropped() -> None:

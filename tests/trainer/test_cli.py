@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from keel.trainer import cli
 from keel.trainer.cli import main
+from keel.trainer.run.waits import Wait
 
 
 @pytest.mark.parametrize(
@@ -117,3 +121,17 @@ def test_python_m_keel_is_the_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.startswith("keel train: override 'trainer.lrr=1'")
+
+
+def test_a_refusal_is_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not how long the recipe took to read."""
+    waits: list[Wait] = []
+
+    @contextmanager
+    def waiting(what: str, key: str = "") -> Iterator[Wait]:
+        waits.append(Wait(what))
+        yield waits[-1]
+
+    monkeypatch.setattr(cli, "waiting", waiting)
+    assert main(["check", str(tmp_path / "none.yaml")]) == 2
+    assert [(wait.what, wait.quiet) for wait in waits] == [("reading the recipe", True)]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 from keel.rollout.chat.chat import TemplateChat
 from keel.trainer.cli import main
-from keel.trainer.evaluate import as_asked, as_the_variant_has_it
+from keel.trainer.evaluate import as_the_variant_has_it
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
@@ -279,11 +279,24 @@ def test_two_evaluations_compared(
 def test_variants_side_by_side(fake: Fake, tmp_path: Path) -> None:
     ways = "eval.variants=[{name: plain, thinking: without}, {name: boxed, ask: boxed}]"
     words = ("quickstart", f"run.dir={tmp_path}", *FEW, ways)
-    assert main(["eval", *words]) == 0
+    assert main(["eval", *words, "data.max_prompt_tokens=256"]) == 0
     assert set(of(tmp_path / "eval/base")) == {"plain", "boxed"}
     ends = [str(p.messages[-1]["content"]).endswith("within \\boxed{}.") for p, _ in fake.asked]
     assert sum(ends) == len(ends) / 2
     assert not any(p.thinking for (p, _), end in zip(fake.asked, ends, strict=True) if not end)
+
+
+def test_a_variant_whose_words_do_not_fit_is_refused_before_an_engine_starts(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = "eval.variants=[{name: plain}, {name: boxed, ask: boxed}]"
+    words = ("quickstart", f"run.dir={tmp_path}", *FEW, ways)
+    assert main(["eval", *words]) == 2
+    said = capsys.readouterr().err
+    assert "eval.variants[boxed]: prompt spelling/" in said and not fake.asked
+    more = int(said.partition("raise data.max_prompt_tokens = 64 by ")[2].split()[0])
+    assert main(["eval", *words, f"data.max_prompt_tokens={64 + more - 8}"]) == 2
+    assert main(["eval", *words, f"data.max_prompt_tokens={64 + more + 64}"]) == 0
 
 
 @dataclass(frozen=True)
@@ -347,19 +360,6 @@ def test_the_prompts_to_train_on(fake: Fake, tmp_path: Path) -> None:
     asked = {prompt.prompt_id for prompt, _ in fake.asked}
     assert asked == {p.prompt_id for some in dataset.train.sources.values() for p in some[:3]}
     assert not asked & {p.prompt_id for some in dataset.heldout.values() for p in some}
-
-
-def test_a_prompt_in_a_variants_words() -> None:
-    asked = Prompt(
-        prompt_id="p",
-        domain="d",
-        messages=({"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "Hm"}),
-        thinking=True,
-    )
-    other = as_asked(asked, EvalVariant(name="v", thinking="without", ask="In words."))
-    assert other.messages[0]["content"] == "1 + 1\nIn words." and other.thinking is False
-    assert as_asked(asked, EvalVariant(name="v")) == asked
-    assert as_asked(other, EvalVariant(name="v", thinking="with")) == replace(other, thinking=True)
 
 
 @pytest.mark.parametrize(

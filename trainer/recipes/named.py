@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from keel.configs.paths import data_path, unwritable
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import EMBEDDED
+from keel.configs.shipped import shipped
 from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.jsonl import load_jsonl
 from keel.model.source import check_path, is_hub_name
@@ -57,7 +59,25 @@ def check_named(config: Config, command: str) -> None:
             # `models/qwen4` may be a name of the hub; beside a folder `models` it hardly is.
             beside = "/" in path and Path(path).parent.is_dir()
             if not is_hub_name(path) or beside or Path(path).is_file():
-                check_path(path)
+                try:
+                    check_path(path)
+                except ConfigError as error:
+                    knob = "model.path" if path == model else "model.tokenizer"
+                    raise ConfigError(f"{knob} = {error}{_exported_by(path)}") from error
+
+
+def _exported_by(path: str) -> str:
+    """The command whose run exports that folder, where its recipe comes along."""
+    folder = Path(path)
+    if folder.name != "model" or folder.exists():
+        return ""
+    for name, file in shipped().items():
+        given = re.search(r"^  dir: (\S+)", file.read_text("utf-8"), flags=re.MULTILINE)
+        if given and Path(given[1]) == folder.parent:
+            first = name.partition("-")[0]
+            command = first if first in ("sft", "pretrain") else "train"
+            return f"; `keel {command} {name}` is that run"
+    return ""
 
 
 def _soon_known(part: str) -> bool:

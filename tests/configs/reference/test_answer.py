@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from keel.configs.reference.answer import answer
+from keel.configs.reference.knobs import flat
+from keel.configs.reference.plain import PLAIN, plain
 from keel.configs.schema import ConfigError
 from keel.trainer.cli import main
 
@@ -43,6 +45,10 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cosine", ["In what is said of them:", "  trainer.schedule: constant "]),
         ("gpu memory", ["rollout.gpu_memory_utilization\n"]),
         ("batch size", ["cold_start.batch_size\n", "Also: algorithm.prompts_per_step"]),
+        ("max tokens", ["rollout.sampling.max_tokens: ", "data.sources[].budget.max_tokens: "]),
+        ("max length", ["It is about:\n\n  data.max_prompt_tokens: ", "sft.max_context_tokens: "]),
+        ("output dir", ["No knob is called output dir. It is about:\n\nrun.dir\n"]),
+        ("precision", ["model.dtype\n", "rollout.dtype\n"]),
         ("trainer.lr run.steps", ["trainer.lr\n", "\n\nrun.steps\n"]),
         ("clip", ["clip/fraction (metric)", "Also: algorithm.clip_low, "]),
         ("checkpoint", ["eval.checkpoint\n", "Also: run.checkpoint_every, "]),
@@ -55,6 +61,14 @@ def test_a_name_is_answered(asked: str, said: list[str]) -> None:
     text = answer(asked)
     assert [part for part in said if part not in text] == []
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_plain_words_lead_to_knobs_and_are_none_themselves() -> None:
+    names = {knob.name for knob in flat()}
+    for words, knobs in PLAIN.items():
+        assert words.replace(" ", "_") not in names and set(knobs) <= names, words
+        assert plain(words.replace(" ", "_").upper()) == knobs
+    assert plain("trainer.lr") == ()
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,14 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"question": "a", "answer": "b"},
         {"columns": {"prompt": "questoin"}},
     ),
+    "no such column, it has question, answer; did you mean `answer`?": (
+        {"question": "a", "answer": "b"},
+        {"columns": {"prompt": "question", "answer": "solution"}},
+    ),
+    "no such column, it has question, gold; did you mean `gold`?": (
+        {"question": "a", "gold": "b"},
+        {"columns": {"prompt": "question", "answer": "golden"}},
+    ),
     "rows.jsonl: its first row has no `answer`, it has question, solution. Say which column "
     "that is: data.sources[s].columns: {prompt: question, answer: solution}": (
         {"question": "a", "solution": "b"},

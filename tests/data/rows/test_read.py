@@ -152,6 +152,12 @@ BAD: dict[str, tuple[str | bytes, str]] = {
 }
 
 
+def test_a_split_without_rows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("prompt,answer\n1+1?,2\n")
+    (tmp_path / "test.csv").write_text("prompt,answer\n")
+    assert "its split 'test' is empty" in refused(tmp_path, split="test")
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_wrong_is_named_with_its_place(name: str, tmp_path: Path) -> None:
     content, words = BAD[name]

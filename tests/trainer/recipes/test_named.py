@@ -78,3 +78,25 @@ def test_a_reward_of_a_module_that_nobody_has(tmp_path: Path) -> None:
     assert "there is no module 'my_reward'" in weighed("my_reward.brief")
     assert weighed("my_rewards.brief") == weighed("random.random") == ""
     assert "must be a module's name, a dot and a function's" in weighed("'./my_rewards.py:brief'")
+
+
+def test_a_model_that_a_run_has_yet_to_export_is_the_runs_to_bring(tmp_path: Path) -> None:
+    wrong = said(tmp_path, "model.path=runs/first/model")
+    assert wrong.startswith("model.path = 'runs/first/model' does not exist")
+    assert wrong.endswith(
+        "A run exports its model there when it ends, and none has begun in runs/first"
+    )
+    (tmp_path / "runs/first").mkdir(parents=True)
+    (tmp_path / "runs/first/config.yaml").touch()
+    wrong = said(tmp_path, "model.path=runs/first/model")
+    assert "The run in runs/first exports its model at its end, which is to come" in wrong
+    first = said(tmp_path, recipe="pretrain-warm-up", command="pretrain")
+    assert first.endswith("; `keel pretrain pretrain-dense` is that run")
+
+
+def test_what_an_earlier_stage_makes_is_named_where_it_is_not_there(tmp_path: Path) -> None:
+    assert "`python -m keel.tasks.small small-tasks` makes it" in said(
+        tmp_path, recipe="specialists", command="train"
+    )
+    wrong = said(tmp_path, recipe="sft-distilled", command="sft")
+    assert wrong.startswith("sft.sources[distilled].path = 'runs/distill/distilled.jsonl': no such")
