@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import fields
 
+from keel.configs.load import spelled_apart
 from keel.configs.schema import Config
 from keel.model.load import ModelFacts
 
@@ -35,9 +36,15 @@ def unusual(config: Config, facts: ModelFacts) -> list[str]:
     ]
 
 
-def unread(given: Config, left: Set[str]) -> Iterator[str]:
-    """Knobs of `keel train` in a recipe for supervised training alone. left: those whose values are
-    chosen."""
+def unread(given: Config, left: Set[str], overrides: Sequence[str] = ()) -> Iterator[str]:
+    """Knobs of `keel train` in a recipe for supervised training alone, and `run.steps` among the
+    overrides of one whose epochs are counted. left: those whose values are chosen."""
+    steps = any(each.partition("=")[0].strip() == "run.steps" for each in spelled_apart(overrides))
+    if steps and given.sft.epochs:
+        yield (
+            f"run.steps = {given.run.steps}: does not count, since sft.epochs = "
+            f"{given.sft.epochs:g} says how long this run is; sft.epochs=0 leaves it to run.steps"
+        )
     if given.data.sources:  # they are for what comes after it
         return
     others = [each.name for each in fields(given) if each.name not in (*READ, "data")]

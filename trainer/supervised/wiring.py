@@ -207,7 +207,7 @@ def prepare_sft(
         given=given,
         prompts=prompts,
         format=chat.format.name if chat and not config.sft.only_text else "",
-        warnings=[*warning_lines(config, found), *unread(given, left)],
+        warnings=[*warning_lines(config, found), *unread(given, left, overrides)],
     )
 
 

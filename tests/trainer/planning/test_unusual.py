@@ -92,6 +92,24 @@ def test_knobs_that_a_supervised_run_does_not_read_are_named() -> None:
     assert [*unread(load_config("sft-quickstart"), frozenset())] == [], "what comes after it"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["run.steps=60"], 1),
+        (["run={steps: 60}"], 1),
+        (["run.steps=60", "sft.epochs=0"], 0),
+        (["run.seed=60"], 0),
+    ],
+)
+def test_steps_that_epochs_decide_are_no_override(overrides: list[str], said: int) -> None:
+    config = load_config("sft-quickstart", overrides)
+    lines = [*unread(config, frozenset(), overrides)]
+    assert len(lines) == said
+    assert all(
+        line.startswith("run.steps = 60: does not count, since sft.epochs") for line in lines
+    )
+
+
 def test_old_completions_under_masks_whose_mass_nobody_holds_are_warned_about() -> None:
     usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
     old = replace(usual.algorithm, publish_every=4, max_lag=1, updates_per_batch=4)
