@@ -149,7 +149,7 @@ def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
     """`tidy`, of how this process leaves its cluster. From now on every call here raises `RayLost`,
     those that are under way in other threads too, until there is another cluster: Ray would start
     one for whoever comes late."""
-    _State.ending = _State.ended = True
+    _State.ending = _State.ended = ray.is_initialized()
     try:
         tidy(act, seconds, what, last=True)
     finally:

@@ -60,15 +60,22 @@ def test_what_does_not_come_back_is_named() -> None:
     never.set()
 
 
-def test_who_comes_after_the_end_of_ray_starts_no_other_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether Ray is."""
+    there = [True]
+    monkeypatch.setattr("ray.is_initialized", lambda: there[0])
+    return there
+
+
+def test_who_comes_after_the_end_of_ray_starts_no_other_one(there: list[bool]) -> None:
     """Ray itself would: `ray.get` and all the others begin with a cluster where there is none."""
     calls: list[str] = []
 
     def shuts_down() -> None:
         with pytest.raises(RayLost, match="has left its cluster"):
             bounded(lambda: calls.append("meanwhile"), PATIENCE_S, "list its nodes")
+        there[0] = False
 
     shut_down(shuts_down, PATIENCE_S, "end")
     with pytest.raises(RayLost, match="has left its cluster"):
@@ -76,18 +83,23 @@ def test_who_comes_after_the_end_of_ray_starts_no_other_one(
     with pytest.raises(RayLost, match="has left its cluster"):
         awaited(Future())
     assert not calls and not lost()
-    monkeypatch.setattr("ray.is_initialized", lambda: True)  # by somebody else
+    there[0] = True  # by somebody else
     assert bounded(lambda: 7, PATIENCE_S, "count") == 7
-    monkeypatch.undo()
+    there[0] = False
     joined()
     assert bounded(lambda: 7, PATIENCE_S, "count") == 7
+    shut_down(lambda: None, PATIENCE_S, "end")
+    assert bounded(lambda: 7, PATIENCE_S, "count") == 7, "there was none to leave"
 
 
-def test_a_call_under_way_ends_with_ray() -> None:
+def test_a_call_under_way_ends_with_ray(there: list[bool]) -> None:
     never, left = threading.Event(), threading.Event()
 
+    def shuts_down() -> None:
+        there[0] = False
+
     def hangs() -> bool:
-        shut_down(lambda: None, PATIENCE_S, "end")
+        shut_down(shuts_down, PATIENCE_S, "end")
         left.set()
         return never.wait()
 
