@@ -21,7 +21,7 @@ from keel.agents.endpoint.driven import DrivenEpisode
 from keel.agents.endpoint.program import AgentProgram
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.episode import Episode, lost_to_the_policy
-from keel.agents.host.room import make_room
+from keel.agents.host.room import connections, make_room
 from keel.agents.types import Environment
 from keel.rl.seeds import seed_of
 from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of
@@ -103,7 +103,8 @@ class EpisodeRunner:
         self._thread.start()
         if self._programs:
             try:
-                begun = asyncio.run_coroutine_threadsafe(Endpoint().__aenter__(), self._loop)
+                endpoint = Endpoint(most=connections(len(PURPOSES) * most_open))
+                begun = asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), self._loop)
                 self._endpoint = begun.result(CLOSING_S)
             except BaseException:
                 self.close()

@@ -40,6 +40,7 @@ CALL_S = 60.0
 BEYOND_S = 10.0
 """Past the deadline of a call that has one."""
 LOOK_S = 0.2
+LEFT = "this process has left its cluster"
 TURN_S = 1.0
 """Longest single call of a wait that is made in turns."""
 
@@ -96,6 +97,8 @@ def of_death(error: RayError) -> str:
 class _State:
     lost = ""
     """Why Ray is of no use any more."""
+    ending = ended = False
+    """Whether this process is about to leave its cluster, and whether it has left it."""
     start = secrets.token_hex(4)
     """Tells the actors of this start from those of others on the cluster."""
 
@@ -139,7 +142,24 @@ def lost() -> str:
 
 def joined() -> None:
     """There is a new cluster, or a new start on it."""
-    _State.lost, _State.start = "", secrets.token_hex(4)
+    _State.lost, _State.start, _State.ended = "", secrets.token_hex(4), False
+
+
+def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
+    """`tidy`, of how this process leaves its cluster. From now on every call here raises `RayLost`,
+    those that are under way in other threads too, until there is another cluster: Ray would start
+    one for whoever comes late."""
+    _State.ending = _State.ended = ray.is_initialized()
+    try:
+        tidy(act, seconds, what, last=True)
+    finally:
+        _State.ending = False
+
+
+def _of_no_use() -> str:
+    """Why no call is to be made, or waited for; "" where there is nothing against it."""
+    left = _State.ending or (_State.ended and not ray.is_initialized())
+    return _State.lost or (LEFT if left else "")
 
 
 def start() -> str:
@@ -153,14 +173,18 @@ def name_of(mark: str, start: str) -> str:
     return name if whose == start else ""
 
 
-def bounded(call: Callable[[], T], seconds: float, what: str) -> T:
-    """What `call` returns, or raises.
+def bounded(call: Callable[[], T], seconds: float, what: str, *, last: bool = False) -> T:
+    """What `call` returns, or raises. last: it is how this process leaves its cluster.
 
     `Unanswered` naming `what` after `seconds`; `RayLost` as soon as Ray is, and without the call
     where it has been before.
     """
-    if _State.lost:
-        raise RayLost(_State.lost)
+
+    def check() -> None:
+        if why := _State.lost if last else _of_no_use():
+            raise RayLost(why)
+
+    check()
     future: Future[T] = Future()
 
     def run() -> None:
@@ -173,8 +197,7 @@ def bounded(call: Callable[[], T], seconds: float, what: str) -> T:
     patience = Patience(seconds, LOOK_S)
     while not future.done():
         left = patience.left()
-        if _State.lost:
-            raise RayLost(_State.lost)
+        check()
         if not left:
             raise Unanswered(
                 f"waited {seconds:g} s for Ray to {what}: one of its processes does not answer "
@@ -187,8 +210,8 @@ def bounded(call: Callable[[], T], seconds: float, what: str) -> T:
 def awaited(future: Future[T]) -> T:
     """The result of a future that has a deadline of its own; `RayLost` as soon as Ray is."""
     while not future.done():
-        if _State.lost:
-            raise RayLost(_State.lost)
+        if why := _of_no_use():
+            raise RayLost(why)
         futures.wait([future], LOOK_S)
     return future.result()
 
@@ -230,11 +253,11 @@ def call(method: Any, *arguments: Any, **named: Any) -> Any:
     return bounded(lambda: method.remote(*arguments, **named), CALL_S, "take a call for an actor")
 
 
-def tidy(act: Callable[[], Any], seconds: float, what: str) -> None:
+def tidy(act: Callable[[], Any], seconds: float, what: str, *, last: bool = False) -> None:
     """`bounded`, of what only cleans up: raises nothing, which would hide the error that there is,
     or keep the rest from being cleaned up. A Ray that does not answer is lost from then on."""
     try:
-        bounded(act, seconds, what)
+        bounded(act, seconds, what, last=last)
     except Unanswered as error:
         lose(str(error))
     except (RayLost, RayError):

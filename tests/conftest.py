@@ -146,13 +146,16 @@ def processes_are_for_marked_tests(request: pytest.FixtureRequest) -> Iterator[N
 def process_as_it_was() -> Iterator[None]:
     """Signal handlers, environment, working folder, module path and process groups as they were
     before the file: which tests share a process is chance, and Ray's `init` leaves a handler of its
-    own for SIGTERM, a trainer in this process its ranks' group, an environment its folder."""
+    own for SIGTERM, a trainer in this process its ranks' group, an environment its folder, a run
+    that Ray has been ended."""
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     environ, folder, path = dict(os.environ), Path.cwd(), [*sys.path]
     yield
     sys.path[:] = path
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    if (ray_calls := sys.modules.get("keel.model.ray_calls")) is not None:
+        ray_calls.joined()
     distributed = sys.modules.get("torch.distributed")  # only a trainer in this process has it up
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()

@@ -37,8 +37,8 @@ CANDIDATE = re.compile(
 """Files without it, as text, have nothing to look for: taking all apart takes a second."""
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 OWN = ("self", "cls", "super")
-PUBLIC = ("_replace", "_asdict", "_fields")
-"""Of named tuples: documented, with an underscore so as not to collide with fields."""
+PUBLIC = ("_replace", "_asdict", "_fields", "_exit")
+"""Of named tuples: documented, with an underscore so as not to collide with fields. And of `os`."""
 
 
 def sources() -> list[Path]:

@@ -17,7 +17,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
+from keel.trainer.run.interrupt import PREEMPTED, leaving, preempted, watching
 from keel.trainer.run.waits import waiting
 
 EPILOG = """examples:
@@ -198,7 +198,16 @@ def add_judge(command: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 failed while running, 2 the recipe or the data cannot be run, 130
     Ctrl-C before anything began, or twice, 143 ended by SIGTERM, SIGHUP or SIGUSR1: the same
-    command goes on."""
+    command goes on. argv: None where this is all that the process is for."""
+    if argv is not None:
+        return command(argv)
+    with leaving() as end:
+        end.status = command(argv)
+    return end.status
+
+
+def command(argv: Sequence[str] | None) -> int:
+    """As `main`, in a process that goes on."""
     root = parser()
     arguments = root.parse_args(argv)
     if arguments.version:

@@ -32,6 +32,10 @@ _NOT_HERE = {
 }
 MOST_DEEP = 120
 """Levels of a request."""
+MOST_VALUES = 1 << 20
+"""In a request, by its commas and brackets: what has more, texts and all, fits no window of a
+million tokens, and to make values of it would hold up all other trajectories, seconds for each
+MiB."""
 MOST_WARNINGS = 50
 _DISTRIBUTION = (
     "it would change the distribution that is sampled from, and what is recorded is trained on"
@@ -99,6 +103,9 @@ def asked_of(body: bytes, warnings: Warnings, *, is_retry: bool = False) -> Aske
     """Read a request. Raises Refused, with the field that is wrong."""
     try:
         given = load(body)
+    except TooMuch as error:
+        code = "context_length_exceeded"  # by which programs know that they may shorten it
+        raise Refused(400, str(error), param="messages", code=code, limit="window") from error
     except ValueError as error:
         raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
@@ -305,8 +312,15 @@ def _shown(given: Any) -> str:
     return "missing" if given is None else repr(given)[:50]
 
 
+class TooMuch(ValueError):
+    """Not even to be read."""
+
+
 def load(text: bytes | str) -> Any:
     """What a program sent. Raises ValueError."""
+    raw = text.encode(errors="replace") if isinstance(text, str) else text
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise TooMuch(f"more than {MOST_VALUES:,} values do not fit the model's context")
     return sound(strict_json.load(text, most_deep=MOST_DEEP))
 
 

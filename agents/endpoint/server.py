@@ -6,7 +6,9 @@ import asyncio
 import hmac
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,7 @@ ENDING_S = 5.0
 ROUNDS = 4
 """Of the event loop, until the end of a connection has cancelled what it was for."""
 SOCKET = "keel.sock"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +54,60 @@ class Address:
         }
 
 
+class Connections:
+    """Of one server: no more than this process has files for, whatever one program opens. Where one
+    more comes, another one goes. `accept` makes what listening sockets hand connections to."""
+
+    def __init__(self, server: web.Server, most: int) -> None:
+        self._server, self._most = server, most
+        self._busy: dict[web.RequestHandler, str] = {}
+        """Those with a request under way, oldest first, and whose it is."""
+
+    def accept(self) -> web.RequestHandler:
+        open_ = [one for one in self._server.connections if one.transport is not None]
+        if len(open_) >= self._most:
+            self._least_needed(open_).force_close()
+        return self._server()
+
+    @contextmanager
+    def request(self, connection: web.RequestHandler, whose: str) -> Iterator[None]:
+        """One of them is under way."""
+        self._busy[connection] = whose
+        try:
+            yield
+        finally:
+            self._busy.pop(connection, None)
+
+    def _least_needed(self, open_: list[web.RequestHandler]) -> web.RequestHandler:
+        """The oldest without a request, which clients open again; or else the newest of whoever has
+        the most: the turn is cancelled, as where a client goes."""
+        for connection in open_:
+            if connection not in self._busy:
+                return connection
+        (most, _), *_ = Counter(self._busy.values()).most_common(1)
+        return next(one for one, whose in reversed(self._busy.items()) if whose == most)
+
+
 class Endpoint:
     """Listens on the loopback and on a unix socket. For one event loop.
 
     `async with Endpoint() as endpoint`, then `add` for each trajectory and `finish` at its end.
     """
 
-    def __init__(self, *, port: int = 0) -> None:
-        """port: 0 lets the system choose."""
-        self._port = port
+    def __init__(self, *, port: int = 0, most: int = 1024) -> None:
+        """port: 0 lets the system choose. most: connections at once, of all trajectories."""
+        self._port, self._most = port, most
         self._open: dict[str, tuple[str, Recording, Tools | None]] = {}
         self._warnings = Warnings()
         self._runner: web.AppRunner | None = None
+        self._connections: Connections | None = None
+        self._listening: list[asyncio.Server] = []
         self._folder = ""
 
     async def __aenter__(self) -> Endpoint:
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_in_their_format])
+        app = web.Application(
+            client_max_size=MOST_BYTES, middlewares=[self._counted, _in_their_format]
+        )
         app.router.add_get("/t/{name}/v1/models", self._models)
         app.router.add_get("/t/{name}/v1/models/{model:.+}", self._model)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
@@ -80,10 +121,14 @@ class Endpoint:
         self._folder = socket_folder("keel-endpoint-", SOCKET)
         try:
             await self._runner.setup()
-            site = web.TCPSite(self._runner, "127.0.0.1", self._port)
-            await site.start()
-            self._port = self._runner.addresses[0][1]
-            await web.UnixSite(self._runner, str(Path(self._folder) / SOCKET)).start()
+            assert self._runner.server is not None
+            self._connections = Connections(self._runner.server, self._most)
+            made, loop = self._connections.accept, asyncio.get_running_loop()
+            port = await loop.create_server(made, "127.0.0.1", self._port)
+            self._listening.append(port)
+            self._port = port.sockets[0].getsockname()[1]
+            path = str(Path(self._folder) / SOCKET)
+            self._listening.append(await loop.create_unix_server(made, path))
             # As open as the port is: a sandbox's user may be another. Each trajectory has its key.
             Path(self._folder).chmod(0o711)
             (Path(self._folder) / SOCKET).chmod(0o666)
@@ -95,6 +140,8 @@ class Endpoint:
     async def __aexit__(self, *exception: object) -> None:
         for name in list(self._open):
             await self.finish(name)
+        for listening in self._listening:
+            listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self.remove_folder()
@@ -125,6 +172,12 @@ class Endpoint:
                 del self._open[place]
                 return await recording.finish()
         raise KeyError(name)
+
+    @web.middleware
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        assert self._connections is not None
+        with self._connections.request(request.protocol, request.match_info.get("name", "")):
+            return await handler(request)
 
     def _recording(self, request: web.Request) -> Recording:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -213,9 +266,6 @@ async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> w
         await response.prepare(request)
     await response.write_eof()
     return response
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware

@@ -10,6 +10,8 @@ FILES_EACH = 3
 """Descriptors that an open episode holds here: its channel, its standard error, its process."""
 FILES_DRIVEN = 8
 """More, of one that a program drives: its own process, and its connections."""
+CONNECTIONS_ELSE = 256
+"""Of programs, beside these: a few may have many at once."""
 FILES_ELSE = 512
 """For the rest of this process, and for processes that are being started."""
 PROCESSES_EACH = 3
@@ -31,7 +33,8 @@ def make_room(episodes: int, *, programs: bool = False) -> None:
             f"{episodes} episodes at once need {processes} processes, and {whose} allows {most}; "
             f"raise it ({cure}) or open fewer"
         )
-    wanted = (FILES_EACH + FILES_DRIVEN * programs) * episodes + FILES_ELSE
+    wanted = FILES_EACH * (1 + programs) * episodes + FILES_ELSE
+    wanted += connections(episodes) if programs else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -41,6 +44,11 @@ def make_room(episodes: int, *, programs: bool = False) -> None:
             f"{hard}; raise the limit (`ulimit -Hn`, LimitNOFILE of a service) or open fewer"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connections(episodes: int) -> int:
+    """How many there is room for, of the programs that drive so many."""
+    return (FILES_DRIVEN - FILES_EACH) * episodes + CONNECTIONS_ELSE
 
 
 def most_processes() -> tuple[float, str, str]:

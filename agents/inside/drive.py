@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +32,9 @@ MOST_LINE = 1 << 20
 """Bytes of the last line, and of a verdict, that are looked at."""
 MOST_IN_ENV = 100_000
 """Bytes of KEEL_TASK: the system takes 131071 of one variable."""
+MOST_CONNECTIONS = 256
+"""That are passed on at once, two files and threads each; others wait."""
+PAUSE_S = 0.05
 URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "KEEL_MCP_URL")
 
 
@@ -58,6 +62,7 @@ def limit_memory(mib: int | None) -> None:
 def pass_on(path: str) -> int:
     """Listen on a port of the loopback, and pass connections on to the unix socket `path`."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+    room = threading.Semaphore(MOST_CONNECTIONS)
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         try:
@@ -70,6 +75,12 @@ def pass_on(path: str) -> int:
                     end.shutdown(socket.SHUT_RDWR)
 
     def serve(near: socket.socket) -> None:
+        try:
+            joined(near)
+        finally:
+            room.release()
+
+    def joined(near: socket.socket) -> None:
         with near, socket.socket(socket.AF_UNIX) as far:
             try:
                 far.connect(path)
@@ -83,10 +94,20 @@ def pass_on(path: str) -> int:
 
     def accept() -> None:
         while True:
-            near, _ = listening.accept()
-            threading.Thread(target=serve, args=(near,), daemon=True).start()
+            room.acquire()
+            try:
+                near, _ = listening.accept()
+            except OSError:  # out of files: until some are closed, others wait
+                room.release()
+                time.sleep(PAUSE_S)
+                continue
+            try:
+                threading.Thread(target=serve, args=(near,), daemon=True).start()
+            except RuntimeError:  # out of threads
+                near.close()
+                room.release()
 
-    threading.Thread(target=accept, daemon=True).start()
+    threading.Thread(target=accept, daemon=True, name="passing on").start()
     return listening.getsockname()[1]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +24,8 @@ RECENT_S = 3 * 3600.0
 DISTURBED, TRIES = "Error in memory profiling", 3
 """What vLLM says where another process gave memory of the GPU back while an engine measured what it
 needs, as one that was ended a moment ago does: nothing is wrong, and it is tried so often."""
+LOOK_S = 0.2
+"""How often a start looks whether it is still wanted."""
 TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
 
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
@@ -41,6 +43,10 @@ def window_s(config: RolloutConfig, startup_s: float) -> float:
 def to_each(version: int, weights: Any, engines: Sequence[RolloutEngine]) -> list[Future[int]]:
     """Every engine is given the same."""
     return [engine.update(version, weights) for engine in engines]
+
+
+class Unwanted(RuntimeError):
+    """Who wanted engines has ended them, and waits for none."""
 
 
 class Fleet:
@@ -63,6 +69,8 @@ class Fleet:
         self.resting: Future[None] | None = None
         self._config, self._build, self._deliver = config, build, deliver
         self._startup_s = startup_s
+        self._over = False
+        """Set by another thread than that of the start, which is not to outlive it."""
 
     @property
     def restarts(self) -> int:
@@ -86,6 +94,7 @@ class Fleet:
             engine = self._build(index)
             deadline = time.monotonic() + self._startup_s
             self.slots.append(Slot(index, engine, "starting", engine.ready(), deadline))
+            self._check_wanted(engine)  # `kill` may not have seen it
         warnings: list[str] = []
         for slot in self.slots:
             warnings += self._first_start(slot)
@@ -96,8 +105,10 @@ class Fleet:
         """Wait for an engine's first start; its warnings."""
         assert slot.pending is not None
         try:
-            left = max(0.0, slot.deadline - time.monotonic())
-            return list(slot.pending.result(timeout=left).warnings)
+            while not slot.pending.done() and (left := slot.deadline - time.monotonic()) > 0:
+                self._check_wanted(slot.engine)
+                wait([slot.pending], min(left, LOOK_S))
+            return list(slot.pending.result(timeout=0).warnings)
         except TimeoutError:
             raise TimeoutError(
                 f"rollout engine {slot.index} was not ready within {self._startup_s:g} s "
@@ -125,9 +136,17 @@ class Fleet:
             self._put_to_sleep([slot for slot in self.slots if slot.stage == "ready"])
 
     def kill(self) -> None:
+        """End all engines, those too that another thread has `start` wait for."""
+        self._over = True
         for slot in self.slots:
             slot.engine.kill()
         self.slots.clear()
+
+    def _check_wanted(self, engine: RolloutEngine) -> None:
+        """Raises `Unwanted`, and ends the engine, where it is started for nobody any more."""
+        if self._over:
+            engine.kill()
+            raise Unwanted("the engines were ended while they started")
 
     def advance(self, slot: Slot) -> EngineError | None:
         """What a slot waited for is over, or late: go on to the next stage. An error is a reason to

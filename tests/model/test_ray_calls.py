@@ -33,6 +33,7 @@ from keel.model.ray_calls import (
     name_of,
     of_a_loss,
     of_death,
+    shut_down,
     start,
     wait,
 )
@@ -56,6 +57,55 @@ def test_what_does_not_come_back_is_named() -> None:
     never = threading.Event()
     with pytest.raises(TimeoutError, match=r"waited 0\.01 s for Ray to list its nodes"):
         bounded(never.wait, 0.01, "list its nodes")
+    never.set()
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether Ray is."""
+    there = [True]
+    monkeypatch.setattr("ray.is_initialized", lambda: there[0])
+    return there
+
+
+def test_who_comes_after_the_end_of_ray_starts_no_other_one(there: list[bool]) -> None:
+    """Ray itself would: `ray.get` and all the others begin with a cluster where there is none."""
+    calls: list[str] = []
+
+    def shuts_down() -> None:
+        with pytest.raises(RayLost, match="has left its cluster"):
+            bounded(lambda: calls.append("meanwhile"), PATIENCE_S, "list its nodes")
+        there[0] = False
+
+    shut_down(shuts_down, PATIENCE_S, "end")
+    with pytest.raises(RayLost, match="has left its cluster"):
+        bounded(lambda: calls.append("later"), PATIENCE_S, "list its nodes")
+    with pytest.raises(RayLost, match="has left its cluster"):
+        awaited(Future())
+    assert not calls and not lost()
+    there[0] = True  # by somebody else
+    assert bounded(lambda: 7, PATIENCE_S, "count") == 7
+    there[0] = False
+    joined()
+    assert bounded(lambda: 7, PATIENCE_S, "count") == 7
+    shut_down(lambda: None, PATIENCE_S, "end")
+    assert bounded(lambda: 7, PATIENCE_S, "count") == 7, "there was none to leave"
+
+
+def test_a_call_under_way_ends_with_ray(there: list[bool]) -> None:
+    never, left = threading.Event(), threading.Event()
+
+    def shuts_down() -> None:
+        there[0] = False
+
+    def hangs() -> bool:
+        shut_down(shuts_down, PATIENCE_S, "end")
+        left.set()
+        return never.wait()
+
+    with pytest.raises(RayLost, match="has left its cluster"):
+        bounded(hangs, PATIENCE_S, "say which calls are done")
+    assert left.wait(PATIENCE_S)
     never.set()
 
 

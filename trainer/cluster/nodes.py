@@ -21,7 +21,7 @@ import torch
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
-from keel.model.ray_calls import CALL_S, Unanswered, bounded, joined, lose, lost, tidy
+from keel.model.ray_calls import CALL_S, Unanswered, bounded, joined, lose, lost, shut_down
 from keel.trainer.cluster.looks import RAYS
 from keel.trainer.cluster.processes import end, gone_by
 from keel.trainer.cluster.ray_internals import (
@@ -150,7 +150,7 @@ def end_ray() -> None:
     ever, or end this process without a word."""
     check_own()
     with ended_by_force():
-        tidy(ray.shutdown, END_S, "end")
+        shut_down(ray.shutdown, END_S, "end")
     if lost():
         atexit.unregister(ray.shutdown)
 

@@ -11,6 +11,7 @@ it still loads its libraries.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -110,6 +111,41 @@ def watching() -> Iterator[None]:
         yield
     finally:
         _SIGNALS.restore()
+
+
+class End:
+    """Of this process, once its command has come to one."""
+
+    status: int | None = None
+    """The command's."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.status is None:
+            raise KeyboardInterrupt
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, RuntimeError, ValueError):
+                stream.flush()
+        os._exit(PREEMPTED if self.status is None else self.status)
+
+
+@contextmanager
+def leaving() -> Iterator[End]:
+    """For a process that ends with its command. What comes after the command's last words, while
+    the interpreter ends, changes nothing of its status: neither a traceback nor another one."""
+    end = End()
+    ignored = signal.SIG_IGN  # as by `nohup`
+    heard = [n for n in (signal.SIGINT, *PREEMPTION) if signal.getsignal(n) != ignored]
+
+    def deaf() -> None:
+        """Last: after that the interpreter has no handlers of ours any more."""
+        for number in heard:
+            if signal.getsignal(number) is end:
+                signal.signal(number, signal.SIG_IGN)
+
+    atexit.register(deaf)
+    for number in heard:
+        signal.signal(number, end)
+    yield end
 
 
 def preempted() -> str:

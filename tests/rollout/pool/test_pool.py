@@ -382,10 +382,3 @@ def test_only_training_is_recorded() -> None:
     world.run(1)
     world.run(1, purpose="eval", sampling=SamplingConfig(temperature=0.6))
     assert world.lives[0].records == [True, False]
-
-
-def test_shutdown_ends_all_engines() -> None:
-    world = World()
-    world.pool.start()
-    world.pool.shutdown()
-    assert all(engine.killed for engine in world.lives)

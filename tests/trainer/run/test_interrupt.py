@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError
 
 from keel.model.ray_calls import RayLost
 from keel.trainer import main as commands
-from keel.trainer.cli import main
+from keel.trainer.cli import INTERRUPTED, main
 from keel.trainer.run.interrupt import (
     PREEMPTED,
     PREEMPTION,
@@ -190,3 +190,36 @@ def test_a_reader_that_is_gone_ends_nothing(tmp_path: Path) -> None:
         assert isinstance(pipe, TextIOWrapper)
         tell("lost", pipe)
         tell("lost, too", pipe)  # and closing it says nothing either
+
+
+LATE = """
+import atexit, os, signal, sys
+from keel.trainer import cli
+
+number = int(sys.argv.pop())
+
+class Last:
+    def __del__(self):  # when modules go
+        os.kill(os.getpid(), number)
+
+def stopped(_):
+    atexit.register(os.kill, os.getpid(), {when} and number)
+    print("said", end="")
+    signal.raise_signal(number)
+
+cli.heavy, last = stopped, Last()
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("when", [False, True], ids=["modules go", "libraries end"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_what_comes_after_the_last_words_changes_no_status(
+    number: signal.Signals, when: bool
+) -> None:
+    command = [sys.executable, "-c", LATE.format(when=when), "check", "quickstart", str(number)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == (INTERRUPTED if number == signal.SIGINT else PREEMPTED)
+    assert done.stdout == "said" and done.stderr.startswith("keel check: stopped")
+    assert done.stderr.count("\n") == 1

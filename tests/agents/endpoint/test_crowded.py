@@ -1,0 +1,38 @@
+"""A request that is nothing but marks: refused before it is read, since reading it would hold up
+all other trajectories."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from keel.agents.endpoint import requests
+from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.requests import MOST_VALUES, Warnings, asked_of, load
+from tests.agents.endpoint.kit import user
+
+FULL = MOST_VALUES + 1
+CROWDED = {
+    "messages": b'{"messages": [' + b"{}," * (FULL // 2) + b"{}]}",
+    "a key that nobody reads": b'{"messages": [], "metadata": [' + b"[]," * (FULL // 2) + b"[]]}",
+    "arguments": json.dumps({"messages": [user("a"), {"arguments": "[" + "0," * FULL}]}).encode(),
+}
+
+
+@pytest.mark.parametrize("body", CROWDED.values(), ids=CROWDED)
+def test_what_no_context_holds_is_not_even_read(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "strict_json", None)
+    with pytest.raises(Refused, match="more than 1,048,576 values") as refused:
+        asked_of(body, Warnings())
+    assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+    with pytest.raises(ValueError, match="more than 1,048,576 values"):
+        load(body)
+
+
+def test_a_long_text_is_read() -> None:
+    text = "words, and more\n" * (MOST_VALUES // 4)
+    body = json.dumps({"messages": [user(text)]}).encode()
+    assert asked_of(body, Warnings()).messages[0]["content"] == text
