@@ -7,7 +7,7 @@ import hmac
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,7 @@ class Connections:
         return self._server()
 
     @contextmanager
-    def request(self, connection: web.RequestHandler, whose: str) -> Iterator[None]:
+    def request(self, connection: web.RequestHandler, whose: str) -> Generator[None]:
         """One of them is under way."""
         self._busy[connection] = whose
         try:
