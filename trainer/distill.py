@@ -27,9 +27,12 @@ from keel.configs.sections.model import EMBEDDED
 from keel.configs.work_folder import WorkFolder
 from keel.data.distilled import select
 from keel.data.results import aligned
+from keel.trainer.recipes.named import check_named
 from keel.trainer.run.interrupt import PREEMPTED, PREEMPTION
 
 STAGES = ("specialist", "distilled", "mixed")
+LINKS = "links.jsonl"
+"""What has been done, in the chain's folder."""
 INTERRUPTED = 130
 
 
@@ -54,7 +57,7 @@ def chain(config: DistillConfig) -> list[Link]:
     root = Path(config.dir).expanduser()
     # All sources in every link: what any of them holds out is then learned in none, and the
     # embedded model's cold start teaches all specialists the same.
-    base = [config.recipe, *config.overrides, f"data.only={json.dumps(_taught(config))}"]
+    base = [config.recipe, *_base(config)]
     links: list[Link] = []
 
     def add(name: str, result: Path, *words: str) -> None:
@@ -104,12 +107,15 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
     """Runs what has not been done. Returns the exit status: of a link that failed, or as `keel
     train` has it where a signal stopped the chain. run: a command of `keel`.
 
-    Raises ConfigError before anything is run, for what the recipe of a link says wrong.
+    Raises ConfigError before anything is run, for what the recipe of a link says wrong, and for
+    data and a model that the first links lack.
     """
     lessons, left = _checked(config)
     links, root = chain(config), Path(config.dir).expanduser()
+    if not (root / LINKS).exists():  # later links have models of their own
+        check_named(load_config(config.recipe, _base(config)), "eval")
     with WorkFolder(root, "dir", "distillation") as folder, Commands() as commands:
-        done = folder.lines("links.jsonl")
+        done = folder.lines(LINKS)
         known = {str(line["name"]): str(line["command"]) for line in done.read()}
         for link in links:
             if known.get(link.name, str(link)) != str(link):
@@ -172,7 +178,7 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
                     f"{knob}: {name} has no holdout in {config.recipe}: without one nobody could "
                     "say how well it was taught"
                 )
-    base = [*config.overrides, f"data.only={json.dumps(_taught(config))}"]
+    base = _base(config)
     own = [
         load_config(config.recipe, [*base, *_own(each)]).max_context for each in config.specialists
     ]
@@ -248,8 +254,10 @@ class Commands:
             self._process.send_signal(number)
 
 
-def _taught(config: DistillConfig) -> list[str]:
-    return [name for each in config.specialists for name in each.sources]
+def _base(config: DistillConfig) -> list[str]:
+    """Overrides of every link."""
+    taught = [name for each in config.specialists for name in each.sources]
+    return [*config.overrides, f"data.only={json.dumps(taught)}"]
 
 
 def _own(each: SpecialistConfig) -> list[str]:

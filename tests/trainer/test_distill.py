@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,30 @@ def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
     own = ("trainer={lr: 1e-5}",)
     assert _checked(recipe(tmp_path, overrides=large, sft_overrides=own))[0].trainer.lr == 1e-5
     assert keel.ran == []
+
+
+def test_what_the_first_links_lack_is_said_before_any_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keel = Keel()
+    with pytest.raises(ConfigError, match=r"`python -m keel.tasks.small small-tasks` makes it"):
+        distill(replace(load_distillation("specialists"), dir="chain"), keel)
+    missing = recipe(
+        tmp_path / "chain",
+        overrides=("model.path=runs/sft-specialists/model",),
+        sft_overrides=("trainer.lr=1e-5",),
+    )
+    with pytest.raises(ConfigError, match=r"`keel sft sft-specialists` is that run"):
+        distill(missing, keel)
+    assert keel.ran == [] and not [*tmp_path.iterdir()]
+    # What has begun has models of its own to go on from.
+    (tmp_path / "runs/sft-specialists/model").mkdir(parents=True)
+    keel.fails, keel.status = "specialists/walker", 1
+    assert distill(missing, keel) == 1
+    (tmp_path / "runs/sft-specialists/model").rmdir()
+    keel.fails = ""
+    assert distill(missing, keel) == 0
 
 
 @pytest.mark.parametrize("name", ["quickstart", "specialists"])
