@@ -97,11 +97,15 @@ class Task:
         """Whether any prompt needs a judge."""
         return needs_judge(self.config, self.dataset)
 
-    def text(self, *, seats: Sequence[str] = ()) -> str:
+    def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
+        """The plan (`keel.trainer.planning.plan.describe`)."""
         lines = source_lines(self.config, self.dataset)
         lines += [f"{name}: {note}" for name, note in self.programs.items()]
         text = describe(
-            self.config, self.facts, self.plan, lines, hardware=self.hardware, seats=seats
+            *(self.config, self.facts, self.plan, lines),
+            hardware=self.hardware,
+            seats=seats,
+            trains=trains,
         )
         return "\n".join([text, *ending_lines(self.choice, self.warnings)])
 

@@ -204,6 +204,10 @@ def make_plan(
     )
 
 
+OF_STEPS = ("batch", "steps", "stabilisers", "time")
+"""Rows of the plan that an evaluation has no use for."""
+
+
 def describe(
     config: Config,
     facts: ModelFacts,
@@ -212,9 +216,10 @@ def describe(
     *,
     hardware: Hardware,
     seats: Sequence[str] = (),
+    trains: bool = True,
 ) -> str:
     """The plan as `keel check` prints it. `data`: one line per source, from the loader; `seats`:
-    who sits where, one line per node."""
+    who sits where, one line per node; `trains`: false leaves out what is about steps alone."""
     gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
@@ -265,7 +270,12 @@ def describe(
         ),
         ("run folder", config.run.dir),
     ]
-    return "\n".join(f"{name:<12} {text}" for name, text in rows)
+    shown, head = list[str](), ""
+    for name, text in rows:
+        head = name or head
+        if trains or head not in OF_STEPS:
+            shown.append(f"{name:<12} {text}")
+    return "\n".join(shown)
 
 
 def model_line(config: Config, facts: ModelFacts) -> str:

@@ -79,6 +79,17 @@ def test_the_plan_says_that_the_mass_of_masks_is_held() -> None:
     assert stabilisers(config(kept_mass_coef=0.5)).endswith(", its mass held with weight 0.5")
 
 
+def test_the_plan_of_an_evaluation_says_nothing_of_steps() -> None:
+    of = (config(), MOE, make_plan(config(), MOE, gpu=False), ["sums", "words"])
+    whole = describe(*of, hardware=CPU).splitlines()
+    shown = describe(*of, hardware=CPU, trains=False).splitlines()
+    assert [line for line in shown if line not in whole] == []
+    assert {line.split()[0] for line in shown if line[0] != " "} == {
+        *("model", "data", "sampling", "actors", "hardware", "memory", "run")
+    }
+    assert len(shown) == len(whole) - 4  # a batch has two lines, steps and stabilisers one
+
+
 def test_engine_memory_counts_the_engines_own_precision() -> None:
     full, half = (
         make_plan(config(dtype=dtype), MOE, gpu=False).engine.parts["weights"]
