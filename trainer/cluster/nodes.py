@@ -73,9 +73,8 @@ def start_ray() -> None:
     ConfigError where that cannot be."""
     if ray.is_initialized():
         raise ConfigError(
-            "Ray is in use in this process already, by a ray.init that is not Keel's: Keel starts "
-            "Ray itself, or joins the cluster of RAY_ADDRESS. Call ray.shutdown() first, or run "
-            "Keel in a process of its own"
+            "Ray is in use in this process already, and Keel starts it itself, or joins the "
+            "cluster of RAY_ADDRESS. Call ray.shutdown() first, or run Keel in a process of its own"
         )
     joined()
     quieten_token_question()

@@ -84,7 +84,7 @@ def test_many_at_once_and_clients_that_do_not_read_hold_no_more_files() -> None:
                 await here(at_most=before + MANY + MOST)
                 for client in clients:
                     client.close()
-                await here(at_most=before)
+                await here(at_most=before + MOST)
 
     play(work())
 
