@@ -19,8 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, cast, get_args, get_origin
+from typing import Any, cast
 
 import yaml
 from omegaconf import OmegaConf
@@ -34,7 +33,7 @@ from keel.configs.dump import dump_config, escaped, quoted
 from keel.configs.hostile import calls, cut_off, lookalike, misread, tree_of
 from keel.configs.schema import Config, ConfigError
 from keel.configs.shipped import find, placed, text_of
-from keel.configs.suggest import knob_types, section_type
+from keel.configs.suggest import knob_types, knobs_in, section_type
 from keel.configs.synthesis import SynthesisConfig
 
 __all__ = [
@@ -100,8 +99,9 @@ def _tree(
             tree = _merged(tree, layer)
         for override in overrides:
             steps, value, origin = _parsed(override)
-            for knob, one in _knobs(_hint(root, steps), steps, value):
-                _set(tree, where, knob, one, origin)
+            _check_entries(tree, steps, origin)
+            for knob, one in knobs_in(root, steps, value):
+                _set_knob(tree, where, knob, one, origin)
         if root is Config:
             tree = spelled_out(tree)
         if (key := calls(tree)) is not None:
@@ -275,53 +275,26 @@ def _explain(error: OmegaConfBaseException, where: dict[str, str], recipe: str) 
     return f"{where.get(key, recipe)}: {key or 'a value'}: {reason} (write a literal ${{ as \\${{)"
 
 
-_STEP = re.compile(r"\[([^\]]+)\]|([^.\[\]]+)")
-
-
 def spelled_apart(overrides: Sequence[str], root: type = Config) -> list[str]:
-    """The same with a knob each: `run={steps: 3, seed: 1}` as `run.steps=3` and `run.seed=1`.
-    Raises ConfigError for what is no override."""
-    found: list[str] = []
-    for override in overrides:
-        steps, value, origin = _parsed(override)
-        key = override.partition("=")[0].strip()
-        for knob, one in _knobs(_hint(root, steps), steps, value):
-            inner = "".join(f"[{k}]" if "." in k else f".{k}" for k in knob[len(steps) :])
-            try:
-                found.append(f"{key}{inner}={quoted(one)}" if inner else override)
-            except TypeError as error:  # bytes
-                raise ConfigError(f"{origin}: {error}") from error
-    return found
+    """The same with a knob each: `run={steps: 3, seed: 1}` as `run.steps=3` and `run.seed=1`. One
+    that names no knob, or what cannot be said so, stays as it is written. Raises ConfigError for
+    what is no override."""
+    return [one for override in overrides for one in _apart(override, root)]
 
 
-def _knobs(hint: Any, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
-    """Of a section, whose type is `hint`, the knobs that `value` names; else what there is."""
-    section = None if get_origin(hint) is tuple else section_type(hint)
-    if section is None or not isinstance(value, dict):
-        yield steps, value
-        return
-    hints = knob_types(section)
-    for key, one in cast(dict[Any, Any], value).items():
-        yield from _knobs(_plain(hints.get(key)), [*steps, str(key)], one)
-
-
-def _hint(root: type, steps: Sequence[str]) -> Any:
-    """The type of what is there; None where the schema has nothing."""
-    hint: Any = root
-    for step in steps:
-        if get_origin(hint) is tuple:
-            hint = get_args(hint)[0]
-        else:
-            hint = knob_types(hint).get(step) if section_type(hint) else None
-        hint = _plain(hint)
-    return hint
-
-
-def _plain(hint: Any) -> Any:
-    """X of `X | None`."""
-    if get_origin(hint) not in (Union, UnionType):
-        return hint
-    return next(arg for arg in get_args(hint) if arg is not NoneType)
+def _apart(override: str, root: type) -> list[str]:
+    steps, value, _ = _parsed(override)
+    key, found = override.partition("=")[0].strip(), list[str]()
+    for knob, one in knobs_in(root, steps, value):
+        inner = "".join(f"[{k}]" if "." in k else f".{k}" for k in knob[len(steps) :])
+        try:
+            text = f"{key}{inner}={quoted(one)}" if inner else override
+            if _parsed(text)[:2] != (knob, one):
+                return [override]
+        except (TypeError, ConfigError):  # bytes, and keys that no knob has
+            return [override]
+        found.append(text)
+    return found or [override]
 
 
 def _parsed(override: str) -> tuple[list[str], Any, str]:
@@ -331,7 +304,7 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
     key = key.strip()
     if key.startswith("-"):
         raise ConfigError(f"{origin}: write {override.lstrip('-')!r}, without dashes")
-    if not equals or not _STEP.search(key):
+    if not equals or not (steps := _steps_of(key)):
         raise ConfigError(f"{origin}: write key=value without spaces, such as run.steps=20")
     try:
         problem, shared = _overriding(text)
@@ -339,13 +312,36 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
         raise ConfigError(f"{origin}: nested too deeply") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: not valid YAML: {_reason(error)}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error, {}, origin)) from error
     if problem:
         raise ConfigError(f"{origin}: {problem}")
-    steps = _joined([bracketed or plain for bracketed, plain in _STEP.findall(key)])
     return steps, _copied(shared), origin
 
 
-def _set(
+_STEP = re.compile(r"\[([^\]]+)\]|([^.\[\]]+)")
+
+
+def _steps_of(key: str) -> list[str]:
+    """`data.sources[sums].size` as data, sources, sums and size; none where it is no key. The name
+    of a reward function (`data.sources.0.rewards.my_rewards.brief`) is one."""
+    steps = [bracketed or plain for bracketed, plain in _STEP.findall(key)]
+    named = steps[:2] == ["data", "sources"] and steps[3:4] == ["rewards"] and len(steps) > 5
+    return [*steps[:4], ".".join(steps[4:])] if named else steps
+
+
+def _check_entries(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
+    """Raises ConfigError for an entry that a list has not, whatever is to be set in it."""
+    node: Any = tree
+    for position, step in enumerate(steps):
+        if isinstance(node, list):
+            items = cast(list[Any], node)
+            node = items[_index(items, step, ".".join(steps[:position]), origin)]
+        elif isinstance(node, dict):
+            node = cast(dict[str, Any], node).get(step)
+
+
+def _set_knob(
     tree: dict[str, Any], where: dict[str, str], steps: Sequence[str], value: Any, origin: str
 ) -> None:
     """One knob in `tree`, and in `where` that the override did."""
@@ -374,12 +370,6 @@ def _set(
     for replaced in [known for known in where if known.startswith(f"{whole}.")]:
         del where[replaced]
     where[whole] = origin
-
-
-def _joined(steps: list[str]) -> list[str]:
-    """The name of a reward function (`data.sources.0.rewards.my_rewards.brief`) is one key."""
-    named = steps[:2] == ["data", "sources"] and steps[3:4] == ["rewards"] and len(steps) > 5
-    return [*steps[:4], ".".join(steps[4:])] if named else steps
 
 
 def _index(items: list[Any], step: str, at: str, origin: str) -> int:

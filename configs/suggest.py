@@ -1,4 +1,5 @@
-"""What the writer of an unknown key most likely meant."""
+"""Knobs: those of a section, those that an override names, and which one the writer of an unknown
+key most likely meant."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from keel.configs.elsewhere.words import Word, ending, meant
 
@@ -93,6 +95,40 @@ def knobs(section: type, prefix: str = "") -> Iterator[str]:
             yield from knobs(nested, path + ("[]." if get_origin(hint) is tuple else "."))
 
 
+def knobs_in(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
+    """Of a section, the knobs that `value` names; of anything else, itself."""
+    return _knobs(_hint(root, steps), steps, value)
+
+
+def _knobs(hint: Any, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
+    section = None if get_origin(hint) is tuple else section_type(hint)
+    if section is None or not isinstance(value, dict):
+        yield steps, value
+        return
+    hints, inner = knob_types(section), cast(dict[Any, Any], value)
+    for key in sorted(inner, key=lambda key: key == "name"):  # last: others find it by its old one
+        yield from _knobs(_plain(hints.get(key)), [*steps, str(key)], inner[key])
+
+
+def _hint(root: type, steps: Sequence[str]) -> Any:
+    """The type of what is there; None where the schema has nothing."""
+    hint: Any = root
+    for step in steps:
+        if get_origin(hint) is tuple:
+            hint = get_args(hint)[0]
+        else:
+            hint = knob_types(hint).get(step) if section_type(hint) else None
+        hint = _plain(hint)
+    return hint
+
+
+def _plain(hint: Any) -> Any:
+    """X of `X | None`."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    return next(arg for arg in get_args(hint) if arg is not NoneType)
+
+
 def suggest(key: str, section: type, prefix: str, root: type) -> str:
     """A sentence for the unknown `key` of `section`, whose path with its final dot is `prefix`.
 
@@ -105,6 +141,10 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
         return said
     everywhere = sorted(knobs(root), key=lambda path: path.count("."))  # the likeliest first
     here = [field.name for field in fields(section)]
+    path = re.sub(r"\[[^]]*\]", "[]", prefix) + key
+    if "." in key and path in everywhere:
+        *inner, last = key.split(".")
+        return f"write {''.join(f'{one}: {{' for one in inner)}{last}: …{'}' * len(inner)}"
     known = COMMON.get(key, key)
     if known in here:
         return f"did you mean {prefix}{known}?"

@@ -60,14 +60,25 @@ class Connections:
 
     def __init__(self, server: web.Server, most: int) -> None:
         self._server, self._most = server, most
+        self._coming = 0
+        """Accepted, and not among the server's yet: the system hands on many at once."""
         self._busy: dict[web.RequestHandler, str] = {}
         """Those with a request under way, oldest first, and whose it is."""
 
     def accept(self) -> web.RequestHandler:
         open_ = [one for one in self._server.connections if one.transport is not None]
-        if len(open_) >= self._most:
-            self._least_needed(open_).force_close()
+        while open_ and len(open_) + self._coming >= self._most:
+            open_.remove(gone := self._least_needed(open_))
+            self._busy.pop(gone, None)
+            assert gone.transport is not None
+            gone.transport.abort()  # `close` waits for a client to read what it was sent
+            gone.force_close()
+        self._coming += 1
+        asyncio.get_running_loop().call_soon(self._has_come)
         return self._server()
+
+    def _has_come(self) -> None:
+        self._coming -= 1
 
     @contextmanager
     def request(self, connection: web.RequestHandler, whose: str) -> Generator[None]:
@@ -84,8 +95,9 @@ class Connections:
         for connection in open_:
             if connection not in self._busy:
                 return connection
-        (most, _), *_ = Counter(self._busy.values()).most_common(1)
-        return next(one for one, whose in reversed(self._busy.items()) if whose == most)
+        busy = {one: whose for one, whose in self._busy.items() if one.transport is not None}
+        (most, _), *_ = Counter(busy.values()).most_common(1)
+        return next(one for one, whose in reversed(busy.items()) if whose == most)
 
 
 class Endpoint:

@@ -9,6 +9,7 @@ from typing import get_origin
 
 import pytest
 
+from keel.arguments import overrides_of
 from keel.configs.diff import flatten_config
 from keel.configs.load import load_config, load_synthesis, spelled_apart
 from keel.configs.schema import Config, ConfigError
@@ -65,22 +66,47 @@ def test_no_section_is_lost_to_an_override_of_some_of_its_knobs(section: str) ->
         ("data.sources.1={rewards: {correct: 2}}", ['data.sources.1.rewards={"correct": 2}']),
         ("data={only: [spelling]}", ['data.only=["spelling"]']),
         ("run={dir: 'runs/${run.seed}'}", ['run.dir="runs/${run.seed}"']),
-        ("run={}", []),
+        (
+            "data.sources[spelling]={name: words, weight: 9}",
+            ["data.sources[spelling].weight=9", 'data.sources[spelling].name="words"'],
+        ),
     ],
 )
 def test_a_section_is_its_knobs(section: str, knobs: list[str]) -> None:
     before, after = (flatten_config(load_config("quickstart", own)) for own in ([], [section]))
-    named = {key for key in after if before.get(key) != after[key]}
-    assert after == flatten_config(load_config("quickstart", knobs))
-    assert bool(named) == bool(knobs) and len(named) <= len(knobs)
+    assert after == flatten_config(load_config("quickstart", knobs)) != before
     assert spelled_apart([section]) == knobs
 
 
 @pytest.mark.parametrize(
-    "override", ["run.steps=3", "data.sources[spelling].rewards={correct: 1}", "run=3", "run=null"]
+    "override",
+    [
+        *("run.steps=3", "data.sources[spelling].rewards={correct: 1}", "run=3", "run=null"),
+        *("run={}", "data.sources[nosuch]={}"),
+        # What dotted keys and JSON would not say again.
+        *('run={"": 3}', "run={'steps ': 3}", 'run={"steps=5": 3}', 'run={"a[b]": 3}'),
+        *("data.sources[spelling]={params: {1: 2}}", "trainer={lr: .inf}"),
+        "run={dir: !!binary aGVsbG8=}",
+    ],
 )
-def test_what_is_no_section_stays_as_it_was_written(override: str) -> None:
+def test_what_is_no_section_of_knobs_stays_as_it_was_written(override: str) -> None:
     assert spelled_apart([override]) == [override]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.sources[spellin]={}", "has no entry 'spellin'; did you mean data.sources[spelling]"),
+        ("rollout={sampling.top_p: 0.5}", "no such knob; write sampling: {top_p: …}"),
+        (r"run={dir: 'a\\${b'}", "no viable alternative at input"),
+        ("run={dir: !!set {a}}", "'set' is not a supported primitive type"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(override: str, said: str) -> None:
+    for spelled in (list[str], overrides_of):
+        with pytest.raises(ConfigError, match=r"^override ") as refused:
+            load_config("quickstart", spelled([override]))
+        assert said in str(refused.value)
 
 
 def test_what_a_user_names_the_keys_of_is_replaced(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 from keel.trainer import cli
 from keel.trainer.cli import main
 from keel.trainer.run.waits import Wait
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -135,3 +137,11 @@ def test_a_refusal_is_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cli, "waiting", waiting)
     assert main(["check", str(tmp_path / "none.yaml")]) == 2
     assert [(wait.what, wait.quiet) for wait in waits] == [("reading the recipe", True)]
+
+
+def test_a_thread_that_is_not_the_main_one_may_run_a_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["keel", "--version"])
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(main).result(PATIENCE_S) == 0

@@ -69,7 +69,13 @@ NOTICED_GIB = 1.0
 
 
 def start_ray() -> None:
-    """Join the cluster that RAY_ADDRESS names (as in `ray job submit`), or start one here."""
+    """Join the cluster that RAY_ADDRESS names (as in `ray job submit`), or start one here. Raises
+    ConfigError where that cannot be."""
+    if ray.is_initialized():
+        raise ConfigError(
+            "Ray is in use in this process already, and Keel starts it itself, or joins the "
+            "cluster of RAY_ADDRESS. Call ray.shutdown() first, or run Keel in a process of its own"
+        )
     joined()
     quieten_token_question()
     quieten_deaths()

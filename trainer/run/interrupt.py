@@ -131,8 +131,12 @@ class End:
 @contextmanager
 def leaving() -> Iterator[End]:
     """For a process that ends with its command. What comes after the command's last words, while
-    the interpreter ends, changes nothing of its status: neither a traceback nor another one."""
+    the interpreter ends, changes nothing of its status: neither a traceback nor another one. In
+    another than the main thread nothing is changed."""
     end = End()
+    if threading.current_thread() is not threading.main_thread():
+        yield end
+        return
     ignored = signal.SIG_IGN  # as by `nohup`
     heard = [n for n in (signal.SIGINT, *PREEMPTION) if signal.getsignal(n) != ignored]
 

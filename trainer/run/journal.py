@@ -226,10 +226,11 @@ def to_disk(folder: Path, after: int) -> None:
 
 
 def files_after(folder: Path, step: int) -> list[Path]:
-    """Those of later steps; what has another name is a user's."""
+    """Those of later steps; what has another name is a user's, and so are folders."""
     numbers = {path: path.name.partition(".")[0] for path in folder.glob("step_*")}
     steps = {path: name.removeprefix("step_") for path, name in numbers.items()}
-    return [path for path, of in steps.items() if of.isdecimal() and int(of) > step]
+    later = [path for path, of in steps.items() if of.isdecimal() and int(of) > step]
+    return [path for path in later if path.is_file()]
 
 
 def lacking(path: Path, until: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -49,6 +51,40 @@ def test_those_that_ask_nothing_go_first(place: str) -> None:
                         assert await reader.read() == b"", "it is closed"
             for _, writer in idle:
                 writer.close()
+
+    play(work())
+
+
+def test_many_at_once_and_clients_that_do_not_read_hold_no_more_files() -> None:
+    """Closing waits for those to read; and of many that come at once none is there yet."""
+
+    async def here(*, at_most: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(os.listdir("/proc/self/fd")) > at_most:
+                await asyncio.sleep(0.01)
+
+    async def work() -> None:
+        async with Endpoint(most=MOST) as endpoint:
+            address = endpoint.add(recording(Policy([])))
+            place = address.base_url.removesuffix("/v1").rpartition("/")[2]
+            ask = f"GET /t/{place}/v1/models/{'x' * 7000} HTTP/1.1\r\nHost: a\r\n"
+            asks = f"{ask}Authorization: Bearer {address.api_key}\r\n\r\n".encode() * 400
+            before = len(os.listdir("/proc/self/fd"))
+            for words in (b"", asks):
+                clients: list[socket.socket] = []
+                for _ in range(MANY):
+                    client = socket.socket(socket.AF_UNIX)
+                    client.setblocking(False)
+                    client.connect(str(address.socket))
+                    clients.append(client)
+                    with suppress(BlockingIOError):
+                        client.send(words)
+                    if words:
+                        await asyncio.sleep(0.01)
+                await here(at_most=before + MANY + MOST)
+                for client in clients:
+                    client.close()
+                await here(at_most=before + MOST)
 
     play(work())
 

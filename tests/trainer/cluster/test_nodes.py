@@ -67,6 +67,16 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     assert not ray.is_initialized()
 
 
+@pytest.mark.parametrize("address", ["", "127.0.0.1:1"])
+def test_a_ray_of_the_users_own_in_this_process_is_named(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=r"in use in this process already.*ray\.shutdown\(\)"):
+        start_ray()
+
+
 @pytest.mark.parametrize("error", [ConnectionError("Failed to connect"), AuthenticationError("No")])
 def test_a_cluster_that_may_ask_for_a_token_is_a_message(
     error: Exception, monkeypatch: pytest.MonkeyPatch

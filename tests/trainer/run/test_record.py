@@ -74,6 +74,18 @@ def test_what_was_written_of_steps_is_on_the_disk_before_a_checkpoint_is_whole(
         assert trajectories / "step_000002.jsonl" not in synced, "once is enough"
 
 
+def test_a_users_folder_among_the_trajectories_ends_no_run(tmp_path: Path) -> None:
+    made, mine = config(tmp_path), tmp_path / "trajectories" / "step_000002"
+    with RunFolder(made) as folder:
+        record(tmp_path, range(1, 3))
+        mine.mkdir()
+        (mine.parent / "step_000002.jsonl").symlink_to("nowhere")
+        save(folder, made, 1)
+        assert folder.latest is not None
+        record(tmp_path, range(2, 3), resumed_at=1)
+    assert mine.is_dir()
+
+
 def test_a_record_that_cannot_be_brought_to_the_disk_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
