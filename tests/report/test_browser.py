@@ -239,6 +239,11 @@ def test_the_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None
             write_step(folder, 4, [group_of("the newest", ["a", "b"], [1, 0])])
             browser.wait(f"document.querySelectorAll('.list a').length === {before + 1}")
             assert "the newest" in browser.texts(".list a")[0]
+            run = "keel.runs[0]"
+            assert browser.js(f"{run}.steps") == [0, 1, 2, 3, 4]
+            assert browser.js(f"{run}.metrics['eval/sums/pass@1']") == [0.25, *[None] * 4]
+            lengths = f"Object.values({run}.metrics).map((one) => one.length)"
+            assert {*browser.js(lengths)} == {browser.js(f"{run}.times.length")} == {5}
             # What is unfolded is not folded up by news; they are drawn once it is closed.
             browser.js("document.querySelector('#notes').open = true; 0")
             browser.js("document.querySelector('.member details').open = true; 0")
