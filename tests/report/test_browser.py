@@ -132,6 +132,22 @@ def test_every_event_says_what_it_is_and_whose(browser: Browser, tmp_path: Path)
     unbroken(browser)
 
 
+def test_an_alarm_that_stays_on_is_two_shapes_of_a_plot(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    events = [{"step": s, "time": 1e9, "kind": "alarm", "text": ""} for s in range(1, 3001)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    report([str(folder)], str(tmp_path / "r.html"))
+    browser.errors.clear()
+    browser.open((tmp_path / "r.html").as_uri())
+    plot = "document.querySelector('[data-plot=\"pass@1\"]')"
+    browser.wait(f"!!{plot}?.querySelector('.main-svg')")
+    lines, last = browser.js(f"{plot}.layout.shapes")
+    assert lines["path"].count("M") == 2999 and lines["path"].startswith("M1,0V1M2,0V1")
+    assert last["x0"] == 3000
+    assert len(browser.js(f"[...{plot}.querySelectorAll('.shapelayer path')].map(() => 0)")) == 2
+    unbroken(browser)
+
+
 def test_tokens_with_their_numbers(opened: Browser, folder: Path) -> None:
     sums = place(folder, "sums")
     opened.show(view="read", group=sums)
