@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -35,9 +35,15 @@ def number(value: object) -> float | None:
 def json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
     """The objects of a file that may be being written: a last line without an end is left for
     later. Lines that cannot be read are left out, and `notes` says so."""
-    if not path.exists():
-        return
-    for at, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    if path.exists():
+        yield from objects(path.read_bytes().split(b"\n")[:-1], path, notes)
+
+
+def objects(
+    lines: Sequence[bytes], path: Path, notes: list[str], first: int = 1
+) -> Iterator[Mapping[str, Any]]:
+    """Of lines of a file, of which `first` is the number of the first."""
+    for at, text in enumerate(lines, start=first):
         try:
             value = loads(text)
         except (ValueError, RecursionError):

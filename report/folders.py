@@ -7,10 +7,12 @@ import gzip
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from keel.configs.schema import ConfigError
+from keel.report.columns import Columns
 from keel.report.evaluations import SAMPLES, Lines, read_evaluated
 from keel.report.files import UNKNOWN, UNREADABLE, brief, json_lines, loads, number
 from keel.report.knobs import knobs_of
@@ -50,6 +52,8 @@ class Known:
     steps: dict[Path, StepFile] = field(default_factory=dict[Path, StepFile])
     lines: dict[Path, Lines] = field(default_factory=dict[Path, Lines])
     """Of evaluations, by their folders."""
+    columns: dict[Path, Columns] = field(default_factory=dict[Path, Columns])
+    """Of runs, by their folders."""
 
 
 def read_folder(
@@ -103,16 +107,11 @@ def no_run(folder: Path) -> str:
 def read_run(folder: Path, known: Known, tell: Tell | None) -> tuple[RunData, Chunks]:
     run = RunData(name=folder.resolve().name, kind="run", path=str(folder))
     run.knobs = knobs_of(folder / CONFIG, run.notes)
-    lines = list(json_lines(folder / METRICS, run.notes))
-    kept: dict[int, Mapping[str, Any]] = {}
-    for line in lines:
-        if isinstance(step := line.get("step"), int) and number(step) is not None:
-            kept[step] = {**line, **kept.get(step, {})}  # two, of an evaluation that came late
-    run.steps = sorted(kept)
-    records = [kept[step] for step in run.steps]
-    run.times = [number(record.get("time")) or 0.0 for record in records]
-    names = sorted({name for record in records for name in record} - {"step", "time"})
-    run.metrics = {name: [number(record.get(name)) for record in records] for name in names}
+    columns = known.columns.setdefault(folder, Columns())
+    columns.read(folder / METRICS)
+    run.notes += columns.notes
+    run.steps, run.times, run.edition = [*columns.steps], [*columns.times], columns.edition
+    run.metrics = {name: [*column] for name, column in sorted(columns.metrics.items())}
     run.events = [event_of(line) for line in json_lines(folder / "events.jsonl", run.notes)]
     chunks = read_trajectories(folder / "trajectories", run, known, tell)
     if not run.steps:
@@ -133,7 +132,7 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
 def read_trajectories(folder: Path, run: RunData, known: Known, tell: Tell | None) -> Chunks:
     """Their list goes into `run`."""
     chunks = Chunks()
-    paths = sorted(folder.glob(f"step_*{SUFFIX}"))
+    paths = sorted(folder.glob(f"step_*{SUFFIX}"), key=attrgetter("name"))
     for done, path in enumerate(paths, start=1):
         known.steps[path] = file = step_file(path, known.steps.get(path))
         if tell is not None:

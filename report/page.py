@@ -14,12 +14,13 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 
 from keel.configs.schema import ConfigError
 from keel.report.folders import read_folder
 from keel.report.progress import Progress
-from keel.report.shape import Chunks, RunData, as_json
+from keel.report.shape import Chunks, Extent, RunData, as_json
 
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 """In `report/page`, in the order in which they run."""
@@ -71,9 +72,13 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
     )
 
 
-def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
-    """JSON: what the page shows, but for the trajectories themselves."""
-    return as_json({"live": live, "written": time.time(), "runs": [run.plain() for run, _ in runs]})
+def state(
+    runs: Sequence[tuple[RunData, Chunks]], *, live: bool, known: Sequence[Extent] = ()
+) -> str:
+    """JSON: what the page shows, but for the trajectories themselves. known: what it has of each
+    of the runs, which does not come again."""
+    plain = [run.plain(has) for (run, _), has in zip_longest(runs, known[: len(runs)])]
+    return as_json({"live": live, "written": time.time(), "runs": plain})
 
 
 def embedded(text: str) -> str:

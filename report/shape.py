@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast
 
 from keel.report.files import UNREADABLE, brief, number
@@ -101,9 +101,45 @@ class RunData:
     groups: list[Group] = field(default_factory=list[Group])
     notes: list[str] = field(default_factory=list[str])
     """What is not there, and why."""
+    edition: int = 0
+    """Of steps, times and metrics: another one where they have not only become more."""
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
+    def plain(self, known: Extent | None = None) -> dict[str, Any]:
+        """known: what the page has of the run. If that is the beginning of what there is now,
+        nothing of it comes again; `after` says how many of each come before."""
+        steps, events, groups = known.after(self) if known else (0, 0, 0)
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "after": {"steps": steps, "events": events, "groups": groups},
+            "steps": self.steps[steps:],
+            "times": self.times[steps:],
+            "metrics": {name: values[steps:] for name, values in self.metrics.items()},
+            "events": self.events[events:],
+            "groups": [asdict(group) for group in self.groups[groups:]],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much there was of a run."""
+
+    path: str
+    edition: int
+    steps: int
+    events: Sequence[Mapping[str, Any]]
+    groups: Sequence[Group]
+
+    @staticmethod
+    def of(run: RunData) -> Extent:
+        return Extent(run.path, run.edition, len(run.steps), run.events, run.groups)
+
+    def after(self, run: RunData) -> tuple[int, int, int]:
+        """How many steps, events and groups of it were there; none where it is not as it was."""
+        same = (self.path, self.edition) == (run.path, run.edition)
+        events, groups = len(self.events), len(self.groups)
+        if same and run.events[:events] == self.events and run.groups[:groups] == self.groups:
+            return self.steps, events, groups
+        return 0, 0, 0
 
 
 def packed(lines: list[str]) -> bytes:

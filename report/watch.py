@@ -6,6 +6,7 @@ import hmac
 import os
 import secrets
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
@@ -19,11 +20,14 @@ from keel.configs.schema import ConfigError
 from keel.report.folders import Known, Tell, read_folder
 from keel.report.page import name_apart, page, state
 from keel.report.progress import Progress
-from keel.report.shape import Chunks, RunData
+from keel.report.shape import Chunks, Extent, RunData
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
 """What a browser may call us. Another name is a page from elsewhere that had it point here."""
+PAGES = 16
+"""Looks that are remembered, so that a page which has seen one is sent what has come since: as many
+pages may be open."""
 TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
@@ -37,6 +41,8 @@ class Follower:
         self._mark = ""
         self._runs: list[tuple[RunData, Chunks]] = []
         self._known = Known()
+        self._extents: OrderedDict[str, list[Extent]] = OrderedDict()
+        """What there was, by the latest marks."""
         self._tell: Tell | None = Progress()
         self.runs()
         self._tell = None  # what is read from now on is little
@@ -48,7 +54,15 @@ class Follower:
                 self._runs = [read_folder(each, self._known, self._tell) for each in self._folders]
                 name_apart([run for run, _ in self._runs])
                 self._mark = mark
+                self._extents[mark] = [Extent.of(run) for run, _ in self._runs]
+                while len(self._extents) > PAGES:
+                    self._extents.popitem(last=False)
             return self._runs, self._mark
+
+    def known(self, mark: str) -> Sequence[Extent]:
+        """What there was of each run when that was the mark; nothing where that is long ago."""
+        with self._lock:
+            return self._extents.get(mark, ())
 
     def _stamp(self) -> str:
         found: list[str] = []
@@ -90,7 +104,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET alone: `/` the page, `/data` its news, `/chunk` trajectories."""
+    """GET alone: `/` the page, `/data` what it shows, or what has come `since` a mark, `/chunk`
+    trajectories."""
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = 30
@@ -116,7 +131,8 @@ class Handler(BaseHTTPRequestHandler):
         elif what == "data" and self.headers.get("If-None-Match") == mark:
             self._send(HTTPStatus.NOT_MODIFIED, b"", mark=mark)
         elif what == "data":
-            text = state(runs, live=True)
+            known = self.server.follower.known(asked.get("since", ""))
+            text = state(runs, live=True, known=known)
             self._send(HTTPStatus.OK, text.encode(), TYPES["data"], mark=mark)
         elif what == "chunk" and (data := chunk(runs, asked)) is not None:
             self._send(HTTPStatus.OK, data, "application/octet-stream")

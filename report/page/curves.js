@@ -106,12 +106,29 @@ keel.curves = {
       .sort(([, a], [, b]) => a.time - b.time);
   },
 
-  layout(title, axis, traces) {
-    const seen = new Set();
-    const lines = keel.curves.events(axis).filter(({ words, x, whose }) => {
-      const key = `${words} ${x} ${whose}`;
-      return Number.isFinite(x) && !seen.has(key) && seen.add(key);
+  // The lines of a kind of event in a run as one shape: an alarm that stays on has thousands of them,
+  // and each shape of each plot takes the browser's time. Only single lines may have a label: the last.
+  shapes(axis) {
+    const kinds = new Map();
+    for (const { words, colour, whose, x } of keel.curves.events(axis)) {
+      if (!Number.isFinite(x)) continue;
+      const key = `${words} ${whose}`;
+      if (!kinds.has(key)) kinds.set(key, { colour, whose, places: new Set() });
+      kinds.get(key).places.add(x);
+    }
+    return [...kinds.values()].flatMap(({ colour, whose, places }) => {
+      const line = { color: colour, width: 1, dash: "dot" }, last = [...places].at(-1);
+      const others = [...places].slice(0, -1).map((x) => `M${x},0V1`).join("");
+      return [
+        ...(others ? [{ type: "path", path: others, yref: "paper", line }] : []),
+        { type: "line", x0: last, x1: last, yref: "paper", y0: 0, y1: 1, line,
+          label: { text: keel.curves.text(whose.slice(-30)), textangle: -90, textposition: "end",
+            xanchor: "right", font: { size: 9, color: colour } } },
+      ];
     });
+  },
+
+  layout(title, axis, traces) {
     return {
       title: { text: keel.curves.text(title), font: { size: 13 }, x: 0.02, xanchor: "left" },
       margin: { l: 48, r: 10, t: 30, b: 28 },
@@ -120,12 +137,7 @@ keel.curves = {
       hovermode: "x unified",
       xaxis: { zeroline: false, gridcolor: "#eef1f4" },
       yaxis: { zeroline: false, gridcolor: "#eef1f4", exponentformat: "power" },
-      shapes: lines.map(({ x, colour, whose }) => ({
-        type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
-        line: { color: colour, width: 1, dash: "dot" },
-        label: { text: keel.curves.text(whose.slice(-30)), textangle: -90, textposition: "end",
-          xanchor: "right", font: { size: 9, color: colour } },
-      })),
+      shapes: keel.curves.shapes(axis),
     };
   },
 

@@ -6,8 +6,24 @@ keel.main = {
   turn: 0,
   behind: false, // what is drawn is not the newest
 
+  // A run, of which news say what comes after what there is.
+  joined(run, before) {
+    const { steps, events, groups } = run.after;
+    const join = (old, count, more, none) => (old ? old.slice(0, count) : Array(count).fill(none)).concat(more);
+    const metrics = Object.entries(run.metrics).map(([name, values]) =>
+      [name, join(before?.metrics[name], steps, values, null)]);
+    return {
+      ...run,
+      steps: join(before?.steps, steps, run.steps),
+      times: join(before?.times, steps, run.times),
+      metrics: Object.fromEntries(metrics),
+      events: join(before?.events, events, run.events),
+      groups: join(before?.groups, groups, run.groups),
+    };
+  },
+
   take(data) {
-    keel.runs = data.runs;
+    keel.runs = data.runs.map((run, number) => keel.main.joined(run, keel.runs?.[number]));
     keel.live = data.live;
     const written = new Date(data.written * 1000).toLocaleString();
     document.getElementById("title").textContent = keel.runs.map((run) => run.name).join(", ");
@@ -79,7 +95,7 @@ keel.main = {
       const token = new URLSearchParams(location.search).get("token");
       const headers = mark ? { "If-None-Match": mark } : {};
       if (!document.hidden) {
-        const answer = await fetch(`data?${new URLSearchParams({ token })}`, { headers, cache: "no-store" });
+        const answer = await fetch(`data?${new URLSearchParams({ token, since: mark })}`, { headers, cache: "no-store" });
         if (answer.status === 200) {
           keel.main.take(await answer.json());
           next = answer.headers.get("ETag");

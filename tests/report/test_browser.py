@@ -132,6 +132,22 @@ def test_every_event_says_what_it_is_and_whose(browser: Browser, tmp_path: Path)
     unbroken(browser)
 
 
+def test_an_alarm_that_stays_on_is_two_shapes_of_a_plot(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    events = [{"step": s, "time": 1e9, "kind": "alarm", "text": ""} for s in range(1, 3001)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    report([str(folder)], str(tmp_path / "r.html"))
+    browser.errors.clear()
+    browser.open((tmp_path / "r.html").as_uri())
+    plot = "document.querySelector('[data-plot=\"pass@1\"]')"
+    browser.wait(f"!!{plot}?.querySelector('.main-svg')")
+    lines, last = browser.js(f"{plot}.layout.shapes")
+    assert lines["path"].count("M") == 2999 and lines["path"].startswith("M1,0V1M2,0V1")
+    assert last["x0"] == 3000
+    assert len(browser.js(f"[...{plot}.querySelectorAll('.shapelayer path')].map(() => 0)")) == 2
+    unbroken(browser)
+
+
 def test_tokens_with_their_numbers(opened: Browser, folder: Path) -> None:
     sums = place(folder, "sums")
     opened.show(view="read", group=sums)
@@ -239,6 +255,11 @@ def test_the_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None
             write_step(folder, 4, [group_of("the newest", ["a", "b"], [1, 0])])
             browser.wait(f"document.querySelectorAll('.list a').length === {before + 1}")
             assert "the newest" in browser.texts(".list a")[0]
+            run = "keel.runs[0]"
+            assert browser.js(f"{run}.steps") == [0, 1, 2, 3, 4]
+            assert browser.js(f"{run}.metrics['eval/sums/pass@1']") == [0.25, *[None] * 4]
+            lengths = f"Object.values({run}.metrics).map((one) => one.length)"
+            assert {*browser.js(lengths)} == {browser.js(f"{run}.times.length")} == {5}
             # What is unfolded is not folded up by news; they are drawn once it is closed.
             browser.js("document.querySelector('#notes').open = true; 0")
             browser.js("document.querySelector('.member details').open = true; 0")

@@ -16,8 +16,9 @@ import pytest
 
 from keel.configs.schema import ConfigError
 from keel.data.evaluated import Asked
-from keel.report import evaluations, folders, progress
+from keel.report import evaluations, files, folders, progress
 from keel.report.evaluations import asked_in
+from keel.report.files import loads
 from keel.report.shape import Group, listed
 from keel.report.watch import HOST, Follower, Server, chunk
 from tests.report.runs import group_of, write_evaluation, write_run, write_step
@@ -79,6 +80,42 @@ def test_it_follows_the_run(server: Server, folder: Path) -> None:
     name = run["groups"][-1]["chunk"]
     status, body, _ = get(server, f"/chunk?token={{token}}&run=0&chunk={name}")
     assert status == 200 and json.loads(gzip.decompress(body))["prompt"] == "new"
+
+
+def test_news_are_read_and_sent_without_what_was_there_before(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[bytes] = []
+
+    def counted(text: bytes) -> Any:
+        read.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(files, "loads", counted)
+    _, body, mark = get(server, "/data?token={token}")
+    (whole,) = json.loads(body)["runs"]
+    groups, events = len(whole["groups"]), len(whole["events"])
+    assert whole["after"] == {"steps": 0, "events": 0, "groups": 0} and groups and events
+    write_step(folder, 4, [group_of("new", ["a", "b"], [1, 0])], **{"brand/new": 3.0})
+    _, body, after = get(server, f"/data?token={{token}}&since={mark}")
+    (news,) = json.loads(body)["runs"]
+    assert sum(b'"brand/new"' in line or b'"step": 1,' in line for line in read) == 1
+    assert news["after"] == {"steps": 4, "events": events, "groups": groups}
+    assert news["steps"] == [4] and news["events"] == [] and len(news["groups"]) == 1
+    assert news["metrics"]["brand/new"] == [3.0] and news["metrics"]["time/sync"] == [None]
+    # An evaluation that comes late changes a step that was sent; a resume takes some back.
+    write_step(folder, 3, [], **{"eval/sums/pass@1": 0.5})
+    _, body, later = get(server, f"/data?token={{token}}&since={after}")
+    (news,) = json.loads(body)["runs"]
+    assert news["after"]["steps"] == 0 and news["steps"] == [0, 1, 2, 3, 4]
+    assert news["metrics"]["eval/sums/pass@1"] == [0.25, None, None, 0.5, None]
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:2]))
+    _, body, _ = get(server, f"/data?token={{token}}&since={later}")
+    (news,) = json.loads(body)["runs"]
+    assert news["steps"] == [0, 1] and "brand/new" not in news["metrics"]
+    _, body, _ = get(server, "/data?token={token}&since=17")
+    assert json.loads(body)["runs"][0]["after"]["groups"] == 0
 
 
 def test_files_of_trajectories_are_read_once_and_not_kept(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +17,7 @@ import pytest
 from keel.rl.metrics import Mean
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory, Usage, Verdict
 from keel.trainer.run.batches import keep_batch, kept_batches
-from keel.trainer.run.journal import Journal, describe, keep_until
+from keel.trainer.run.journal import Journal, describe, files_after, keep_until
 from keel.trainer.run.saved import TokenFile
 from keel.trainer.run.view import PlainView
 
@@ -203,6 +205,26 @@ def test_where_tensorboard_cannot_write_the_folder_is_named_once_and_no_tracebac
     other.join(timeout=60)
     assert not other.is_alive()
     assert [raised.exc_type for raised in hooked] == [ZeroDivisionError]
+
+
+def test_files_of_later_steps_are_found_without_a_look_at_each_earlier_one(tmp_path: Path) -> None:
+    def calls(files: int) -> int:
+        """Of Python's functions."""
+        folder = tmp_path / str(files)
+        folder.mkdir()
+        for step in range(1, files + 1):
+            (folder / f"step_{step:06d}.txt").touch()
+        for name in ("step_late.txt", "step_999999_mine.txt", "notes.txt"):
+            (folder / name).touch()
+        counted: Counter[str] = Counter()
+        sys.setprofile(lambda frame, event, argument: counted.update([event]))
+        found = files_after(folder, files - 1)
+        sys.setprofile(None)
+        assert found == [folder / f"step_{files:06d}.txt"]
+        return counted["call"]
+
+    assert calls(500) == calls(5)
+    assert files_after(tmp_path / "none", 0) == []
 
 
 @pytest.mark.parametrize(("every", "count"), [(True, 6), (False, 2)])
