@@ -16,20 +16,26 @@ from keel.configs.schema import Config, ConfigError, RolloutConfig
 ROWS = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2 + 2?", "answer": "4"}]
 
 
+@pytest.fixture
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The recipes that `keel.train` would have run, in `tmp_path / "run"`."""
+    found: list[Config] = []
+
+    def train(path: str, overrides: list[str], **_: Any) -> None:
+        found.append(load_config(path, overrides))
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "time": 1.0}\n')
+
+    monkeypatch.setattr(api.main, "train", train)
+    return found
+
+
 @pytest.mark.parametrize(
     "recipe", ["mine.yaml", {"run": {"steps": 3}}, {"data": {"max_prompt_tokens": 64}}]
 )
 def test_a_recipe_needs_no_source_where_prompts_are_passed(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Any, seen: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither one in Python nor a file, be there a section `data` or none."""
-    seen: list[Config] = []
-
-    def train(path: str, overrides: list[str], **_: Any) -> None:
-        seen.append(load_config(path, overrides))
-        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "time": 1.0}\n')
-
-    monkeypatch.setattr(api.main, "train", train)
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("run: {steps: 3}\n")
     knobs = {"run.dir": tmp_path / "run"}
@@ -41,15 +47,8 @@ def test_a_recipe_needs_no_source_where_prompts_are_passed(
 
 
 def test_knobs_by_their_sections_leave_the_others_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seen: list[Config], tmp_path: Path
 ) -> None:
-    seen: list[Config] = []
-
-    def train(path: str, overrides: list[str], **_: Any) -> None:
-        seen.append(load_config(path, overrides))
-        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "time": 1.0}\n')
-
-    monkeypatch.setattr(api.main, "train", train)
     (tmp_path / "run").mkdir()
     folder = tmp_path / "run"
     nested = {"run": {"dir": folder, "steps": 7}, "rollout": {"sampling": {"max_tokens": 99}}}

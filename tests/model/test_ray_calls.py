@@ -101,7 +101,7 @@ def test_a_call_under_way_ends_with_ray(there: list[bool]) -> None:
     def hangs() -> bool:
         shut_down(shuts_down, PATIENCE_S, "end")
         left.set()
-        return never.wait()
+        return never.wait(PATIENCE_S)
 
     with pytest.raises(RayLost, match="has left its cluster"):
         bounded(hangs, PATIENCE_S, "say which calls are done")
@@ -114,7 +114,7 @@ def test_a_lost_ray_ends_what_waits_for_it_and_is_asked_no_more() -> None:
 
     def hangs() -> bool:
         lose("its raylet is gone")
-        return never.wait()
+        return never.wait(PATIENCE_S)
 
     with pytest.raises(RayLost, match="its raylet is gone"):
         bounded(hangs, PATIENCE_S, "take an object into its store")
@@ -199,7 +199,7 @@ def test_an_actor_that_cannot_be_ended_hides_no_error_and_is_waited_for_once(
 
     def hangs(actor: str) -> None:
         asked.append(actor)
-        never.wait()
+        never.wait(PATIENCE_S)
 
     monkeypatch.setattr("ray.kill", hangs)
     monkeypatch.setattr(ray_calls, "CALL_S", 0.01)

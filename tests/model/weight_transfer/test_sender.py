@@ -178,7 +178,7 @@ def test_the_trouble_of_one_engine_is_its_own(
             assert isinstance(outcomes[3], RuntimeError) and "other bytes" in str(outcomes[3])
             # Such an engine is replaced, as one that is late: the run goes on.
             assert isinstance(outcomes[4], TimeoutError) and "channel" in str(outcomes[4])
-            # On a GPU an exception's traceback would hold its buckets.
+            # References in a traceback would keep the memory of buckets on a GPU.
             # gloo holds what it could not send till its deadline.
             until = time.monotonic() + 10 * limit_s
             while (
