@@ -182,9 +182,10 @@ def running(
         model = model_folder(task)
         scorer = stack.enter_context(scorer_of(config, judge, say, log))
         shared = bool(seats and seats.placement.shared)
-        size, taken = task.hardware.gpu_gib, task.hardware.taken_gib
-        together = shared and size > 0 and start_together(config, task.facts, size, taken)
-        cache = certain_cache(config, task.facts, size) if together else 0
+        of, taken = (config, task.facts, task.hardware.gpu_gib), task.hardware.taken_gib
+        together = shared and start_together(*of, taken)
+        roomy = not shared or start_together(*of, taken, stepping=True)
+        cache = certain_cache(*of) if together else 0
         spec = EngineSpec.of(config, model, cache_bytes=cache)
         pool = ray_pool(
             spec,
@@ -215,7 +216,7 @@ def running(
         # Not waited for: after Ctrl-C the actors' end, which comes next, ends the waiting for them.
         stack.callback(both.shutdown, wait=False, cancel_futures=True)
         with waiting(who, f"{who} of {config.model.path}, GPUs: {task.gpu}") as wait:
-            how = {"engines_first": shared and not together, "warm": not sleep}
+            how = {"engines_first": shared and not together, "warm": not sleep, "roomy": roomy}
             warnings = start_both(pool, ranks, both, watch, wait, **how)
         for line in warnings:
             say(f"warning: {line}")
@@ -245,10 +246,11 @@ def start_both(
     *,
     engines_first: bool,
     warm: bool,
+    roomy: bool = False,
 ) -> list[str]:
     """Engines and ranks, until all are there; returns what they warn of. engines_first: ranks take
     no memory of a GPU before. warm: ranks then compile what steps need (`Learner.warm_up`), and for
-    whole micro-batches once engines have the memory that they want; neither is waited for."""
+    whole micro-batches once engines have their memory (if `roomy` at once); neither is awaited."""
     engines, trainer = both.submit(pool.start), None
     wait.measure = Standing(engines, lambda: trainer)
     if ranks is None:
@@ -260,10 +262,10 @@ def start_both(
     trained = wait_for(trainer, watch.well)
     if warm:
         ranks.warm_up()
-    up = _up(engines, watch)
-    if warm:
+        if not roomy:
+            _up(engines, watch)
         ranks.warm_up(whole=True)
-    return [*up, *trained]
+    return [*_up(engines, watch), *trained]
 
 
 def _up(engines: Future[tuple[str, ...]], watch: Watch) -> tuple[str, ...]:

@@ -99,6 +99,12 @@ def test_ranks_compile_what_they_need_while_engines_start() -> None:
     ]
 
 
+def test_where_there_is_room_ranks_compile_all_of_it_while_engines_start() -> None:
+    starting = Starting(waits_for="ranks warm up for whole micro-batches")
+    assert started(starting, engines_first=False, warm=True, roomy=True)[0] == "engines warn"
+    assert starting.done[-1] == "engines are up"
+
+
 def test_ranks_take_no_memory_before_engines_that_measure_it_are_up() -> None:
     starting = Starting(waits_for="ranks have their libraries")
     started(starting, engines_first=True, warm=False)

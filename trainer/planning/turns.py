@@ -163,14 +163,18 @@ def certain_cache(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
     return int(left) if left >= cache else 0
 
 
-def start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float) -> bool:
+def start_together(
+    config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float, *, stepping: bool = False
+) -> bool:
     """Whether an engine and a rank that share a GPU have room there while both start: an engine
     wants all of its share free, and none that measures what is left for its cache may be disturbed
-    (`certain_cache`). `taken_gib`: by processes of others."""
+    (`certain_cache`). `taken_gib`: by processes of others. stepping: also while the rank computes
+    on a whole micro-batch."""
     if config.rollout.sleep or not certain_cache(config, facts, gpu_gib):
         return False
     rank = trainer_memory(config, facts, gpu=True)
-    holds = rank.total - sum(rank.parts.get(name, 0.0) for name in (*OF_A_STEP, JOINED))
+    later = () if stepping else (*OF_A_STEP, JOINED)
+    holds = rank.total - sum(rank.parts.get(name, 0.0) for name in later)
     share = config.rollout.gpu_memory_utilization * gpu_gib
     return share + RANK_SPARE * holds / GIB <= gpu_gib - taken_gib
 

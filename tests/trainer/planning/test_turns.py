@@ -163,5 +163,9 @@ def test_engine_and_rank_start_together_where_neither_takes_what_the_other_wants
     assert not start_together(config, DENSE, enough - 0.1, 0.0)
     assert not start_together(config, DENSE, enough + 0.1, 1.0)
     assert start_together(config, DENSE, enough + 2.1, 1.0)
+    of_a_step = 2 * 1.06 * trainer_memory(config, DENSE, gpu=True).total / GIB
+    assert of_a_step > enough + 0.2
+    assert start_together(config, DENSE, of_a_step + 0.1, 0.0, stepping=True)
+    assert not start_together(config, DENSE, of_a_step - 0.1, 0.0, stepping=True)
     assert not start_together(recipe(rollout={**rollout, "sleep": True}), DENSE, 80.0, 0.0)
     assert not start_together(recipe(rollout={"gpu_memory_utilization": 0.05}), DENSE, 80.0, 0.0)
