@@ -90,7 +90,7 @@ class Strict:
     offload: bool = False
     """An optimizer may be in host memory."""
     fewer: bool = True
-    """With fewer sequences at once than a step has."""
+    """With fewer sequences at once than a quarter of a step has."""
 
 
 SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.sleep")
@@ -137,15 +137,29 @@ class Search:
             for sizes in self.options.learning(ranks):
                 if sizes[0].get("trainer.offload_optimizer") and not self.way.offload:
                     continue
-                # Each takes less memory and more time than the one before.
+                # Each takes less memory and learns more slowly than the one before; an engine
+                # beside it may sample faster in what that leaves.
                 largest = bisect_left(sizes, True, key=partial(self._rank_fits, seats))
                 for learning in sizes[largest:]:
                     here = [*self._seated({**seats, **learning})]
                     yield from here
-                    cost = min((layout.cost for layout in here), default=0.0)
-                    fastest = min(fastest, cost or fastest)
-                    if cost > TIE * fastest:
+                    fastest = min([fastest, *(layout.cost for layout in here)])
+                    done = [layout.cost for layout in here if not self._squeezed(layout)]
+                    if done and min(done) > TIE * fastest:
                         break
+
+    def _whole(self, layout: Layout) -> bool:
+        """Whether an engine samples all that it has to at once, and its cache holds it."""
+        config = layout.config
+        most = self.options.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
+        wanted = engine_sequences(with_values(config, most))
+        return engine_sequences(config) == wanted <= (layout.plan.cached or 0)
+
+    def _squeezed(self, layout: Layout) -> bool:
+        """Whether the engine may have more, or need take no turns, beside a rank that needs
+        less."""
+        turns = layout.config.rollout.sleep and "rollout.sleep" in self.left
+        return layout.shared and (turns or not self._whole(layout))
 
     def _seated(self, values: Values) -> Iterator[Layout]:
         """In which ways an engine goes with such a trainer: with as many sequences at once as fit,
@@ -154,17 +168,13 @@ class Search:
         for turns in self.options.turns:
             if self._placed({**values, **turns}) is None:
                 continue
-            found = False
             for sampling in self.options.sampling(values, fewer=self.way.fewer):
                 if layout := self.layout({**values, **turns, **sampling}):
-                    found = True
                     yield layout
-                    if (layout.plan.cached or 0) >= engine_sequences(layout.config):
+                    if self._whole(layout):
                         if not layout.config.rollout.sleep:
                             return
                         break
-                elif not found and not self.way.fewer:
-                    break  # all of a step at once do not fit
 
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
         """On a GPU without an engine, or by turns with one where that may be."""

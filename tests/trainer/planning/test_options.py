@@ -53,11 +53,11 @@ def test_a_gpu_beside_a_judge_is_shared(gpus: int) -> None:
 
 def test_a_micro_batch_is_called_the_largest_that_fits_where_it_is() -> None:
     knob = "trainer.micro_batch_tokens"
-    for name, gpus, said in (
-        ("8b", 8, "larger ones are no faster"),
-        ("1.7b", 1, "the largest that fits (71.5 GiB)"),
+    for name, gpus, size, said in (
+        ("8b", 8, 79.0, "larger ones are no faster"),
+        ("0.6b", 1, 32.0, "the largest that fits (25.9 GiB)"),
     ):
-        reason = choose(recipe(), KNOBS, facts(name), machine(gpus, 79.0)).reasons[knob]
+        reason = choose(recipe(), KNOBS, facts(name), machine(gpus, size)).reasons[knob]
         assert reason.startswith(said), name
 
 

@@ -1,0 +1,72 @@
+"""The search leaves nothing faster out: beside it stands one that tries all there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from keel.configs.auto import KNOBS
+from keel.configs.schema import Config
+from keel.model.load import ModelFacts, facts_of
+from keel.trainer.planning.layouts import TIE, WAYS, Layout, Search
+from tests.trainer.planning.test_choose import SHAPES, machine, recipe
+
+
+@pytest.fixture(scope="module")
+def shapes() -> dict[str, ModelFacts]:
+    return {name: replace(facts_of(one), max_context=40_960) for name, one in SHAPES.items()}
+
+
+def all_that_fit(search: Search) -> list[Layout]:
+    """In the search's own way of fitting, without its order and its stops."""
+    options, found = search.options, list[Layout]()
+    for seats in options.placements:
+        ranks = seats.get("trainer.ranks", search.config.trainer.ranks)
+        learning = [way for sizes in options.learning(ranks) for way in sizes]
+        sampling = options.sampling(seats, fewer=search.way.fewer)
+        for parts in product(learning, options.turns, sampling):
+            values = {**seats, **parts[0], **parts[1], **parts[2]}
+            away = values.get("trainer.offload_optimizer") and not search.way.offload
+            if not away and (layout := search.layout(values)):
+                found.append(layout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "gib", "config"),
+    [
+        ("0.6b", 1, 79.2, recipe()),
+        ("0.6b", 1, 46.0, recipe()),
+        ("0.6b", 1, 139.8, recipe()),
+        ("1.7b", 1, 79.2, recipe(prompts_per_step=8, group_size=16)),
+        ("1.7b", 4, 79.2, recipe(prompts_per_step=32, group_size=16)),
+        ("8b", 1, 139.8, recipe()),
+        ("8b", 8, 139.8, recipe()),
+        ("1.4b-a0.4b", 1, 46.0, recipe(prompts_per_step=8, group_size=32)),
+        ("1.4b-a0.4b", 1, 46.0, recipe(prompts_per_step=64, group_size=4, max_lag=1)),
+        ("0.6b", 1, 23.0, recipe(prompts_per_step=32, group_size=32, max_lag=1)),
+    ],
+)
+def test_nothing_faster_is_left_out(
+    shape: str, gpus: int, gib: float, config: Config, shapes: dict[str, ModelFacts]
+) -> None:
+    search = Search(config, KNOBS, shapes[shape], machine(gpus, gib))
+    best = search.best()
+    assert best is not None
+    everything = all_that_fit(search)
+    assert len(everything) >= len([*search.fitting()])
+    assert best.cost <= TIE * min(layout.cost for layout in everything)
+
+
+def test_activations_are_kept_in_smaller_micro_batches_beside_a_whole_engine(
+    shapes: dict[str, ModelFacts],
+) -> None:
+    """On 79 GiB: large ones leave the engine half of the sequences at once, and that is slower than
+    computing activations again; the smaller ones were not looked at."""
+    search = Search(recipe(), KNOBS, shapes["0.6b"], machine(1, 79.2))
+    search.way = WAYS[0]
+    best = search.best()
+    assert best is not None and not best.config.trainer.activation_checkpointing
+    assert best.config.rollout.max_num_seqs == 128 and not best.config.rollout.sleep
