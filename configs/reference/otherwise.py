@@ -14,6 +14,8 @@ OTHERWISE: Mapping[str, str] = {
     "easy (`keel filter`), or `trainer.lr` too low. Falling: lower `trainer.lr`",
     "reward/error": "`rewards/` in the run folder has the errors; a slow verifier needs a larger "
     "`rewards.deadline_s`",
+    "domain/<domain>/group_share": "far below: its prompts are too easy or too hard (`keel "
+    "filter`), or its `data.sources[].weight` too small",
     "grad_norm": "spikes: lower `trainer.lr`; look at `mismatch/ratio_max` and at the completions "
     "of that step. 0: no group differs",
     "clip/fraction": "more: lower `trainer.lr` or `algorithm.updates_per_batch`",
