@@ -18,6 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from keel.configs.schema import ConfigError
+from keel.report.curves import thin
 from keel.report.folders import read_folder
 from keel.report.progress import Progress
 from keel.report.shape import Chunks, Extent, RunData, as_json
@@ -47,6 +48,8 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
     scripts = [library(), *((parts / name).read_text(encoding="utf-8") for name in SCRIPTS)]
     if not live:
         runs = thinned(runs)
+        for run, _ in runs:
+            thin(run)
     chunks = [
         f'<script type="text/plain" data-run="{number}" data-chunk="{html.escape(name)}">'
         f"{base64.b64encode(data).decode()}</script>"

@@ -113,7 +113,7 @@ class RunData:
             "after": {"steps": steps, "events": events, "groups": groups},
             "steps": self.steps[steps:],
             "times": self.times[steps:],
-            "metrics": {name: values[steps:] for name, values in self.metrics.items()},
+            "metrics": {name: sparse(values[steps:]) for name, values in self.metrics.items()},
             "events": self.events[events:],
             "groups": [asdict(group) for group in self.groups[groups:]],
         }
@@ -140,6 +140,14 @@ class Extent:
         if same and run.events[:events] == self.events and run.groups[:groups] == self.groups:
             return self.steps, events, groups
         return 0, 0, 0
+
+
+def sparse(values: Sequence[float | None]) -> Sequence[float | None] | Mapping[str, Any]:
+    """A metric that most steps do not have, as the values that there are and their places."""
+    places = [at for at, value in enumerate(values) if value is not None]
+    if len(places) >= len(values) // 4:
+        return values
+    return {"at": places, "values": [values[at] for at in places]}
 
 
 def packed(lines: list[str]) -> bytes:

@@ -26,7 +26,7 @@ from keel.rewards.compose import (
 )
 from keel.rewards.custom import TextTrajectory, prompt_fields, sees_group
 from keel.rewards.failures import Failures, is_function, to_standard_error
-from keel.rewards.judge.results import JUDGE_COUNTS, Counts, Failed, Judged
+from keel.rewards.judge.results import Counts, Failed, Judged
 from keel.rewards.judge.rubric import REFUSAL as DECLINING
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import is_judged
@@ -37,7 +37,7 @@ from keel.rewards.text import final_text, raw_text
 from keel.rewards.workers.pool import Verdict, WorkerPool
 from keel.rl.advantages import group_advantages
 from keel.rl.futures import failed, when_all
-from keel.rl.metrics import Metric, Sum
+from keel.rl.metrics import Metric
 from keel.rl.types import (
     CUT_OFF,
     ENVIRONMENT,
@@ -142,14 +142,7 @@ class Scorer:
             return {}
         before, now = self._counted, self._judge.counts()
         self._counted = now
-        metrics: dict[str, Metric] = {
-            f"judge/{name}": Sum(getattr(now, count) - getattr(before, count))
-            for name, count in JUDGE_COUNTS.items()
-        }
-        failed = {kind: n - before.failed.get(kind, 0) for kind, n in now.failed.items()}
-        metrics["judge/failures"] = Sum(sum(failed.values()))
-        metrics |= {f"judge/failures_{kind}": Sum(n) for kind, n in failed.items() if n}
-        return metrics
+        return now.since(before)
 
     def close(self) -> None:
         """End the worker processes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -39,7 +39,8 @@ def summarize(
     are over completions, so that a group that lost some weighs less in them than in the loss. A
     part of the reward is averaged over the completions that have it, `sampling/kept_mean` over the
     tokens that truncated sampling drew. The latter is there with truncation only, and
-    `domain/<name>/…` with several domains only (`calls_mean` with an environment).
+    `domain/<name>/…` with several domains only (`calls_mean` with an environment; shares are of
+    the groups in which the loss has a gradient).
 
     Raises `ValueError` for a reward part named `mean`, whose metric would be `reward/mean`.
     """
@@ -73,6 +74,7 @@ def summarize(
     domains: defaultdict[str, list[ScoredGroup]] = defaultdict(list)
     for group in groups:
         domains[group.group.prompt.domain].append(group)
+    taught = [group for group in trained if group.group.trajectories and not group.idle]
     for name, members in domains.items() if len(domains) > 1 else ():
         metrics[f"domain/{name}/reward_mean"] = _reward(members)
         metrics[f"domain/{name}/length_mean"] = _length(
@@ -80,6 +82,9 @@ def summarize(
         )
         if any(group.group.prompt.environment for group in members):
             metrics[f"domain/{name}/calls_mean"] = _calls(members)
+        if taught:
+            metrics[f"domain/{name}/group_share"] = _share(name, taught, len)
+            metrics[f"domain/{name}/token_share"] = _share(name, taught, sampled_tokens)
     return metrics
 
 
@@ -124,6 +129,17 @@ def _calls(groups: Sequence[ScoredGroup]) -> Mean:
     """Tool calls of a trajectory."""
     used = (t.usage for group in groups for t in group.group.trajectories)
     return mean_of(usage.calls for usage in used if usage is not None)
+
+
+def sampled_tokens(groups: Sequence[ScoredGroup]) -> int:
+    return sum(t.sampled_tokens for group in groups for t in group.group.trajectories)
+
+
+def _share(
+    domain: str, groups: Sequence[ScoredGroup], size: Callable[[Sequence[ScoredGroup]], int]
+) -> Mean:
+    ours = [group for group in groups if group.group.prompt.domain == domain]
+    return Mean(size(ours), size(groups))
 
 
 def _staleness(trajectories: Sequence[Trajectory], version: int) -> Mean:

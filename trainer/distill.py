@@ -28,6 +28,7 @@ from keel.configs.work_folder import WorkFolder
 from keel.data.distilled import select
 from keel.data.results import aligned
 from keel.trainer.recipes.named import check_named
+from keel.trainer.recipes.variants import check_variant
 from keel.trainer.run.interrupt import PREEMPTED, PREEMPTION
 
 STAGES = ("specialist", "distilled", "mixed")
@@ -108,12 +109,11 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
     train` has it where a signal stopped the chain. run: a command of `keel`.
 
     Raises ConfigError before anything is run, for what the recipe of a link says wrong, and for
-    data and a model that the first links lack.
+    what one that has yet to run lacks, be it the last.
     """
     lessons, left = _checked(config)
     links, root = chain(config), Path(config.dir).expanduser()
-    if not (root / LINKS).exists():  # later links have models of their own
-        check_named(load_config(config.recipe, _base(config)), "eval")
+    _check_waiting(links, lessons)
     with WorkFolder(root, "dir", "distillation") as folder, Commands() as commands:
         done = folder.lines(LINKS)
         known = {str(line["name"]): str(line["command"]) for line in done.read()}
@@ -217,6 +217,23 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
         ),
         left,
     )
+
+
+def _check_waiting(links: Sequence[Link], lessons: Config) -> None:
+    """Raises ConfigError for what a link lacks that is not done, and no other will have made."""
+    made = {link.result.absolute() for link in links}
+    for link in links:
+        if not link.command or link.result.exists():
+            continue
+        command, recipe, *overrides = link.command
+        config = lessons if command == "sft" else load_config(recipe, overrides)
+        try:
+            if command != "eval":
+                check_named(config, command, made)
+            for variant in config.eval.each_variant if command == "eval" else ():
+                check_variant(config, variant)
+        except ConfigError as error:
+            raise ConfigError(f"{link.name}: {error}") from error
 
 
 class Commands:

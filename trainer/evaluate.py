@@ -145,7 +145,7 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
     if config.endpoint.base_url:
         return _remote(config)
     task = prepare(recipe, overrides)
-    folder = RunFolder(task.config)
+    folder = RunFolder(task.config, task.tokenizer_digest)
     folder.check(POLICY)
     for line in folder.words():
         print(f"warning: {line}")

@@ -21,7 +21,7 @@ from keel.rl.buffer import Batch
 from keel.rl.evaluation import evaluation
 from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
-from keel.rl.summary import summarize
+from keel.rl.summary import sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
 from keel.trainer.feed import Abandoned, Feed, never, wait_for
 
@@ -302,10 +302,6 @@ def require_some(scored: Sequence[ScoredGroup], step: int) -> None:
             f"step {step}: none of {len(scored)} groups has a completion to learn from; "
             f"reasons given: {'; '.join(sorted(reasons)) or 'none'}"
         )
-
-
-def sampled_tokens(scored: Sequence[ScoredGroup]) -> int:
-    return sum(t.sampled_tokens for group in scored for t in group.group.trajectories)
 
 
 @dataclass(slots=True)

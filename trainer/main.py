@@ -80,6 +80,7 @@ def train(
         lowered=laid_out.lowering.after,
         drive=drive or run_loop,
         again=again,
+        tokenizer=task.tokenizer_digest,
         chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
     )
 
@@ -112,6 +113,7 @@ def _learn(
         started=lambda _: teaching(task, print, layouts=laid_out),
         lowered=laid_out.lowering.after,
         drive=run_lessons,
+        tokenizer=task.tokenizer,
         chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
     )
 
@@ -167,7 +169,8 @@ def folder_of(tasks: Sequence[Task | SftTask]) -> RunFolder:
     ConfigError of the first where none may."""
     refused: ConfigError | None = None
     for task in tasks:
-        folder = RunFolder(task.config)
+        digest = task.tokenizer if isinstance(task, SftTask) else task.tokenizer_digest
+        folder = RunFolder(task.config, digest)
         try:
             folder.check()
             stream = task.batches if isinstance(task, SftTask) else task.dataset.train

@@ -95,6 +95,20 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "calls",
             "Tool calls of a trajectory in one domain with an environment.",
         ),
+        Metric(
+            "domain/<domain>/group_share",
+            "share, 0 to 1",
+            "Of the groups that the step learns from, those of one domain. Discarded groups are "
+            "none, nor those with no completion better than another, unless they have a KL term.",
+            "as `data.sources[].weight` has it",
+            "data",
+        ),
+        Metric(
+            "domain/<domain>/token_share",
+            "share, 0 to 1",
+            "The same of those groups' sampled tokens.",
+            page="data",
+        ),
     ),
     "Loss and gradient": (
         Metric(

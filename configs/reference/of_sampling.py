@@ -165,6 +165,27 @@ SAMPLING: dict[str, tuple[Metric, ...]] = {
             "rubrics",
         ),
         Metric("judge/failures_<kind>", "completions", "The same by kind of failure.", "none"),
+        Metric(
+            "judge/retries_<kind>",
+            "calls",
+            "Calls that were made again, by what came of the one before: `timeout`, `busy` (HTTP "
+            "429), `server` (5xx), `unreachable`, `invalid` (a reply that is not what was asked "
+            "for), `refused` (another HTTP status).",
+            "none",
+            "rubrics",
+        ),
+        Metric(
+            "judge/call_seconds",
+            "seconds",
+            "Mean of the calls that ended, whatever came of them.",
+            page="rubrics",
+        ),
+        Metric(
+            "judge/queue_seconds",
+            "seconds",
+            "Mean wait of a question for its turn, with `rewards.judge.max_concurrent` under way.",
+            page="rubrics",
+        ),
     ),
     "Conversations (`keel sft`, `keel pretrain`)": (
         Metric("sft/conversations", "conversations", "In the step; of text: windows.", page="sft"),

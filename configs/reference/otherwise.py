@@ -14,6 +14,8 @@ OTHERWISE: Mapping[str, str] = {
     "easy (`keel filter`), or `trainer.lr` too low. Falling: lower `trainer.lr`",
     "reward/error": "`rewards/` in the run folder has the errors; a slow verifier needs a larger "
     "`rewards.deadline_s`",
+    "domain/<domain>/group_share": "far below: its prompts are too easy or too hard (`keel "
+    "filter`), or its `data.sources[].weight` too small",
     "grad_norm": "spikes: lower `trainer.lr`; look at `mismatch/ratio_max` and at the completions "
     "of that step. 0: no group differs",
     "clip/fraction": "more: lower `trainer.lr` or `algorithm.updates_per_batch`",
@@ -69,6 +71,11 @@ OTHERWISE: Mapping[str, str] = {
     "agents/length_cuts": "raise `agents.max_sampled_tokens` or `rollout.sampling.max_tokens`",
     "judge/failures": "the endpoint is overloaded or answers no JSON: lower "
     "`rewards.judge.max_concurrent`, see `events.jsonl` for the reasons",
+    "judge/retries_<kind>": "timeout: raise `rewards.judge.deadline_s`, or lower "
+    "`rewards.judge.max_concurrent`. busy, server: lower that. invalid: raise "
+    "`rewards.judge.max_reply_tokens`, or take another judge",
+    "judge/queue_seconds": "as long as `judge/call_seconds` or more: raise "
+    "`rewards.judge.max_concurrent` if the endpoint has room",
     "sft/packed": "raise `trainer.micro_batch_tokens`",
     "time/idle_fraction": "`algorithm.max_lag`: 1; more engines (`rollout.engines`) for as many "
     "ranks",

@@ -11,7 +11,7 @@ keel.main = {
     const { steps, events, groups } = run.after;
     const join = (old, count, more, none) => (old ? old.slice(0, count) : Array(count).fill(none)).concat(more);
     const metrics = Object.entries(run.metrics).map(([name, values]) =>
-      [name, join(before?.metrics[name], steps, values, null)]);
+      [name, join(before?.metrics[name], steps, keel.main.full(values, run.steps.length), null)]);
     return {
       ...run,
       steps: join(before?.steps, steps, run.steps),
@@ -20,6 +20,14 @@ keel.main = {
       events: join(before?.events, events, run.events),
       groups: join(before?.groups, groups, run.groups),
     };
+  },
+
+  // A metric that few steps have comes as its values and their places.
+  full(values, count) {
+    if (Array.isArray(values)) return values;
+    const all = Array(count).fill(null);
+    values.at.forEach((place, at) => (all[place] = values.values[at]));
+    return all;
   },
 
   take(data) {

@@ -7,7 +7,10 @@ import json
 import os
 import random
 import re
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar, cast
 
 import openai
@@ -17,8 +20,17 @@ from keel.rewards.judge.bounded import TooLarge, bounded_http
 from keel.rewards.judge.cache import Cache, Chats, Memory
 from keel.rewards.judge.prompts import Question
 from keel.rewards.judge.replies import BadReply
-from keel.rewards.judge.results import Counts, JudgeSettings, JudgeStopped, Server, Unjudged
+from keel.rewards.judge.results import (
+    NONE,
+    Counts,
+    FailureKind,
+    JudgeSettings,
+    JudgeStopped,
+    Server,
+    Unjudged,
+)
 from keel.rewards.judge.untrusted import new_fence, size
+from keel.rl.metrics import Mean
 
 CONNECT_S = 10.0
 """Longest wait for a connection: a host that is not there is found out before the deadline."""
@@ -69,14 +81,19 @@ class Endpoint:
         self._under_way: dict[str, asyncio.Task[str]] = {}
         self._stopped = ""
         self._calls = self._cached = self._prompt_tokens = self._reply_tokens = 0
+        self._retried: Counter[FailureKind] = Counter()
+        self._call_s = self._queue_s = NONE
 
     def counts(self) -> Counts:
-        """The calls and tokens so far."""
+        """The calls so far, their tokens and their times."""
         return Counts(
             calls=self._calls,
             cached=self._cached,
             prompt_tokens=self._prompt_tokens,
             reply_tokens=self._reply_tokens,
+            retried=dict(self._retried),
+            call_s=self._call_s,
+            queue_s=self._queue_s,
         )
 
     def stop(self, reason: str) -> JudgeStopped:
@@ -150,10 +167,11 @@ class Endpoint:
 
     async def _attempts(self, question: Question[Any], key: str) -> str:
         """The content of a valid reply, kept in the cache."""
-        attempt = 0
+        attempt, came = 0, time.monotonic()
         # The slot is held during the pauses too: that is what slows everything down together
         # when the endpoint has too much to do.
         async with self._slots:
+            self._queue_s = self._queue_s.merge(Mean(time.monotonic() - came, 1))
             while True:
                 try:
                     asked = question.messages(new_fence())
@@ -165,6 +183,7 @@ class Endpoint:
                     attempt += 1
                     if not error.retry or attempt > self._settings.retries:
                         raise
+                    self._retried[error.kind] += 1
                     pause = self._backoff_s * 2 ** min(attempt - 1, MOST_DOUBLINGS)
                     pause *= random.uniform(0.5, 1.5)
                     await asyncio.sleep(min(max(pause, error.after_s), LONGEST_PAUSE_S))
@@ -184,7 +203,7 @@ class Endpoint:
         self._calls += 1
         try:
             # The library's timeout is for each read; a server that drips bytes would outlast it.
-            async with asyncio.timeout(settings.deadline_s):
+            async with self._timed(), asyncio.timeout(settings.deadline_s):
                 response = await client.chat.completions.with_raw_response.create(
                     model=settings.model,
                     messages=cast(Any, asked),
@@ -223,6 +242,14 @@ class Endpoint:
             why = self._public(f"invalid reply: {error}")
             raise Unjudged("invalid", why, retry=True) from error
         return content
+
+    @asynccontextmanager
+    async def _timed(self) -> AsyncGenerator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._call_s = self._call_s.merge(Mean(time.monotonic() - began, 1))
 
     def _status(self, error: openai.APIStatusError, question: Question[Any]) -> Unjudged:
         code = error.status_code

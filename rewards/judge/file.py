@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from keel.rewards.judge.results import Failed, Judged, JudgeSettings, Server
+from keel.rewards.judge.results import Failed, FailureKind, Judged, JudgeSettings, Server
 from keel.rewards.judge.rubric import Rubric
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import judged_spec
@@ -154,15 +154,20 @@ def judge_answers(
     lines += [f"{name} {mean:.3f}" for name, mean in _means(judged).items()]
     console.print(" · ".join(lines), markup=False, highlight=False)
     failed = len(done) - len(judged)
-    reasons = ", ".join(f"{number} {kind}" for kind, number in counts.failed.items())
     console.print(
-        f"judged {len(judged)}, failed {failed}{f' ({reasons})' if reasons else ''}; "
-        f"{counts.calls} calls, {counts.cached} from the cache; {counts.prompt_tokens:,} tokens "
-        f"in, {counts.reply_tokens:,} out\nreasons: {out}",
+        f"judged {len(judged)}, failed {failed}{_kinds(counts.failed)}; {counts.calls} calls, "
+        f"{sum(counts.retried.values())} of them again{_kinds(counts.retried)}, {counts.cached} "
+        f"from the cache; {counts.prompt_tokens:,} tokens in, {counts.reply_tokens:,} out\n"
+        f"reasons: {out}",
         markup=False,
         highlight=False,
     )
     return failed
+
+
+def _kinds(counted: Mapping[FailureKind, int]) -> str:
+    said = ", ".join(f"{number} {kind}" for kind, number in counted.items())
+    return f" ({said})" if said else ""
 
 
 def _count(shown: Shown) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from keel.rl.metrics import Mean, Metric, Sum
+
 FailureKind = Literal["timeout", "unreachable", "busy", "server", "too_long", "refused", "invalid"]
 """Why the judge gave no verdict: no reply in time; no connection; 429; 5xx; more than its context
 holds; another HTTP error; a reply that is not what was asked for."""
@@ -67,6 +69,9 @@ class JudgeStopped(RuntimeError):
     """The judge must not, or cannot, go on: the run has to stop."""
 
 
+NONE = Mean(0.0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """What a judge has done so far."""
@@ -83,6 +88,34 @@ class Counts:
     """Requests answered from the cache, or by an equal one that was under way."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
+    retried: Mapping[FailureKind, int] = field(default_factory=dict[FailureKind, int])
+    """Requests that were sent again, by what the one before came to."""
+    call_s: Mean = NONE
+    """Of a request that has ended, whatever came of it."""
+    queue_s: Mean = NONE
+    """That a question waited while `max_concurrent` others were asked."""
+
+    def since(self, before: Counts) -> dict[str, Metric]:
+        """As metrics: what has been done after `before`."""
+        metrics: dict[str, Metric] = {
+            f"judge/{name}": Sum(getattr(self, count) - getattr(before, count))
+            for name, count in JUDGE_COUNTS.items()
+        }
+        failed = {kind: n - before.failed.get(kind, 0) for kind, n in self.failed.items()}
+        metrics["judge/failures"] = Sum(sum(failed.values()))
+        metrics |= {f"judge/failures_{kind}": Sum(n) for kind, n in failed.items() if n}
+        again = {kind: n - before.retried.get(kind, 0) for kind, n in self.retried.items()}
+        metrics |= {f"judge/retries_{kind}": Sum(n) for kind, n in again.items() if n}
+        if call_s := _since(self.call_s, before.call_s):
+            metrics["judge/call_seconds"] = call_s
+        if queue_s := _since(self.queue_s, before.queue_s):
+            metrics["judge/queue_seconds"] = queue_s
+        return metrics
+
+
+def _since(now: Mean, before: Mean) -> Mean | None:
+    count = now.count - before.count
+    return Mean(now.total - before.total, count) if count else None
 
 
 JUDGE_COUNTS = {

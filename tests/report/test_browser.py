@@ -83,6 +83,29 @@ def test_curves_are_drawn_where_one_looks(opened: Browser) -> None:
     opened.wait("!!document.querySelector('.plot .main-svg')")
 
 
+def test_a_spike_of_a_long_run_is_drawn_at_its_step(browser: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "long"
+    for step in range(6001):
+        seconds = {"time/rollout": 2.0 + step % 7, "time/train": 1.0 + step % 5}
+        write_step(folder, step, [], **seconds, grad_norm=99.0 if step == 4321 else step % 3)
+    report([str(folder)], str(tmp_path / "r.html"))
+    browser.errors.clear()
+    browser.open((tmp_path / "r.html").as_uri())
+    browser.wait("!!document.querySelector('.plot .main-svg')")
+    plot = "document.querySelector('[data-plot=\"grad_norm\"]')"
+    browser.js(f"{plot}.scrollIntoView(); 0")
+    browser.wait(f"!!{plot}.querySelector('.main-svg')")
+    x, y = (browser.js(f"[...{plot}.data[0].{axis}]") for axis in "xy")
+    assert len(x) < 1100 and (x[0], x[-1]) == (0, 6000) and 4321 in x
+    assert y == [99 if step == 4321 else step % 3 for step in x]
+    rollout, train = browser.js(
+        "keel.curves.split(keel.runs[0], 'step').map(({ x, y }) => ({ x, y }))"
+    )
+    assert rollout["x"] == train["x"] and rollout["y"] == [2 + x % 7 for x in rollout["x"]]
+    assert train["y"] == [1 + x % 5 for x in train["x"]]
+    unbroken(browser)
+
+
 def drawn(browser: Browser) -> None:
     browser.wait("document.querySelector('#view').dataset.drawn !== undefined")
 

@@ -162,6 +162,26 @@ def test_domains_stand_apart_where_there_are_several() -> None:
     assert not [name for name in one if name.startswith("domain/")]
 
 
+def test_what_a_step_learns_from_by_domain() -> None:
+    def group(domain: str, *rewards: float, tokens: int = 3, kl_coef: float = 0.0):
+        ours = [trajectory(segment(at, tokens), sibling=at) for at in range(len(rewards))]
+        made = scored(ours, rewards, domain=domain)
+        prompt = replace(made.group.prompt, kl_coef=kl_coef)
+        return replace(made, group=replace(made.group, prompt=prompt))
+
+    solved = group("sums", 1, 1)
+    trained = [group("sums", 1, 0), solved, group("code", 1, 0, 0, tokens=5), scored([], [])]
+    metrics = summarize(trained, version=0, discarded=[group("lost", 1, 0)])
+    assert metrics["domain/sums/group_share"] == Mean(1, 2)
+    assert metrics["domain/code/group_share"] == Mean(1, 2)
+    assert metrics["domain/sums/token_share"] == Mean(4, 4 + 12)
+    assert metrics["domain/lost/group_share"] == Mean(0, 2)
+    held = summarize([solved, group("chat", 1, 1, kl_coef=0.01)], version=0)
+    assert held["domain/chat/token_share"].value == 1, "its KL term has a gradient"
+    nothing = summarize([solved, group("code", 0, 0)], version=0)
+    assert not [name for name in nothing if name.endswith("_share")]
+
+
 def test_a_part_may_not_take_the_name_of_the_whole() -> None:
     group = scored([trajectory(segment(name="q7"))], [1.0], parts=[{"mean": 1.0}])
     with pytest.raises(ValueError, match="group of q7: a reward part is named 'mean'"):

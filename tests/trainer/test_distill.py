@@ -323,13 +323,33 @@ def test_what_the_first_links_lack_is_said_before_any_runs(
     with pytest.raises(ConfigError, match=r"`keel sft sft-specialists` is that run"):
         distill(missing, keel)
     assert keel.ran == [] and not [*tmp_path.iterdir()]
-    # What has begun has models of its own to go on from.
+    # Links that are left go on from models that others have made.
     (tmp_path / "runs/sft-specialists/model").mkdir(parents=True)
-    keel.fails, keel.status = "specialists/walker", 1
+    keel.fails, keel.status = "mixed", 1
     assert distill(missing, keel) == 1
     (tmp_path / "runs/sft-specialists/model").rmdir()
     keel.fails = ""
     assert distill(missing, keel) == 0
+
+
+def test_what_a_later_link_lacks_is_said_before_the_first_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    keel, wandb = Keel(), ("run.trackers=[wandb]",)
+    with pytest.raises(ConfigError, match=r"^mix: .*wandb"):
+        distill(recipe(tmp_path / "chain", mixed_overrides=wandb), keel)
+    with pytest.raises(ConfigError, match=r"^distill: .*wandb"):
+        distill(recipe(tmp_path / "chain", sft_overrides=wandb), keel)
+    start = ("model.path=./nowhere",)
+    walker = SpecialistConfig(name="walker", sources=("spiral",), overrides=start)
+    known = recipe(tmp_path).specialists
+    with pytest.raises(ConfigError, match=r"^train walker: model.path = '\./nowhere'"):
+        distill(recipe(tmp_path / "chain", specialists=(known[0], walker)), keel)
+    short = ("eval.variants=[{name: long, max_tokens: 100000}]",)
+    with pytest.raises(ConfigError, match=r"^evaluate mixed: eval.variants\[long\].max_tokens"):
+        distill(recipe(tmp_path / "chain", mixed_overrides=short), keel)
+    assert keel.ran == [] and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "specialists"])

@@ -238,9 +238,12 @@ def test_checkpoints_by_name(
     trained = prepare("quickstart", words[1:]).config
     with RunFolder(trained) as folder:
         for step in (2, 4):
-            state = State(step=step, version=step, cursor={}, config=config_digest(trained))
+            digest, of = config_digest(trained), "another" if step == 4 else ""
+            state = State(step=step, version=step, cursor={}, config=digest, tokenizer=of)
             folder.save(state, lambda path: {})
     assert main(["eval", *words]) == 0
+    said = "warning: model.path = 'embedded' has another tokenizer or chat template than when step_"
+    assert said in capsys.readouterr().out
     assert main(["eval", *words, "eval.checkpoint='2'"]) == 0
     assert main(["eval", *words, "eval.checkpoint=base", "data.only=[spiral]"]) == 0
     assert fake.loaded == ["step_000004", "step_000002"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,9 +23,10 @@ SOON = 2**22
 """Bytes of a file, or of all of a folder's, that are read here already: a tenth of a second."""
 
 
-def check_named(config: Config, command: str) -> None:
+def check_named(config: Config, command: str, later: Collection[Path] = ()) -> None:
     """Raises ConfigError, in the words of whoever reads them later. What takes longer to know (the
-    hub's models, the lines of a large file, functions of one's own) is found there alone."""
+    hub's models, the lines of a large file, functions of one's own) is found there alone. later:
+    files and models, by absolute paths, that will be there when it is the command's turn."""
     supervised = command in ("sft", "pretrain")
     if supervised and not config.sft.sources:
         raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
@@ -43,7 +45,8 @@ def check_named(config: Config, command: str) -> None:
     for source in learned:
         if source.source in FILES and _soon_read(data_path(source.path)):
             read_rows(source)
-        if source.source == "trajectories" and not data_path(source.path).exists():
+        path = data_path(source.path)
+        if source.source == "trajectories" and not path.exists() and path.absolute() not in later:
             read_trajectories(source, tokenizer="")
     parts = {
         domain: {part: weight for part, weight in weights.items() if _soon_known(part)}
@@ -56,6 +59,8 @@ def check_named(config: Config, command: str) -> None:
     model = config.model.path
     if model != EMBEDDED and not config.endpoint.base_url:
         for path in (model, config.model.tokenizer or model):
+            if Path(path).absolute() in later:
+                continue
             # `models/qwen4` may be a name of the hub; beside a folder `models` it hardly is.
             beside = "/" in path and Path(path).parent.is_dir()
             if not is_hub_name(path) or beside or Path(path).is_file():

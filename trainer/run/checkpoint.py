@@ -24,7 +24,14 @@ from typing import Any
 
 from keel.configs.diff import flatten_config
 from keel.configs.schema import Config
-from keel.trainer.run.manifest import MANIFEST, Entry, damage, sync_folder, write_manifest
+from keel.trainer.run.manifest import (
+    MANIFEST,
+    Entry,
+    damage,
+    other_than,
+    sync_folder,
+    write_manifest,
+)
 from keel.trainer.run.restarts import Stuck
 
 STATE = "state.json"
@@ -64,7 +71,9 @@ class State:
     config: str
     """`config_digest` of the run that wrote it."""
     model: str = ""
-    """Fingerprint of the model that the run began with (`keel.trainer.run.folder.base_of`)."""
+    """Fingerprint of the model that the run began with (`keel.trainer.run.manifest.base_of`)."""
+    tokenizer: str = ""
+    """The same of its tokenizer (`keel.model.load.digest_of_tokenizer`)."""
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.version < 0:
@@ -127,6 +136,16 @@ def read_state(folder: Path) -> State:
         return State(**{name: v for name, v in _content(path).items() if name != "format"})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the state of a checkpoint ({error})") from error
+
+
+def exchanged(folder: Path, base: str, tokenizer: str) -> str:
+    """What of a run's model is another now than when it wrote this checkpoint; "" where nothing is
+    or nobody knows. base, tokenizer: as `State` has them, of now."""
+    state = read_state(folder)
+    found = [other_than(state.model, base)]
+    if state.tokenizer and tokenizer and state.tokenizer != tokenizer:
+        found.append("another tokenizer or chat template")
+    return " and ".join(filter(None, found))
 
 
 def finished(root: Path) -> list[Path]:

@@ -23,21 +23,18 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from keel.configs.load import check_resumable, dump_config, load_config
 from keel.configs.schema import Config, ConfigError
-from keel.configs.sections.model import EMBEDDED
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
 from keel.trainer.run.journal import lacking, metric_lines, to_disk
 from keel.trainer.run.manifest import (
     Entry,
+    base_of,
     check_exported,
-    described,
-    fingerprint,
     other_than,
     said,
     write_manifest,
@@ -55,14 +52,15 @@ WRITTEN = (
 class RunFolder:
     """Open as a context: creates the folder, refuses another run's, and holds it while open."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tokenizer: str = "") -> None:
+        """tokenizer: `keel.model.load.digest_of_tokenizer` of the model's; empty: not known."""
         self.path = Path(config.run.dir).expanduser()
         self._config = config
         self._checkpoints = self.path / "checkpoints"
         self._metrics = self.path / "metrics.jsonl"
         self.set_aside: Path | None = None
         """Where entering put what an earlier run wrote that cannot be continued."""
-        self.base = base_of(config)
+        self.base, self.tokenizer = base_of(config), tokenizer
         self._words: list[str] = []
         self._ended = 0
         """Step of the newest checkpoint on entering, damaged ones included."""
@@ -244,6 +242,12 @@ class RunFolder:
         lines += [f"{path} is damaged ({said(why)})" for path, why in self.damaged.items()]
         if lines and latest:
             lines.append(f"{latest.name} before it is as it was written: the run resumes from that")
+        if latest and (other := checkpoint.exchanged(latest, self.base, self.tokenizer)):
+            lines.append(
+                f"model.path = {self._config.model.path!r} has {other} than when {latest.name} was "
+                "written: what is sampled with it may not be what the run's policy says. Put the "
+                "model back as it was"
+            )
         if latest and (other := self._moved()):
             spread = any(knob.startswith("trainer.") for knob in other)
             lines.append(
@@ -359,16 +363,6 @@ class RunFolder:
         saved = checkpoint.save(self._checkpoints, state, written, keep=keep, say=say)
         self._problems.pop(saved, None)  # of another that was there
         return saved
-
-
-def base_of(config: Config) -> str:
-    """Fingerprints of the model folder that a run begins with: "weights+config.json"; "" of one of
-    the hub, and of the embedded model."""
-    folder = Path(config.model.path).expanduser()
-    with suppress(OSError, ValueError):
-        if config.model.path != EMBEDDED and folder.is_dir():
-            return f"{fingerprint(folder)}+{described(folder)}"
-    return ""
 
 
 def check_recipe(recipe: str, overrides: Sequence[str], config: Config) -> None:

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keel.configs.schema import ConfigError
+from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.model import EMBEDDED
 
 MANIFEST = "keel_manifest.json"
 PIECE = 64 * 2**20
@@ -75,6 +76,16 @@ def described(folder: Path) -> str:
         return ""
     said = {name: value for name, value in content.items() if name not in WRITERS}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def base_of(config: Config) -> str:
+    """Fingerprints of the model folder that a run begins with: "weights+config.json"; "" of one of
+    the hub, and of the embedded model."""
+    folder = Path(config.model.path).expanduser()
+    with suppress(OSError, ValueError):
+        if config.model.path != EMBEDDED and folder.is_dir():
+            return f"{fingerprint(folder)}+{described(folder)}"
+    return ""
 
 
 def other_than(then: str, now: str) -> str:

@@ -59,6 +59,7 @@ def conduct(
     chosen: Callable[[Path], None] = lambda _: None,
     lowered: Callable[[OutOfMemory], str] | None = None,
     again: str = "",
+    tokenizer: str = "",
 ) -> None:
     """Begin the run of `config`, or go on with it.
 
@@ -67,12 +68,12 @@ def conduct(
     the last step done. chosen: keeps in the folder what was chosen for the run. When it has lost a
     process (`Lost`), all of it is started again from the newest checkpoint, `run.max_restarts`
     times; `lowered` is first called after a step that did not fit a GPU, and says what it has
-    changed. again: as `closing_words` has it.
+    changed. again: as `closing_words` has it. tokenizer: as `RunFolder` has it.
     """
     check_trackers(config.run.trackers)  # again: from Python nobody has
     with ExitStack() as stack:
         with waiting("verifying the newest checkpoint"):
-            folder = stack.enter_context(RunFolder(config))
+            folder = stack.enter_context(RunFolder(config, tokenizer))
         if folder.set_aside:
             print(
                 f"{folder.path} holds a run that left no checkpoint to resume from. What it wrote "
@@ -246,6 +247,7 @@ def save_checkpoint(
         cursor=cursor,
         config=config_digest(config),
         model=folder.base,
+        tokenizer=folder.tokenizer,
     )
     try:
         folder.save(state, learner.save, say)

@@ -50,7 +50,7 @@ def test_a_table_and_a_file(server: Server, tmp_path: Path) -> None:
     shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert "mean score 0.667 · blue 0.667" in shown
     assert "there is no answer" in shown
-    assert "judged 3, failed 0; 3 calls" in shown
+    assert "judged 3, failed 0; 3 calls, 0 of them again, " in shown
     assert "\x1b" not in shown
 
 

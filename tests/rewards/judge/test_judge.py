@@ -12,7 +12,7 @@ import pytest
 from keel.configs.schema import ConversationsConfig, JudgeConfig
 from keel.data.conversations.files import read_rows
 from keel.rewards.judge.judge import Judge
-from keel.rewards.judge.results import Failed, Judged
+from keel.rewards.judge.results import Counts, Failed, Judged
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.text import thinking_text
 from tests.rewards.groups import spoken
@@ -204,3 +204,25 @@ def test_counts(server: Server) -> None:
     assert (counts.calls, counts.cached) == (2, 1)
     assert (counts.prompt_tokens, counts.reply_tokens) == (10, 5)
     assert json.dumps(dict(counts.failed)) == "{}"
+
+
+def test_metrics_say_what_a_slow_judge_waits_for(server: Server) -> None:
+    slow = Reply("{}", status=500, delay_s=0.2)
+    server.behave = scripted(slow, Reply("{}", status=429), says("It is met."))
+    with JudgeService(
+        settings(server.url, max_concurrent=1, retries=3), backoff_s=0.005
+    ) as service:
+        pending = [service.submit_text(PROMPT, answer) for answer in ("blue", "sky")]
+        for future in pending:
+            future.result(PATIENCE_S)
+        counts = service.counts()
+    metrics = counts.since(Counts())
+    again = {name: metric.value for name, metric in metrics.items() if "retries" in name}
+    assert again == {f"judge/retries_{kind}": 1 for kind in ("server", "busy", "invalid")}
+    assert metrics["judge/failures"].value == 0 and metrics["judge/calls"].value == 5
+    assert (counts.call_s.count, counts.queue_s.count) == (5, 2)
+    assert metrics["judge/call_seconds"].value >= 0.2 / 5
+    assert metrics["judge/queue_seconds"].value >= 0.2 / 2  # the second waited for the first
+    after = counts.since(counts)
+    assert not any(metric.value for metric in after.values())
+    assert not [name for name in after if "seconds" in name or "retries" in name]

@@ -178,7 +178,7 @@ def test_a_cluster_of_our_own_has_a_token_of_its_own_unless_one_is_given(
 GPUS = RunConfig(device="gpu")
 
 
-def recipe(run: RunConfig = GPUS, **shape: int) -> Config:
+def recipe(run: RunConfig = GPUS, **shape: Any) -> Config:
     return Config(run=run, data=DataConfig(sources=(SOURCE,)), rollout=RolloutConfig(**shape))
 
 
@@ -277,7 +277,8 @@ def test_what_others_hold_and_what_a_gpu_has(
 
 
 def test_a_recipe_for_a_cpu_does_not_speak_of_gpus() -> None:
-    for speech in ({"gpu_gib": 80.0}, {"gpus_per_node": 2}):
+    speeches: list[dict[str, Any]] = [{"gpu_gib": 80.0}, {"gpus_per_node": 2}]
+    for speech in speeches:
         with pytest.raises(ConfigError, match=r"run\.gpu.* speaks of GPUs, and run\.device is cpu"):
             RunConfig(device="cpu", **speech)
     with pytest.raises(ConfigError, match=r"run\.nodes = 2: needs run\.gpus_per_node"):

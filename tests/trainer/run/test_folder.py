@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import resource
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,38 +59,6 @@ def test_the_newest_checkpoint_is_continued(tmp_path: Path) -> None:
         assert folder.latest is not None and (folder.latest / "weights").read_text() == "w"
     short = replace(made, run=replace(made.run, steps=3))
     assert "has done its 3 steps; raise run.steps" in RunFolder(short).standing()
-
-
-def test_a_run_goes_on_with_the_model_that_it_began_with(tmp_path: Path) -> None:
-    """Its reference policy is that model."""
-    base, moved = tmp_path / "base", tmp_path / "moved"
-    base.mkdir()
-    (base / "model.safetensors").write_bytes(b"before")
-    (base / "config.json").write_text('{"rope_theta": 1, "dtype": "float32"}')
-    made = config(tmp_path / "run")
-    made = replace(made, model=replace(made.model, path=str(base)))
-    shutil.copytree(base, moved)
-    with RunFolder(made) as folder:
-        (base / "model.safetensors").write_bytes(b"behind")  # while it runs
-        state = State(step=1, version=1, config=config_digest(made), model=folder.base)
-        folder.save(state, weights)
-    with pytest.raises(ConfigError, match=r"has other weights than when step_000001 was written"):
-        RunFolder(made).check()
-    RunFolder(made).check(("data.",))  # whose policy alone is asked for
-    shutil.rmtree(base)
-    moved.rename(base)
-    with RunFolder(made) as folder:
-        assert folder.state() == state
-    (base / "config.json").write_text('{"dtype": "bfloat16", "rope_theta": 1}')  # saved again
-    RunFolder(made).check()
-    (base / "config.json").write_text('{"rope_theta": 2}')
-    with pytest.raises(ConfigError, match=r"has another config\.json than when step_000001 was"):
-        RunFolder(made).check()
-    older = replace(made, run=replace(made.run, dir=str(tmp_path / "older")))
-    with RunFolder(older) as folder:  # whose checkpoints know of weights alone
-        known = state.model.split("+")[0]
-        folder.save(replace(state, config=config_digest(older), model=known), weights)
-    RunFolder(older).check()
 
 
 def test_the_recipe_of_a_run_that_was_moved_begins_no_other(

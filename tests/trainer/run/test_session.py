@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from keel.configs.load import load_config
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.session import conduct
+from keel.trainer.run.session import conduct, save_checkpoint
 
 
 @pytest.mark.parametrize(("epochs", "knob"), [(2, "sft.epochs"), (0, "run.steps")])
@@ -65,3 +67,25 @@ def test_a_run_that_resumes_says_after_which_step(
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
         folder.save(State(step=2, version=2, config=config_digest(config)), lambda _: {})
     assert said() == "plan\nresumes after step 2; all that came later is done again\n"
+
+
+def test_checkpoints_know_the_tokenizer(tmp_path: Path) -> None:
+    config = load_config("sft-quickstart", [f"run.dir={tmp_path}"]).supervised(3)
+    learner: Any = SimpleNamespace(version=1, save=lambda _: {}, load=lambda _: None)
+
+    def drive(_: Any, folder: RunFolder, *__: Any) -> int:
+        save_checkpoint(folder, config, learner, 1, {}, stop=lambda: False, say=print)
+        return 1
+
+    conduct(
+        ["sft", "recipe.yaml"],
+        config,
+        text="plan",
+        restore=lambda _: None,
+        position=dict,
+        started=lambda _: nullcontext(SimpleNamespace(learner=learner)),
+        drive=drive,
+        tokenizer="digest",
+    )
+    state = RunFolder(config).state()
+    assert state is not None and state.tokenizer == "digest"
