@@ -25,6 +25,7 @@ from keel.data.conversations.text import Encoded
 from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset
 from keel.model.embedded.cache import ensure_embedded
+from keel.model.embedded.cold_start import Curriculum
 from keel.model.embedded.solutions import TAUGHT
 from keel.model.load import ModelFacts, digest_of_tokenizer
 from keel.model.source import from_anywhere, hub_answers
@@ -361,7 +362,7 @@ def starting_model(task: SftTask) -> str:
     if task.prompts is not None and embedded.cold_start.steps:
         return start_of(task.given, task.prompts, gpu=task.gpu)
     untaught = replace(embedded, cold_start=replace(embedded.cold_start, steps=0))
-    return str(ensure_embedded(untaught, seed=config.run.seed, sources=(), heldout_questions=()))
+    return str(ensure_embedded(untaught, Curriculum(seed=config.run.seed)))
 
 
 def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> int:
