@@ -314,9 +314,7 @@ def reserved_ids(dataset: Dataset | None) -> set[str]:
 
 
 @contextmanager
-def teaching(
-    task: SftTask, say: Callable[[str], None], *, layouts: Layouts | None = None
-) -> Iterator[Teaching]:
+def teaching(task: SftTask, say: Callable[[str], None], *, layouts: Layouts) -> Iterator[Teaching]:
     """Start the ranks that `task` needs, and end them at exit, whatever happened. layouts: has the
     recipe as it is by now."""
     config, deadline = task.config, task.config.run.startup_deadline_s
@@ -325,9 +323,8 @@ def teaching(
         with waiting("starting Ray", "Ray"):
             start_ray()
         stack.callback(end_ray)
-        if layouts is not None:
-            config = layouts.next()
-            task = replace(task, config=config)
+        config = layouts.next()
+        task = replace(task, config=config)
         seats = None
         if task.gpu:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
@@ -348,8 +345,7 @@ def teaching(
             warnings = learner.start()
         for line in warnings:
             say(f"warning: {line}")
-        lowering = layouts.lowering if layouts else None
-        yield Teaching(task=task, learner=learner, lowering=lowering, watch=watch)
+        yield Teaching(task=task, learner=learner, lowering=layouts.lowering, watch=watch)
 
 
 def starting_model(task: SftTask) -> str:
