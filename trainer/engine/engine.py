@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
 from keel.model.load import load_policy
-from keel.model.routing.replay import router_modules
+from keel.model.routing.routers import router_modules
 from keel.model.trainable import decoder_layers
 from keel.model.transformers_internals import check_transformers
 from keel.model.ulysses import Slice

@@ -32,7 +32,8 @@ from keel.model.logprobs import (
 )
 from keel.model.noise import switch_off_noise
 from keel.model.rope import fix_long_rope
-from keel.model.routing.replay import Replay, replay_routes, router_modules
+from keel.model.routing.replay import Replay, replay_routes
+from keel.model.routing.routers import router_modules
 from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attention
 from keel.model.sparse.contract import check_sparse_attention
 from keel.model.sparse.replay import recorded_selection

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, load_policy
-from keel.model.routing.replay import router_modules
+from keel.model.routing.routers import router_modules
 from keel.trainer.engine.layer_compile import warm_up
 from tests.forked import forked_from
 from tests.ports import free_ports
