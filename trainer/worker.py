@@ -259,7 +259,13 @@ class TrainerWorker:
         except torch.OutOfMemoryError as error:
             short = str(error)
         else:
-            return self._stepped(metrics)
+            return StepReport(
+                version=self.engine.version,
+                metrics=metrics,
+                findings=tuple(self.engine.findings),
+                gave_up=self.engine.gave_up,
+                tokens=self.engine.tokens,
+            )
         # Out here nothing refers to what the step had computed.
         if not self.engine.forgotten():
             raise torch.OutOfMemoryError(short)
@@ -268,15 +274,6 @@ class TrainerWorker:
     def recompute(self, keep_attention: bool) -> None:
         """`TrainerEngine.recompute`"""
         self.engine.recompute(keep_attention=keep_attention)
-
-    def _stepped(self, metrics: dict[str, Metric]) -> StepReport:
-        return StepReport(
-            version=self.engine.version,
-            metrics=metrics,
-            findings=tuple(self.engine.findings),
-            gave_up=self.engine.gave_up,
-            tokens=self.engine.tokens,
-        )
 
     def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:
         """`nll` of each batch of conversations, by name."""
