@@ -22,7 +22,6 @@ from keel.trainer.planning.memory import (
     DoesNotFit,
     Memory,
     cached_sequences,
-    context_tokens,
     engine_memory,
     engine_sequences,
     gib,
@@ -142,7 +141,7 @@ def make_plan(
     Raises ConfigError where the model's context is too short for the recipe, and DoesNotFit where a
     GPU is too small.
     """
-    longest = context_tokens(config)
+    longest = config.max_context
     if longest > facts.max_context:
         raise ConfigError(
             f"{config.max_context_said}, but the context of {config.model.path} has "
