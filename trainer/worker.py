@@ -22,6 +22,7 @@ from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup, TokenNumbers
 from keel.trainer.nonfinite import Finding
+from keel.trainer.planning.families import readers
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.saved import saved
 
@@ -176,11 +177,10 @@ class TrainerWorker:
         import torch  # noqa: PLC0415  (the driver imports this module)
 
         from keel.model.load import load_policy  # noqa: PLC0415
-        from keel.trainer.engine.weights import readers  # noqa: PLC0415
         from keel.trainer.engine.zero import compute_dtype  # noqa: PLC0415
 
         dtype = compute_dtype(config, torch.device("cuda" if self._gpu else "cpu"))
-        if self._rank < readers(config.trainer, dtype):
+        if self._rank < readers(config.trainer):
             torch.manual_seed(config.run.seed)  # for weights that are not in the folder
             with suppress(Exception):  # `start` then reads it, and says what is wrong
                 self._model = load_policy(model_path, dtype)
