@@ -136,7 +136,7 @@ class SegmentRecord:
             logp_old_T=logp,
             version_T=versions,
             routes_TLK=self._routes(tokens),
-            kept=_kept(spans, tokens),
+            kept=_kept(spans),
         )
 
     def _routes(self, tokens: int) -> NDArray[np.int16] | None:
@@ -158,7 +158,7 @@ def in_common(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
     return most
 
 
-def _kept(spans: Sequence[tuple[int, TurnResult]], tokens: int) -> KeptSets | None:
+def _kept(spans: Sequence[tuple[int, TurnResult]]) -> KeptSets | None:
     """Of all turns, empty where nothing was sampled. None if no turn was truncated."""
     if all(result.kept is None for _, result in spans):
         return None

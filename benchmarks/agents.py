@@ -221,7 +221,8 @@ def plainly(
 ) -> dict[str, float]:
     """Tokens per second of plain prompts, and what the engine did for them."""
     before, began = stats(pool), time.monotonic()
-    groups = list(pool.generate(asked, group_size=1, sampling=sampling))
+    submitted = [pool.submit(prompt, group_size=1, sampling=sampling) for prompt in asked]
+    groups = [group.result() for group in submitted]
     seconds, after = time.monotonic() - began, stats(pool)
     did = {name: after[name] - before[name] for name in ("steps", "fast_steps", "busy_s")}
     completions = [t for group in groups for t in group.trajectories]

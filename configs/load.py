@@ -275,17 +275,17 @@ def _explain(error: OmegaConfBaseException, where: dict[str, str], recipe: str) 
     return f"{where.get(key, recipe)}: {key or 'a value'}: {reason} (write a literal ${{ as \\${{)"
 
 
-def spelled_apart(overrides: Sequence[str], root: type = Config) -> list[str]:
+def spelled_apart(overrides: Sequence[str]) -> list[str]:
     """The same with a knob each: `run={steps: 3, seed: 1}` as `run.steps=3` and `run.seed=1`. One
     that names no knob, or what cannot be said so, stays as it is written. Raises ConfigError for
     what is no override."""
-    return [one for override in overrides for one in _apart(override, root)]
+    return [one for override in overrides for one in _apart(override)]
 
 
-def _apart(override: str, root: type) -> list[str]:
+def _apart(override: str) -> list[str]:
     steps, value, _ = _parsed(override)
     key, found = override.partition("=")[0].strip(), list[str]()
-    for knob, one in knobs_in(root, steps, value):
+    for knob, one in knobs_in(Config, steps, value):
         inner = "".join(f"[{k}]" if "." in k else f".{k}" for k in knob[len(steps) :])
         try:
             text = f"{key}{inner}={quoted(one)}" if inner else override

@@ -286,7 +286,8 @@ class Config:
 
     @property
     def max_context(self) -> int:
-        """Longest sequence that engines and trainer meet, in tokens."""
+        """Longest sequence that engines and trainer meet, in tokens: prompt and completion at their
+        limits, or a full window."""
         if not self.data.sources:
             return self.sft.max_context_tokens
         plain = any(not source.environment.given for source in self.data.sources)

@@ -168,7 +168,7 @@ def _split(
     for item in loaded.items:
         first.setdefault(item.question, item)
     distinct = list(first.values())
-    short = _short_enough(distinct, source, config, count_tokens)
+    short = _short_enough(distinct, config, count_tokens)
     long = len(distinct) - len(short)
     spare = len(short) - source.holdout
     if source.holdout and (spare < 0 or (config.weight_of(source) > 0 and spare == 0)):
@@ -237,7 +237,7 @@ def _choose_heldout(items: list[Item], source: SourceConfig, seed: int) -> set[s
 
 
 def _short_enough(
-    items: Iterable[Item], source: SourceConfig, config: DataConfig, count: CountTokens | None
+    items: Iterable[Item], config: DataConfig, count: CountTokens | None
 ) -> list[Item]:
     short: list[Item] = []
     for item in items:

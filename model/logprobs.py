@@ -16,24 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keel.model.device import to_device
-from keel.model.head.module import SupportHead, install_support_head
-from keel.model.head.support import HeadSpec, support_head
+from keel.model.head.support import support_head
 from keel.rl.packing import MicroBatch
 from keel.rl.types import KeptSets
-
-__all__ = [
-    "Head",
-    "HeadInputs",
-    "HeadSpec",
-    "SupportHead",
-    "head_inputs",
-    "install_support_head",
-    "kept_mass",
-    "policy_logprobs",
-    "support_head",
-    "support_logprobs",
-    "trainable_rows",
-]
 
 
 def support_logprobs(
@@ -63,7 +48,7 @@ def support_logprobs(
 
 
 class Head(Protocol):
-    """A module that scores rows of hidden states, such as `SupportHead`."""
+    """A module that scores rows of hidden states, such as `keel.model.head.module.SupportHead`."""
 
     def __call__(
         self,

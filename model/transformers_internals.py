@@ -4,6 +4,7 @@ private attribute of it."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import transformers
@@ -91,3 +92,13 @@ def become(module: nn.Module, kind: type[nn.Module]) -> None:
     """Make `module` one of `kind`, a subclass of its own class: the same weights and hooks, another
     forward, which torch.compile sees as one function for all of them."""
     module.__class__ = kind
+
+
+def override(module: nn.Module, methods: type) -> None:
+    """Have the methods of this class stand before those of `module`'s own (`become`)."""
+    become(module, _overridden(type(module), methods))
+
+
+@cache  # one class for all layers, or each would be compiled anew
+def _overridden(kind: type[nn.Module], methods: type) -> type[nn.Module]:
+    return type(kind.__name__, (methods, kind), {"__module__": kind.__module__})

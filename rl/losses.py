@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -29,15 +30,6 @@ ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 FAR = 0.1
 """A ratio further from 1 than this counts in `mismatch/ratio_outside_fraction`."""
-MEANS = (
-    "kl/ref",
-    "mismatch/kl",
-    "mismatch/logp_abs",
-    "mismatch/ratio_mean",
-    "mismatch/ratio_outside_fraction",
-    "mask/sequence_fraction",
-    "clip/fraction",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +39,11 @@ class LossOutput:
     loss: Tensor
     """Scalar; carries the gradient."""
     totals: Tensor
-    """[3 + 2·len(MEANS)] float64 on the loss's device: the loss, the largest ratio, the largest gap
-    of a sequence, and a sum and a count for each of `MEANS`."""
-    whole: bool = False
+    """[3 + 2·len(means)] float64 on the loss's device: the loss, the largest ratio, the largest gap
+    of a sequence, and a sum and a count for each of `means`."""
+    means: tuple[str, ...]
+    """Names of metrics."""
+    whole: bool
     """Whether there is a sequence mask, and so a gap of each sequence that is all here."""
 
     @property
@@ -59,7 +53,7 @@ class LossOutput:
         Read them after the backward pass: reading waits for the device.
         """
         loss, ratio_max, gap_max, *pairs = (float(number) for number in self.totals.cpu())
-        means = zip(MEANS, pairs[::2], pairs[1::2], strict=True)
+        means = zip(self.means, pairs[::2], pairs[1::2], strict=True)
         return {
             "loss": Sum(loss),
             "mismatch/ratio_max": Max(ratio_max),
@@ -171,21 +165,20 @@ def grpo_loss(
         share_S = count_S / sequence_tokens
         gap_S = zeros_S.index_add(0, sequence, gap) / count_S.clamp(min=1)
         gap_S = torch.where(share_S < 1, 0.0, gap_S)
-        totals = torch.stack(
-            [
-                loss.double(),
-                torch.cat([ratio, ratio.new_zeros(1)]).amax().double(),
-                torch.cat([gap_S, zeros_S.new_zeros(1)]).amax(),
-                *_total(ESTIMATORS[kl](logp, logp_old, reference), known),
-                *_total(k3(logp_old, logp), everywhere),
-                *_total((logp - logp_old).abs(), everywhere),
-                *_total(ratio, everywhere),
-                *_total((ratio < 1 - FAR) | (ratio > 1 + FAR), everywhere),
-                *_weighted(dropped_S > 0, share_S * weight_S),
-                *_total(clipped, everywhere),
-            ]
-        )
-    return LossOutput(loss, totals, whole=mask_delta is not None)
+        far = (ratio < 1 - FAR) | (ratio > 1 + FAR)
+        means = {
+            "kl/ref": _total(ESTIMATORS[kl](logp, logp_old, reference), known),
+            "mismatch/kl": _total(k3(logp_old, logp), everywhere),
+            "mismatch/logp_abs": _total((logp - logp_old).abs(), everywhere),
+            "mismatch/ratio_mean": _total(ratio, everywhere),
+            "mismatch/ratio_outside_fraction": _total(far, everywhere),
+            "mask/sequence_fraction": _weighted(dropped_S > 0, share_S * weight_S),
+            "clip/fraction": _total(clipped, everywhere),
+        }
+        ratio_max = torch.cat([ratio, ratio.new_zeros(1)]).amax().double()
+        gap_max = torch.cat([gap_S, zeros_S.new_zeros(1)]).amax()
+        totals = torch.stack([loss.double(), ratio_max, gap_max, *chain(*means.values())])
+    return LossOutput(loss, totals, tuple(means), whole=mask_delta is not None)
 
 
 def _surrogate(

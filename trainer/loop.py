@@ -27,6 +27,9 @@ from keel.trainer.feed import Abandoned, Feed, never, wait_for
 
 IDLE = ("rollout", "reward")
 """What the trainer waits for with nothing to do."""
+Save = Callable[[int, Mapping[str, Any]], bool | None]
+"""Writes a checkpoint of everything a run resumed after this step needs, the position in its data
+among it. True if it could not, and has said so: the run goes on without."""
 
 
 def nothing(*_: object) -> dict[str, Metric]:
@@ -106,9 +109,8 @@ class Parts:
     learner: Learner
     journal: Journal
     heldout: Mapping[str, Sequence[Prompt]]
-    save: Callable[[int, Mapping[str, Any]], bool | None]
-    """Writes a checkpoint of everything a run resumed after this step needs, the position of
-    `prompts` among it. True if it could not, and has said so: the run goes on without."""
+    save: Save
+    """The position is that of `prompts`."""
     stop: Callable[[], bool]
     """Whether the user asked to stop after the current step."""
     keep: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
@@ -155,7 +157,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         score=partial(parts.rewards.submit, purpose="train"),
         start=start,
     )
-    saved, saved_at, unwritten = start, time.monotonic(), 0
+    saver = Saver(parts.save, run, start)
     with closing(feed):
         feed.open()
         for step in range(start + 1, run.steps + 1):
@@ -168,12 +170,12 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 require_some(batch.groups, step)
             except Abandoned:
                 feed.close()  # or engines that are to make room would be waited for
-                if saved < step - 1:
-                    parts.save(step - 1, feed.position())
+                if saver.saved < step - 1:
+                    saver.save(step - 1, feed.position())
                 return step - 1
             except Exception as error:
                 if parts.whole(error):
-                    save_at_last(parts, feed, step - 1, saved, error, again=taken)
+                    save_at_last(parts, saver, feed, step - 1, error, again=taken)
                 raise
             parts.journal.begin("training")
             with clock.time("train"):
@@ -182,7 +184,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 parts.keep(step, batch.groups, result.findings)
             if result.gave_up:
                 raise RuntimeError(f"step {step}: {result.gave_up}")
-            last, evaluating = step == run.steps, evaluation_due(run, step)
+            evaluating = evaluation_due(run, step)
             ends: list[Exception] = []
             if not hurry() and (evaluating or step % algorithm.publish_every == 0):
                 parts.journal.begin("publishing weights")
@@ -194,26 +196,21 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             metrics = summarize(batch.groups, version=version, discarded=batch.discarded)
             metrics |= {**batch.metrics, **result.metrics, **parts.rewards.metrics()}
             metrics |= parts.account(batch, *feed.standing())
-            metrics |= clock.metrics(sampled_tokens(batch.groups))
-            if unwritten:
-                metrics["checkpoint/unwritten"] = Sum(unwritten)
+            metrics |= clock.metrics(sampled_tokens(batch.groups)) | saver.metrics()
             if evaluating and not ends and not hurry():
                 parts.journal.begin("evaluating")
                 with put_off(parts, ends):
                     metrics |= evaluate(parts, hurry)
             parts.journal.record(step, metrics, batch.groups, batch.discarded)
             if ends:
-                save_at_last(parts, feed, step, saved, ends[0])
+                save_at_last(parts, saver, feed, step, ends[0])
                 raise ends[0]
-            due = checkpoint_due(run, step, time.monotonic() - saved_at)
-            if last or due or parts.stop():
+            if saver.due(step) or parts.stop():
                 parts.journal.begin("saving a checkpoint")
                 if hurry():
                     feed.close()
-                failed = bool(parts.save(step, feed.position()))
-                saved, saved_at = saved if failed else step, time.monotonic()
-                unwritten += failed
-                if parts.stop() and not failed:  # or was asked to meanwhile
+                written = saver.save(step, feed.position())
+                if parts.stop() and written:  # or was asked to meanwhile
                     return step
     return run.steps
 
@@ -234,9 +231,9 @@ def put_off(parts: Parts, ends: list[Exception]) -> Iterator[None]:
 
 def save_at_last(
     parts: Parts,
+    saver: Saver,
     feed: Feed,
     step: int,
-    saved: int,
     error: Exception,
     again: Sequence[Prompt] = (),
 ) -> None:
@@ -244,9 +241,9 @@ def save_at_last(
     is told what came of it. again: as in `Feed.position`."""
     feed.close()
     try:
-        if saved < step:
+        if saver.saved < step:
             parts.journal.begin("saving a checkpoint")
-            if parts.save(step, feed.position(again)):
+            if not saver.save(step, feed.position(again)):
                 return
         if step:
             error.add_note(
@@ -259,12 +256,6 @@ def save_at_last(
 
 def evaluation_due(run: RunConfig, step: int) -> bool:
     return step == run.steps or (run.eval_every > 0 and step % run.eval_every == 0)
-
-
-def checkpoint_due(run: RunConfig, step: int, since_s: float) -> bool:
-    """`since_s`: seconds since the last one, or since the run began."""
-    by_steps = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
-    return by_steps or 0 < run.checkpoint_minutes * 60 <= since_s
 
 
 def evaluate(parts: Parts, hurry: Callable[[], bool] = never) -> dict[str, Metric]:
@@ -302,6 +293,33 @@ def require_some(scored: Sequence[ScoredGroup], step: int) -> None:
             f"step {step}: none of {len(scored)} groups has a completion to learn from; "
             f"reasons given: {'; '.join(sorted(reasons)) or 'none'}"
         )
+
+
+@dataclass(slots=True)
+class Saver:
+    """Writes checkpoints, and counts those that could not be."""
+
+    write: Save
+    run: RunConfig
+    saved: int
+    """The last step that is saved, or that the run began with."""
+    tried_at: float = field(default_factory=lambda: time.monotonic())
+    unwritten: int = 0
+
+    def due(self, step: int) -> bool:
+        run, since_s = self.run, time.monotonic() - self.tried_at
+        by_steps = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
+        return step == run.steps or by_steps or 0 < run.checkpoint_minutes * 60 <= since_s
+
+    def save(self, step: int, position: Mapping[str, Any]) -> bool:
+        """Whether it is written."""
+        failed = bool(self.write(step, position))
+        self.saved, self.tried_at = self.saved if failed else step, time.monotonic()
+        self.unwritten += failed
+        return not failed
+
+    def metrics(self) -> dict[str, Metric]:
+        return {"checkpoint/unwritten": Sum(self.unwritten)} if self.unwritten else {}
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
             seats = stack.enter_context(reserved(config, deadline_s=deadline, only=RANK))
         stack.enter_context(watched(print, config.run.frozen_after_s))
         learner = Learner(
-            str(model_folder(task)),
+            model_folder(task),
             config,
             gpu=task.gpu,
             actor_options=partial(seats.options, RANK) if seats else None,

@@ -23,6 +23,7 @@ from keel.configs.sections.model import EMBEDDED
 from keel.data.dataset import Dataset
 from keel.model.download import download_of
 from keel.model.embedded.cache import ensure_embedded
+from keel.model.embedded.cold_start import Curriculum
 from keel.model.embedded.scripted import demonstrate
 from keel.model.ray_calls import CALL_S, Unanswered, awaited
 from keel.model.source import from_anywhere
@@ -364,8 +365,7 @@ def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
         def progress(step: int, loss: float, seconds: float) -> None:
             wait.done, wait.note = step, f"loss {loss:.3f}"
 
-        folder = ensure_embedded(
-            config.model.embedded,
+        curriculum = Curriculum(
             seed=config.run.seed,
             sources=config.data.sources,
             heldout_questions={
@@ -373,8 +373,10 @@ def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
             },
             demonstrate=partial(demonstrate, config),
             tools_in_thinking=config.agents.tools_in_thinking,
-            device="cuda" if gpu and torch.cuda.is_available() else "cpu",
-            progress=progress,
+        )
+        device = "cuda" if gpu and torch.cuda.is_available() else "cpu"
+        folder = ensure_embedded(
+            config.model.embedded, curriculum, device=device, progress=progress
         )
     if steps:
         how = "taught now, kept in" if wait.done else "taught before, found in"

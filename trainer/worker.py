@@ -22,6 +22,7 @@ from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup, TokenNumbers
 from keel.trainer.nonfinite import Finding
+from keel.trainer.planning.families import readers
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.saved import saved
 
@@ -176,11 +177,10 @@ class TrainerWorker:
         import torch  # noqa: PLC0415  (the driver imports this module)
 
         from keel.model.load import load_policy  # noqa: PLC0415
-        from keel.trainer.engine.weights import readers  # noqa: PLC0415
         from keel.trainer.engine.zero import compute_dtype  # noqa: PLC0415
 
         dtype = compute_dtype(config, torch.device("cuda" if self._gpu else "cpu"))
-        if self._rank < readers(config.trainer, dtype):
+        if self._rank < readers(config.trainer):
             torch.manual_seed(config.run.seed)  # for weights that are not in the folder
             with suppress(Exception):  # `start` then reads it, and says what is wrong
                 self._model = load_policy(model_path, dtype)
@@ -259,7 +259,13 @@ class TrainerWorker:
         except torch.OutOfMemoryError as error:
             short = str(error)
         else:
-            return self._stepped(metrics)
+            return StepReport(
+                version=self.engine.version,
+                metrics=metrics,
+                findings=tuple(self.engine.findings),
+                gave_up=self.engine.gave_up,
+                tokens=self.engine.tokens,
+            )
         # Out here nothing refers to what the step had computed.
         if not self.engine.forgotten():
             raise torch.OutOfMemoryError(short)
@@ -268,15 +274,6 @@ class TrainerWorker:
     def recompute(self, keep_attention: bool) -> None:
         """`TrainerEngine.recompute`"""
         self.engine.recompute(keep_attention=keep_attention)
-
-    def _stepped(self, metrics: dict[str, Metric]) -> StepReport:
-        return StepReport(
-            version=self.engine.version,
-            metrics=metrics,
-            findings=tuple(self.engine.findings),
-            gave_up=self.engine.gave_up,
-            tokens=self.engine.tokens,
-        )
 
     def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:
         """`nll` of each batch of conversations, by name."""

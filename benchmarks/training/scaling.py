@@ -40,7 +40,7 @@ from keel.trainer.planning.placement import Node, place
 from keel.trainer.planning.plan import Plan, count, make_plan
 from keel.trainer.planning.step_time import StepTime, compute_seconds, seconds, step_time
 
-H200 = Machine()
+H200, H200_GIB = Machine(), 139.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def verdict(config: Config, facts: ModelFacts, gpus: int) -> tuple[str, Plan | N
     plan = None
     try:
         shared = config.rollout.colocated
-        plan = make_plan(config, facts, gpu=True, gpu_gib=H200.gib, shared=shared)
+        plan = make_plan(config, facts, gpu=True, gpu_gib=H200_GIB, shared=shared)
         place(config, nodes)
     except ConfigError as error:
         words = str(error)

@@ -7,16 +7,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from keel.configs.schema import ConfigError, EmbeddedConfig, SourceConfig
+from keel.configs.schema import ConfigError, EmbeddedConfig
 from keel.model.embedded.build import build_model
 from keel.model.embedded.cold_start import (
-    Demonstrate,
+    Curriculum,
     Progress,
     make_examples,
     system_of,
@@ -34,12 +33,8 @@ CODE_VERSION = 2
 
 def ensure_embedded(
     config: EmbeddedConfig,
+    curriculum: Curriculum,
     *,
-    seed: int,
-    sources: Sequence[SourceConfig],
-    heldout_questions: Collection[str],
-    demonstrate: Demonstrate | None = None,
-    tools_in_thinking: bool = False,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
@@ -47,9 +42,7 @@ def ensure_embedded(
 
     The folder holds what transformers and vLLM load: config, tokenizer, weights under checkpoint
     names. Processes that need the same model at once may all train it; the first to finish wins
-    and the others use its copy. No question in `heldout_questions` is trained on. `demonstrate`: of
-    sources with environments; goes into another process if the model is taught on a GPU.
-    `tools_in_thinking`: where they call tools.
+    and the others use its copy.
 
     `device`: where it is taught, `cpu` or a GPU of this machine (`cuda`). The GPU is used by a
     process of its own and is free again afterwards.
@@ -60,29 +53,12 @@ def ensure_embedded(
         RuntimeError: the process on the GPU died.
     """
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-    key = content_key(
-        config,
-        seed,
-        sources,
-        heldout_questions,
-        tools_in_thinking=tools_in_thinking,
-        device=device,
-    )
-    folder = root / f"embedded-{key}"
+    folder = root / f"embedded-{content_key(config, curriculum, device=device)}"
     if folder.is_dir():
         if not missing_weights(str(folder)):
             return folder
         put_away(folder)
-    make = partial(
-        make_folder,
-        folder,
-        config,
-        seed=seed,
-        sources=sources,
-        heldout_questions=heldout_questions,
-        demonstrate=demonstrate,
-        tools_in_thinking=tools_in_thinking,
-    )
+    make = partial(make_folder, folder, config, curriculum)
     if device == "cpu" or not config.cold_start.steps:
         make(progress=progress)
     else:
@@ -93,34 +69,21 @@ def ensure_embedded(
 def make_folder(
     folder: Path,
     config: EmbeddedConfig,
+    curriculum: Curriculum,
     *,
-    seed: int,
-    sources: Sequence[SourceConfig],
-    heldout_questions: Collection[str],
-    demonstrate: Demonstrate | None = None,
-    tools_in_thinking: bool = False,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> None:
     """Build the model, teach it on `device` and write it to `folder`."""
+    seed, how = curriculum.seed, config.cold_start
     tokenizer = build_tokenizer(config.phrases)
     # Drawn on the CPU, so that the weights to begin with are the same everywhere.
     model = build_model(config, tokenizer, seed=seed)
-    if config.cold_start.steps:
-        examples = make_examples(
-            sources,
-            tokenizer,
-            seed=seed,
-            heldout_questions=heldout_questions,
-            count=min(
-                config.cold_start.questions, config.cold_start.steps * config.cold_start.batch_size
-            ),
-            demonstrate=demonstrate,
-            tools_in_thinking=tools_in_thinking,
-            max_context=config.max_context,
-        )
+    if how.steps:
+        count = min(how.questions, how.steps * how.batch_size)
+        examples = make_examples(curriculum, tokenizer, count=count, max_context=config.max_context)
         model.to(device)  # pyright: ignore[reportArgumentType] (transformers' stub is too narrow)
-        train(model, tokenizer, examples, config.cold_start, seed=seed, progress=progress)
+        train(model, tokenizer, examples, how, seed=seed, progress=progress)
     # A folder under its final name is always complete: it is written beside it and then renamed.
     folder.parent.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -166,18 +129,10 @@ def brought_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def content_key(
-    config: EmbeddedConfig,
-    seed: int,
-    sources: Sequence[SourceConfig],
-    heldout_questions: Collection[str],
-    *,
-    tools_in_thinking: bool = False,
-    device: str = "cpu",
-) -> str:
+def content_key(config: EmbeddedConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
     """Hash of everything that the cold-started weights depend on. A GPU rounds otherwise than a
     CPU."""
-    model = asdict(config)
+    model, sources = asdict(config), curriculum.sources
     del model["cache_dir"], model["cold_start"]["max_seconds"]
     if config.family == "qwen3_moe":  # it came without a name, and without another's knobs
         for name in ("family", "latent_size", "index_heads", "index_top_k"):
@@ -187,11 +142,11 @@ def content_key(
     content: dict[str, Any] = {
         "version": CODE_VERSION,
         "model": model,
-        "seed": seed,
+        "seed": curriculum.seed,
         "sources": [
             [s.source, s.task, dict(s.params), s.weight, s.thinking, system_of(s)] for s in sources
         ],
-        "heldout": sorted(set(heldout_questions)),
+        "heldout": sorted(set(curriculum.heldout_questions)),
     }
     shown = [
         [s.name, s.environment.target, dict(s.environment.arguments), s.environment.demonstrations]
@@ -202,7 +157,7 @@ def content_key(
         content["demonstrations"] = shown
         if any(scripts := [digest_of(s) for s in sources if demonstrated(s)]):
             content["scripts"] = scripts
-        if tools_in_thinking:
+        if curriculum.tools_in_thinking:
             content["tools_in_thinking"] = True
     if device != "cpu" and config.cold_start.steps:
         content["device"] = device

@@ -51,6 +51,21 @@ Progress = Callable[[int, float, float], None]
 """Called after each step with the steps done, the loss (nats a token) and the seconds so far."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curriculum:
+    """What is taught. How, the recipe's `ColdStartConfig` says."""
+
+    seed: int
+    """Of the weights to begin with, too."""
+    sources: Sequence[SourceConfig] = ()
+    heldout_questions: Collection[str] = ()
+    """None of them is trained on."""
+    demonstrate: Demonstrate | None = None
+    """Of sources with environments; goes into another process if the model is taught on a GPU."""
+    tools_in_thinking: bool = False
+    """Where these call tools (`conversation_ids`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lesson:
     """Token ids, and which of them the model is to say."""
@@ -100,26 +115,22 @@ def system_of(source: SourceConfig) -> str:
 
 
 def make_examples(
-    sources: Sequence[SourceConfig],
+    curriculum: Curriculum,
     tokenizer: PreTrainedTokenizerFast,
     *,
-    seed: int,
-    heldout_questions: Collection[str],
     count: int,
-    demonstrate: Demonstrate | None = None,
-    tools_in_thinking: bool = False,
     max_context: int | None = None,
 ) -> list[Example]:
     """About `count` questions of the reasoning_gym sources and conversations of the sources that
-    `demonstrate` has some of, by weight. No question is a held-out one. tools_in_thinking: as
-    `conversation_ids` has it. max_context: tokens that the model holds; None: no limit.
+    `demonstrate` has some of, by weight. max_context: tokens that the model holds; None: no limit.
 
     Raises:
         ConfigError: nothing to learn from, every question of a source is held out, or no
             conversation of one is made, or one that cannot be shown to the model.
     """
-    taught = taught_sources(sources, demonstrating=demonstrate is not None)
-    heldout = frozenset(heldout_questions)
+    demonstrate = curriculum.demonstrate
+    taught = taught_sources(curriculum.sources, demonstrating=demonstrate is not None)
+    heldout = frozenset(curriculum.heldout_questions)
     total = sum(source.weight for source in taught)
     examples: list[Example] = []
     for source in taught:
@@ -129,12 +140,12 @@ def make_examples(
                 conversation_ids,
                 tokenizer,
                 thinking=source.thinking,
-                tools_in_thinking=tools_in_thinking,
+                tools_in_thinking=curriculum.tools_in_thinking,
             )
             shown = demonstrate(source.name, share)
             examples += _shown_examples(source, shown, lesson, max_context)
         else:
-            examples += _source_examples(source, tokenizer, seed, heldout, share)
+            examples += _source_examples(source, tokenizer, curriculum.seed, heldout, share)
     if not examples:
         raise ConfigError(NOTHING)
     return examples

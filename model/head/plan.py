@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from keel.model.device import to_device
 from keel.model.head.kernels import Transposed, entry_tokens, transpose_entries
 
 CHUNK_TOKENS = 2048
@@ -97,11 +98,11 @@ def build_plan(
     """
     host_offsets = kept_offsets.cpu().numpy()
     sizes = np.diff(host_offsets)
-    offsets = _moved(kept_offsets, device, torch.int64)
-    ids = _moved(kept_ids, device, torch.int32)
+    offsets = to_device(kept_offsets.long(), device)
+    ids = to_device(kept_ids.int(), device)
     full = None
     if not sizes.all():
-        full = _moved(torch.from_numpy(np.flatnonzero(sizes == 0)), device, torch.int64)
+        full = to_device(torch.from_numpy(np.flatnonzero(sizes == 0)), device)
     return SupportPlan(
         vocabulary=vocabulary,
         ids=ids,
@@ -133,7 +134,7 @@ def _chunks(
             chunks.append(
                 Chunk((gathered, first), (int(host_offsets[gathered]), int(host_offsets[first])))
             )
-        members, column = (_moved(part, device, torch.int64) for part in union)
+        members, column = (to_device(part, device) for part in union)
         chunks.append(Chunk((first, last), span, members, column))
         gathered = last
     if gathered < tokens:
@@ -158,11 +159,3 @@ def _union(
         return None
     padded = torch.nn.functional.pad(members, (0, -len(members) % ALIGNMENT))
     return padded, (kept.cumsum(0) - 1)[ids]
-
-
-def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """From the host without waiting for the device."""
-    tensor = tensor.to(dtype)
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

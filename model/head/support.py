@@ -108,8 +108,8 @@ def support_head(
     sizes = np.diff(offsets)
     shape = (spec.bias, temperature, spec.scale, spec.softcap)
     device = hidden.device
-    targets = _moved(targets, device)
-    ids = _moved(kept_ids, device)
+    targets = to_device(targets.long(), device)
+    ids = to_device(kept_ids.long(), device)
     if sizes.all():  # every token truncated, or no tokens
         pairs = _pairs(ids, offsets, sizes, device)
         return _KeptHead.apply(hidden, weight, *shape, targets, pairs)
@@ -122,8 +122,8 @@ def support_head(
     sizes = sizes[truncated]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     pairs = _pairs(ids, offsets, sizes, device)
-    forward = _moved(torch.from_numpy(order), device)
-    back = _moved(torch.from_numpy(np.argsort(order)), device)
+    forward = to_device(torch.from_numpy(order), device)
+    back = to_device(torch.from_numpy(np.argsort(order)), device)
     split = [len(truncated), len(order) - len(truncated)]
     hidden_kept, hidden_full = hidden.index_select(0, forward).split(split)
     targets_kept, targets_full = targets.index_select(0, forward).split(split)
@@ -168,7 +168,7 @@ def _on_gpu(
     plan = memo[vocab, dim, device]
     shape = HeadShape(scale=spec.scale, softcap=spec.softcap or 0.0, temperature=temperature)
     logp, entropy = support_gpu.fused_head(
-        hidden, weight, _moved(targets, device), plan, bias=spec.bias, shape=shape
+        hidden, weight, to_device(targets.long(), device), plan, bias=spec.bias, shape=shape
     )
     return logp, entropy
 
@@ -330,11 +330,6 @@ def _row_reduce(values: Tensor, pairs: Pairs, how: str) -> Tensor:
 
 def _pairs(ids: Tensor, offsets: np.ndarray, sizes: np.ndarray, device: torch.device) -> Pairs:
     rows = torch.arange(len(sizes), device=device).repeat_interleave(
-        _moved(torch.from_numpy(sizes), device), output_size=len(ids)
+        to_device(torch.from_numpy(sizes), device), output_size=len(ids)
     )
     return Pairs(ids=ids, rows=rows, host_offsets=offsets)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """As int64 on `device`; from the host without waiting for the device."""
-    return to_device(tensor.long(), device)

@@ -13,7 +13,6 @@ has left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from keel.configs.schema import ConfigError
 from keel.model.attention import Segments
 from keel.model.invariant import gradients
 from keel.model.invariant import vllm_kernels as engine
-from keel.model.transformers_internals import become
+from keel.model.transformers_internals import override
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type`s: those whose layers in vLLM are, operation by operation, what stands below."""
@@ -78,21 +77,14 @@ def use_invariant_layers(model: PreTrainedModel) -> None:
     check_invariant(model.config, model.config.name_or_path or "")
     engine.prepare()
     decoder: Any = model.get_decoder()
-    become(decoder.rotary_emb, _variant(type(decoder.rotary_emb), _Rotary))
+    override(decoder.rotary_emb, _Rotary)
     for index, layer in enumerate(decoder.layers):
-        become(layer.self_attn, _variant(type(layer.self_attn), _Attention))
-        become(layer.mlp, _variant(type(layer.mlp), _Mlp))
+        override(layer.self_attn, _Attention)
+        override(layer.mlp, _Mlp)
         # Only the first layer's input is no sum of a residual and a block's output.
-        first = _Norm if index == 0 else _NormOfSum
-        become(layer.input_layernorm, _variant(type(layer.input_layernorm), first))
-        after = layer.post_attention_layernorm
-        become(after, _variant(type(after), _NormOfSum))
-    become(decoder.norm, _variant(type(decoder.norm), _NormOfSum))
-
-
-@cache
-def _variant(kind: type[nn.Module], forward: type) -> type[nn.Module]:
-    return type(kind.__name__, (forward, kind), {"__module__": kind.__module__})
+        override(layer.input_layernorm, _Norm if index == 0 else _NormOfSum)
+        override(layer.post_attention_layernorm, _NormOfSum)
+    override(decoder.norm, _NormOfSum)
 
 
 class _Rotary:

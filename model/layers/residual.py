@@ -9,7 +9,6 @@ whose sums are added to the stream as the GEMM has them.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from keel.model.transformers_internals import become
+from keel.model.transformers_internals import override
 
 OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
 """Of a decoder layer: what it adds to the stream. Experts add theirs up in half precision."""
@@ -32,13 +31,13 @@ def use_float32_residual(model: PreTrainedModel) -> None:
         return
     decoder: Any = model.get_decoder()
     for layer in decoder.layers:
-        become(layer, _variant(type(layer), _Layer))
+        override(layer, _Layer)
         for name, module in layer.named_modules():
             if name in OUTPUTS:
-                become(module, _variant(type(module), _Output))
+                override(module, _Output)
     for module in decoder.modules():
         if "RMSNorm" in type(module).__name__:
-            become(module, _variant(type(module), _Norm))
+            override(module, _Norm)
 
 
 def summed(input: Tensor, weight: Tensor) -> Tensor:
@@ -48,11 +47,6 @@ def summed(input: Tensor, weight: Tensor) -> Tensor:
         return linear(input.float(), weight.float())
     out = torch.mm(input.flatten(0, -2), weight.T, out_dtype=torch.float32)
     return out.unflatten(0, input.shape[:-1])
-
-
-@cache  # one class for all layers, or each would be compiled anew
-def _variant(kind: type[nn.Module], forward: type) -> type[nn.Module]:
-    return type(kind.__name__, (forward, kind), {"__module__": kind.__module__})
 
 
 class _Layer(nn.Module):

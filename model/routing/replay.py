@@ -29,12 +29,10 @@ from torch import Tensor, nn
 
 from keel.model.device import to_device
 from keel.model.routing.checks import check_routes
-from keel.model.routing.routers import ROUTERS, is_moe, moe_layers, router_modules
+from keel.model.routing.routers import ROUTERS, router_modules
 from keel.model.torch_internals import next_node_number, node_at_work
 from keel.rl.metrics import Mean
 from keel.rl.types import NO_ROUTE
-
-__all__ = ["Replay", "is_moe", "moe_layers", "record_routes", "replay_routes", "router_modules"]
 
 REMEMBERED = 8
 """Closed contexts whose layers can still be recomputed."""

@@ -67,7 +67,7 @@ class MicroBatch:
         trainable = self.trainable_N
         before = np.zeros(len(starts), np.int64)
         if self.follows is not None:
-            self._check_follows(starts, lengths)
+            self._check_follows(starts)
             before = np.where(self.follows >= 0, lengths[self.follows], 0)
         if (self.position_N != np.arange(tokens) - np.repeat(starts - before, lengths)).any():
             raise ValueError(
@@ -128,7 +128,7 @@ class MicroBatch:
             return own
         return np.concatenate([np.flatnonzero(self.segment_N == self.follows[segment]), own])
 
-    def _check_follows(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    def _check_follows(self, starts: NDArray[np.int64]) -> None:
         follows, count = self.follows, len(starts)
         assert follows is not None
         if len(follows) != count or (follows >= np.arange(count)).any() or (follows < -1).any():

@@ -18,6 +18,7 @@ from keel.rollout.spec import EngineSpec
 from keel.rollout.vllm_contract import WRITTEN_FOR, Part, changes
 
 _LOG = logging.getLogger(__name__)
+RIGHT = f"vLLM {WRITTEN_FOR}"
 SWITCHED_OFF = "it is switched off"
 CASCADE = "keel.rollout.fastpath.cascade.backend"
 RESIDUAL = "keel.rollout.engine.residual"
@@ -25,8 +26,8 @@ RESIDUAL = "keel.rollout.engine.residual"
 
 def require(*parts: Part) -> None:
     """Raises RuntimeError where vLLM lacks what an engine cannot do without."""
-    if lost := [change for part in parts for change in changes(part)]:
-        raise RuntimeError(f"{_changed(lost)}. There is no way around it: install {_right()}")
+    if why := _changed(*parts):
+        raise RuntimeError(f"{why}. There is no way around it: install {RIGHT}")
 
 
 def choose_recorder(
@@ -35,22 +36,20 @@ def choose_recorder(
     """As `recorder_name`, and native in place of packed where vLLM has changed under that. One that
     the recipe names is never replaced: that is a `ValueError`."""
     name = recorder_name(config, gpu=gpu, full_attention=full_attention)
-    lost = changes("packed") if name == "packed" else []
-    if not lost:
+    if name != "packed":
         return name
-    if config.recorder == "packed":
+    if config.recorder == "packed" and (why := _changed("packed")):
         raise ValueError(
-            f"rollout.recorder = 'packed': {_changed(lost)}. Set rollout.recorder to auto, which "
-            f"then takes native, or install {_right()}"
+            f"rollout.recorder = 'packed': {why}. Set rollout.recorder to auto, which then takes "
+            f"native, or install {RIGHT}"
         )
-    _LOG.warning(
-        "%s. rollout.recorder = 'auto' takes native in place of packed, with vLLM's own scheduler "
-        "and sampler: completions are the same in kind, and come more slowly. Install %s, or set "
-        "rollout.recorder to native to have it said no more",
-        _changed(lost),
-        _right(),
+    lost = _lost(
+        "packed",
+        so="rollout.recorder = 'auto' takes native in place of packed, with vLLM's own scheduler "
+        "and sampler: completions are the same in kind, and come more slowly",
+        cure="set rollout.recorder to native",
     )
-    return "native"
+    return "native" if lost else name
 
 
 def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
@@ -58,15 +57,11 @@ def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
     on, or as vLLM has it. Returns whether it will, where the model's layers are such."""
     plain = not spec.batch_invariant and spec.dtype != "float32"
     wanted = recorder == "packed" and plain and spec.config.cascades(full_attention=True)
-    lost = changes("cascade") if wanted else []
-    if lost:
-        _LOG.warning(
-            "%s. Attention reads a prompt once for each of its completions, which is slower. "
-            "Install %s, or set rollout.cascade_attention to false to have it said no more",
-            _changed(lost),
-            _right(),
-        )
-    wanted = wanted and not lost
+    wanted = wanted and not _lost(
+        "cascade",
+        so="Attention reads a prompt once for each of its completions, which is slower",
+        cure="set rollout.cascade_attention to false",
+    )
     if wanted or CASCADE in sys.modules:  # which has vLLM's attention loaded
         import_module(CASCADE).install(wanted=wanted)
     return wanted
@@ -75,8 +70,8 @@ def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
 def invariant_layers(spec: EngineSpec) -> None:
     """Have batch-invariant layers computed by faster kernels that give the same bits, in engines
     that are built in this process from now on."""
-    own = "Batch-invariant layers are vLLM's own"
-    if spec.batch_invariant and _fits("invariant", own, where=""):
+    so = "Batch-invariant layers are vLLM's own, which is slower"
+    if spec.batch_invariant and not _lost("invariant", so=so):
         from keel.rollout.engine.invariant import install  # noqa: PLC0415
 
         install()
@@ -98,60 +93,39 @@ def residual_layers(spec: EngineSpec, layers: int) -> Iterator[None]:
 
 def takes_over_rows() -> bool:
     """Whether a decoding step with the rows of the one before is not prepared anew."""
-    return _fits("steady", "Every decoding step is prepared anew")
+    so = "Every decoding step is prepared anew, which is slower where sequences are few"
+    return not _lost("steady", so=so)
 
 
 def takes_bursts() -> bool:
     """Whether several decoding steps may be begun at once."""
-    return _fits("bursts", "Every decoding step waits for the host")
-
-
-def _fits(part: Part, without: str, where: str = " where sequences are few") -> bool:
-    """Whether this vLLM is what a part of decoding leans on, or a warning of what is `without`."""
-    if lost := changes(part):
-        _LOG.warning(
-            "%s. %s, which is slower%s. Install %s to have it said no more",
-            _changed(lost),
-            without,
-            where,
-            _right(),
-        )
-    return not lost
+    so = "Every decoding step waits for the host, which is slower where sequences are few"
+    return not _lost("bursts", so=so)
 
 
 def no_copies(config: RolloutConfig) -> str:
     """Why weights are not to be copied past vLLM's loader; empty if they are."""
     if not config.copy_weights:
         return SWITCHED_OFF
-    if lost := changes("copies"):
-        _LOG.warning(
-            "%s. Weight updates go through vLLM's loader, tensor by tensor, which is slower. "
-            "Install %s, or set rollout.copy_weights to false to have it said no more",
-            _changed(lost),
-            _right(),
-        )
-        return _changed(lost)
-    return ""
+    return _lost(
+        "copies",
+        so="Weight updates go through vLLM's loader, tensor by tensor, which is slower",
+        cure="set rollout.copy_weights to false",
+    )
 
 
 def bounds_kv_cache() -> bool:
     """Whether the KV cache can be kept to what an engine's completions can fill."""
-    if lost := changes("kv_cache"):
-        warn_of_large_cache(_changed(lost))
-    return not lost
+    if why := _changed("kv_cache"):
+        warn_of_large_cache(why)
+    return not why
 
 
 def quick_start(architectures: Sequence[str], *, gpu: bool) -> AbstractContextManager[None]:
     """Around building an engine: without what none of Keel's needs of a start. architectures: of
     its model, where that is all in this process."""
     parts: tuple[Part, ...] = ("start", "warm_up") if gpu else ("start",)
-    if lost := [change for part in parts for change in changes(part)]:
-        _LOG.warning(
-            "%s. Engines start half a minute later on a new machine. Install %s to have it said no "
-            "more",
-            _changed(lost),
-            _right(),
-        )
+    if _lost(*parts, so="Engines start half a minute later on a new machine"):
         return nullcontext()
     from keel.rollout.engine.quick_start import known_here, plain_warm_up  # noqa: PLC0415
 
@@ -161,15 +135,8 @@ def quick_start(architectures: Sequence[str], *, gpu: bool) -> AbstractContextMa
 
 def begin_requests(engine: vllm.LLMEngine) -> Begin:
     """How requests of this engine begin."""
-    if lost := changes("begin"):
-        _LOG.warning(
-            "%s. Turns of conversations begin as all requests of vLLM do, which is slower. Install "
-            "%s to have it said no more",
-            _changed(lost),
-            _right(),
-        )
-        return BeginAsVllm(engine)
-    return BeginLikeTheLast(engine)
+    so = "Turns of conversations begin as all requests of vLLM do, which is slower"
+    return BeginAsVllm(engine) if _lost("begin", so=so) else BeginLikeTheLast(engine)
 
 
 def warn_of_large_cache(why: str) -> None:
@@ -178,7 +145,7 @@ def warn_of_large_cache(why: str) -> None:
         "rollout.max_num_seqs completions can fill; with rollout.sleep each update takes longer. "
         "Install %s, or lower rollout.gpu_memory_utilization",
         why,
-        _right(),
+        RIGHT,
     )
 
 
@@ -191,9 +158,16 @@ def warn_of_small_share(added_gib: float) -> None:
     )
 
 
-def _changed(lost: list[str]) -> str:
-    return f"vLLM {vllm.__version__} has changed: {'; '.join(lost)}"
+def _lost(*parts: Part, so: str, cure: str = "") -> str:
+    """As `_changed`, and a warning of it: what is `so` then, and what else than the right vLLM
+    would be a `cure`."""
+    if why := _changed(*parts):
+        cures = f"Install {RIGHT}{cure and ', or '}{cure}"
+        _LOG.warning("%s. %s. %s to have it said no more", why, so, cures)
+    return why
 
 
-def _right() -> str:
-    return f"vLLM {WRITTEN_FOR}"
+def _changed(*parts: Part) -> str:
+    """What these lean on and vLLM no longer has; empty: all is there."""
+    lost = [change for part in parts for change in changes(part)]
+    return f"vLLM {vllm.__version__} has changed: {'; '.join(lost)}" if lost else ""

@@ -147,17 +147,6 @@ class EngineThread:
         asked.add_done_callback(lambda done: _pass_error(done, future))
         return future
 
-    def update_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
-        """Replace all weights; `buckets` may be a generator that makes one at a time.
-
-        Raises `TimeoutError` after `rollout.update_deadline_s` and `ValueError` naming a tensor
-        that is unknown or missing; the engine is then unusable.
-        """
-        self.begin_update()
-        for bucket in buckets:
-            self.load_bucket(bucket)
-        self.finish_update(version)
-
     def gpus(self) -> list[str]:
         """Which GPUs the engine is on; see `keel.model.weight_transfer.channel.gpu_id`."""
         return self._wait(self._ask(lambda engine: engine.gpus()), "the engine's GPUs")
@@ -173,7 +162,11 @@ class EngineThread:
             self._wait(asked, "the channel to open")
 
     def receive(self) -> None:
-        """Do an update as the rank says it. Errors are those of `update_weights`."""
+        """Do an update as the rank says it.
+
+        Raises `TimeoutError` after `rollout.update_deadline_s` and `ValueError` naming a tensor
+        that is unknown or missing; the engine is then unusable.
+        """
         inbox = self._inbox
         assert inbox is not None
         while True:

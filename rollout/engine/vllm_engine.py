@@ -67,7 +67,10 @@ class VllmEngine:
         self.spec = spec
         cpu = current_platform.is_cpu()
         require("engine", "updates", *(("shims", "v1") if cpu else ()))
-        self.shims = _install_shims() if cpu else ()
+        if cpu:
+            from keel.rollout.engine import shims  # noqa: PLC0415
+
+            shims.install()
         self.version = 0
         self.sampled_tokens = self.steps = 0
         self._tokenizer: Any = tokenizer_with(spec.chat_template, spec.tokenizer)
@@ -364,12 +367,6 @@ def _versions(request_id: str, output: CompletionOutput) -> NDArray[np.int32]:
 
 
 # Each part is imported where it is used: vLLM need not have what the others lean on.
-
-
-def _install_shims() -> tuple[str, ...]:
-    from keel.rollout.engine import shims  # noqa: PLC0415
-
-    return shims.install()
 
 
 def build_recorder(name: RecorderName, *, routes: bool, kept: bool) -> Recorder:

@@ -14,8 +14,8 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -114,41 +114,23 @@ class RolloutPool:
         future fails with what an engine says about the prompt, and with `EngineError` when one
         keeps dying.
         """
-        (group,) = self._submit([prompt], group_size, sampling, purpose)
-        return group
-
-    def _submit(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: SamplingConfig | None,
-        purpose: Purpose,
-    ) -> list[Future[Group]]:
-        how = sampling or self._config.sampling
-        orders: list[Order] = []
+        how, record = sampling or self._config.sampling, purpose == "train"
         with self._gate:
-            for prompt in prompts:
-                draw = self._draws[prompt.prompt_id]
-                self._draws[prompt.prompt_id] += 1
-                order = Order(
-                    number=next(self._numbers),
-                    label=f"group of prompt {prompt.prompt_id}",
-                    purpose=purpose,
-                    sequences=group_size,
-                    tokens=group_size * how.max_tokens,
-                    ask=partial(
-                        _ask_group,
-                        prompt=prompt,
-                        group_size=group_size,
-                        sampling=how,
-                        record=purpose == "train",
-                        draw=draw,
-                    ),
-                    prompt_id=prompt.prompt_id,
-                )
-                orders.append(order)
-        self._order(orders)
-        return [order.result for order in orders]
+            number, draw = next(self._numbers), self._draws[prompt.prompt_id]
+            self._draws[prompt.prompt_id] += 1
+        return self._order(
+            Order(
+                number=number,
+                label=f"group of prompt {prompt.prompt_id}",
+                purpose=purpose,
+                sequences=group_size,
+                tokens=group_size * how.max_tokens,
+                ask=lambda engine: engine.generate(
+                    prompt, group_size=group_size, sampling=how, record=record, draw=draw
+                ),
+                prompt_id=prompt.prompt_id,
+            )
+        )
 
     def turn(
         self,
@@ -159,50 +141,29 @@ class RolloutPool:
     ) -> Future[TurnResult]:
         """Sample one turn, on the engine that had the conversation's last one if it has room. As
         with `submit`, an engine that dies costs the turn, which is then sampled elsewhere."""
-        order = Order(
-            number=next(self._numbers),
-            label=f"turn of conversation {request.conversation}",
-            purpose=purpose,
-            sequences=1,
-            tokens=request.max_tokens,
-            ask=partial(
-                _ask_turn,
-                request=request,
-                sampling=sampling or self._config.sampling,
-                record=purpose == "train",
-            ),
-            conversation=request.conversation,
+        how, record = sampling or self._config.sampling, purpose == "train"
+        return self._order(
+            Order(
+                number=next(self._numbers),
+                label=f"turn of conversation {request.conversation}",
+                purpose=purpose,
+                sequences=1,
+                tokens=request.max_tokens,
+                ask=lambda engine: engine.turn(request, sampling=how, record=record),
+                conversation=request.conversation,
+            )
         )
-        self._order([order])
-        return order.result
 
-    def _order(self, orders: Sequence[Order]) -> None:
+    def _order(self, order: Order) -> Future[Any]:
         with self._gate:
             if (ended := self._ended) is None:
-                self._asked += orders
-                self._open |= {order.number: order for order in orders}
+                self._asked.append(order)
+                self._open[order.number] = order
                 self._call()
-        for order in orders:
-            if ended is not None:
-                order.fail(ended)
-            order.result.add_done_callback(partial(self._noticed, order))
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        sampling: SamplingConfig | None = None,
-        purpose: Purpose = "train",
-    ) -> Iterator[Group]:
-        """`submit` of all `prompts`: groups in the order that they finish."""
-        groups = self._submit(prompts, group_size, sampling, purpose)
-        try:
-            for group in as_completed(groups):  # each has its deadline
-                yield group.result()
-        finally:
-            for group in groups:
-                group.cancel()
+        if ended is not None:
+            order.fail(ended)
+        order.result.add_done_callback(partial(self._noticed, order))
+        return order.result
 
     def update(self, version: int, weights: Any) -> Future[None]:
         """Bring every engine to these weights; done when all of them sample from `version` (or a
@@ -375,11 +336,3 @@ class RolloutPool:
         self._fleet.replace(slot, error)
         self.say(f"rollout engine {slot.index} is started again: {error}")
         self._work.again(slot)
-
-
-def _ask_group(engine: RolloutEngine, **options: Any) -> Future[Group]:
-    return engine.generate(options.pop("prompt"), **options)
-
-
-def _ask_turn(engine: RolloutEngine, **options: Any) -> Future[TurnResult]:
-    return engine.turn(options.pop("request"), **options)

@@ -156,7 +156,7 @@ class V1Recorder:
     """A `RouteTable` and a `DrawLog` on the runner inside this process."""
 
     def __init__(self, *, routes: bool, kept: bool) -> None:
-        self._with_routes, self._with_kept = routes, kept
+        self._with_routes = routes
         self._wanted: dict[str, Wanted] = {}
         self._before: RoutesBeforePreemption | None = None
         self._routes: RouteTable | None = None

@@ -9,6 +9,7 @@ import torch
 
 from keel.configs.schema import ColdStartConfig, EmbeddedConfig, SourceConfig
 from keel.model.embedded.cache import ensure_embedded
+from keel.model.embedded.cold_start import Curriculum
 from tests.gpu.marks import GPU
 
 pytestmark = GPU
@@ -23,9 +24,7 @@ def test_the_gpu_teaches_and_is_free_afterwards(tmp_path: Path) -> None:
     folders = [
         ensure_embedded(
             replace(config, cache_dir=str(tmp_path / name)),
-            seed=0,
-            sources=[SPELLING],
-            heldout_questions=(),
+            Curriculum(seed=0, sources=[SPELLING]),
             device="cuda",
             progress=lambda _step, loss, _seconds: losses.append(loss),
         )

@@ -12,7 +12,7 @@ import pytest
 from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, StepResult, Trajectory
-from keel.trainer.loop import Clock, Parts, checkpoint_due, train
+from keel.trainer.loop import Clock, Parts, Saver, train
 from tests.rl.rollouts import prompt
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -278,7 +278,8 @@ def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world.run(config(steps=12, checkpoint_every=5))
     saved = [event for event in world.events if event.startswith("save")]
     assert saved == ["save@3", "save@5", "save@8", "save@10", "save@12"]
-    assert not checkpoint_due(RunConfig(checkpoint_minutes=0), 7, 1e9)
+    never = Saver(lambda *_: None, RunConfig(checkpoint_minutes=0), saved=0, tried_at=-1e9)
+    assert not never.due(7)
 
 
 def test_a_checkpoint_that_cannot_be_written_is_counted_and_tried_again() -> None:

@@ -17,6 +17,7 @@ from keel.configs.load import load_config
 from keel.configs.schema import ColdStartConfig, Config, ConfigError, EmbeddedConfig
 from keel.data.stream import Stream
 from keel.model.embedded.cache import ensure_embedded
+from keel.model.embedded.cold_start import Curriculum
 from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, shown
@@ -361,9 +362,7 @@ def test_a_model_that_wants_its_experts_balanced_is_refused(tmp_path: Path) -> N
     """It would learn without, and nothing would say so."""
     folder = ensure_embedded(
         EmbeddedConfig(cache_dir=str(tmp_path), cold_start=ColdStartConfig(steps=0)),
-        seed=0,
-        sources=(),
-        heldout_questions=(),
+        Curriculum(seed=0),
     )
     written = json.loads((folder / "config.json").read_text())
     asking = written | {"output_router_logits": True, "router_aux_loss_coef": 0.01}

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
 from keel.model.load import load_policy
-from keel.model.routing.replay import router_modules
+from keel.model.routing.routers import router_modules
 from keel.model.trainable import decoder_layers
 from keel.model.transformers_internals import check_transformers
 from keel.model.ulysses import Slice
@@ -54,7 +54,7 @@ from keel.trainer.engine.policy import (
 )
 from keel.trainer.engine.process_group import join_ranks, limit_waits
 from keel.trainer.engine.state.optimizer_internals import sums_missed
-from keel.trainer.engine.weights import Weights, copy_weights, read_once, readers, twin
+from keel.trainer.engine.weights import Weights, copy_weights, read_once, twin
 from keel.trainer.engine.zero import (
     SCALE_POWER,
     adam_for,
@@ -69,7 +69,7 @@ from keel.trainer.engine.zero import (
     zero_stage,
 )
 from keel.trainer.nonfinite import Finding, Look, Skips, sound
-from keel.trainer.planning.families import check_parallel
+from keel.trainer.planning.families import check_parallel, readers
 from keel.trainer.planning.memory import summed_apart
 from keel.trainer.run.checkpoint import layout_of
 from keel.trainer.run.manifest import Entry
@@ -120,7 +120,7 @@ class TrainerEngine:
         self._part = Slice.join(trainer.sequence_parallel)
 
         load = partial(self._load, model_path, dtype)
-        model, written = read_once(load, dtype, readers=readers(trainer, dtype), read=read)
+        model, written = read_once(load, dtype, readers=readers(trainer), read=read)
         network = self._network = self._made_of(model)
         self._note(check_transformers(network.model))
         routers = router_modules(network.model)

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
-from keel.model.routing.replay import router_modules
+from keel.model.routing.routers import router_modules
 from keel.model.torch_internals import specialise_and_recompute
 from keel.model.trainable import decoder_layers
 from keel.model.ulysses import Slice

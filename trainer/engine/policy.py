@@ -32,7 +32,8 @@ from keel.model.logprobs import (
 )
 from keel.model.noise import switch_off_noise
 from keel.model.rope import fix_long_rope
-from keel.model.routing.replay import Replay, replay_routes, router_modules
+from keel.model.routing.replay import Replay, replay_routes
+from keel.model.routing.routers import router_modules
 from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attention
 from keel.model.sparse.contract import check_sparse_attention
 from keel.model.sparse.replay import recorded_selection
@@ -40,7 +41,6 @@ from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.rl.types import NO_ROUTE, TokenNumbers
 from keel.trainer.engine.zero import initialize
-from keel.trainer.planning.memory import context_tokens
 
 Attention = Literal["sparse", "warm-up", "dense"]
 
@@ -51,7 +51,7 @@ def flash4_here(config: Config, model: PreTrainedModel, device: torch.device) ->
 
     Raises `RuntimeError` where the recipe asks for it in vain.
     """
-    trainer, longest = config.trainer, context_tokens(config)
+    trainer, longest = config.trainer, config.max_context
     if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
         return False, ""
     if model.dtype == torch.float32:
@@ -233,7 +233,7 @@ class PolicyNetwork(nn.Module):
         return cls(
             model,
             temperature=config.rollout.sampling.temperature,
-            context=context_tokens(config),
+            context=config.max_context,
             attention=config.trainer.attention,
             indexer_loss=config.trainer.indexer_loss > 0,
             batch_invariant=config.model.batch_invariant,

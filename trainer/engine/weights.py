@@ -12,23 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.configs.schema import ConfigError, TrainerConfig
+from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, module_tensors, precision
 from keel.model.weight_transfer.buckets import FlatBucket
 from keel.model.weight_transfer.outline import from_outline, outline
 from keel.model.weight_transfer.pack import BucketPacker
 from keel.trainer.engine.deepspeed_internals import deepspeed
 from keel.trainer.engine.expert_parallel import ExpertLayers
-from keel.trainer.engine.zero import zero_stage
 
 Load = Callable[[], PreTrainedModel]
 """Reads the model, into host memory."""
-
-
-def readers(trainer: TrainerConfig, dtype: torch.dtype) -> int:
-    """How many ranks, from the first on, have to read the model: DeepSpeed gives all of them the
-    first one's weights, but below ZeRO 3 each expert's are those of the first rank that has it."""
-    return 1 if zero_stage(trainer, dtype) == 3 else trainer.expert_parallel
 
 
 def read_once(

@@ -14,7 +14,7 @@ from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.trainer.planning.families import no_sharing
 from keel.trainer.planning.layouts import Layout, Search
-from keel.trainer.planning.memory import GIB, context_tokens, engine_sequences, gib
+from keel.trainer.planning.memory import GIB, engine_sequences, gib
 from keel.trainer.planning.options import Values, with_values
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, plan_on
@@ -240,7 +240,7 @@ class Reasons:
         trainer = self._config.trainer
         if not trainer.activation_checkpointing:
             return "of no effect without trainer.activation_checkpointing"
-        if not trainer.keep_attention and context_tokens(self._config) < LONG:
+        if not trainer.keep_attention and self._config.max_context < LONG:
             return f"it takes little of contexts below {LONG:,} tokens"
         if not trainer.keep_attention and trainer.zero_stage == 3:
             return "not with ZeRO 3"

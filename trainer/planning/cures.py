@@ -10,7 +10,6 @@ from typing import Any
 
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
-from keel.trainer.planning.memory import context_tokens
 
 NAMED, TRIED = 3, 20_000
 """Ways out that are named, and changes that are tried for them (a second or so)."""
@@ -67,7 +66,7 @@ def cures(
 def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[Change]]:
     """What may be changed, what costs least first; of each the values to try, the least of a change
     first. `fine`: shares of memory in steps of 0.01."""
-    rollout, trainer, longest = config.rollout, config.trainer, context_tokens(config)
+    rollout, trainer, longest = config.rollout, config.trainer, config.max_context
     step = 1 if fine else 5
     shares = [round(0.01 * share, 2) for share in range(95, 0, -step)]
     yield [

@@ -11,7 +11,6 @@ class Machine:
     """GPUs and their links. Rates in units a second; links in one direction."""
 
     name: str = "NVIDIA H200"
-    gib: float = 139.0
     flops: float = 989e12
     """bfloat16, dense."""
     memory_bytes: float = 4.8e12

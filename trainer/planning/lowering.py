@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from keel.configs.schema import Config
 from keel.rl.metrics import Sum
 from keel.rl.types import ScoredGroup, StepResult
-from keel.trainer.planning.memory import context_tokens
 from keel.trainer.planning.remembered import lower
 from keel.trainer.run.restarts import OutOfMemory
 
@@ -114,7 +113,7 @@ def makes_room_to_update(config: Config) -> str:
 def lowered(config: Config) -> Config | None:
     """With micro-batches half as large, or of one trajectory; then with activation checkpointing,
     and with nothing of attention kept. None where all is done."""
-    trainer, least = config.trainer, context_tokens(config)
+    trainer, least = config.trainer, config.max_context
     if trainer.micro_batch_tokens > least:
         trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))
     elif not trainer.activation_checkpointing:

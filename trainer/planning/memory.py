@@ -78,11 +78,6 @@ class Memory:
         return f"{gib(self.total)} each ({inside})"
 
 
-def context_tokens(config: Config) -> int:
-    """Longest sequence: prompt and completion at their limits, or a full window."""
-    return config.max_context
-
-
 def engine_sequences(config: Config) -> int:
     """Answers that an engine works on at once, as far as the recipe goes."""
     sequences = config.algorithm.prompts_per_step * config.algorithm.group_size
@@ -93,7 +88,7 @@ def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]
     """Micro-batches of a rank in an optimizer step, and tokens of a step as the trainer computes
     them, every context at its limit: a shared prompt once for those of its group that fit a
     micro-batch with it. `ranks`, dealt to, and `capacity` instead of the recipe's."""
-    a, context = config.algorithm, context_tokens(config)
+    a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
     shared = config.data.max_prompt_tokens if config.trainer.share_prompts else 0
     count, tokens = at_the_limits(
@@ -109,7 +104,7 @@ def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]
 
 def rank_tokens(config: Config) -> float:
     """Of a micro-batch, those that a rank holds; a trajectory that is longer is one by itself."""
-    longest = max(config.trainer.micro_batch_tokens, context_tokens(config))
+    longest = max(config.trainer.micro_batch_tokens, config.max_context)
     return longest / config.trainer.sequence_parallel
 
 
@@ -144,7 +139,7 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 
 def cached_tokens(config: Config, facts: ModelFacts) -> int:
     """Of an engine's completions at their limits. Those of a group have their prompt in common."""
-    sequences, longest = engine_sequences(config), context_tokens(config)
+    sequences, longest = engine_sequences(config), config.max_context
     prompt = config.data.max_prompt_tokens
     # A window may fill with turns, whatever the prompt's length.
     shares = config.rollout.enable_prefix_caching and facts.full_attention

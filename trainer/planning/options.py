@@ -14,7 +14,7 @@ from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.rl.packing.bundles import bundle_size
 from keel.trainer.planning.families import no_sharing
-from keel.trainer.planning.memory import GIB, context_tokens, kv_token_bytes, packed
+from keel.trainer.planning.memory import GIB, kv_token_bytes, packed
 from keel.trainer.planning.placement import Hardware, place
 from keel.trainer.planning.turns import least_staying_gib
 
@@ -133,7 +133,7 @@ class Options:
             at_once = max(at_once, config.agents.max_open)
         waves = [min(MANY, 8 * math.ceil(at_once / engines / count / 8)) for count in WAVES]
         wanted = waves[0]
-        one = kv_token_bytes(config, self.facts) * context_tokens(config)
+        one = kv_token_bytes(config, self.facts) * config.max_context
         if FEW * one <= SMALL_CACHE * self.hardware.gpu_gib * GIB:
             wanted = max(wanted, FEW)
         less = (64, 32, 16, 8, 4, 2, 1) if fewer else ()
@@ -191,7 +191,7 @@ class Options:
         found: list[Values] = []
         for again in self._either(knob):
             on = again.get(knob, self.config.trainer.activation_checkpointing)
-            worth = on and not gathers and context_tokens(self.config) >= LONG
+            worth = on and not gathers and self.config.max_context >= LONG
             # Sparse attention and the engine's have operators of their own, and float32 plain ones.
             model = self.config.model
             other = self.facts.index_top_k or model.batch_invariant or model.dtype == "float32"
@@ -268,7 +268,7 @@ class Options:
     def _units(self) -> dict[int, int]:
         """Tokens → trajectories that fill them: one, and a group that shares its prompt, or half
         of it …"""
-        longest, count = context_tokens(self.config), self.config.algorithm.group_size
+        longest, count = self.config.max_context, self.config.algorithm.group_size
         shares = with_values(self.config, self.sharing).trainer.share_prompts
         units = {longest: 1}
         while self.config.data.sources and shares and count > 1:
@@ -312,7 +312,7 @@ class Options:
                 "rollout.max_num_seqs": 1,
                 "trainer.activation_checkpointing": True,
                 "trainer.keep_attention": False,
-                "trainer.micro_batch_tokens": context_tokens(config),
+                "trainer.micro_batch_tokens": config.max_context,
                 "trainer.offload_optimizer": True,
                 "trainer.offload_while_sampling": True,
                 "trainer.zero_stage": stage,

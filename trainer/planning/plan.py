@@ -14,6 +14,7 @@ from keel.trainer.planning.families import (
     check_parallel,
     check_share_prompts,
     check_warm_up,
+    readers,
 )
 from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.memory import (
@@ -22,7 +23,6 @@ from keel.trainer.planning.memory import (
     DoesNotFit,
     Memory,
     cached_sequences,
-    context_tokens,
     engine_memory,
     engine_sequences,
     gib,
@@ -103,13 +103,11 @@ def plan_on(
 def check_machines(config: Config, facts: ModelFacts, waits: Waiting, placement: Placement) -> None:
     """Raises DoesNotFit where a machine's memory is too small for what its ranks keep there, or for
     the model where several of them read it at the same time."""
-    each, trainer = host_bytes(config, facts, waits), config.trainer
+    each, reading = host_bytes(config, facts, waits), readers(config.trainer)
     whole = facts.parameters * BYTES[config.model.dtype]
-    # As `keel.trainer.engine.weights.readers`, without its imports: the first ranks.
-    readers = 1 if trainer.zero_stage == 3 else trainer.expert_parallel
     for node, ranks in placement.ranks_by_node:
-        here = min(ranks, readers)
-        readers -= here
+        here = min(ranks, reading)
+        reading -= here
         if 0 < node.memory_gib * GIB < here * whole:
             raise DoesNotFit(
                 f"{here} trainer rank(s) read the model, {gib(whole)} each, into the memory of "
@@ -142,7 +140,7 @@ def make_plan(
     Raises ConfigError where the model's context is too short for the recipe, and DoesNotFit where a
     GPU is too small.
     """
-    longest = context_tokens(config)
+    longest = config.max_context
     if longest > facts.max_context:
         raise ConfigError(
             f"{config.max_context_said}, but the context of {config.model.path} has "

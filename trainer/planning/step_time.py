@@ -14,7 +14,6 @@ from keel.model.load import ModelFacts
 from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.memory import (
     BYTES,
-    context_tokens,
     elementwise_numbers,
     engine_sequences,
     expert_elements,
@@ -125,7 +124,7 @@ class Rates:
 
     def attention_of(self, config: Config, machine: Machine) -> float:
         """Of the peak, by attention's GEMMs in contexts at their limit."""
-        longest, model = context_tokens(config), config.model
+        longest, model = config.max_context, config.model
         other = model.batch_invariant or model.dtype == "float32" or not machine.flash4
         if other or not config.trainer.flash4(longest):
             return self.attention_share
@@ -256,7 +255,7 @@ def lesson_seconds(config: Config, facts: ModelFacts, machine: Machine) -> float
     """One step of supervised learning, with every context at its limit."""
     sft, trainer, rates = config.sft, config.trainer, Rates()
     tokens = sft.tokens_per_step or sft.conversations_per_step * sft.max_context_tokens
-    held = max(trainer.micro_batch_tokens, context_tokens(config))
+    held = max(trainer.micro_batch_tokens, config.max_context)
     micro_batches = math.ceil(tokens / trainer.groups / held)
     compute = compute_seconds(config, facts, tokens, micro_batches, machine, rates)
     launch = rates.launch_seconds(config, facts, micro_batches)
@@ -304,7 +303,7 @@ def compute_seconds(
     trainer, width = config.trainer, BYTES[config.model.dtype]
     share = tokens / trainer.ranks
     # Causal attention sees half of the context on average: scores and their sum over values.
-    attention = 2 * facts.attention_width * context_tokens(config) * facts.layers
+    attention = 2 * facts.attention_width * config.max_context * facts.layers
     gemms = passes(config) * 2 * body_parameters(facts) / rates.gemm_share
     attended = passes(config) - trainer.keeps_attention
     gemms += attended * attention / rates.attention_of(config, machine)

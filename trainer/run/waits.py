@@ -115,8 +115,8 @@ def waiting(what: str, key: str = "", *, total: float = 0, unit: str = "") -> It
 class Display:
     """Shows the innermost of the waits that are open, by a thread that lives as long as any is."""
 
-    def __init__(self, *, draw_s: float = DRAW_S, brief_s: float = BRIEF_S, say_s: float = SAY_S):
-        self._draw_s, self._brief_s, self._say_s = draw_s, brief_s, say_s
+    def __init__(self, *, draw_s: float = DRAW_S) -> None:
+        self._draw_s = draw_s
         self._open: list[Wait] = []
         self._said: dict[Wait, float] = {}
         """When a line was last printed about it; those of which none was are not there."""
@@ -159,11 +159,11 @@ class Display:
                     self._line.draw(wait.words())
                     continue
                 now = wait.seconds
-                if now < (self._say_s if wait.quiet else self._brief_s):
+                if now < (SAY_S if wait.quiet else BRIEF_S):
                     continue
                 if wait not in self._said and not wait.quiet:
                     self._print(begun(wait))
-                elif now - self._said.get(wait, -self._say_s) >= self._say_s:
+                elif now - self._said.get(wait, -SAY_S) >= SAY_S:
                     self._print(wait.words())
                 else:
                     continue

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, pack_lessons
 from keel.rl.types import StepResult
 from keel.trainer.feed import never
-from keel.trainer.loop import Clock, Journal, checkpoint_due, evaluation_due
+from keel.trainer.loop import Clock, Journal, Save, Saver, evaluation_due
 from keel.trainer.nonfinite import SAID
 
 MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
@@ -61,9 +60,7 @@ class Parts:
     learner: Learner
     journal: Journal
     heldout: Mapping[str, Sequence[Lesson]]
-    save: Callable[[int, Mapping[str, Any]], bool | None]
-    """Writes a checkpoint of everything a run resumed after this step needs. True if it could not,
-    and has said so: the run goes on without."""
+    save: Save
     stop: Callable[[], bool]
     """Whether the user asked to stop after the current step."""
     say: Callable[[str], None]
@@ -161,7 +158,7 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
         parts.journal.record(start, found, [])
     if parts.hurry():  # nothing is there to be saved
         return start
-    saved, unwritten = time.monotonic(), 0
+    saver = Saver(parts.save, run, start)
     for step in range(start + 1, run.steps + 1):
         clock = Clock(seconds={})
         parts.journal.begin("training")
@@ -183,22 +180,17 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
             result = parts.attempt(learn) if parts.attempt else learn(config)
         for line in result.findings[:SAID]:
             parts.say(f"step {step}: no finite gradient: {line}")
-        metrics = {**result.metrics, "sft/epochs": Mean(parts.batches.epochs, 1)}
-        if unwritten:
-            metrics["checkpoint/unwritten"] = Sum(unwritten)
+        metrics = {**result.metrics, "sft/epochs": Mean(parts.batches.epochs, 1), **saver.metrics()}
         metrics |= clock.metrics(sum(lesson.learned_tokens for lesson in lessons))
-        last = step == run.steps
         if heldout and evaluation_due(run, step):
             metrics |= measure()
         parts.journal.record(step, metrics, [])
         if result.gave_up:
             raise RuntimeError(f"step {step}: {result.gave_up}")
-        if last or checkpoint_due(run, step, time.monotonic() - saved) or parts.stop():
+        if saver.due(step) or parts.stop():
             parts.journal.begin("saving a checkpoint")
-            failed = bool(parts.save(step, parts.batches.position()))
-            unwritten += failed
-            saved = time.monotonic()
-            if parts.stop() and not failed:  # or was asked to meanwhile
+            written = saver.save(step, parts.batches.position())
+            if parts.stop() and written:  # or was asked to meanwhile
                 return step
     return max(start, run.steps)
 

@@ -25,6 +25,7 @@ from keel.data.conversations.text import Encoded
 from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset
 from keel.model.embedded.cache import ensure_embedded
+from keel.model.embedded.cold_start import Curriculum
 from keel.model.embedded.solutions import TAUGHT
 from keel.model.load import ModelFacts, digest_of_tokenizer
 from keel.model.source import from_anywhere, hub_answers
@@ -313,9 +314,7 @@ def reserved_ids(dataset: Dataset | None) -> set[str]:
 
 
 @contextmanager
-def teaching(
-    task: SftTask, say: Callable[[str], None], *, layouts: Layouts | None = None
-) -> Iterator[Teaching]:
+def teaching(task: SftTask, say: Callable[[str], None], *, layouts: Layouts) -> Iterator[Teaching]:
     """Start the ranks that `task` needs, and end them at exit, whatever happened. layouts: has the
     recipe as it is by now."""
     config, deadline = task.config, task.config.run.startup_deadline_s
@@ -324,9 +323,8 @@ def teaching(
         with waiting("starting Ray", "Ray"):
             start_ray()
         stack.callback(end_ray)
-        if layouts is not None:
-            config = layouts.next()
-            task = replace(task, config=config)
+        config = layouts.next()
+        task = replace(task, config=config)
         seats = None
         if task.gpu:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
@@ -347,8 +345,7 @@ def teaching(
             warnings = learner.start()
         for line in warnings:
             say(f"warning: {line}")
-        lowering = layouts.lowering if layouts else None
-        yield Teaching(task=task, learner=learner, lowering=lowering, watch=watch)
+        yield Teaching(task=task, learner=learner, lowering=layouts.lowering, watch=watch)
 
 
 def starting_model(task: SftTask) -> str:
@@ -361,7 +358,7 @@ def starting_model(task: SftTask) -> str:
     if task.prompts is not None and embedded.cold_start.steps:
         return start_of(task.given, task.prompts, gpu=task.gpu)
     untaught = replace(embedded, cold_start=replace(embedded.cold_start, steps=0))
-    return str(ensure_embedded(untaught, seed=config.run.seed, sources=(), heldout_questions=()))
+    return str(ensure_embedded(untaught, Curriculum(seed=config.run.seed)))
 
 
 def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from keel.configs.schema import ColdStartConfig, ConfigError, EmbeddedConfig
 from keel.model.embedded.build import build_model
 from keel.model.embedded.cache import content_key, make_folder
-from keel.model.embedded.cold_start import Example, Lesson, train
+from keel.model.embedded.cold_start import Curriculum, Example, Lesson, train
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import facts_of, load_model_config, load_policy
 
@@ -33,7 +33,7 @@ QWEN = EmbeddedConfig()
 
 def test_the_sparse_model_is_written_and_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    make_folder(folder, TINY, seed=1, sources=(), heldout_questions=())
+    make_folder(folder, TINY, Curriculum(seed=1))
     facts = facts_of(load_model_config(str(folder)))
     assert (facts.architecture, facts.moe_layer_ids) == ("DeepseekV32ForCausalLM", (0, 1))
     assert facts.kv_width == TINY.latent_size + TINY.head_dim // 2
@@ -60,8 +60,8 @@ def test_a_cold_start_attends_to_everything() -> None:
 
 
 def test_what_is_not_of_its_family_does_not_name_a_model_anew() -> None:
-    key = content_key(QWEN, 3, [], [])
-    assert key == content_key(EmbeddedConfig(index_top_k=5), 3, [], [])
-    assert key != content_key(EmbeddedConfig(family="deepseek_v32"), 3, [], [])
+    key = content_key(QWEN, Curriculum(seed=3))
+    assert key == content_key(EmbeddedConfig(index_top_k=5), Curriculum(seed=3))
+    assert key != content_key(EmbeddedConfig(family="deepseek_v32"), Curriculum(seed=3))
     with pytest.raises(ConfigError, match=r"embedded\.head_dim = 18: must be a multiple of 4"):
         EmbeddedConfig(family="deepseek_v32", head_dim=18)

@@ -25,7 +25,7 @@ from keel.data.items import told as told_by
 from keel.model.embedded import cache, cold_start
 from keel.model.embedded.build import build_model
 from keel.model.embedded.cache import content_key, default_cache_dir, ensure_embedded, make_folder
-from keel.model.embedded.cold_start import Example, Lesson, make_examples, train
+from keel.model.embedded.cold_start import Curriculum, Example, Lesson, make_examples, train
 from keel.model.embedded.on_gpu import plain, run_on_gpu
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import facts_of, load_model_config, load_tokenizer
@@ -49,9 +49,13 @@ TINY = EmbeddedConfig(
 )
 
 
+def curriculum(*sources: SourceConfig, seed: int = 0, **more: Any) -> Curriculum:
+    return Curriculum(seed=seed, sources=sources, **more)
+
+
 def ensure(folder: Path, config: EmbeddedConfig = TINY, **options: object) -> Path:
-    arguments = {"seed": 0, "sources": [SPELLING], "heldout_questions": ()} | options
-    return ensure_embedded(replace(config, cache_dir=str(folder)), **arguments)
+    config = replace(config, cache_dir=str(folder))
+    return ensure_embedded(config, curriculum(SPELLING), **options)
 
 
 def test_one_that_a_disk_has_lost_part_of_is_made_again(tmp_path: Path) -> None:
@@ -94,72 +98,70 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 
 def test_heldout_questions_are_never_taught() -> None:
-    every = make_examples([SPIRALS], TOKENIZER, seed=0, heldout_questions=(), count=200)
+    every = make_examples(curriculum(SPIRALS), TOKENIZER, count=200)
     questions = [question_of(example) for example in every]
     assert len(questions) == 200
     heldout = set(questions[::3])
-    kept = make_examples([SPIRALS], TOKENIZER, seed=0, heldout_questions=heldout, count=200)
+    kept = make_examples(curriculum(SPIRALS, heldout_questions=heldout), TOKENIZER, count=200)
     left = [question_of(example) for example in kept]
     assert heldout.isdisjoint(left)
     assert left == [question for question in questions if question not in heldout]
 
 
 def test_nothing_left_to_teach_is_an_error() -> None:
-    every = make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=(), count=20)
+    every = make_examples(curriculum(SPELLING), TOKENIZER, count=20)
     heldout = [question_of(example) for example in every]
     with pytest.raises(ConfigError, match=r"data\.sources\[spelling\]: every question .* held out"):
-        make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=heldout, count=20)
+        make_examples(curriculum(SPELLING, heldout_questions=heldout), TOKENIZER, count=20)
     lines = SourceConfig(name="lines", source="jsonl", path="some.jsonl")
     cubes = replace(SPELLING, name="cubes", task="rubiks_cube")
     for source in (lines, cubes):
         with pytest.raises(ConfigError, match=r"learns from reasoning_gym .* none is given"):
-            make_examples([source], TOKENIZER, seed=0, heldout_questions=(), count=20)
+            make_examples(curriculum(source), TOKENIZER, count=20)
     with pytest.raises(ConfigError, match=r"\[trips\]\.env.*'d:trips': it made no conversation"):
-        make_examples(
-            [TRIPS], TOKENIZER, seed=0, heldout_questions=(), count=20, demonstrate=lambda *_: []
-        )
+        make_examples(curriculum(TRIPS, demonstrate=lambda *_: []), TOKENIZER, count=20)
 
 
 def test_of_tasks_without_answers_none_is_made_up() -> None:
     sources = [SPELLING, replace(SPELLING, name="cubes", task="rubiks_cube")]
-    examples = make_examples(sources, TOKENIZER, seed=0, heldout_questions=(), count=20)
+    examples = make_examples(curriculum(*sources), TOKENIZER, count=20)
     assert len(examples) == 10 and all("Spell" in question_of(one) for one in examples)
 
 
 def test_a_task_that_takes_no_large_seed_is_taught() -> None:
     pools = replace(SPELLING, name="pools", task="pool_matrix")
     for seed in (0, 2**32 - 1):
-        made = make_examples([pools], TOKENIZER, seed=seed, heldout_questions=(), count=4)
+        made = make_examples(curriculum(pools, seed=seed), TOKENIZER, count=4)
         assert len(set(map(question_of, made))) == 4
 
 
 def test_questions_are_asked_as_in_rollouts() -> None:
     told = replace(SPELLING, system="Spell.", system_template="reasoning")
-    (example,) = make_examples([told], TOKENIZER, seed=0, heldout_questions=(), count=1)
+    (example,) = make_examples(curriculum(told), TOKENIZER, count=1)
     (system,) = told_by(told, ())
     assert system["content"].startswith("Reason before you answer.")
     prompt = TOKENIZER.decode(prompt_of(example))
     assert prompt.startswith(f"<|im_start|>system\n{system['content']}<|im_end|>\n")
     bare = replace(told, system_template="none")
-    assert content_key(TINY, 0, [told], ()) != content_key(TINY, 0, [bare], ())
+    assert content_key(TINY, curriculum(told)) != content_key(TINY, curriculum(bare))
 
 
 def test_sources_are_mixed_by_weight() -> None:
     sources = [SPELLING, replace(SPIRALS, weight=3.0), replace(SPIRALS, name="off", weight=0.0)]
-    examples = make_examples(sources, TOKENIZER, seed=0, heldout_questions=(), count=100)
+    examples = make_examples(curriculum(*sources), TOKENIZER, count=100)
     spelt = sum("Spell" in question_of(example) for example in examples)
     assert (spelt, len(examples)) == (25, 100)
 
 
 def test_solutions_follow_the_chat_template() -> None:
-    (thinking,) = make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=(), count=1)
+    (thinking,) = make_examples(curriculum(SPELLING), TOKENIZER, count=1)
     assert TOKENIZER.decode(prompt_of(thinking)).endswith("<|im_start|>assistant\n")
     assert TOKENIZER.decode(answer_of(thinking.worked)).startswith("<think>\n1")
     assert TOKENIZER.decode(answer_of(thinking.hasty)).startswith("<think>\n\n</think>\n\n")
     assert thinking.worked.ids[-1] == thinking.hasty.ids[-1] == TOKENIZER.eos_token_id
 
     direct = replace(SPELLING, thinking=False, system="Spell.")
-    (plain,) = make_examples([direct], TOKENIZER, seed=0, heldout_questions=(), count=1)
+    (plain,) = make_examples(curriculum(direct), TOKENIZER, count=1)
     prompt = TOKENIZER.decode(prompt_of(plain))
     assert prompt.startswith("<|im_start|>system\nSpell.<|im_end|>\n")
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -188,13 +190,9 @@ def test_of_a_conversation_only_the_policys_words_are_learned(inside: bool) -> N
         return trip_demonstrations(count, seed=1, arguments={"level": 0})
 
     examples = make_examples(
-        [SPELLING, TRIPS],
+        curriculum(SPELLING, TRIPS, demonstrate=demonstrate, tools_in_thinking=inside),
         TOKENIZER,
-        seed=0,
-        heldout_questions=(),
         count=20,
-        demonstrate=demonstrate,
-        tools_in_thinking=inside,
     )
     assert len(examples) == 20
     config = ColdStartConfig(steps=1, batch_size=20, worked_fraction=1.0)
@@ -208,7 +206,7 @@ def test_of_a_conversation_only_the_policys_words_are_learned(inside: bool) -> N
     assert "@submit_result " in said and "Find a hotel" not in said
     assert (targets[row, :-1][targets[row, :-1] >= 0] == learned).all()
     with pytest.raises(ConfigError, match="demonstrations"):
-        make_examples([TRIPS], TOKENIZER, seed=0, heldout_questions=(), count=20)
+        make_examples(curriculum(TRIPS), TOKENIZER, count=20)
 
 
 def test_no_two_seeds_share_questions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +214,7 @@ def test_no_two_seeds_share_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     large = replace(SPIRALS, params={"min_n": 4, "max_n": 4})
 
     def asked(seed: int, count: int) -> set[tuple[int, ...]]:
-        examples = make_examples([large], TOKENIZER, seed=seed, heldout_questions=(), count=count)
+        examples = make_examples(curriculum(large, seed=seed), TOKENIZER, count=count)
         return {prompt_of(example) for example in examples}
 
     for count in (50, 150):
@@ -234,7 +232,7 @@ def test_the_initializer_range_is_the_recipes() -> None:
 
 def test_training_lowers_the_loss_and_reports_each_step() -> None:
     model = build_model(TINY, TOKENIZER, seed=0)
-    examples = make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=(), count=64)
+    examples = make_examples(curriculum(SPELLING), TOKENIZER, count=64)
     config = ColdStartConfig(steps=30, batch_size=8, lr=1e-2)
     threads = torch.get_num_threads()
     seen: list[tuple[int, float]] = []
@@ -295,7 +293,7 @@ def test_processes_at_once_agree_on_one_folder(tmp_path: Path) -> None:
 
 def test_the_key_covers_what_the_weights_depend_on() -> None:
     def key(config: EmbeddedConfig = TINY, seed: int = 0, heldout: tuple[str, ...] = ()) -> str:
-        return content_key(config, seed, [SPELLING], heldout)
+        return content_key(config, curriculum(SPELLING, seed=seed, heldout_questions=heldout))
 
     harder = replace(SPELLING, params={"min_word_len": 5})
     keys = {
@@ -304,10 +302,12 @@ def test_the_key_covers_what_the_weights_depend_on() -> None:
         key(heldout=("a",)),
         key(replace(TINY, layers=2)),
         key(replace(TINY, cold_start=replace(TINY.cold_start, worked_fraction=0.9))),
-        content_key(TINY, 0, [harder], ()),
+        content_key(TINY, curriculum(harder)),
     }
     assert len(keys) == 6
-    inside, after = (content_key(TINY, 0, [TRIPS], (), tools_in_thinking=t) for t in (True, False))
+    inside, after = (
+        content_key(TINY, curriculum(TRIPS, tools_in_thinking=t)) for t in (True, False)
+    )
     assert inside != after
     assert key(replace(TINY, cache_dir="elsewhere")) == key()
     assert key(heldout=("a", "b")) == key(heldout=("b", "a", "b"))
@@ -334,13 +334,12 @@ def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.e2e
 def test_a_process_of_its_own_teaches_like_this_one(tmp_path: Path) -> None:
     """As on a GPU, with the CPU in its place."""
-    make = partial(
-        make_folder, tmp_path / "apart", TINY, seed=0, sources=[SPELLING], heldout_questions={"a"}
-    )
+    given = curriculum(SPELLING, heldout_questions={"a"})
+    make = partial(make_folder, tmp_path / "apart", TINY, given)
     seen: list[int] = []
     run_on_gpu(make, "cpu", deadline_s=PATIENCE_S, progress=lambda step, *_: seen.append(step))
     assert seen == [1, 2, 3]
-    here = ensure(tmp_path / "here", heldout_questions={"a"})
+    here = ensure_embedded(replace(TINY, cache_dir=str(tmp_path / "here")), given)
     apart = AutoModelForCausalLM.from_pretrained(tmp_path / "apart").state_dict()
     for name, tensor in AutoModelForCausalLM.from_pretrained(here).state_dict().items():
         torch.testing.assert_close(apart[name], tensor, rtol=0.0, atol=1e-3)
@@ -357,9 +356,7 @@ def hang(**_: Any) -> None:
 @pytest.mark.e2e
 def test_what_goes_wrong_in_that_process_is_raised_here(tmp_path: Path) -> None:
     slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch_size=4, max_seconds=1e-6))
-    make = partial(
-        make_folder, tmp_path / "slow", slow, seed=0, sources=[SPELLING], heldout_questions=()
-    )
+    make = partial(make_folder, tmp_path / "slow", slow, curriculum(SPELLING))
     with pytest.raises(TimeoutError, match="1 of 3 steps took"):
         run_on_gpu(make, "cpu", deadline_s=PATIENCE_S)
     with pytest.raises(RuntimeError, match=r"died \(exit code 7\)"):

@@ -19,7 +19,7 @@ from keel.configs.schema import (
     SourceConfig,
 )
 from keel.model.embedded.cache import content_key
-from keel.model.embedded.cold_start import Example, make_examples
+from keel.model.embedded.cold_start import Curriculum, Example, make_examples
 from keel.model.embedded.scripted import demonstrate, digest_of
 from keel.model.embedded.tokenizer import build_tokenizer
 from tests.agents.test_environments_guide import BLOCK, GUIDE
@@ -84,7 +84,8 @@ def test_what_goes_wrong_is_named(
 
 def test_other_scripts_make_another_model(folder: Path) -> None:
     def key(demonstrations: str) -> str:
-        return content_key(EmbeddedConfig(), 0, of(folder, demonstrations).data.sources, ())
+        sources = of(folder, demonstrations).data.sources
+        return content_key(EmbeddedConfig(), Curriculum(seed=0, sources=sources))
 
     first = key("demos:shopping")
     with (folder / "demos.py").open("a") as file:
@@ -130,15 +131,10 @@ def script(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def examples_of(config: Config, max_context: int | None = None) -> list[Example]:
-    return make_examples(
-        config.data.sources,
-        build_tokenizer(),
-        seed=0,
-        heldout_questions=(),
-        count=3,
-        demonstrate=partial(demonstrate, config),
-        max_context=max_context,
+    curriculum = Curriculum(
+        seed=0, sources=config.data.sources, demonstrate=partial(demonstrate, config)
     )
+    return make_examples(curriculum, build_tokenizer(), count=3, max_context=max_context)
 
 
 @pytest.mark.parametrize(

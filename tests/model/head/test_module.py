@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from keel.model.head.module import LOGIT_SCALE, logit_shape
-from keel.model.logprobs import SupportHead, install_support_head
+from keel.model.head.module import LOGIT_SCALE, SupportHead, install_support_head, logit_shape
 from tests.model.families import VOCAB, build
 
 TOKENS = torch.arange(12).reshape(1, 12) * 5 % VOCAB

@@ -94,6 +94,14 @@ class FakeEngine:
         self.events.append("finish")
 
 
+def update(engine: EngineThread, version: int, *buckets: Any) -> None:
+    """Replace all weights."""
+    engine.begin_update()
+    for bucket in buckets:
+        engine.load_bucket(bucket)
+    engine.finish_update(version)
+
+
 @pytest.fixture
 def fake() -> FakeEngine:
     return FakeEngine()
@@ -235,7 +243,7 @@ def test_running_groups_pause_while_the_engine_sleeps(
     assert nearly.result(PATIENCE_S).prompt.prompt_id == "nearly"
     fake.go.set()
     assert engine.stats()["version"] == 0 and not later.done()
-    engine.update_weights(1, [])
+    update(engine, 1)
     later.result(PATIENCE_S)
     assert fake.events == ["asleep", "begin", "finish", "later"]
 
@@ -284,7 +292,7 @@ def test_an_update_can_wait_for_running_groups(draining: EngineThread, fake: Fak
     fake.go.clear()
     future = draining.submit(prompt("a"), group_size=2)
     threading.Timer(0.05, fake.go.set).start()
-    draining.update_weights(3, iter(["x", "y"]))  # type: ignore[list-item]
+    update(draining, 3, "x", "y")
     assert future.done()
     assert fake.events == ["a", "begin", "load x", "load y", "finish"]
     assert draining.stats()["version"] == 3
@@ -295,7 +303,7 @@ def test_an_update_that_cannot_begin_is_given_up(fake: FakeEngine) -> None:
     fake.go.clear()
     future = draining.submit(prompt("a"), group_size=2)
     with pytest.raises(TimeoutError, match=r"update_deadline_s\) for running completions to"):
-        draining.update_weights(3, [])
+        update(draining, 3)
     fake.go.set()
     future.result(PATIENCE_S)
     draining.close()
@@ -311,7 +319,7 @@ def test_a_commands_own_timeout_is_passed_on(fake: FakeEngine) -> None:
     fake.load_bucket = late
     engine = EngineThread(lambda: fake, config())
     with pytest.raises(TimeoutError, match="the store") as raised:
-        engine.update_weights(1, iter(["x"]))  # type: ignore[list-item]
+        update(engine, 1, "x")
     assert raised.value is cause
     engine.close()
 

@@ -12,6 +12,7 @@ import ray
 
 from keel.configs.schema import ColdStartConfig, EmbeddedConfig, JudgeConfig, JudgeServerConfig
 from keel.model.embedded.cache import ensure_embedded
+from keel.model.embedded.cold_start import Curriculum
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
@@ -46,9 +47,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
             cache_dir=str(tmp_path_factory.mktemp("models")),
             cold_start=ColdStartConfig(steps=0),
         ),
-        seed=0,
-        sources=(),
-        heldout_questions=(),
+        Curriculum(seed=0),
     )
     quote = build_tokenizer().convert_tokens_to_ids('"')
     return JudgeConfig(

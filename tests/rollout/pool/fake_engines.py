@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
 from typing import Any, cast
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
@@ -108,7 +108,18 @@ class World:
         if not self.lives:
             self.pool.start()
         prompts = [prompt(f"p{i}") for i in range(count)]
-        return list(self.pool.generate(prompts, group_size=2, **options))
+        return list(generate(self.pool, prompts, group_size=2, **options))
+
+
+def generate(pool: RolloutPool, prompts: Sequence[Prompt], **how: Any) -> Iterator[Group]:
+    """Groups in the order that they finish. Who closes it has the others given up."""
+    groups = [pool.submit(prompt, **how) for prompt in prompts]
+    try:
+        for group in as_completed(groups):
+            yield group.result()
+    finally:
+        for group in groups:
+            group.cancel()
 
 
 def done(value: Any) -> Future[Any]:

@@ -16,7 +16,7 @@ from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import _as_engine_error
 from keel.rollout.spec import Progress, Started
 from tests.rl.rollouts import prompt
-from tests.rollout.engine.test_thread import FakeEngine
+from tests.rollout.engine.test_thread import FakeEngine, update
 from tests.rollout.pool.fake_engines import done
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -59,15 +59,15 @@ class ThreadEngine:
     def update(self, version: int, buckets: Any) -> Future[int]:
         future: Future[int] = Future()
 
-        def update() -> None:
+        def replace() -> None:
             try:
-                self.thread.update_weights(version, iter(buckets))
+                update(self.thread, version, *buckets)
                 future.set_result(version)
             except TimeoutError as error:
                 raised = _as_engine_error(error)
                 self.failed.append(lambda: future.set_exception(raised))
 
-        threading.Thread(target=update).start()
+        threading.Thread(target=replace).start()
         return future
 
     def progress(self) -> Future[Progress]:

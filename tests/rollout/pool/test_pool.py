@@ -14,7 +14,7 @@ from keel.rollout.pool.lifecycle import MAX_RESTARTS
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, Started
 from tests.rl.rollouts import prompt
-from tests.rollout.pool.fake_engines import FakeEngine, World, done, failed
+from tests.rollout.pool.fake_engines import FakeEngine, World, done, failed, generate
 from tests.waiting import PATIENCE_S, wait_for
 
 
@@ -114,7 +114,7 @@ def test_the_others_go_on_while_an_engine_starts_again(when: str) -> None:
     assert not coming.done() and world.lives[1].version == 8 and not world.lives[2].naps
     coming.set_result(Started(1))
     wait_for(lambda: world.lives[2].naps)
-    assert ids(list(world.pool.generate([prompt(f"q{i}") for i in range(4)], group_size=2))) == [
+    assert ids(list(generate(world.pool, [prompt(f"q{i}") for i in range(4)], group_size=2))) == [
         f"q{i}" for i in range(4)
     ]
     world.pool.shutdown()
@@ -273,7 +273,7 @@ def test_groups_come_as_they_finish_and_abandoned_ones_are_cancelled() -> None:
     world = World(answer=lambda engine, name: name == "p0" or engine.finish(name), engines=1)
     world.pool.start()
     prompts = [prompt(f"p{i}") for i in range(2)]
-    groups = world.pool.generate(prompts, group_size=2)
+    groups = generate(world.pool, prompts, group_size=2)
     assert next(groups).prompt.prompt_id == "p1"
     groups.close()
     wait_for(lambda: world.lives[0].asked["p0"].cancelled())
@@ -354,7 +354,7 @@ def test_a_prompt_that_comes_twice_is_not_answered_in_the_same_words() -> None:
     world = World(engines=1)
     world.pool.start()
     for version in (1, 2):
-        list(world.pool.generate([prompt("p"), prompt("q"), prompt("p")], group_size=2))
+        list(generate(world.pool, [prompt("p"), prompt("q"), prompt("p")], group_size=2))
         world.update_all(version)
     assert world.lives[0].draws == [("p", 0), ("q", 0), ("p", 1)] * 2
 

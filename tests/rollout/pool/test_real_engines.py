@@ -22,6 +22,7 @@ from keel.rollout.pool import pulse
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
 from keel.trainer.cluster.ray_internals import without_unused_processes
 from tests.buckets import pack_buckets
+from tests.rollout.pool.fake_engines import generate
 from tests.rollout.remote_engine import TRUNCATED, engine_spec, prompts
 from tests.rollout.tiny_model import checkpoint_tensors, make_model
 from tests.waiting import PATIENCE_S, patiently, wait_for
@@ -64,7 +65,7 @@ def stats(pool: RayRolloutPool, name: str) -> list[float]:
 
 
 def test_groups_and_weights(pool: RayRolloutPool, buckets: list[Any]) -> None:
-    groups = list(pool.generate(prompts(4, shared=0, own=9), group_size=4))
+    groups = list(generate(pool, prompts(4, shared=0, own=9), group_size=4))
     assert sorted(group.prompt.prompt_id for group in groups) == ["p0", "p1", "p2", "p3"]
     (segment,) = groups[0].trajectories[0].segments
     assert segment.routes_TLK is not None and segment.kept is not None
@@ -75,7 +76,7 @@ def test_groups_and_weights(pool: RayRolloutPool, buckets: list[Any]) -> None:
     ]
     assert min(tokens) > 0, "one engine did all the work"
     pool.update(2, [ray.put(buckets[0]), *buckets[1:]]).result(timeout=2 * PATIENCE_S)
-    (group,) = pool.generate(prompts(1, shared=0, own=9), group_size=2)
+    (group,) = generate(pool, prompts(1, shared=0, own=9), group_size=2)
     assert {t.segments[0].version_T[-1] for t in group.trajectories} == {2}
 
 
@@ -84,7 +85,7 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
 ) -> None:
     pool.update(3, buckets).result(timeout=2 * PATIENCE_S)
     victim = ray.get(actors(pool)[0].ready.remote(), timeout=PATIENCE_S).pid
-    groups = pool.generate(prompts(12, shared=0, own=60, tag="k"), group_size=4)
+    groups = generate(pool, prompts(12, shared=0, own=60, tag="k"), group_size=4)
     first = next(groups)
     os.kill(victim, signal.SIGKILL)
     rest = list(groups)
@@ -103,7 +104,7 @@ def test_an_engine_whose_step_hangs_is_replaced_while_its_process_runs_and_answe
 
     def worked() -> bool:
         """Both: one that was just started again may still have the other do all of it."""
-        list(pool.generate(prompts(4, shared=0, own=9, tag=f"b{next(tries)}"), group_size=4))
+        list(generate(pool, prompts(4, shared=0, own=9, tag=f"b{next(tries)}"), group_size=4))
         asked = [actor.progress.remote() for actor in actors(pool)]
         return min(each.steps for each in ray.get(asked, timeout=PATIENCE_S)) > 0
 
@@ -153,7 +154,7 @@ def test_weights_reach_engines_that_are_sampling(pool: RayRolloutPool, buckets: 
 
 def test_abandoned_groups_are_aborted_on_the_engine(pool: RayRolloutPool) -> None:
     long = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=100)
-    groups = pool.generate(prompts(8, shared=0, own=60, tag="a"), group_size=4, sampling=long)
+    groups = generate(pool, prompts(8, shared=0, own=60, tag="a"), group_size=4, sampling=long)
     next(groups)
     groups.close()
 
@@ -169,8 +170,8 @@ def test_abandoned_groups_are_aborted_on_the_engine(pool: RayRolloutPool) -> Non
 
 
 def test_evaluation_is_not_recorded(pool: RayRolloutPool) -> None:
-    (group,) = pool.generate(
-        prompts(1, shared=0, own=9), group_size=2, sampling=TRUNCATED, purpose="eval"
+    (group,) = generate(
+        pool, prompts(1, shared=0, own=9), group_size=2, sampling=TRUNCATED, purpose="eval"
     )
     (segment,) = group.trajectories[0].segments
     assert segment.routes_TLK is None and segment.kept is None
@@ -179,4 +180,4 @@ def test_evaluation_is_not_recorded(pool: RayRolloutPool) -> None:
 
 def test_a_prompt_that_does_not_fit_is_named(pool: RayRolloutPool) -> None:
     with pytest.raises(ValueError, match=r"prompt q0: .* exceed the engine's context of 256"):
-        list(pool.generate(prompts(1, shared=0, own=240, tag="q"), group_size=2))
+        list(generate(pool, prompts(1, shared=0, own=240, tag="q"), group_size=2))

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, load_policy
-from keel.model.routing.replay import router_modules
+from keel.model.routing.routers import router_modules
 from keel.trainer.engine.layer_compile import warm_up
 from tests.forked import forked_from
 from tests.ports import free_ports
@@ -125,7 +125,8 @@ def reading(stage: int, **changes: Any) -> Scenario:
         from keel.model.weight_transfer import outline as sent  # noqa: PLC0415
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
         from keel.trainer.engine.expert_parallel import ExpertLayers  # noqa: PLC0415
-        from keel.trainer.engine.weights import Weights, readers  # noqa: PLC0415
+        from keel.trainer.engine.weights import Weights  # noqa: PLC0415
+        from keel.trainer.planning.families import readers  # noqa: PLC0415
 
         config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
         path = str(ranks.folder / model)
@@ -164,7 +165,7 @@ def reading(stage: int, **changes: Any) -> Scenario:
             assert engine._reference is not None
             times = of_all(len(read))
             same = of_all((equal(engine._network), equal(engine._reference.network)))
-            blind += range(readers(config.trainer, torch.float32))[-1:]  # the last that reads
+            blind += range(readers(config.trainer))[-1:]  # the last that reads
             with pytest.raises((ConfigError, OSError, RuntimeError)) as error:
                 ranks.engine(config, model)
         return {"times": times, "same": same, "refused": of_all(repr(error.value))}

@@ -14,7 +14,7 @@ from keel.configs.sections.rewards import JudgeConfig, JudgeServerConfig
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing.bundles import bundle_size
 from keel.trainer.planning.choose import choose
-from keel.trainer.planning.memory import GIB, context_tokens, trainer_memory
+from keel.trainer.planning.memory import GIB, trainer_memory
 from keel.trainer.planning.options import with_values
 from keel.trainer.planning.placement import Hardware, idle_nodes, place
 from tests.trainer.planning.test_choose import SHAPES, machine, recipe
@@ -64,7 +64,7 @@ def test_a_micro_batch_is_called_the_largest_that_fits_where_it_is() -> None:
 def test_a_micro_batch_is_as_large_as_the_groups_that_share_their_prompts_in_it() -> None:
     """Of two groups a rank, where sharing is chosen as well: no token more buys anything."""
     choice = choose(recipe(), KNOBS, facts("0.6b"), machine(8, 79.0)).config
-    a, whole = choice.algorithm, context_tokens(choice)
+    a, whole = choice.algorithm, choice.max_context
     assert choice.trainer.share_prompts and a.prompts_per_step == 2 * choice.trainer.ranks
     two = 2 * bundle_size(a.group_size, choice.data.max_prompt_tokens, whole)
     assert choice.trainer.micro_batch_tokens == two

@@ -26,7 +26,6 @@ from keel.rl.packing.bundles import bundle_size
 from keel.trainer.planning.gpus import Machine, machine_of
 from keel.trainer.planning.memory import (
     BYTES,
-    context_tokens,
     kv_token_bytes,
     mlp_width,
     packed,
@@ -120,7 +119,7 @@ def test_a_prompt_that_is_shared_is_computed_once_a_group(moe: ModelFacts) -> No
         return recipe(prompt=512, share_prompts=share, micro_batch_tokens=tokens)
 
     plain, shared = made(16_384, share=False), made(16_384)
-    each = context_tokens(plain)
+    each = plain.max_context
     assert packed(plain) == (math.ceil(64 / (16_384 // each)), 64 * each)
     assert packed(made(each)) == (64, 64 * each)
     assert packed(shared)[1] == 8 * 512 + 64 * (each - 512)
