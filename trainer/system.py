@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any, get_args
@@ -362,22 +363,19 @@ def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
     steps = config.model.embedded.cold_start.steps
     with waiting("cold start of the embedded model", total=steps, unit="steps") as wait:
 
-        def progress(step: int, loss: float, seconds: float) -> None:
+        def show(step: int, loss: float, seconds: float) -> None:
             wait.done, wait.note = step, f"loss {loss:.3f}"
 
+        heldout = chain.from_iterable(dataset.heldout.values())
         curriculum = Curriculum(
             seed=config.run.seed,
             sources=config.data.sources,
-            heldout_questions={
-                str(each.messages[-1]["content"]) for s in dataset.heldout.values() for each in s
-            },
+            heldout_questions={str(each.messages[-1]["content"]) for each in heldout},
             demonstrate=partial(demonstrate, config),
             tools_in_thinking=config.agents.tools_in_thinking,
         )
         device = "cuda" if gpu and torch.cuda.is_available() else "cpu"
-        folder = ensure_embedded(
-            config.model.embedded, curriculum, device=device, progress=progress
-        )
+        folder = ensure_embedded(config.model.embedded, curriculum, device=device, progress=show)
     if steps:
         how = "taught now, kept in" if wait.done else "taught before, found in"
         print(f"embedded model: {how} {folder}", flush=True)
