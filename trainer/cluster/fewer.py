@@ -72,6 +72,12 @@ class Layouts:
             lacking = self._lacking(config, self.nodes())
             if lacking:
                 config = self._waited(config, lacking)
+        elif lacking := self._never(config):
+            self.say(
+                f"warning: {lacking}, whoever else uses it. The start waits for nodes that join, "
+                f"at most {config.run.startup_deadline_s:g} s (run.startup_deadline_s); {RANKS} "
+                "may be smaller, also for a run that is resumed"
+            )
         self.lowering.config, self.lowering.fewer = config, config.trainer.ranks < most
         return config
 
@@ -106,6 +112,13 @@ class Layouts:
         )
         return replace(self.whole, trainer=trainer)
 
+    def _never(self, config: Config) -> str:
+        """Why it finds no place even on a cluster that nobody else uses; "" if it does, and with
+        GPUs, which are reserved first."""
+        if self.hardware.gpu:
+            return ""
+        return self._lacking(config, [node.empty() for node in self.nodes()])
+
     def _lacking(self, config: Config, nodes: Sequence[Node]) -> str:
         """Why it finds no place; "" if it does."""
         if self.hardware.gpu:
@@ -120,7 +133,7 @@ class Layouts:
         cores = sum(node.free_cpus for node in nodes)
         return (
             f"the recipe needs {config.trainer.ranks} trainer ranks of {TrainerWorker.CPUS:g} CPU "
-            f"cores, and the cluster has {cores} cores left"
+            f"cores, and the cluster has {cores} for them"
         )
 
     def _waited(self, whole: Config, lacking: str) -> Config:

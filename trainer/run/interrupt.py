@@ -12,6 +12,7 @@ it still loads its libraries.
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PREEMPTED = 143
@@ -48,6 +49,8 @@ class _Signals:
         """Whether Ctrl-C has come."""
         self.open: Interrupt | None = None
         """Who is told, instead of the command being ended."""
+        self._terminals: list[TextIO] = []
+        """Of what is written to: no `isatty` says so any more of one that is gone."""
         self._installed: dict[int, Any] = {}
         """What was there before, by signal."""
 
@@ -56,6 +59,7 @@ class _Signals:
         for number in (signal.SIGINT, *PREEMPTION):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._installed[number] = signal.signal(number, self._on_signal)
+        self._terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
 
     def again(self) -> None:
         """A library has put handlers of its own in their place."""
@@ -66,6 +70,7 @@ class _Signals:
         for number, handler in self._installed.items():
             signal.signal(number, handler)
         self._installed.clear()
+        self._terminals = []
         # The next command of this process, or a notebook's next run in a thread, was told nothing.
         self.preempted, self.late, self.asked = None, "", False
 
@@ -87,8 +92,8 @@ class _Signals:
         else:
             self.preempted = signal.Signals(number)
             if number == signal.SIGHUP:
-                for stream in (sys.stdout, sys.stderr):
-                    if stream.isatty():
+                for stream in self._terminals:
+                    if not stream.isatty():
                         let_go(stream)
             if self.open is None:
                 raise Preempted
@@ -137,6 +142,7 @@ def leaving() -> Iterator[End]:
     if threading.current_thread() is not threading.main_thread():
         yield end
         return
+    sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
     ignored = signal.SIG_IGN  # as by `nohup`
     heard = [n for n in (signal.SIGINT, *PREEMPTION) if signal.getsignal(n) != ignored]
 
@@ -252,10 +258,44 @@ def let_go(stream: TextIO) -> None:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _Outliving:
+    """`outliving`"""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._failed(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        if error.errno in FULL:
+            raise error
+        let_go(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def outliving(stream: TextIO) -> TextIO:
+    """The stream, whose terminal may go, as that of a job in the background, or whose reader
+    (`keel train | tee`, ended first): nothing that is written fails then."""
+    return cast(TextIO, _Outliving(stream))
+
+
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Print a line. A reader that is gone (`keel train | tee`, ended first) ends nothing."""
-    chosen = stream or sys.stdout
-    try:
-        print(text, file=chosen, flush=True)
-    except OSError:
-        let_go(chosen)
+    """Print a line, as `outliving` does. One for which the disk has no room is held back."""
+    with suppress(OSError):
+        print(text, file=outliving(stream or sys.stdout), flush=True)

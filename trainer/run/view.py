@@ -15,7 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from keel.trainer.run.interrupt import tell
+from keel.trainer.run.interrupt import outliving, tell
 from keel.trainer.run.waits import DISPLAY, Wait, duration
 
 SHOWN = (
@@ -144,7 +144,9 @@ class LiveView:
         self._rewards: list[float] = []
         self._evals: dict[str, list[tuple[int, float]]] = {}
         self._live = Live(
-            console=console or Console(), get_renderable=self._draw, refresh_per_second=4
+            console=console or Console(file=outliving(sys.stdout)),
+            get_renderable=self._draw,
+            refresh_per_second=4,
         )
 
     def begin(self, activity: str) -> None:

@@ -95,6 +95,21 @@ def test_a_first_start_and_one_that_finds_all_there_wait_for_nothing(
     assert (cluster.now, cluster.said, layouts.lowering.fewer) == (0, [], False)
 
 
+def test_a_first_start_whose_ranks_the_cores_can_never_hold_says_so(
+    facts: ModelFacts, tmp_path: Path
+) -> None:
+    busy = [replace(node, cpus=1, free_cpus=0) for node in idle_nodes(1, 0)]
+    said: list[list[str]] = []
+    for ranks in (2, 3):
+        cluster = Cluster(lambda _: busy)
+        cluster.layouts(recipe(ranks=ranks), facts, tmp_path, gib=0).next()
+        said.append(cluster.said)
+    assert said[0] == []
+    (line,) = said[1]
+    assert "3 trainer ranks of 0.5 CPU cores, and the cluster has 1 for them" in line
+    assert "100 s (run.startup_deadline_s); trainer.ranks may be smaller" in line
+
+
 def test_after_the_time_half_of_the_gpus_have_half_of_the_ranks_and_engines(
     facts: ModelFacts, tmp_path: Path
 ) -> None:

@@ -3,10 +3,13 @@ its own. Nothing that a library, a child or a terminal does comes in between."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from io import TextIOWrapper
 from pathlib import Path
@@ -223,3 +226,58 @@ def test_what_comes_after_the_last_words_changes_no_status(
     assert done.returncode == (INTERRUPTED if number == signal.SIGINT else PREEMPTED)
     assert done.stdout == "said" and done.stderr.startswith("keel check: stopped")
     assert done.stderr.count("\n") == 1
+
+
+ALONE = """
+import os, signal, sys, time
+from keel.trainer import cli
+
+def stopped(_):
+    os.write({said}, b"1")
+    {first}
+    while os.isatty(1):  # no more once it is hung up
+        time.sleep(0.01)
+    print("nobody reads this")
+    return 0
+
+cli.heavy = stopped
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("heard", [True, False], ids=["hung up", "in the background"])
+def test_a_terminal_that_goes_ends_nothing_but_by_its_signal(heard: bool) -> None:
+    ours, its = pty.openpty()
+    ready, said = os.pipe()
+    first = "" if heard else "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    command = [sys.executable, "-c", ALONE.format(said=said, first=first), "check", "quickstart"]
+    with subprocess.Popen(
+        command,
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        start_new_session=True,
+        pass_fds=[said],
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as process:
+        os.close(its)
+        os.read(ready, 1)
+        os.close(ours)
+        assert process.wait(timeout=DEADLINE_S) == (PREEMPTED if heard else 0)
+    os.close(ready)
+    os.close(said)
+
+
+def test_a_full_disk_loses_no_word_that_is_told_before_or_after(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w") as log:
+        at, full = os.dup(log.fileno()), os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, log.fileno())
+        tell("during", log)
+        assert os.path.samestat(os.fstat(log.fileno()), os.fstat(full))
+        os.dup2(at, log.fileno())
+        tell("after", log)
+        os.close(at)
+        os.close(full)
+    assert path.read_text() == "during\nafter\n"
