@@ -44,7 +44,7 @@ from keel.trainer.planning.placement import (
     idle_nodes,
     place,
 )
-from keel.trainer.run.interrupt import shielded
+from keel.trainer.run.interrupt import shielded, undisturbed
 from keel.trainer.worker import own_cores
 
 CONNECT_S = 10.0
@@ -153,12 +153,14 @@ def end_ray() -> None:
     """Leave the cluster; one that was started here is ended with everything in it.
 
     A cluster that does not answer, or has lost a process, is not asked: Ray would wait for it for
-    ever, or end this process without a word."""
-    check_own()
-    with ended_by_force():
-        shut_down(ray.shutdown, END_S, "end")
-    if lost():
-        atexit.unregister(ray.shutdown)
+    ever, or end this process without a word. So it would if a signal ended the cluster before it
+    was left."""
+    with undisturbed():
+        check_own()
+        with ended_by_force():
+            shut_down(ray.shutdown, END_S, "end")
+        if lost():
+            atexit.unregister(ray.shutdown)
 
 
 def check_own() -> None:

@@ -49,6 +49,8 @@ class _Signals:
         """Whether Ctrl-C has come."""
         self.open: Interrupt | None = None
         """Who is told, instead of the command being ended."""
+        self.waiting: list[int] | None = None
+        """What has come within `undisturbed`."""
         self._terminals: list[TextIO] = []
         """Of what is written to: no `isatty` says so any more of one that is gone."""
         self._installed: dict[int, Any] = {}
@@ -79,6 +81,13 @@ class _Signals:
         return bool(self._installed)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.waiting is not None:
+            self.waiting.append(number)
+        else:
+            self.heed(number)
+
+    def heed(self, number: int) -> None:
+        """Raises, or tells who is open."""
         name = signal.Signals(number).name
         if number == signal.SIGINT:
             self.asked = True
@@ -185,6 +194,23 @@ def shielded() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             _SIGNALS.again()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """What comes within it, Ctrl-C too, is heeded at its end: for what is not to be left half done,
+    and has a deadline."""
+    here = threading.current_thread() is threading.main_thread()
+    if not here or _SIGNALS.waiting is not None:
+        yield
+        return
+    _SIGNALS.waiting = []
+    try:
+        yield
+    finally:
+        came, _SIGNALS.waiting = _SIGNALS.waiting, None
+        for number in came:
+            _SIGNALS.heed(number)
 
 
 class Interrupt:

@@ -46,6 +46,7 @@ from keel.trainer.cluster.ray_internals import (
 )
 from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.placement import Hardware, idle_nodes
+from keel.trainer.run.interrupt import Preempted, watching
 from tests.waiting import PATIENCE_S
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -55,6 +56,20 @@ SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", siz
 def well() -> Iterator[None]:
     yield
     ray_calls.joined()
+
+
+def test_a_signal_does_not_leave_a_cluster_half_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray ends a process whose cluster is gone before it has left it."""
+    ended: list[str] = []
+
+    def leave(*_: object) -> None:
+        signal.raise_signal(signal.SIGHUP)
+        ended.append("Ray")
+
+    monkeypatch.setattr(nodes, "shut_down", leave)
+    with watching(), pytest.raises(Preempted):
+        nodes.end_ray()
+    assert ended == ["Ray"]
 
 
 def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

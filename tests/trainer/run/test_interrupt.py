@@ -29,6 +29,7 @@ from keel.trainer.run.interrupt import (
     preempted,
     shielded,
     tell,
+    undisturbed,
     watching,
 )
 from keel.trainer.run.restarts import Lost
@@ -184,6 +185,21 @@ def test_children_started_behind_the_shield_outlive_a_signal_to_all_and_ours_is_
         with pytest.raises(Preempted):
             signal.raise_signal(signal.SIGTERM)
     assert child.communicate("alive", timeout=DEADLINE_S)[0] == "alive\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_must_not_be_left_half_done_is_done_before_a_signal_is_heeded(number: int) -> None:
+    done: list[str] = []
+    with watching():
+        with pytest.raises(KeyboardInterrupt), undisturbed():
+            signal.raise_signal(number)
+            with undisturbed():
+                done.append("inner")
+            done.append("outer")
+        assert bool(preempted()) == (number == signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert done == ["inner", "outer"]
 
 
 def test_a_reader_that_is_gone_ends_nothing(tmp_path: Path) -> None:
