@@ -1,9 +1,10 @@
-"""A run that has lost ranks or a node, and starts again: on as much as before, once that is there;
-and if it does not come back, on what is left, where the recipe allows."""
+"""What a run starts on: all that its recipe asks for, once there is room for it; and if there is
+none in time, as after the loss of a node, fewer ranks and engines, where the recipe allows."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,11 @@ AT_ONCE = 32
 TRIED = 64
 """Layouts at most, the best first: each may be a search of seconds."""
 RANKS, ENGINES = "trainer.ranks", "rollout.engines"
+CURES = (
+    f"A smaller {RANKS}, also for a run that is resumed, takes less room; with trainer.min_ranks a "
+    "start goes on with the ranks that there is room for"
+)
+"""Where it may not have fewer."""
 
 
 @dataclass(kw_only=True)
@@ -60,24 +66,24 @@ class Layouts:
     """Hosts of nodes that Ray takes for alive, and which do not answer."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
+    joinable: bool = True
+    """Whether nodes may join the cluster. None joins one that Keel has started on this machine."""
     _begun: bool = False
 
     def next(self) -> Config:
-        """The recipe to start with. Waits for what a run that has started before needs; raises
-        TimeoutError where neither that nor less is there in time."""
+        """The recipe to start with. Waits for room where a run has lost it, or needs cores that the
+        cluster has not; raises TimeoutError where there is none in time either for
+        all or for what the recipe allows, and ConfigError where none can come."""
         config, self._begun, begun = self._undiminished(), True, self._begun
         most = config.trainer.ranks
+        waits = begun or self.joinable
         if begun:
             self._wait_for_silent_ones()
             lacking = self._lacking(config, self.nodes())
-            if lacking:
-                config = self._waited(config, lacking)
-        elif lacking := self._never(config):
-            self.say(
-                f"warning: {lacking}, whoever else uses it. The start waits for nodes that join, "
-                f"at most {config.run.startup_deadline_s:g} s (run.startup_deadline_s); {RANKS} "
-                "may be smaller, also for a run that is resumed"
-            )
+        else:
+            lacking = self._never(config)
+        if lacking:
+            config = self._waited(config, lacking) if waits else self._at_once(config, lacking)
         self.lowering.config, self.lowering.fewer = config, config.trainer.ranks < most
         return config
 
@@ -117,7 +123,11 @@ class Layouts:
         GPUs, which are reserved first."""
         if self.hardware.gpu:
             return ""
-        return self._lacking(config, [node.empty() for node in self.nodes()])
+        return self._lacking(config, self._idle())
+
+    def _idle(self) -> list[Node]:
+        """As nobody else uses them; of a Ray that has only just begun here, nobody does."""
+        return [node.empty() for node in self.nodes()]
 
     def _lacking(self, config: Config, nodes: Sequence[Node]) -> str:
         """Why it finds no place; "" if it does."""
@@ -133,7 +143,7 @@ class Layouts:
         cores = sum(node.free_cpus for node in nodes)
         return (
             f"the recipe needs {config.trainer.ranks} trainer ranks of {TrainerWorker.CPUS:g} CPU "
-            f"cores, and the cluster has {cores} for them"
+            f"cores, and the cluster has {cores:g} for them"
         )
 
     def _waited(self, whole: Config, lacking: str) -> Config:
@@ -142,17 +152,14 @@ class Layouts:
         if least:
             longest = max(longest, run.fewer_after_s + 2 * LOOK_S)
             then = (
-                f"After {run.fewer_after_s:g} s (run.fewer_after_s) the run continues with what is "
-                f"left, {least} of {whole.trainer.ranks} ranks at least"
+                f"After {run.fewer_after_s:g} s (run.fewer_after_s) the run goes on with what "
+                f"there is room for, {least} of {whole.trainer.ranks} ranks at least"
             )
         else:
-            then = (
-                f"After {longest:g} s (run.startup_deadline_s) the run ends. With "
-                "trainer.min_ranks it could go on with what is left"
-            )
-        self._tell("restart", f"the run waits for what it has lost: {lacking}. {then}")
-        began, tried, why = self.clock(), None, ""
-        with waiting("waiting for what the run has lost"):
+            then = f"After {longest:g} s (run.startup_deadline_s) the run ends. {CURES}"
+        self._tell("restart", f"the run waits for room: {lacking}. {then}")
+        began, tried, why = self.clock(), None, "" if least else CURES
+        with waiting("waiting for room on the cluster"):
             while (waits := self.clock() - began) < longest:
                 self.pause(min(LOOK_S, longest - waits))
                 nodes = self.nodes()
@@ -163,18 +170,28 @@ class Layouts:
                     tried = nodes
                     config, why = self._fewer(whole, nodes)
                     if config is not None:
-                        self._tell("fewer", f"{changes(whole, config)} ({lacking})")
-                        return config
+                        return self._less(whole, config, lacking)
         raise TimeoutError(
-            f"waited {longest:g} s for what the run has lost: {lacking}{why and '. ' + why}. "
-            f"{KEPT.capitalize()}"
+            f"waited {longest:g} s{'' if least else ' (run.startup_deadline_s)'} for room: "
+            f"{lacking}{why and '. ' + why}. {KEPT.capitalize()}"
         )
+
+    def _at_once(self, whole: Config, lacking: str) -> Config:
+        """As after the wait, where nothing is to be waited for."""
+        config, why = self._fewer(whole, self._idle()) if self.least else (None, CURES)
+        if config is None:
+            raise ConfigError(f"{lacking}. {why}")
+        return self._less(whole, config, lacking)
+
+    def _less(self, whole: Config, config: Config, lacking: str) -> Config:
+        self._tell("fewer", f"{changes(whole, config)} ({lacking})")
+        return config
 
     def _fewer(self, whole: Config, nodes: Sequence[Node]) -> tuple[Config | None, str]:
         """With as many ranks and engines as there is room for; None, and why, where the recipe or
         a GPU's memory forbids it."""
         free = [
-            replace(node, gpus=node.free_gpus, cpus=node.free_cpus)
+            replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus))
             for node in allowed(nodes, whole.run)
         ]
         hardware = replace(self.hardware, nodes=tuple(n for n in free if n.gpus))
@@ -243,6 +260,7 @@ def layouts(
         say=say,
         nodes=lambda: cluster_nodes(gpus=hardware.gpu),
         silent=silent_nodes,
+        joinable=bool(os.environ.get("RAY_ADDRESS")),
     )
 
 
@@ -291,4 +309,7 @@ def changes(before: Config, now: Config) -> str:
         f"{knob} is now {said(new[knob])}, not {said(old[knob])}"
         for knob in diff_configs(before, now)
     ]
-    return f"the run continues with less until its next start: {', '.join(parts)}"
+    return (
+        "the run goes on with less until its next start, which takes all again where there is "
+        f"room: {', '.join(parts)}"
+    )

@@ -203,7 +203,7 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
                     gpus=int(total.get("GPU", 0)),
                     cpus=int(total.get("CPU", 0)),
                     free_gpus=int(left.get("GPU", 0)),
-                    free_cpus=int(left.get("CPU", 0)),
+                    free_cpus=left.get("CPU", 0),
                 )
             )
     return sorted(nodes, key=lambda node: (-node.gpus, node.name, node.id))

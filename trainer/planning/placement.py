@@ -80,7 +80,8 @@ class Node:
     gpus: int
     cpus: int
     free_gpus: int
-    free_cpus: int
+    free_cpus: float
+    """A rank without a GPU takes half a core."""
     in_use: bool = False
     """Others have some of its GPUs, and Ray alone knows which."""
     memory_gib: float = 0.0
@@ -88,7 +89,7 @@ class Node:
 
     def room(self, kind: Kind) -> int:
         """Actors of this kind that find a place here now."""
-        return min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus)
+        return int(min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus))
 
     def empty(self) -> Node:
         """The node as it is when nobody else uses it."""
@@ -103,7 +104,7 @@ class Node:
 
     def __str__(self) -> str:
         if self.free_cpus < self.free_gpus:
-            return f"{self.name} ({self.free_gpus} GPUs, {self.free_cpus} CPU cores)"
+            return f"{self.name} ({self.free_gpus} GPUs, {self.free_cpus:g} CPU cores)"
         return f"{self.name} ({self.free_gpus})"
 
 

@@ -1,4 +1,4 @@
-"""What a run that has lost a node starts again on, by a clock of the test's."""
+"""What a run starts on, with all nodes and without some, by a clock of the test's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from benchmarks.common.models import QWEN3_17B
 from keel.configs.schema import (
     Config,
+    ConfigError,
     DataConfig,
     ModelConfig,
     RolloutConfig,
@@ -81,6 +82,13 @@ class Cluster:
             pause=pause,
         )
 
+    def begun(self, layouts: Layouts) -> Config:
+        """What it started on when all was there."""
+        at, self._at = self._at, lambda _: BOTH
+        config = layouts.next()
+        self._at = at
+        return config
+
 
 def one_lost(now: float) -> list[Node]:
     return BOTH[:1]
@@ -95,19 +103,45 @@ def test_a_first_start_and_one_that_finds_all_there_wait_for_nothing(
     assert (cluster.now, cluster.said, layouts.lowering.fewer) == (0, [], False)
 
 
-def test_a_first_start_whose_ranks_the_cores_can_never_hold_says_so(
+def cores(*free: float) -> list[Node]:
+    """Nodes of one core each, and what is free of it."""
+    nodes = zip(idle_nodes(len(free), 0), free, strict=True)
+    return [replace(node, cpus=1, free_cpus=left) for node, left in nodes]
+
+
+def test_a_first_start_whose_ranks_the_cores_can_never_hold_says_so_and_ends_with_it(
     facts: ModelFacts, tmp_path: Path
 ) -> None:
-    busy = [replace(node, cpus=1, free_cpus=0) for node in idle_nodes(1, 0)]
-    said: list[list[str]] = []
-    for ranks in (2, 3):
-        cluster = Cluster(lambda _: busy)
-        cluster.layouts(recipe(ranks=ranks), facts, tmp_path, gib=0).next()
-        said.append(cluster.said)
-    assert said[0] == []
-    (line,) = said[1]
-    assert "3 trainer ranks of 0.5 CPU cores, and the cluster has 1 for them" in line
-    assert "100 s (run.startup_deadline_s); trainer.ranks may be smaller" in line
+    lacking = "needs 3 trainer ranks of 0.5 CPU cores, and the cluster has {} for them"
+    cluster = Cluster(lambda _: cores(0))
+    cluster.layouts(recipe(ranks=2), facts, tmp_path, gib=0).next()
+    assert (cluster.now, cluster.said) == (0, [])
+    three = cluster.layouts(recipe(ranks=3), facts, tmp_path, gib=0)
+    with pytest.raises(TimeoutError) as late:
+        three.next()
+    (line,) = cluster.said
+    assert f"{lacking.format(1)}. After 100 s (run.startup_deadline_s) the run ends" in line
+    assert cluster.now == 100
+    end = f"waited 100 s (run.startup_deadline_s) for room: the recipe {lacking.format(0)}. "
+    assert str(late.value).startswith(f"{end}A smaller trainer.ranks, also for a run that is ")
+    assert "with trainer.min_ranks a start goes on" in str(late.value)
+    cluster = Cluster(lambda now: cores(0.5) if now < 30 else cores(0.5, 1))
+    assert cluster.layouts(three.whole, facts, tmp_path, gib=0).next() == three.whole
+    assert 30 <= cluster.now <= 34
+
+
+def test_on_a_cluster_that_no_node_joins_a_first_start_waits_for_nothing(
+    facts: ModelFacts, tmp_path: Path
+) -> None:
+    cluster = Cluster(lambda _: cores(0))  # as Ray says of one that has just begun
+    less = cluster.layouts(recipe(ranks=3, min_ranks=2), facts, tmp_path, gib=0)
+    less.joinable = False
+    assert less.next().trainer.ranks == 2 and len(cluster.said) == 1
+    whole = cluster.layouts(recipe(ranks=3), facts, tmp_path, gib=0)
+    whole.joinable = False
+    with pytest.raises(ConfigError, match=r"has 1 for them\. A smaller trainer\.ranks, "):
+        whole.next()
+    assert cluster.now == 0
 
 
 def test_after_the_time_half_of_the_gpus_have_half_of_the_ranks_and_engines(
@@ -115,12 +149,12 @@ def test_after_the_time_half_of_the_gpus_have_half_of_the_ranks_and_engines(
 ) -> None:
     cluster = Cluster(one_lost)
     layouts = cluster.layouts(recipe(min_ranks=1), facts, tmp_path)
-    layouts.next()
+    cluster.begun(layouts)
     config = layouts.next()
     assert (config.trainer.ranks, config.rollout.engines) == (2, 2)
     assert 60 <= cluster.now <= 64
     waits, goes_on = cluster.said
-    assert "needs 8 GPU(s)" in waits and "After 60 s (run.fewer_after_s) the run continues" in waits
+    assert "needs 8 GPU(s)" in waits and "After 60 s (run.fewer_after_s) the run goes on" in waits
     assert "trainer.ranks is now 2, not 4" in goes_on
     assert "rollout.engines is now 2, not 4" in goes_on
     events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
@@ -134,7 +168,7 @@ def test_a_node_that_comes_back_in_time_is_taken_and_so_it_is_at_the_next_start(
     back_s = 30.0
     cluster = Cluster(lambda now: BOTH if now >= back_s else BOTH[:1])
     layouts = cluster.layouts(recipe(min_ranks=1), facts, tmp_path)
-    layouts.next()
+    cluster.begun(layouts)
     assert layouts.next() == recipe(min_ranks=1) and 30 <= cluster.now <= 34
     back_s = 200.0
     assert layouts.next().trainer.ranks == 2
@@ -142,20 +176,27 @@ def test_a_node_that_comes_back_in_time_is_taken_and_so_it_is_at_the_next_start(
     assert layouts.next() == recipe(min_ranks=1) and not layouts.lowering.fewer
 
 
-@pytest.mark.parametrize("trainer", [{}, {"min_ranks": 3, "sequence_parallel": 2}])
+@pytest.mark.parametrize(
+    ("trainer", "first"),
+    [
+        ({}, False),
+        ({"min_ranks": 3, "sequence_parallel": 2}, False),
+    ],
+)
 def test_where_the_recipe_allows_no_less_the_run_waits_and_ends(
-    facts: ModelFacts, tmp_path: Path, trainer: dict[str, int]
+    facts: ModelFacts, tmp_path: Path, trainer: dict[str, int], first: bool
 ) -> None:
     cluster = Cluster(one_lost)
     layouts = cluster.layouts(recipe(**trainer), facts, tmp_path)
-    layouts.next()
+    if not first:
+        cluster.begun(layouts)
     with pytest.raises(
         TimeoutError,
         match=r"^waited 100 s .* needs 8 GPU\(s\) .* What was saved is there, .* in the same way$",
     ):
         layouts.next()
     assert cluster.now == 100
-    hint = "With trainer.min_ranks it could go on" in cluster.said[0]
+    hint = "with trainer.min_ranks a start goes on" in cluster.said[0]
     assert hint == (not trainer)
 
 
@@ -166,7 +207,7 @@ def test_what_does_not_fit_the_memory_of_a_gpu_is_not_tried(
     cluster = Cluster(one_lost)
     tight = recipe(min_ranks=1, zero_stage=2, micro_batch_tokens=512)
     layouts = cluster.layouts(tight, facts, tmp_path, gib=24.5)
-    layouts.next()
+    cluster.begun(layouts)
     with pytest.raises(TimeoutError, match=r"trainer rank needs .* GiB"):
         layouts.next()
 
@@ -177,7 +218,7 @@ def test_what_the_recipe_leaves_open_is_chosen_anew(facts: ModelFacts, tmp_path:
     )
     cluster = Cluster(one_lost)
     layouts = cluster.layouts(recipe(), facts, tmp_path, left=left)
-    whole = layouts.next()
+    whole = cluster.begun(layouts)
     less = layouts.next()
     assert whole.trainer.ranks + whole.rollout.engines == 8
     assert less.trainer.ranks + less.rollout.engines == 4
@@ -189,7 +230,7 @@ def test_what_did_not_fit_before_does_not_come_back_with_the_node(
 ) -> None:
     cluster = Cluster(lambda now: BOTH if now >= 100 else BOTH[:1])
     layouts = cluster.layouts(recipe(min_ranks=2), facts, tmp_path)
-    tokens = layouts.next().trainer.micro_batch_tokens
+    tokens = cluster.begun(layouts).trainer.micro_batch_tokens
     assert layouts.next().trainer.ranks == 2
     layouts.lowering.after(OutOfMemory("too small"))
     assert layouts.lowering.config.trainer.ranks == 2
@@ -221,8 +262,7 @@ def test_a_node_that_does_not_answer_is_waited_for_until_ray_gives_it_up(
 
 
 def test_ranks_without_gpus_need_half_a_core_each(facts: ModelFacts, tmp_path: Path) -> None:
-    cores = [replace(node, gpus=0, free_gpus=0, cpus=1, free_cpus=1) for node in BOTH]
-    cluster = Cluster(lambda now: cores[:1] if now else cores)
+    cluster = Cluster(lambda now: cores(1) if now else cores(1, 1))
     layouts = cluster.layouts(recipe(min_ranks=1), facts, tmp_path, gib=0.0)
     assert layouts.next() == layouts.next()
     cluster.now = 1.0
