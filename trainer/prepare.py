@@ -43,7 +43,7 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import name_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.agents import check_chat, check_environments
-from keel.trainer.cluster.nodes import hardware_here, memory_gib
+from keel.trainer.cluster.nodes import hardware_here, memory_gib, with_missing
 from keel.trainer.planning.choose import Choice, choose
 from keel.trainer.planning.families import (
     check_engine_attention,
@@ -269,7 +269,14 @@ def found_model(
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
     before = remembered(config, machine.signature)
-    choice = choose(config, left, facts, machine, before.values)
+    try:
+        choice = choose(config, left, facts, machine, before.values)
+    except ConfigError:
+        machine = with_missing(machine, config)
+        if not machine.missing:
+            raise
+        before = remembered(config, machine.signature)
+        choice = choose(config, left, facts, machine, before.values)
     lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
     if lacking and machine.found:
         raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
@@ -340,12 +347,24 @@ def warning_lines(config: Config, found: Found) -> list[str]:
     return [
         *([taken] if taken else []),
         *([UNKNOWN_GIB] if unknown else []),
+        *missing_lines(config, found.hardware),
         *([found.before.changed] if found.before.changed else []),
         *unusual(config, found.facts),
         *literal_lines(config),
         *([where] if lacking else []),
         *crowded(config, found.choice.plan, 0 if found.hardware.gpu else memory_gib()),
     ]
+
+
+def missing_lines(config: Config, hardware: Hardware) -> Iterator[str]:
+    """What a start does where some of the nodes that it is planned on are not there."""
+    if hardware.missing:
+        trainer = config.trainer
+        yield (
+            f"{hardware.missing}. A start goes on with fewer ranks, {trainer.min_ranks} of "
+            f"{trainer.ranks} at least (trainer.min_ranks); on a cluster it first waits for nodes, "
+            f"{config.run.fewer_after_s:g} s (run.fewer_after_s)"
+        )
 
 
 def crowded(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """A run on two nodes whose step does not fit a rank, and which loses a node for good: it goes on
-with smaller micro-batches, and then with the ranks that there is room for."""
+with smaller micro-batches, and then with the ranks that there is room for. One that finds a node
+too few begins with these, and has all when it is started again beside the node."""
 
 from __future__ import annotations
 
@@ -108,3 +109,40 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_with_the_ranks_that_are_le
     assert [learner._config.trainer.ranks for learner in starts] == [RANKS, RANKS, LEFT]
     assert starts[-1]._config.trainer.micro_batch_tokens == 4096
     assert (folder / "model" / "model.safetensors").exists()
+
+
+def test_a_run_begins_with_the_ranks_that_there_is_room_for_and_has_all_at_a_later_start(
+    cluster: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("keel.trainer.worker.TrainerWorker.CPUS", 1.0)
+    folder = tmp_path / "run"
+
+    def told(steps: int) -> str:
+        knobs = [
+            *small(folder, tmp_path / "cache", steps=steps),
+            *("trainer.ranks=3", "trainer.min_ranks=2", "trainer.threads=1"),
+            *("run.checkpoint_every=1", "run.fewer_after_s=1", "run.eval_every=-1"),
+            "model.embedded.cold_start.steps=0",
+        ]
+        assert main(["train", *knobs]) == 0
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    def events(kind: str) -> list[str]:
+        lines = map(json.loads, (folder / EVENTS).read_text().splitlines())
+        return [event["text"] for event in lines if event["kind"] == kind]
+
+    assert "trainer.ranks is now 2, not 3" in told(steps=1)
+    told(steps=2)
+    assert len(events("fewer")) == len(events("restart")) == 2, "a resumed run, too"
+    assert "needs 3 trainer ranks of 1 CPU cores, and the cluster has 2 for" in events("restart")[0]
+    patiently(lambda: cluster.add_node(num_cpus=1))
+    cluster.wait_for_nodes(DEADLINE_S)
+    assert "is now 2" not in told(steps=3)
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == list(range(4))
+    assert all(line["ledger/lost"] == line["ledger/twice"] == 0 for line in lines[1:])
+    assert [line.get("train/ranks") for line in lines[1:]] == [2, 2, None]

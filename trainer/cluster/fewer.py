@@ -71,15 +71,15 @@ class Layouts:
     _begun: bool = False
 
     def next(self) -> Config:
-        """The recipe to start with. Waits for room where a run has lost it, or needs cores that the
-        cluster has not; raises TimeoutError where there is none in time either for
-        all or for what the recipe allows, and ConfigError where none can come."""
+        """The recipe to start with. Waits for room where a run has lost it, may have less, or needs
+        cores that the cluster has not; raises TimeoutError where there is none in time, neither for
+        all nor for what the recipe allows, and ConfigError where none can come."""
         config, self._begun, begun = self._undiminished(), True, self._begun
         most = config.trainer.ranks
         waits = begun or self.joinable
-        if begun:
+        if begun or config.trainer.min_ranks:
             self._wait_for_silent_ones()
-            lacking = self._lacking(config, self.nodes())
+            lacking = self._lacking(config, self.nodes() if waits else self._idle())
         else:
             lacking = self._never(config)
         if lacking:

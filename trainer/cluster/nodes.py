@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Set
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -296,6 +297,28 @@ def hardware_here(config: Config) -> Hardware:
         taken_gib=max(0.0, taken - max(0.0, whole - size)),
         note=_place_found(),
     )
+
+
+def with_missing(found: Hardware, config: Config) -> Hardware:
+    """And as many more nodes, like the largest, as a recipe needs that may start with fewer ranks
+    (`trainer.min_ranks`): it is planned as a whole, and the start sees what there is."""
+    trainer, run = config.trainer, config.run
+    if not found.found or not found.nodes or not 0 < trainer.min_ranks < trainer.ranks:
+        return found
+    like, why = max(found.idle, key=lambda node: node.gpus), ""
+    most = trainer.ranks + config.rollout.engines
+    if run.gpus_per_node:
+        most = run.nodes - len(found.nodes)
+    for count in range(most + 1):
+        more = [replace(like, name=f"missing node {i}", id="") for i in range(count)]
+        try:
+            place(config, [*found.idle, *more])
+        except ConfigError as error:
+            why = why or str(error)
+            continue
+        note = f"{found.note}; {count} of these nodes not there now" if count else found.note
+        return replace(found, nodes=(*found.nodes, *more), note=note, missing=why)
+    return found
 
 
 def hardware_said(config: Config) -> Hardware:

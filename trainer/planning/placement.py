@@ -127,6 +127,8 @@ class Hardware:
     """How many GPUs there are, nobody knows: these are nodes enough for the recipe."""
     note: str = ""
     """What it is and who says so."""
+    missing: str = ""
+    """Why the recipe finds no room now: some of these nodes are not there yet, or not any more."""
 
     @property
     def signature(self) -> dict[str, Any]:

@@ -28,10 +28,10 @@ from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"
 """What happened besides steps: `resume`, `alarm`, `engine` (one was started again), `frozen` (a
-process stands still, or was ended for it), `restart` (of all, from a checkpoint), `fewer` (with
-less than all ranks), `ledger` (what became of the prompts), `tracker` (where the curves are, and
-what became of sending them), `end` (what engines or rewards ended the run with). Nothing is taken
-out of it: what a resumed run does again has happened twice."""
+process stands still, or was ended for it), `restart` (of all, from a checkpoint; what a start waits
+for), `fewer` (with less than all ranks), `ledger` (what became of the prompts), `tracker` (where
+the curves are, and what became of sending them), `end` (what engines or rewards ended the run
+with). Nothing is taken out of it: what a resumed run does again has happened twice."""
 Hook = Callable[[threading.ExceptHookArgs], object]
 SPANS = 4
 """Gaps in a record that are named."""

@@ -130,6 +130,35 @@ def test_a_first_start_whose_ranks_the_cores_can_never_hold_says_so_and_ends_wit
     assert 30 <= cluster.now <= 34
 
 
+def test_a_first_start_goes_on_with_the_ranks_that_there_is_room_for(
+    facts: ModelFacts, tmp_path: Path
+) -> None:
+    """Of a run that is resumed, and of a new one."""
+    cluster = Cluster(one_lost)
+    layouts = cluster.layouts(recipe(min_ranks=1), facts, tmp_path)
+    config = layouts.next()
+    assert (config.trainer.ranks, config.rollout.engines) == (2, 2)
+    assert 60 <= cluster.now <= 64 and layouts.lowering.fewer
+    waits, goes_on = cluster.said
+    assert "waits for room: the recipe needs 8 GPU(s)" in waits
+    assert "its next start, which takes all again where there is room: " in goes_on
+    assert "trainer.ranks is now 2, not 4" in goes_on and "needs 8 GPU(s)" in goes_on
+    cluster = Cluster(lambda now: BOTH if now >= 30 else BOTH[:1])
+    whole = cluster.layouts(recipe(min_ranks=1), facts, tmp_path)
+    assert whole.next() == recipe(min_ranks=1) and 30 <= cluster.now <= 34
+
+
+def test_ctrl_c_ends_the_wait_of_a_first_start(facts: ModelFacts, tmp_path: Path) -> None:
+    layouts = Cluster(one_lost).layouts(recipe(min_ranks=1), facts, tmp_path)
+
+    def pause(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    layouts.pause = pause
+    with pytest.raises(KeyboardInterrupt):
+        layouts.next()
+
+
 def test_on_a_cluster_that_no_node_joins_a_first_start_waits_for_nothing(
     facts: ModelFacts, tmp_path: Path
 ) -> None:
@@ -142,6 +171,14 @@ def test_on_a_cluster_that_no_node_joins_a_first_start_waits_for_nothing(
     with pytest.raises(ConfigError, match=r"has 1 for them\. A smaller trainer\.ranks, "):
         whole.next()
     assert cluster.now == 0
+
+
+def test_half_a_core_that_another_run_leaves_is_room_for_a_rank(
+    facts: ModelFacts, tmp_path: Path
+) -> None:
+    cluster = Cluster(lambda _: cores(0.5))
+    cluster.layouts(recipe(ranks=1, min_ranks=1), facts, tmp_path, gib=0).next()
+    assert (cluster.now, cluster.said) == (0, [])
 
 
 def test_after_the_time_half_of_the_gpus_have_half_of_the_ranks_and_engines(
@@ -181,6 +218,7 @@ def test_a_node_that_comes_back_in_time_is_taken_and_so_it_is_at_the_next_start(
     [
         ({}, False),
         ({"min_ranks": 3, "sequence_parallel": 2}, False),
+        ({"min_ranks": 3, "sequence_parallel": 2}, True),
     ],
 )
 def test_where_the_recipe_allows_no_less_the_run_waits_and_ends(
@@ -250,8 +288,7 @@ def test_a_node_that_does_not_answer_is_waited_for_until_ray_gives_it_up(
         return ["host-b"] if cluster.now < 60 else []
 
     layouts.silent = silent
-    layouts.next()
-    assert cluster.now == 0 and layouts.next().trainer.ranks == 2
+    assert layouts.next().trainer.ranks == 2
     assert 60 <= cluster.now <= 66
     assert cluster.said[0].startswith("warning: node host-b does not answer. The run starts when")
     assert len(cluster.said) == 3, "and once"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,17 @@ from keel.configs.schema import (
     RolloutConfig,
     RunConfig,
     SourceConfig,
+    TrainerConfig,
 )
 from keel.model import ray_calls
 from keel.trainer.cluster import nodes, reservation
-from keel.trainer.cluster.nodes import hardware_here, hardware_said, seating, start_ray
+from keel.trainer.cluster.nodes import (
+    hardware_here,
+    hardware_said,
+    seating,
+    start_ray,
+    with_missing,
+)
 from keel.trainer.cluster.ray_internals import (
     BOUND,
     NO_AGENT,
@@ -46,6 +54,7 @@ from keel.trainer.cluster.ray_internals import (
 )
 from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.placement import Hardware, idle_nodes
+from keel.trainer.prepare import missing_lines
 from keel.trainer.run.interrupt import Preempted, watching
 from tests.waiting import PATIENCE_S
 
@@ -221,6 +230,33 @@ def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.Mo
     here(monkeypatch, gpus=4, gib=80.0)
     with pytest.raises(ConfigError, match=r"needs 17 GPU\(s\) .* has 4"):
         seating(wide, hardware_said(wide))
+
+
+def test_a_part_of_a_core_that_is_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {"NodeID": "a", "Alive": True, "NodeManagerHostname": "x", "Resources": {"CPU": 1.0}}
+    monkeypatch.setattr("keel.trainer.cluster.nodes.ray.nodes", lambda: [node])
+    monkeypatch.setattr("keel.trainer.cluster.nodes.free_by_node", lambda: {"a": {"CPU": 0.5}})
+    assert [node.free_cpus for node in nodes.cluster_nodes(gpus=False)] == [0.5]
+
+
+def test_what_may_start_on_fewer_ranks_is_planned_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here(monkeypatch, gpus=4, gib=80.0)
+    monkeypatch.setattr("keel.trainer.cluster.nodes.own_cores", lambda: 8)
+    whole = replace(recipe(engines=4), trainer=TrainerConfig(ranks=4, min_ranks=2))
+    here_now = hardware_here(whole)
+    found = with_missing(here_now, whole)
+    assert found.missing.startswith("the recipe needs 8 GPU(s)")
+    assert str(found).endswith("this machine; 1 of these nodes not there now")
+    assert seating(whole, found)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
+    (line,) = missing_lines(whole, found)
+    assert "goes on with fewer ranks, 2 of 4 at least (trainer.min_ranks)" in line
+    one_node = replace(whole, run=replace(GPUS, gpus_per_node=4))
+    others = [replace(whole, trainer=TrainerConfig(ranks=4, min_ranks=m)) for m in (0, 4)]
+    enough = replace(whole, rollout=RolloutConfig(engines=4, colocated=True))
+    for config in (one_node, *others, enough):
+        assert with_missing(here_now, config) == here_now
 
 
 @pytest.mark.parametrize(

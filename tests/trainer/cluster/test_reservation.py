@@ -198,6 +198,12 @@ def test_a_run_that_has_lost_a_node_has_the_gpus_of_the_others(
     assert "trainer.ranks is now 3, not 4, rollout.engines is now 3, not 4" in said[-1] or (
         "rollout.engines is now 3, not 4, trainer.ranks is now 3, not 4" in said[-1]
     )
+    wait_until_free(6)
+    later = layouts(
+        recipe, tmp_path, facts=facts, hardware=Hardware(gpu=True), chosen={}, say=said.append
+    )
+    with reserved(later.next(), deadline_s=PATIENCE_S) as reservation:
+        assert len(reservation.placement.seats) == 6, "a first start, too"
 
 
 def test_check_asks_the_cluster(two_nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +241,33 @@ def test_a_run_that_cannot_be_placed_ends_before_anything_starts(
     finally:
         ray.init(address=two_nodes, log_to_driver=False)
     wait_for(lambda: not placement_groups())
+
+
+def test_check_plans_all_ranks_of_a_run_that_may_start_on_fewer(
+    two_nodes: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ray.shutdown()
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
+    recipe = ("check", "quickstart", "run.device=gpu", f"run.dir={tmp_path / 'run'}")
+    knobs = ("trainer.ranks=4", "rollout.engines=4", "run.gpu_gib=80")
+    try:
+        assert main([*recipe, *knobs]) == 0
+        assert "shared" in capsys.readouterr().out, "the cluster holds it so"
+        apart = ("rollout.colocated=false", "rollout.sleep=false")
+        assert main([*recipe, *knobs, *apart]) == 2
+        assert "needs 8 GPU(s)" in capsys.readouterr().err
+        assert main([*recipe, *knobs, "trainer.min_ranks=2"]) == 0
+        assert "missing" not in capsys.readouterr().out
+        assert main([*recipe, *knobs, *apart, "trainer.min_ranks=2"]) == 0
+        said = capsys.readouterr().out
+        assert "1 of these nodes not there now" in said and "missing node 0: " in said
+        assert "warning      the recipe needs 8 GPU(s)" in said
+        assert "goes on with fewer ranks, 2 of 4 at least (trainer.min_ranks); on a" in said
+    finally:
+        ray.init(address=two_nodes, log_to_driver=False)
 
 
 def test_an_engine_and_a_rank_share_a_single_gpu(
