@@ -132,6 +132,18 @@ class End:
 
     status: int | None = None
     """The command's."""
+    heard: tuple[signal.Signals, ...] = ()
+    """What it answers."""
+
+    def hear(self) -> None:
+        for number in self.heard:
+            signal.signal(number, self)
+
+    def over(self, status: int) -> None:
+        """Called before the last words are out: whoever has read them may press Ctrl-C again, and
+        that changes nothing any more."""
+        self.status = status
+        self.hear()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.status is None:
@@ -153,17 +165,17 @@ def leaving() -> Iterator[End]:
         return
     sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
     ignored = signal.SIG_IGN  # as by `nohup`
-    heard = [n for n in (signal.SIGINT, *PREEMPTION) if signal.getsignal(n) != ignored]
+    every = (signal.SIGINT, *PREEMPTION)
+    end.heard = tuple(number for number in every if signal.getsignal(number) != ignored)
 
     def deaf() -> None:
         """Last: after that the interpreter has no handlers of ours any more."""
-        for number in heard:
+        for number in end.heard:
             if signal.getsignal(number) is end:
                 signal.signal(number, signal.SIG_IGN)
 
     atexit.register(deaf)
-    for number in heard:
-        signal.signal(number, end)
+    end.hear()
     yield end
 
 
