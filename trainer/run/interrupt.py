@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, Self, TextIO, cast
 
@@ -55,6 +55,10 @@ class _Signals:
         """Of what is written to: no `isatty` says so any more of one that is gone."""
         self._installed: dict[int, Any] = {}
         """What was there before, by signal."""
+        self._unraisable: Any = None
+        """What was there before."""
+        self.swallowed: threading.Timer | None = None
+        """Sends the signal again whose `Preempted` was raised where nobody could hear it."""
 
     def install(self) -> None:
         """Main thread only. SIGHUP stays ignored where `nohup` has it so."""
@@ -62,6 +66,7 @@ class _Signals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._installed[number] = signal.signal(number, self._on_signal)
         self._terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
 
     def again(self) -> None:
         """A library has put handlers of its own in their place."""
@@ -69,9 +74,12 @@ class _Signals:
             signal.signal(number, self._on_signal)
 
     def restore(self) -> None:
+        self.heard()
         for number, handler in self._installed.items():
             signal.signal(number, handler)
         self._installed.clear()
+        if sys.unraisablehook == self._on_unraisable:
+            sys.unraisablehook = self._unraisable
         self._terminals = []
         # The next command of this process, or a notebook's next run in a thread, was told nothing.
         self.preempted, self.late, self.asked = None, "", False
@@ -79,6 +87,20 @@ class _Signals:
     @property
     def installed(self) -> bool:
         return bool(self._installed)
+
+    def _on_unraisable(self, what: Any) -> None:
+        """Python lets no exception out of a destructor, or a callback of a weak reference."""
+        if isinstance(what.exc_value, Preempted):
+            self.swallowed = later(SLACK_S)
+        else:
+            self._unraisable(what)
+
+    def heard(self) -> bool:
+        """Whether there was a `swallowed` one, which is raised now."""
+        swallowed, self.swallowed = self.swallowed, None
+        if swallowed is not None:
+            swallowed.cancel()
+        return swallowed is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.waiting is not None:
@@ -95,8 +117,11 @@ class _Signals:
                 raise KeyboardInterrupt
             self.open.ask(self.open.first)
         elif self.preempted is not None:  # schedulers repeat themselves
+            again = self.heard()
             if self.open is not None and self.open.out_of_time:
                 self.late = f", and not done within run.grace_s = {self.open.grace_s:g} s"
+                raise Preempted
+            if self.open is None and again:
                 raise Preempted
         else:
             self.preempted = signal.Signals(number)
@@ -108,6 +133,16 @@ class _Signals:
                 raise Preempted
             self.open.ask(self.open.preempted_first.format(signal=name))
             self.open.limit()
+
+
+def later(seconds: float) -> threading.Timer:
+    """Send SIGTERM to the main thread."""
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 _SIGNALS = _Signals()
@@ -221,8 +256,9 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         came, _SIGNALS.waiting = _SIGNALS.waiting, None
-        for number in came:
-            _SIGNALS.heed(number)
+        with ExitStack() as all_of_them:  # though the first of them may raise
+            for number in reversed(came):
+                all_of_them.callback(_SIGNALS.heed, number)
 
 
 class Interrupt:
@@ -267,18 +303,14 @@ class Interrupt:
         if not self.grace_s:
             return
         self._end = time.monotonic() + self.grace_s
-        main = threading.main_thread().ident
-        assert main is not None
-        late = (main, signal.SIGTERM)
-        self._timer = threading.Timer(self.grace_s + SLACK_S, signal.pthread_kill, late)
-        self._timer.daemon = True
-        self._timer.start()
+        self._timer = later(self.grace_s + SLACK_S)
 
     def __enter__(self) -> Self:
         self._alone = watching()
         self._alone.__enter__()
         _SIGNALS.open = self
-        if self.hurry():  # raised where nobody heard it, in a destructor say
+        if self.hurry():  # raised where nobody heard it
+            _SIGNALS.heard()
             self.__exit__()
             raise Preempted
         return self

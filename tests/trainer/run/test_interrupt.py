@@ -11,6 +11,8 @@ import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Callable
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from keel.trainer.cli import INTERRUPTED, main
 from keel.trainer.run.interrupt import (
     PREEMPTED,
     PREEMPTION,
+    SLACK_S,
     Interrupt,
     Preempted,
     asked,
@@ -187,6 +190,55 @@ def test_children_started_behind_the_shield_outlive_a_signal_to_all_and_ours_is_
     assert child.communicate("alive", timeout=DEADLINE_S)[0] == "alive\n"
 
 
+class Dying:
+    """Out of whose destructor no exception comes."""
+
+    def __init__(self, last: Callable[[], object]) -> None:
+        self._last = last
+
+    def __del__(self) -> None:
+        self._last()
+
+
+def test_a_signal_that_comes_while_something_is_destroyed_is_heard_after_it() -> None:
+    before = sys.unraisablehook
+    with watching():
+        with pytest.raises(Preempted):
+            Dying(partial(signal.raise_signal, signal.SIGHUP))
+            threading.Event().wait(DEADLINE_S)
+        assert preempted() == "SIGHUP"
+        signal.raise_signal(signal.SIGTERM)  # once: what is tidied up after it is not disturbed
+    assert sys.unraisablehook == before
+
+
+def test_time_that_is_over_while_something_is_destroyed_is_over_after_it() -> None:
+    with pytest.raises(Preempted), Interrupt(lambda _: None, grace_s=0.01):
+        signal.raise_signal(signal.SIGTERM)
+        Dying(partial(threading.Event().wait, DEADLINE_S))
+        threading.Event().wait(DEADLINE_S)
+
+
+def test_what_nobody_heard_is_not_said_to_who_comes_later() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with watching():
+            Dying(partial(signal.raise_signal, signal.SIGTERM))
+            assert preempted()
+        threading.Event().wait(3 * SLACK_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not came
+
+
+def test_an_end_that_nobody_heard_is_heard_before_anything_is_sampled() -> None:
+    with watching():
+        Dying(partial(signal.raise_signal, signal.SIGTERM))
+        with pytest.raises(Preempted), Interrupt(lambda _: None):
+            pass
+        signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_what_must_not_be_left_half_done_is_done_before_a_signal_is_heeded(number: int) -> None:
     done: list[str] = []
@@ -200,6 +252,14 @@ def test_what_must_not_be_left_half_done_is_done_before_a_signal_is_heeded(numbe
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert done == ["inner", "outer"]
+
+
+def test_of_several_signals_that_were_put_off_none_is_forgotten() -> None:
+    with watching():
+        with pytest.raises(KeyboardInterrupt), undisturbed():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+        assert asked() and preempted() == "SIGTERM"
 
 
 def test_a_reader_that_is_gone_ends_nothing(tmp_path: Path) -> None:
