@@ -328,7 +328,8 @@ def let_go(stream: TextIO) -> None:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
+"""There may be room again: on a disk, or in a pipe that does not wait for its reader."""
 
 
 class _Outliving:
@@ -359,10 +360,11 @@ class _Outliving:
         return getattr(self._stream, name)
 
 
-def outliving(stream: TextIO) -> TextIO:
+def outliving(stream: TextIO | None) -> TextIO:
     """The stream, whose terminal may go, as that of a job in the background, or whose reader
-    (`keel train | tee`, ended first): nothing that is written fails then."""
-    return cast(TextIO, _Outliving(stream))
+    (`keel train | tee`, ended first): nothing that is written fails then. None: it was closed
+    before this process began (`>&-`)."""
+    return cast(TextIO, _Outliving(stream or open(os.devnull, "w")))
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:

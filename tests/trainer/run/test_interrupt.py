@@ -6,22 +6,25 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
 import termios
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 
 from keel.model.ray_calls import RayLost
 from keel.trainer import main as commands
-from keel.trainer.cli import INTERRUPTED, main
+from keel.trainer.cli import INTERRUPTED, REFUSED, main
 from keel.trainer.run.interrupt import (
     PREEMPTED,
     PREEMPTION,
@@ -372,3 +375,26 @@ def test_a_full_disk_loses_no_word_that_is_told_before_or_after(tmp_path: Path) 
         os.close(at)
         os.close(full)
     assert path.read_text() == "during\nafter\n"
+
+
+def test_a_pipe_that_is_full_for_a_while_is_written_on() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(write, b"." * 4096)
+    with os.fdopen(write, "w") as pipe:
+        tell("during", pipe)
+        while os.read(read, 65536)[-1:] == b"." and select.select([read], [], [], 0)[0]:
+            pass
+        tell("after", pipe)
+        assert os.read(read, 4096) == b"during\nafter\n"
+    os.close(read)
+
+
+@pytest.mark.e2e
+def test_a_command_whose_output_was_closed_does_what_it_is_for() -> None:
+    command = [sys.executable, "-m", "keel", "check", "nowhere.yaml"]
+    how: dict[str, Any] = {"text": True, "timeout": DEADLINE_S, "preexec_fn": lambda: os.close(1)}
+    done = subprocess.run(command, stderr=subprocess.PIPE, **how)
+    assert done.returncode == REFUSED and done.stderr.count("\n") == 1, done.stderr
