@@ -17,7 +17,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from keel.trainer.run.interrupt import PREEMPTED, leaving, preempted, watching
+from keel.trainer.run.interrupt import PREEMPTED, End, leaving, preempted, watching
 from keel.trainer.run.waits import waiting
 
 EPILOG = """examples:
@@ -200,14 +200,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C before anything began, or twice, 143 ended by SIGTERM, SIGHUP or SIGUSR1: the same
     command goes on. argv: None where this is all that the process is for."""
     if argv is not None:
-        return command(argv)
+        return command(argv, End())
     with leaving() as end:
-        end.status = command(argv)
+        end.status = command(argv, end)
     return end.status
 
 
-def command(argv: Sequence[str] | None) -> int:
-    """As `main`, in a process that goes on."""
+def command(argv: Sequence[str] | None, end: End) -> int:
+    """As `main`. end: is told before the last words."""
     root = parser()
     arguments = root.parse_args(argv)
     if arguments.version:
@@ -228,10 +228,12 @@ def command(argv: Sequence[str] | None) -> int:
             except KeyboardInterrupt:  # while libraries are loaded: nothing has begun
                 if not preempted():
                     raise
-                print(f"keel {arguments.command}: stopped by {preempted()}", file=sys.stderr)
+                end.over(PREEMPTED)
+                sys.stderr.write(f"keel {arguments.command}: stopped by {preempted()}\n")
                 return PREEMPTED
     except KeyboardInterrupt:
-        print(f"keel {arguments.command}: stopped", file=sys.stderr)
+        end.over(INTERRUPTED)
+        sys.stderr.write(f"keel {arguments.command}: stopped\n")
         return INTERRUPTED
 
 

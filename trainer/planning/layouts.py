@@ -163,8 +163,8 @@ class Search:
 
     def _seated(self, values: Values) -> Iterator[Layout]:
         """In which ways an engine goes with such a trainer: with as many sequences at once as fit,
-        fewer where the cache does not hold these at full length, and no turns taken where nothing
-        would be gained."""
+        fewer unless these are all and the cache holds them at full length, and no turns taken where
+        nothing would be gained."""
         for turns in self.options.turns:
             if self._placed({**values, **turns}) is None:
                 continue

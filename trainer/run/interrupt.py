@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, Self, TextIO, cast
 
@@ -55,6 +55,10 @@ class _Signals:
         """Of what is written to: no `isatty` says so any more of one that is gone."""
         self._installed: dict[int, Any] = {}
         """What was there before, by signal."""
+        self._unraisable: Any = None
+        """What was there before."""
+        self.swallowed: threading.Timer | None = None
+        """Sends the signal again whose `Preempted` was raised where nobody could hear it."""
 
     def install(self) -> None:
         """Main thread only. SIGHUP stays ignored where `nohup` has it so."""
@@ -62,6 +66,7 @@ class _Signals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._installed[number] = signal.signal(number, self._on_signal)
         self._terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
 
     def again(self) -> None:
         """A library has put handlers of its own in their place."""
@@ -69,9 +74,12 @@ class _Signals:
             signal.signal(number, self._on_signal)
 
     def restore(self) -> None:
+        self.heard()
         for number, handler in self._installed.items():
             signal.signal(number, handler)
         self._installed.clear()
+        if sys.unraisablehook == self._on_unraisable:
+            sys.unraisablehook = self._unraisable
         self._terminals = []
         # The next command of this process, or a notebook's next run in a thread, was told nothing.
         self.preempted, self.late, self.asked = None, "", False
@@ -79,6 +87,20 @@ class _Signals:
     @property
     def installed(self) -> bool:
         return bool(self._installed)
+
+    def _on_unraisable(self, what: Any) -> None:
+        """Python lets no exception out of a destructor, or a callback of a weak reference."""
+        if isinstance(what.exc_value, Preempted):
+            self.swallowed = later(SLACK_S)
+        else:
+            self._unraisable(what)
+
+    def heard(self) -> bool:
+        """Whether there was a `swallowed` one, which is raised now."""
+        swallowed, self.swallowed = self.swallowed, None
+        if swallowed is not None:
+            swallowed.cancel()
+        return swallowed is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.waiting is not None:
@@ -95,8 +117,11 @@ class _Signals:
                 raise KeyboardInterrupt
             self.open.ask(self.open.first)
         elif self.preempted is not None:  # schedulers repeat themselves
+            again = self.heard()
             if self.open is not None and self.open.out_of_time:
                 self.late = f", and not done within run.grace_s = {self.open.grace_s:g} s"
+                raise Preempted
+            if self.open is None and again:
                 raise Preempted
         else:
             self.preempted = signal.Signals(number)
@@ -108,6 +133,16 @@ class _Signals:
                 raise Preempted
             self.open.ask(self.open.preempted_first.format(signal=name))
             self.open.limit()
+
+
+def later(seconds: float) -> threading.Timer:
+    """Send SIGTERM to the main thread."""
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 _SIGNALS = _Signals()
@@ -132,6 +167,18 @@ class End:
 
     status: int | None = None
     """The command's."""
+    heard: tuple[signal.Signals, ...] = ()
+    """What it answers."""
+
+    def hear(self) -> None:
+        for number in self.heard:
+            signal.signal(number, self)
+
+    def over(self, status: int) -> None:
+        """Called before the last words are out: whoever has read them may press Ctrl-C again, and
+        that changes nothing any more."""
+        self.status = status
+        self.hear()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.status is None:
@@ -153,17 +200,17 @@ def leaving() -> Iterator[End]:
         return
     sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
     ignored = signal.SIG_IGN  # as by `nohup`
-    heard = [n for n in (signal.SIGINT, *PREEMPTION) if signal.getsignal(n) != ignored]
+    every = (signal.SIGINT, *PREEMPTION)
+    end.heard = tuple(number for number in every if signal.getsignal(number) != ignored)
 
     def deaf() -> None:
         """Last: after that the interpreter has no handlers of ours any more."""
-        for number in heard:
+        for number in end.heard:
             if signal.getsignal(number) is end:
                 signal.signal(number, signal.SIG_IGN)
 
     atexit.register(deaf)
-    for number in heard:
-        signal.signal(number, end)
+    end.hear()
     yield end
 
 
@@ -209,8 +256,9 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         came, _SIGNALS.waiting = _SIGNALS.waiting, None
-        for number in came:
-            _SIGNALS.heed(number)
+        with ExitStack() as all_of_them:  # though the first of them may raise
+            for number in reversed(came):
+                all_of_them.callback(_SIGNALS.heed, number)
 
 
 class Interrupt:
@@ -255,18 +303,14 @@ class Interrupt:
         if not self.grace_s:
             return
         self._end = time.monotonic() + self.grace_s
-        main = threading.main_thread().ident
-        assert main is not None
-        late = (main, signal.SIGTERM)
-        self._timer = threading.Timer(self.grace_s + SLACK_S, signal.pthread_kill, late)
-        self._timer.daemon = True
-        self._timer.start()
+        self._timer = later(self.grace_s + SLACK_S)
 
     def __enter__(self) -> Self:
         self._alone = watching()
         self._alone.__enter__()
         _SIGNALS.open = self
-        if self.hurry():  # raised where nobody heard it, in a destructor say
+        if self.hurry():  # raised where nobody heard it
+            _SIGNALS.heard()
             self.__exit__()
             raise Preempted
         return self
@@ -284,7 +328,8 @@ def let_go(stream: TextIO) -> None:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
+"""There may be room again: on a disk, or in a pipe that does not wait for its reader."""
 
 
 class _Outliving:
@@ -315,10 +360,11 @@ class _Outliving:
         return getattr(self._stream, name)
 
 
-def outliving(stream: TextIO) -> TextIO:
+def outliving(stream: TextIO | None) -> TextIO:
     """The stream, whose terminal may go, as that of a job in the background, or whose reader
-    (`keel train | tee`, ended first): nothing that is written fails then."""
-    return cast(TextIO, _Outliving(stream))
+    (`keel train | tee`, ended first): nothing that is written fails then. None: it was closed
+    before this process began (`>&-`)."""
+    return cast(TextIO, _Outliving(stream or open(os.devnull, "w")))
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
