@@ -235,6 +235,8 @@ class Search:
                 return None
             shared, rank = placement.shared, self._rank(values)
             config = self._config_of(values)
+            if self.way.spare * needed_bytes(config, rank, shared=shared) > self.free_gib * GIB:
+                return None
             if self.config.data.sources:
                 share = self.share(config, rank, shared=shared)
                 if share is None:
@@ -275,12 +277,10 @@ class Search:
         return self.hardware.gpu_gib - self.hardware.taken_gib
 
     def share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
-        """The engine's: what it needs, or what is left for it. None: there is not even room for the
-        rank, or for what the recipe says."""
+        """The engine's: what it needs, or what is left for it. None: there is no room for what the
+        recipe says, or for any."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         needs, free = self.way.spare * rank.total / GIB, self.free_gib
-        if self.way.spare * needed_bytes(config, rank, shared=shared) / GIB > free:
-            return None
         most = min(free, self.way.most_share * size)
         if shared:
             sleeps = config.rollout.sleep
