@@ -111,6 +111,8 @@ class Search:
         self.config, self.left, self.facts, self.hardware = config, left, facts, hardware
         self.options = Options(config=config, left=left, facts=facts, hardware=hardware)
         self.way = WAYS[0]
+        self.found: list[Layout] = []
+        """All that `best` has chosen from."""
         self._ranks: dict[tuple[Any, ...], Memory] = {}
         self._placements: dict[tuple[Any, ...], Placement | None] = {}
         self._configs: dict[frozenset[tuple[str, Any]], Config] = {}
@@ -118,9 +120,10 @@ class Search:
     def best(self) -> Layout | None:
         """None where nothing fits."""
         for self.way in WAYS:
-            if found := [*self.fitting()]:
-                fastest = min(layout.cost for layout in found)
-                as_good = [layout for layout in found if layout.cost <= TIE * fastest]
+            self.found = [*self.fitting()]
+            if self.found:
+                fastest = min(layout.cost for layout in self.found)
+                as_good = [layout for layout in self.found if layout.cost <= TIE * fastest]
                 return min(as_good, key=lambda layout: layout.rank)
         return None
 

@@ -110,7 +110,7 @@ class Options:
         if "trainer.ranks" not in self.left:
             return [trainer.ranks]
         unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
-        most = self.step_sequences * trainer.sequence_parallel  # more have nothing to do
+        most = self.most_ranks
         eighths = (gpus * part // 8 for part in (1, 2, 4, 6, 7, 8))
         wanted = {*eighths, gpus - config.rollout.tensor_parallel, min(most, gpus)}
         wide = config.rollout.tensor_parallel
@@ -120,6 +120,11 @@ class Options:
             wanted |= {gpus - engines * wide for engines in range(1, gpus // wide)}
         counts = {min(n, most) // unit * unit for n in wanted}
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
+
+    @property
+    def most_ranks(self) -> int:
+        """More have nothing to do."""
+        return self.step_sequences * self.config.trainer.sequence_parallel
 
     def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
         """Sequences of an engine at once, the most first: all of a step, or as many in each of two
@@ -192,12 +197,17 @@ class Options:
         for again in self._either(knob):
             on = again.get(knob, self.config.trainer.activation_checkpointing)
             worth = on and not gathers and self.config.max_context >= LONG
-            # Sparse attention and the engine's have operators of their own, and float32 plain ones.
-            model = self.config.model
-            other = self.facts.index_top_k or model.batch_invariant or model.dtype == "float32"
-            worth = worth and not other
+            worth = worth and not self.own_attention
             found += [{**again, **kept} for kept in self._either(keep, allowed=worth)]
         return found
+
+    @property
+    def own_attention(self) -> bool:
+        """Sparse attention and the engine's have operators of their own, and float32 plain ones:
+        what these give is not kept."""
+        model = self.config.model
+        other = model.batch_invariant or model.dtype == "float32"
+        return other or self.facts.index_top_k > 0
 
     def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
         if knob not in self.left:

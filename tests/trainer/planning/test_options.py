@@ -54,7 +54,7 @@ def test_a_gpu_beside_a_judge_is_shared(gpus: int) -> None:
 def test_a_micro_batch_is_called_the_largest_that_fits_where_it_is() -> None:
     knob = "trainer.micro_batch_tokens"
     for name, gpus, size, said in (
-        ("8b", 8, 79.0, "larger ones are no faster"),
+        ("8b", 8, 79.0, "larger ones are less than 2 % faster"),
         ("0.6b", 1, 32.0, "the largest that fits (25.9 GiB)"),
     ):
         reason = choose(recipe(), KNOBS, facts(name), machine(gpus, size)).reasons[knob]
