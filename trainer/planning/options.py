@@ -26,6 +26,8 @@ MOST_TOKENS, LEAST_TOKENS = 65_536, 4_096
 for its host in smaller ones."""
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """Micro-batches of a rank in an optimizer step."""
+SMALL = (2, 3, 4, 5, 6, 7, 8, 10, 12)
+"""Trajectories of a micro-batch where few have room: those of `PARTS` are far apart there."""
 SAVES = 0.98
 """Of a step's tokens: with as many micro-batches, larger ones are only tried if they save more."""
 FEW, MANY = 128, 1024
@@ -264,6 +266,7 @@ class Options:
             most = max(1, MOST_TOKENS * spread // tokens)
             least = max(1, min(share, most, LEAST_TOKENS // tokens))
             counts = {max(least, min(most, math.ceil(share / parts))) for parts in PARTS}
+            counts |= {n for n in SMALL if least <= n <= min(share, most)}
             sizes |= {n * tokens for n in counts | {1}}
         sharing, found = with_values(config, self.sharing), list[int]()
         fewest, least_tokens = math.inf, math.inf
