@@ -13,7 +13,7 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.trainer.planning.families import no_sharing
-from keel.trainer.planning.layouts import Layout, Search
+from keel.trainer.planning.layouts import TIE, Layout, Search
 from keel.trainer.planning.memory import GIB, engine_sequences, gib
 from keel.trainer.planning.options import Values, with_values
 from keel.trainer.planning.placement import Hardware
@@ -46,6 +46,8 @@ LONE = {
     3: "the optimizer is in host memory, and so its gradients wait there, too",
 }
 """Why that stage of ZeRO."""
+HARDLY = f"less than {100 * (TIE - 1):.0f} % faster"
+"""And so the memory that it takes is left."""
 
 
 def said(value: Any) -> str:
@@ -127,39 +129,59 @@ class Reasons:
 
     def _other(self, **changes: Any) -> Layout | None:
         """The layout with other values of the trainer's knobs, where it fits."""
+        return self._with({f"trainer.{k}": v for k, v in changes.items()})
+
+    def _with(self, changes: Values) -> Layout | None:
         mine = {k: v for k, v in self._values.items() if k != "rollout.gpu_memory_utilization"}
-        return self._search.layout(mine | {f"trainer.{k}": v for k, v in changes.items()})
+        return self._search.layout({**mine, **changes})
 
     def _against(self, other: Layout | None) -> str:
         if other is None:
             return "does not fit"
         slower = other.cost / self._best.cost - 1
-        return f"{100 * slower:.0f} % slower" if slower > 0.005 else "no faster"
+        if slower > 0.005:
+            return f"{100 * slower:.0f} % slower"
+        return HARDLY if slower < -0.005 else "no faster"
 
     @property
     def _beside(self) -> str:
         turns = self._config.rollout.sleep
         return " beside the engine" if self._best.shared and not turns else ""
 
+    @property
+    def _sizes(self) -> list[int]:
+        """Of micro-batches that were tried."""
+        tried = self._search.options.micro_batches(self._config.trainer.ranks)
+        return [n for values in tried for n in values.values()]
+
     # One method a knob, by its name
 
     def _ranks(self) -> str:
-        ranks, gpus = self._config.trainer.ranks, self._search.options.gpus
+        ranks, options = self._config.trainer.ranks, self._search.options
+        gpus = options.gpus
         if gpus == 1:
             return "one GPU"
+        if ranks == gpus:
+            return f"all {gpus} GPUs"
+        if ranks == options.most_ranks:
+            return f"of {gpus} GPUs: a step has no sequences for more"
         if self._best.shared:
-            return f"each on one of {gpus} GPUs" if ranks < gpus else f"all {gpus} GPUs"
-        return f"of {gpus} GPUs, by the time that engines and trainer take"
+            return f"each on one of {gpus} GPUs"
+        who = "engines and trainer take" if self._config.data.sources else "a step takes"
+        return f"of {gpus} GPUs, by the time that {who}"
 
     def _engines(self) -> str:
-        return "one beside each rank" if self._best.shared else "the GPUs without a rank"
+        return "one beside each rank" if self._best.shared else "on the GPUs without a rank"
 
     def _colocated(self) -> str:
         if self._search.options.gpus == 1:
             return "a single GPU is shared in any case"
-        if self._best.shared:
-            return "faster than GPUs of their own for engines and trainer"
-        return "faster than sharing each GPU" if self._config.trainer.ranks else ""
+        if self._config.rollout.tensor_parallel > 1:
+            return "an engine of several GPUs shares none"
+        others = [each for each in self._search.found if each.shared != self._best.shared]
+        against = self._against(min(others, key=lambda each: each.cost, default=None))
+        own = "with GPUs of their own for engines and trainer"
+        return f"{own if self._best.shared else 'with shared GPUs'}: {against}"
 
     def _gpu_memory_utilization(self) -> str:
         parts, size = self._plan.engine.parts, self._search.hardware.gpu_gib
@@ -178,7 +200,7 @@ class Reasons:
         if share > wanted:
             return (
                 f"an engine has {share} to sample in a step, in {math.ceil(share / wanted)} waves: "
-                "all at once have no room, or are no faster"
+                f"all at once have no room, or are {HARDLY}"
             )
         if wanted >= rollout.max_num_seqs:
             return "as many as an engine has to sample in a step"
@@ -189,6 +211,9 @@ class Reasons:
             return "engines and trainer have GPUs of their own"
         time = self._plan.time
         if self._config.rollout.sleep:
+            beside = self._with({"rollout.sleep": False})
+            if beside and (beside.plan.cached or 0) >= (self._plan.cached or 0):
+                return f"side by side: {self._against(beside)}"
             takes = seconds(time.turns if time else 0.0)
             return f"side by side there is room for less or nothing; time-sharing costs {takes}"
         return "engine and trainer fit side by side"
@@ -201,6 +226,8 @@ class Reasons:
         if waits.training and not waits.sampling:
             return f"activations have no room beside {gib(waits.training)} of the optimizer's state"
         if self._config.trainer.offload_while_sampling:
+            if stays := self._other(offload_while_sampling=False):
+                return f"with {held} of the trainer's on the GPU: {self._against(stays)}"
             return f"with {held} of the trainer's on the GPU the engine has too little"
         return f"{held} of the trainer's fit beside an engine that is awake"
 
@@ -208,19 +235,14 @@ class Reasons:
         trainer = self._config.trainer
         if trainer.ranks == 1:
             return LONE.get(trainer.zero_stage, "a single rank has nobody to share with")
-        least = self._other(zero_stage=max(0, trainer.zero_stage - 1))
-        if least is None and trainer.zero_stage > 1:
+        less = (self._other(zero_stage=stage) for stage in range(trainer.zero_stage))
+        if trainer.zero_stage > 1 and not any(less):
             return "the least that fits"
         return "the fastest of those that fit"
 
     def _micro_batch_tokens(self) -> str:
-        config, tokens = self._config, self._config.trainer.micro_batch_tokens
-        sizes = [
-            n
-            for values in self._search.options.micro_batches(config.trainer.ranks)
-            for n in values.values()
-        ]
-        larger = [n for n in sizes if n > tokens]
+        tokens = self._config.trainer.micro_batch_tokens
+        larger = [n for n in self._sizes if n > tokens]
         if not larger:
             return "a share of a step at once, or the most that is worth it"
         other = self._other(micro_batch_tokens=min(larger))
@@ -234,7 +256,18 @@ class Reasons:
         if not trainer.activation_checkpointing:
             again = self._other(activation_checkpointing=True)
             return f"{kept} of activations fit{self._beside}; with it: {self._against(again)}"
-        return f"without it: {self._against(self._other(activation_checkpointing=False))}"
+        whole = self._other(activation_checkpointing=False)
+        if whole or "trainer.micro_batch_tokens" not in self._values:
+            return f"without it: {self._against(whole)}"
+        parts = [
+            layout
+            for n in self._sizes
+            if n < trainer.micro_batch_tokens
+            and (layout := self._other(activation_checkpointing=False, micro_batch_tokens=n))
+        ]
+        fastest = min(parts, key=lambda layout: layout.cost, default=None)
+        smaller = ", in smaller micro-batches" * bool(parts)
+        return f"without it{smaller}: {self._against(fastest)}"
 
     def _keep_attention(self) -> str:
         trainer = self._config.trainer
@@ -246,17 +279,21 @@ class Reasons:
             return "not with ZeRO 3"
         if self._config.model.batch_invariant:
             return "not with model.batch_invariant"
+        if not trainer.keep_attention and self._search.options.own_attention:
+            return "not of sparse attention, nor in float32"
         other = self._against(self._other(keep_attention=not trainer.keep_attention))
         return f"{'without' if trainer.keep_attention else 'with'} it: {other}"
 
     def _compile(self) -> str:
         search, trainer = self._search, self._config.trainer
-        if not search.options.compiles:
-            return "nobody has timed compiled layers of such a model"
         if trainer.zero_stage == 3:
             return "not with ZeRO 3"
         if self._config.model.batch_invariant:
             return "not with model.batch_invariant"
+        if trainer.sequence_parallel > 1:
+            return "nobody has timed it with trainer.sequence_parallel"
+        if not search.options.compiles:
+            return "nobody has timed compiled layers of such a model"
         other = self._against(self._other(compile=not trainer.compile))
         start = f"in {self._config.run.steps} steps, {COMPILE_S:.0f} s at their start counted"
         return f"{'without' if trainer.compile else 'with'} it: {other} {start}"

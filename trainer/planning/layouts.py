@@ -111,6 +111,8 @@ class Search:
         self.config, self.left, self.facts, self.hardware = config, left, facts, hardware
         self.options = Options(config=config, left=left, facts=facts, hardware=hardware)
         self.way = WAYS[0]
+        self.found: list[Layout] = []
+        """All that `best` has chosen from."""
         self._ranks: dict[tuple[Any, ...], Memory] = {}
         self._placements: dict[tuple[Any, ...], Placement | None] = {}
         self._configs: dict[frozenset[tuple[str, Any]], Config] = {}
@@ -118,9 +120,10 @@ class Search:
     def best(self) -> Layout | None:
         """None where nothing fits."""
         for self.way in WAYS:
-            if found := [*self.fitting()]:
-                fastest = min(layout.cost for layout in found)
-                as_good = [layout for layout in found if layout.cost <= TIE * fastest]
+            self.found = [*self.fitting()]
+            if self.found:
+                fastest = min(layout.cost for layout in self.found)
+                as_good = [layout for layout in self.found if layout.cost <= TIE * fastest]
                 return min(as_good, key=lambda layout: layout.rank)
         return None
 
@@ -235,6 +238,8 @@ class Search:
                 return None
             shared, rank = placement.shared, self._rank(values)
             config = self._config_of(values)
+            if self.way.spare * needed_bytes(config, rank, shared=shared) > self.free_gib * GIB:
+                return None
             if self.config.data.sources:
                 share = self.share(config, rank, shared=shared)
                 if share is None:
@@ -275,12 +280,10 @@ class Search:
         return self.hardware.gpu_gib - self.hardware.taken_gib
 
     def share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
-        """The engine's: what it needs, or what is left for it. None: there is not even room for the
-        rank, or for what the recipe says."""
+        """The engine's: what it needs, or what is left for it. None: there is no room for what the
+        recipe says, or for any."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         needs, free = self.way.spare * rank.total / GIB, self.free_gib
-        if self.way.spare * needed_bytes(config, rank, shared=shared) / GIB > free:
-            return None
         most = min(free, self.way.most_share * size)
         if shared:
             sleeps = config.rollout.sleep

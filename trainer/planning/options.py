@@ -26,6 +26,8 @@ MOST_TOKENS, LEAST_TOKENS = 65_536, 4_096
 for its host in smaller ones."""
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """Micro-batches of a rank in an optimizer step."""
+SMALL = (2, 3, 4, 5, 6, 7, 8, 10, 12)
+"""Trajectories of a micro-batch where few have room: those of `PARTS` are far apart there."""
 SAVES = 0.98
 """Of a step's tokens: with as many micro-batches, larger ones are only tried if they save more."""
 FEW, MANY = 128, 1024
@@ -110,7 +112,7 @@ class Options:
         if "trainer.ranks" not in self.left:
             return [trainer.ranks]
         unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
-        most = self.step_sequences * trainer.sequence_parallel  # more have nothing to do
+        most = self.most_ranks
         eighths = (gpus * part // 8 for part in (1, 2, 4, 6, 7, 8))
         wanted = {*eighths, gpus - config.rollout.tensor_parallel, min(most, gpus)}
         wide = config.rollout.tensor_parallel
@@ -120,6 +122,11 @@ class Options:
             wanted |= {gpus - engines * wide for engines in range(1, gpus // wide)}
         counts = {min(n, most) // unit * unit for n in wanted}
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
+
+    @property
+    def most_ranks(self) -> int:
+        """More have nothing to do."""
+        return self.step_sequences * self.config.trainer.sequence_parallel
 
     def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
         """Sequences of an engine at once, the most first: all of a step, or as many in each of two
@@ -192,12 +199,17 @@ class Options:
         for again in self._either(knob):
             on = again.get(knob, self.config.trainer.activation_checkpointing)
             worth = on and not gathers and self.config.max_context >= LONG
-            # Sparse attention and the engine's have operators of their own, and float32 plain ones.
-            model = self.config.model
-            other = self.facts.index_top_k or model.batch_invariant or model.dtype == "float32"
-            worth = worth and not other
+            worth = worth and not self.own_attention
             found += [{**again, **kept} for kept in self._either(keep, allowed=worth)]
         return found
+
+    @property
+    def own_attention(self) -> bool:
+        """Sparse attention and the engine's have operators of their own, and float32 plain ones:
+        what these give is not kept."""
+        model = self.config.model
+        other = model.batch_invariant or model.dtype == "float32"
+        return other or self.facts.index_top_k > 0
 
     def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
         if knob not in self.left:
@@ -254,6 +266,7 @@ class Options:
             most = max(1, MOST_TOKENS * spread // tokens)
             least = max(1, min(share, most, LEAST_TOKENS // tokens))
             counts = {max(least, min(most, math.ceil(share / parts))) for parts in PARTS}
+            counts |= {n for n in SMALL if least <= n <= min(share, most)}
             sizes |= {n * tokens for n in counts | {1}}
         sharing, found = with_values(config, self.sharing), list[int]()
         fewest, least_tokens = math.inf, math.inf

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
 from keel.configs.auto import KNOBS
-from keel.configs.schema import Config
+from keel.configs.schema import Config, ModelConfig, SftConfig
+from keel.configs.sections.sft import ConversationsConfig
 from keel.model.load import ModelFacts, facts_of
+from keel.trainer.planning.choose import choose, concerned
 from keel.trainer.planning.layouts import TIE, WAYS, Layout, Search
 from tests.trainer.planning.test_choose import SHAPES, machine, recipe
 
@@ -17,6 +20,15 @@ from tests.trainer.planning.test_choose import SHAPES, machine, recipe
 @pytest.fixture(scope="module")
 def shapes() -> dict[str, ModelFacts]:
     return {name: replace(facts_of(one), max_context=40_960) for name, one in SHAPES.items()}
+
+
+def lessons(*, dtype: Any = "bfloat16", **sft: Any) -> Config:
+    """A supervised recipe."""
+    source = ConversationsConfig(name="a", source="jsonl", path="a")
+    config = Config(
+        model=ModelConfig(path="some/model", dtype=dtype), sft=SftConfig(sources=(source,), **sft)
+    )
+    return config.supervised(100)
 
 
 def all_that_fit(search: Search) -> list[Layout]:
@@ -47,12 +59,14 @@ def all_that_fit(search: Search) -> list[Layout]:
         ("1.4b-a0.4b", 1, 46.0, recipe(prompts_per_step=8, group_size=32)),
         ("1.4b-a0.4b", 1, 46.0, recipe(prompts_per_step=64, group_size=4, max_lag=1)),
         ("0.6b", 1, 23.0, recipe(prompts_per_step=32, group_size=32, max_lag=1)),
+        ("1.4b-a0.4b", 1, 41.0, lessons(conversations_per_step=256, max_context_tokens=4096)),
     ],
 )
 def test_nothing_faster_is_left_out(
     shape: str, gpus: int, gib: float, config: Config, shapes: dict[str, ModelFacts]
 ) -> None:
-    search = Search(config, KNOBS, shapes[shape], machine(gpus, gib))
+    hardware = machine(gpus, gib)
+    search = Search(config, concerned(config, hardware), shapes[shape], hardware)
     best = search.best()
     assert best is not None
     everything = all_that_fit(search)
@@ -70,3 +84,13 @@ def test_activations_are_kept_in_smaller_micro_batches_beside_a_whole_engine(
     best = search.best()
     assert best is not None and not best.config.trainer.activation_checkpointing
     assert best.config.rollout.max_num_seqs == 128 and not best.config.rollout.sleep
+
+
+def test_a_larger_micro_batch_with_too_little_to_spare_is_said_not_to_fit(
+    shapes: dict[str, ModelFacts],
+) -> None:
+    """In a supervised run, too, where it would be 12 % faster; it was called no faster."""
+    config = lessons(dtype="float16", conversations_per_step=256, max_context_tokens=2048)
+    choice = choose(config, KNOBS, shapes["8b"], machine(1, 178.0))
+    why = choice.reasons["trainer.micro_batch_tokens"]
+    assert why.startswith("the largest that fits"), why

@@ -18,6 +18,7 @@ from keel.trainer.planning.memory import GIB, trainer_memory
 from keel.trainer.planning.options import with_values
 from keel.trainer.planning.placement import Hardware, idle_nodes, place
 from tests.trainer.planning.test_choose import SHAPES, machine, recipe
+from tests.trainer.planning.test_layouts import lessons
 
 
 def facts(shape: str) -> ModelFacts:
@@ -54,7 +55,7 @@ def test_a_gpu_beside_a_judge_is_shared(gpus: int) -> None:
 def test_a_micro_batch_is_called_the_largest_that_fits_where_it_is() -> None:
     knob = "trainer.micro_batch_tokens"
     for name, gpus, size, said in (
-        ("8b", 8, 79.0, "larger ones are no faster"),
+        ("8b", 8, 79.0, "larger ones are less than 2 % faster"),
         ("0.6b", 1, 32.0, "the largest that fits (25.9 GiB)"),
     ):
         reason = choose(recipe(), KNOBS, facts(name), machine(gpus, size)).reasons[knob]
@@ -68,6 +69,13 @@ def test_a_micro_batch_is_as_large_as_the_groups_that_share_their_prompts_in_it(
     assert choice.trainer.share_prompts and a.prompts_per_step == 2 * choice.trainer.ranks
     two = 2 * bundle_size(a.group_size, choice.data.max_prompt_tokens, whole)
     assert choice.trainer.micro_batch_tokens == two
+
+
+def test_of_a_few_trajectories_that_have_room_none_is_left_out() -> None:
+    """Five took 11 % less time than four, which were the next that were tried."""
+    config = lessons(dtype="float16", tokens_per_step=524_288, max_context_tokens=8192)
+    choice = choose(config, KNOBS, facts("30b-a3b"), machine(1, 79.2)).config
+    assert choice.trainer.micro_batch_tokens == 5 * 8192
 
 
 def test_engines_of_several_gpus_leave_what_is_no_eighth() -> None:
