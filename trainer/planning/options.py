@@ -266,7 +266,8 @@ class Options:
             most = max(1, MOST_TOKENS * spread // tokens)
             least = max(1, min(share, most, LEAST_TOKENS // tokens))
             counts = {max(least, min(most, math.ceil(share / parts))) for parts in PARTS}
-            counts |= {n for n in SMALL if least <= n <= min(share, most)}
+            if together == 1:
+                counts |= {n for n in SMALL if least <= n <= min(share, most)}
             sizes |= {n * tokens for n in counts | {1}}
         sharing, found = with_values(config, self.sharing), list[int]()
         fewest, least_tokens = math.inf, math.inf
