@@ -361,7 +361,7 @@ def missing_lines(config: Config, hardware: Hardware) -> Iterator[str]:
     if hardware.missing:
         trainer = config.trainer
         yield (
-            f"{hardware.missing}. A start goes on with fewer ranks, {trainer.min_ranks} of "
+            f"{hardware.missing}. The run starts with fewer ranks, {trainer.min_ranks} of "
             f"{trainer.ranks} at least (trainer.min_ranks); on a cluster it first waits for nodes, "
             f"{config.run.fewer_after_s:g} s (run.fewer_after_s)"
         )

@@ -198,7 +198,7 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train/ranks",
             "trainer ranks",
-            "Those that a run goes on with, or begins with, where there is no room for all "
+            "Those that a run continues or starts with where there is no room for all "
             "(`trainer.min_ranks`). Written while they are fewer than `trainer.ranks`.",
             "absent",
             "reliability",

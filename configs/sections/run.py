@@ -65,7 +65,7 @@ class RunConfig:
     its newest checkpoint, by itself; 0: it ends. docs/reliability.md"""
     fewer_after_s: float = 600.0
     """Seconds for which such a start, and the first of a command, waits for room for all ranks and
-    engines; then it goes on with what there is room for, if `trainer.min_ranks` allows."""
+    engines; then it continues with as many as fit, if `trainer.min_ranks` allows."""
     max_skipped_steps: int = 3
     """Optimizer steps in a row without a finite gradient after which the run ends (in float16 at
     least 16: each halves the loss's scale). docs/alarms.md"""

@@ -20,9 +20,9 @@ class TrainerConfig:
     """Data-parallel trainer processes (one GPU each where there are GPUs). auto: as many as there
     are GPUs, where each is shared with an engine or the time model says so; 1 on a CPU."""
     min_ranks: int = 0
-    """Ranks with which a run still goes on, or begins, where there is no room for all: a node is
-    gone or not there, and no other in its place after `run.fewer_after_s`. Engines become fewer
-    alike, the batch stays as it is, and the next start takes all again where there is room. 0: all,
+    """The fewest ranks with which a run continues or starts where there is no room for all: a node
+    is gone or not there, and no other in its place after `run.fewer_after_s`. Engines become fewer
+    alike, the batch stays as it is, and the next start uses all again where there is room. 0: all,
     or 1 where `ranks` is left open. docs/reliability.md"""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What DeepSpeed shards over the ranks. 0: nothing; 1: the optimizer's state; 2: gradients,

@@ -42,7 +42,7 @@ TRIED = 64
 RANKS, ENGINES = "trainer.ranks", "rollout.engines"
 CURES = (
     f"A smaller {RANKS}, also for a run that is resumed, takes less room; with trainer.min_ranks a "
-    "start goes on with the ranks that there is room for"
+    "start continues with as many ranks as fit"
 )
 """Where it may not have fewer."""
 
@@ -152,8 +152,8 @@ class Layouts:
         if least:
             longest = max(longest, run.fewer_after_s + 2 * LOOK_S)
             then = (
-                f"After {run.fewer_after_s:g} s (run.fewer_after_s) the run goes on with what "
-                f"there is room for, {least} of {whole.trainer.ranks} ranks at least"
+                f"After {run.fewer_after_s:g} s (run.fewer_after_s) the run continues with "
+                f"as many ranks as fit, {least} of {whole.trainer.ranks} at least"
             )
         else:
             then = f"After {longest:g} s (run.startup_deadline_s) the run ends. {CURES}"
@@ -310,6 +310,6 @@ def changes(before: Config, now: Config) -> str:
         for knob in diff_configs(before, now)
     ]
     return (
-        "the run goes on with less until its next start, which takes all again where there is "
+        "the run continues with less until its next start, which uses all again where there is "
         f"room: {', '.join(parts)}"
     )

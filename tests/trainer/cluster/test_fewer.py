@@ -124,7 +124,7 @@ def test_a_first_start_whose_ranks_the_cores_can_never_hold_says_so_and_ends_wit
     assert cluster.now == 100
     end = f"waited 100 s (run.startup_deadline_s) for room: the recipe {lacking.format(0)}. "
     assert str(late.value).startswith(f"{end}A smaller trainer.ranks, also for a run that is ")
-    assert "with trainer.min_ranks a start goes on" in str(late.value)
+    assert "with trainer.min_ranks a start continues" in str(late.value)
     cluster = Cluster(lambda now: cores(0.5) if now < 30 else cores(0.5, 1))
     assert cluster.layouts(three.whole, facts, tmp_path, gib=0).next() == three.whole
     assert 30 <= cluster.now <= 34
@@ -141,7 +141,7 @@ def test_a_first_start_goes_on_with_the_ranks_that_there_is_room_for(
     assert 60 <= cluster.now <= 64 and layouts.lowering.fewer
     waits, goes_on = cluster.said
     assert "waits for room: the recipe needs 8 GPU(s)" in waits
-    assert "its next start, which takes all again where there is room: " in goes_on
+    assert "its next start, which uses all again where there is room: " in goes_on
     assert "trainer.ranks is now 2, not 4" in goes_on and "needs 8 GPU(s)" in goes_on
     cluster = Cluster(lambda now: BOTH if now >= 30 else BOTH[:1])
     whole = cluster.layouts(recipe(min_ranks=1), facts, tmp_path)
@@ -191,7 +191,7 @@ def test_after_the_time_half_of_the_gpus_have_half_of_the_ranks_and_engines(
     assert (config.trainer.ranks, config.rollout.engines) == (2, 2)
     assert 60 <= cluster.now <= 64
     waits, goes_on = cluster.said
-    assert "needs 8 GPU(s)" in waits and "After 60 s (run.fewer_after_s) the run goes on" in waits
+    assert "needs 8 GPU(s)" in waits and "After 60 s (run.fewer_after_s) the run continues" in waits
     assert "trainer.ranks is now 2, not 4" in goes_on
     assert "rollout.engines is now 2, not 4" in goes_on
     events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
@@ -234,7 +234,7 @@ def test_where_the_recipe_allows_no_less_the_run_waits_and_ends(
     ):
         layouts.next()
     assert cluster.now == 100
-    hint = "with trainer.min_ranks a start goes on" in cluster.said[0]
+    hint = "with trainer.min_ranks a start continues" in cluster.said[0]
     assert hint == (not trainer)
 
 

@@ -251,7 +251,7 @@ def test_what_may_start_on_fewer_ranks_is_planned_as_a_whole(
     assert str(found).endswith("this machine; 1 of these nodes not there now")
     assert seating(whole, found)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
     (line,) = missing_lines(whole, found)
-    assert "goes on with fewer ranks, 2 of 4 at least (trainer.min_ranks)" in line
+    assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks)" in line
     one_node = replace(whole, run=replace(GPUS, gpus_per_node=4))
     others = [replace(whole, trainer=TrainerConfig(ranks=4, min_ranks=m)) for m in (0, 4)]
     enough = replace(whole, rollout=RolloutConfig(engines=4, colocated=True))

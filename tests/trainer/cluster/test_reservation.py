@@ -122,6 +122,16 @@ def two_nodes(cluster: Cluster) -> str:
     return cluster.address
 
 
+@pytest.fixture
+def outside(two_nodes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """As a command finds the cluster, which it has not joined."""
+    ray.shutdown()
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
+    yield two_nodes
+    ray.init(address=two_nodes, log_to_driver=False)
+    wait_for(lambda: not placement_groups())
+
+
 def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
     large, small = cluster_nodes()
     assert (large.gpus, small.gpus) == (4, 2)
@@ -206,68 +216,48 @@ def test_a_run_that_has_lost_a_node_has_the_gpus_of_the_others(
         assert len(reservation.placement.seats) == 6, "a first start, too"
 
 
-def test_check_asks_the_cluster(two_nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray.shutdown()
-    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
-    try:
-        recipe = replace(config(engines=1, width=2, ranks=4), run=RunConfig(device="gpu"))
-        hardware = hardware_said(recipe)
-        assert hardware == hardware_here(recipe)
-        assert not ray.is_initialized()
-        assert f"the cluster at {two_nodes}" in str(hardware)
-        assert [line.split(": ")[1] for line in seating(recipe, hardware)] == [
-            "trainer ranks 0–3 on GPUs 0–3",
-            "engine 0 on GPUs 0–1",
-        ]
-    finally:
-        ray.init(address=two_nodes, log_to_driver=False)
+def test_check_asks_the_cluster(outside: str) -> None:
+    recipe = replace(config(engines=1, width=2, ranks=4), run=RunConfig(device="gpu"))
+    hardware = hardware_said(recipe)
+    assert hardware == hardware_here(recipe)
+    assert not ray.is_initialized()
+    assert f"the cluster at {outside}" in str(hardware)
+    assert [line.split(": ")[1] for line in seating(recipe, hardware)] == [
+        "trainer ranks 0–3 on GPUs 0–3",
+        "engine 0 on GPUs 0–1",
+    ]
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_run_that_cannot_be_placed_ends_before_anything_starts(
-    two_nodes: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ray.shutdown()
-    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
     recipe = ("train", "quickstart", "run.device=gpu", f"run.dir={tmp_path / 'run'}")
-    try:
-        assert main([*recipe, "rollout.tensor_parallel=5", "rollout.engines=1"]) == 2
-        said = capsys.readouterr()
-        assert "rollout.tensor_parallel = 5: each engine needs its GPUs on one node" in said.err
-        assert "starting" not in said.out and "cold start" not in said.out
-        assert not ray.is_initialized()
-    finally:
-        ray.init(address=two_nodes, log_to_driver=False)
-    wait_for(lambda: not placement_groups())
+    assert main([*recipe, "rollout.tensor_parallel=5", "rollout.engines=1"]) == 2
+    said = capsys.readouterr()
+    assert "rollout.tensor_parallel = 5: each engine needs its GPUs on one node" in said.err
+    assert "starting" not in said.out and "cold start" not in said.out
+    assert not ray.is_initialized()
 
 
+@pytest.mark.usefixtures("outside")
 def test_check_plans_all_ranks_of_a_run_that_may_start_on_fewer(
-    two_nodes: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ray.shutdown()
-    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
     recipe = ("check", "quickstart", "run.device=gpu", f"run.dir={tmp_path / 'run'}")
     knobs = ("trainer.ranks=4", "rollout.engines=4", "run.gpu_gib=80")
-    try:
-        assert main([*recipe, *knobs]) == 0
-        assert "shared" in capsys.readouterr().out, "the cluster holds it so"
-        apart = ("rollout.colocated=false", "rollout.sleep=false")
-        assert main([*recipe, *knobs, *apart]) == 2
-        assert "needs 8 GPU(s)" in capsys.readouterr().err
-        assert main([*recipe, *knobs, "trainer.min_ranks=2"]) == 0
-        assert "missing" not in capsys.readouterr().out
-        assert main([*recipe, *knobs, *apart, "trainer.min_ranks=2"]) == 0
-        said = capsys.readouterr().out
-        assert "1 of these nodes not there now" in said and "missing node 0: " in said
-        assert "warning      the recipe needs 8 GPU(s)" in said
-        assert "goes on with fewer ranks, 2 of 4 at least (trainer.min_ranks); on a" in said
-    finally:
-        ray.init(address=two_nodes, log_to_driver=False)
+    assert main([*recipe, *knobs]) == 0
+    assert "shared" in capsys.readouterr().out, "the cluster holds it so"
+    apart = ("rollout.colocated=false", "rollout.sleep=false")
+    assert main([*recipe, *knobs, *apart]) == 2
+    assert "needs 8 GPU(s)" in capsys.readouterr().err
+    assert main([*recipe, *knobs, "trainer.min_ranks=2"]) == 0
+    assert "missing" not in capsys.readouterr().out
+    assert main([*recipe, *knobs, *apart, "trainer.min_ranks=2"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of these nodes not there now" in said and "missing node 0: " in said
+    assert "warning      the recipe needs 8 GPU(s)" in said
+    assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks); on a" in said
 
 
 def test_an_engine_and_a_rank_share_a_single_gpu(

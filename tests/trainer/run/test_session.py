@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,10 @@ from keel.configs.load import load_config
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.session import conduct, save_checkpoint
+
+supervised = partial(
+    conduct, ["sft", "recipe.yaml"], text="plan", restore=lambda _: None, position=dict
+)
 
 
 @pytest.mark.parametrize(("epochs", "knob"), [(2, "sft.epochs"), (0, "run.steps")])
@@ -51,15 +56,7 @@ def test_a_run_that_resumes_says_after_which_step(
 
     def said() -> str:
         with pytest.raises(RuntimeError, match="no GPU"):
-            conduct(
-                ["sft", "recipe.yaml"],
-                config,
-                text="plan",
-                restore=lambda _: None,
-                position=dict,
-                started=nothing_starts,
-                drive=lambda *_: 0,
-            )
+            supervised(config, started=nothing_starts, drive=lambda *_: 0)
         return capsys.readouterr().out
 
     assert said() == "plan\n"
@@ -77,15 +74,7 @@ def test_checkpoints_know_the_tokenizer(tmp_path: Path) -> None:
         save_checkpoint(folder, config, learner, 1, {}, stop=lambda: False, say=print)
         return 1
 
-    conduct(
-        ["sft", "recipe.yaml"],
-        config,
-        text="plan",
-        restore=lambda _: None,
-        position=dict,
-        started=lambda _: nullcontext(SimpleNamespace(learner=learner)),
-        drive=drive,
-        tokenizer="digest",
-    )
+    system = SimpleNamespace(learner=learner)
+    supervised(config, started=lambda _: nullcontext(system), drive=drive, tokenizer="digest")
     state = RunFolder(config).state()
     assert state is not None and state.tokenizer == "digest"
