@@ -108,9 +108,18 @@ def gpu_name() -> str:
     return _nvidia_smi("name,driver_version")
 
 
+def gpu_size() -> float:
+    """Bytes that the first GPU has; 0 without one."""
+    return _bytes("memory.total")
+
+
 def _used() -> float:
+    return _bytes("memory.used")
+
+
+def _bytes(query: str) -> float:
     try:
-        return float(_nvidia_smi("memory.used")) * 2**20
+        return float(_nvidia_smi(query)) * 2**20
     except ValueError:
         return 0.0
 

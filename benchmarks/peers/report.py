@@ -238,8 +238,9 @@ DIFFERENCES = """\
   Keel's, the reference policy in host memory, `low_var_kl` instead of the unbiased KL, no mask of
   off-policy sequences. `verl` checkpoints activations, `verl-fast` keeps them, does not ask the
   engine for log-probabilities and sees sooner than after two seconds that all completions are
-  there, `verl-liger` has Liger's kernels besides, `verl-plain` and `verl-fast-plain` do not fuse
-  the head with the loss. flash-attn's kernels are torch's build."""
+  there, `verl-liger` has Liger's kernels besides, `verl-fit` is that one with an engine of the size
+  that its completions need, `verl-plain` and `verl-fast-plain` do not fuse the head with the loss.
+  flash-attn's kernels are torch's build."""
 
 
 def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = True) -> str:

@@ -17,8 +17,8 @@ probabilities with the engine's, which truncated sampling sets apart). verl comp
 whole vocabulary and with the trainer, as TRL does, and asks the engine for its log-probabilities to
 report how far they are off. flash-attn is replaced by the same kernels of torch
 (`verl_attention`), and the turn by one that takes the benchmark's tokenizer (`verl_parts`). In the
-arms that start with `verl-fast`, and in `verl-liger`, the trainer also looks sooner whether all
-completions are there than every two seconds.
+arms that start with `verl-fast`, and in `verl-liger` and `verl-fit`, the trainer also looks sooner
+whether all completions are there than every two seconds.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import reward
+from benchmarks.peers.memory import gpu_size
 from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, version
 
 ATTENTION = "torch_varlen"  # verl_attention.NAME, which needs torch to be read
@@ -89,7 +90,8 @@ class Settings:
     quick_poll: bool = False
     """`verl_parts.QuickReplayBuffer` instead of verl's."""
     gpu_memory_utilization: float = 0.5
-    """Share of the GPU for vLLM while it is awake; 0.5 is verl's default."""
+    """Share of the GPU for vLLM while it is awake; 0.5 is verl's default. 0: what the completions
+    need."""
 
 
 FAST = Settings(gradient_checkpointing=False, engine_log_probs=False, quick_poll=True)
@@ -98,6 +100,7 @@ ARMS = {
     "verl-plain": Settings(fused=False),
     "verl-fast": FAST,
     "verl-liger": replace(FAST, liger=True),
+    "verl-fit": replace(FAST, liger=True, gpu_memory_utilization=0.0),
     "verl-fast-plain": replace(FAST, fused=False),
 }
 
@@ -115,6 +118,9 @@ def overrides(
 ) -> dict[str, Any]:
     """Keys of verl's configuration → values. `folder`: with prompts and the turn's description."""
     tokens = micro_batch(workload, settings)
+    share = settings.gpu_memory_utilization
+    if not share and (size := gpu_size()):
+        share = workload.engine_share(size)
     prompts = str(folder / "prompts.jsonl")
     data = {
         "train_files": prompts,
@@ -171,7 +177,7 @@ def overrides(
         "top_p": workload.top_p,
         "top_k": workload.top_k,
         "tensor_model_parallel_size": 1,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "gpu_memory_utilization": share,
         "max_model_len": workload.context,
         "max_num_seqs": max(256, workload.sequences),
         "free_cache_engine": True,

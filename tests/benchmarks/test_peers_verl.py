@@ -60,6 +60,19 @@ def test_all_that_has_to_be_equal_is(given: Workload, tmp_path: Path) -> None:
     assert f"+actor_rollout_ref.model.override_config.attn_implementation={attention}" in said
 
 
+def test_an_engine_that_fits_has_what_the_completions_need(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(verl_grpo, "gpu_size", lambda: 80.0 * 2**30)
+    shares = [
+        verl_grpo.overrides(QWEN3_06B, verl_grpo.ARMS[arm], folder=tmp_path, steps=1)[
+            "actor_rollout_ref.rollout.gpu_memory_utilization"
+        ]
+        for arm in ("verl-liger", "verl-fit")
+    ]
+    assert shares == [0.5, pytest.approx(23.97 / 80, abs=0.001)]
+
+
 @pytest.mark.parametrize("arm", sorted(verl_grpo.ARMS))
 def test_a_micro_batch_holds_a_sequence(arm: str) -> None:
     settings = verl_grpo.ARMS[arm]
