@@ -1,6 +1,6 @@
-"""A run on two nodes whose step does not fit a rank, and which loses a node for good: it goes on
-with smaller micro-batches, and then with the ranks that there is room for. One that finds a node
-too few begins with these, and has all when it is started again beside the node."""
+"""A run that finds a node too few, whose step does not fit a rank, and which loses a node for good:
+it begins with the ranks that there is room for, continues with smaller micro-batches and then with
+the rank that is left, and has all when it is started again beside the nodes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.e2e.test_command import DEADLINE_S, metrics, small
 from tests.waiting import patiently
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
-STEPS, SHORT_AFTER, LOST_AFTER = 4, 1, 2
-RANKS, LEFT = 2, 1
+STEPS, SHORT_AFTER, LOST_AFTER = 3, 1, 2
+RANKS, ROOM, LEFT = 3, 2, 1
 """One finds room on a node."""
 
 
@@ -53,7 +53,7 @@ def short_of_memory(worker: Any) -> None:
     worker.engine._accumulate = accumulate
 
 
-def test_a_run_goes_on_with_smaller_micro_batches_and_with_the_ranks_that_are_left(
+def test_a_run_has_the_ranks_that_there_is_room_for(
     cluster: Cluster,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -77,72 +77,45 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_with_the_ranks_that_are_le
     monkeypatch.setattr("keel.trainer.system.Learner", Unlucky)
     monkeypatch.setattr("keel.trainer.worker.TrainerWorker.CPUS", 1.0)
     folder = tmp_path / "run"
-    knobs = [
-        *small(folder, tmp_path / "cache", steps=STEPS),
-        *(f"trainer.ranks={RANKS}", "trainer.min_ranks=1", "trainer.threads=1"),
-        *("run.checkpoint_every=1", "run.fewer_after_s=1", "run.eval_every=-1"),
-        "model.embedded.cold_start.steps=0",  # what it knows makes no difference
-    ]
-    assert main(["train", *knobs]) == 0
-    said = capsys.readouterr()
-    assert len(starts) == 3, said.out + said.err
-    events = [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
-    told = {
-        kind: [event["text"] for event in events if event["kind"] == kind]
-        for kind in ("restart", "fewer")
-    }
-    memory, loss, *silent, waits = told["restart"]
+
+    def train(steps: int) -> str:
+        knobs = [
+            *small(folder, tmp_path / "cache", steps=steps),
+            *(f"trainer.ranks={RANKS}", "trainer.min_ranks=1", "trainer.threads=1"),
+            *("run.checkpoint_every=1", "run.fewer_after_s=1", "run.eval_every=-1"),
+            "model.embedded.cold_start.steps=0",  # what it knows makes no difference
+        ]
+        code, said = main(["train", *knobs]), capsys.readouterr()
+        assert code == 0, said.out + said.err
+        return said.out + said.err
+
+    def told(kind: str) -> list[str]:
+        lines = map(json.loads, (folder / EVENTS).read_text().splitlines())
+        return [event["text"] for event in lines if event["kind"] == kind]
+
+    said = train(STEPS)
+    assert len(starts) == 3, said
+    unplaced, memory, again, loss, *silent, waits = told("restart")
+    for line, free in ((unplaced, ROOM), (again, ROOM), (waits, LEFT)):
+        assert f"needs {RANKS} trainer ranks of 1 CPU cores, and the cluster has {free}" in line
     assert "trainer rank 1 failed during an optimizer step: CUDA out of memory" in memory
     assert "trainer.micro_batch_tokens is now 4,096, not 8,192" in memory
     assert f"starts again from step {SHORT_AFTER}" in memory
     assert f"starts again from step {LOST_AFTER}" in loss
     assert all("does not answer. The run starts when" in line for line in silent)
-    assert "needs 2 trainer ranks of 1 CPU cores" in waits
-    (fewer,) = told["fewer"]
-    assert f"trainer.ranks is now {LEFT}, not {RANKS}" in fewer
-    assert fewer in said.out + said.err
-    lines = metrics(folder)
-    assert [line["step"] for line in lines] == list(range(STEPS + 1))
-    assert all(line["ledger/lost"] == line["ledger/twice"] == 0 for line in lines[1:])
-    ranks = [line.get("train/ranks") for line in lines[1:]]
-    assert ranks == [None] * LOST_AFTER + [LEFT] * (STEPS - LOST_AFTER)
-    assert [learner._config.trainer.ranks for learner in starts] == [RANKS, RANKS, LEFT]
+    for fewer, free in zip(told("fewer"), (ROOM, ROOM, LEFT), strict=True):
+        assert f"trainer.ranks is now {free}, not {RANKS}" in fewer
+        assert fewer in said
+    assert [learner._config.trainer.ranks for learner in starts] == [ROOM, ROOM, LEFT]
     assert starts[-1]._config.trainer.micro_batch_tokens == 4096
     assert (folder / "model" / "model.safetensors").exists()
 
-
-def test_a_run_begins_with_the_ranks_that_there_is_room_for_and_has_all_at_a_later_start(
-    cluster: Cluster,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("keel.trainer.worker.TrainerWorker.CPUS", 1.0)
-    folder = tmp_path / "run"
-
-    def told(steps: int) -> str:
-        knobs = [
-            *small(folder, tmp_path / "cache", steps=steps),
-            *("trainer.ranks=3", "trainer.min_ranks=2", "trainer.threads=1"),
-            *("run.checkpoint_every=1", "run.fewer_after_s=1", "run.eval_every=-1"),
-            "model.embedded.cold_start.steps=0",
-        ]
-        assert main(["train", *knobs]) == 0
-        said = capsys.readouterr()
-        return said.out + said.err
-
-    def events(kind: str) -> list[str]:
-        lines = map(json.loads, (folder / EVENTS).read_text().splitlines())
-        return [event["text"] for event in lines if event["kind"] == kind]
-
-    assert "trainer.ranks is now 2, not 3" in told(steps=1)
-    (waits,), (fewer,) = events("restart"), events("fewer")
-    assert "needs 3 trainer ranks of 1 CPU cores, and the cluster has 2 for" in waits
-    assert "trainer.ranks is now 2, not 3" in fewer
-    patiently(lambda: cluster.add_node(num_cpus=1))
+    for _ in range(RANKS - LEFT):
+        patiently(lambda: cluster.add_node(num_cpus=1))
     cluster.wait_for_nodes(DEADLINE_S)
-    assert "is now 2" not in told(steps=2)
+    assert "is now" not in train(STEPS + 1)
+    assert starts[-1]._config.trainer.ranks == RANKS
     lines = metrics(folder)
-    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["step"] for line in lines] == list(range(STEPS + 2))
     assert all(line["ledger/lost"] == line["ledger/twice"] == 0 for line in lines[1:])
-    assert [line.get("train/ranks") for line in lines[1:]] == [2, None]
+    assert [line.get("train/ranks") for line in lines[1:]] == [ROOM, ROOM, LEFT, None]
