@@ -37,6 +37,8 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # process starts later, in another file of tests, must be told the same.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as there, to save time
+# Actors come no later than what other tests do, and pyright beside them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # Memory is the tests' to plan, as in `keel.trainer.main.start_ray`: Ray would end an actor for what
 # other tests take.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")

@@ -33,6 +33,7 @@ INSIDE = (
 )
 ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
 }
