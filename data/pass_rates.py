@@ -33,7 +33,8 @@ class PassRate:
     """Completions that were asked for."""
     passes: int
     score: float | None
-    """Mean of `correct` over the completions that have one; None: none has."""
+    """Mean of `correct` over the completions that are there, as `evaluation` has it; None: none
+    is."""
     unscored: int
     dropped: Mapping[str, int]
     """Reason → completions that are missing for it."""

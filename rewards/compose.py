@@ -48,6 +48,8 @@ PARTS = (
 """What a recipe may weigh: `data.sources[].rewards`. A dotted name is the user's own function."""
 ERROR = "error"
 """A part that is always there: 1 where the verifier crashed or ran out of time, else 0."""
+ROUNDING = 1e-12
+"""Of the largest term of a sum: what is left of it that is no larger is no reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,10 @@ def worth_nothing(parts: Mapping[str, float], weights: Mapping[str, float]) -> S
 
 
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """The weighted sum. Parts without a weight are kept for the metrics and count nothing."""
-    value = sum(weight * parts[name] for name, weight in weights.items())
+    """The weighted sum. Parts without a weight are kept for the metrics and count nothing. What is
+    left of terms that cancel is 0, and not their rounding, by which siblings would differ."""
+    terms = [weight * parts[name] for name, weight in weights.items()]
+    value = sum(terms)
+    if abs(value) <= ROUNDING * max(map(abs, terms), default=0.0):
+        value = 0.0
     return Score(value=value, parts=parts)

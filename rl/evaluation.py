@@ -39,7 +39,8 @@ def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
     pass@1    share of the completions asked for that are wholly right (`passed`). One that came
               late, failed or could not be judged counts as wrong. An unbiased estimate with one
               completion per prompt or many (Chen et al., 2021, k = 1).
-    score     mean of `correct`, partial credit included, over the completions that have a score.
+    score     mean of `correct`, partial credit included, over the completions that are there.
+              What a verifier failed at has 0.
     unscored  number of completions that are missing, or of which what says whether they are right
               failed: what `pass@1` counts as wrong without having seen that it is.
     """

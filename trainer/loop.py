@@ -182,11 +182,10 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 result = learner.step(batch.groups)
             if result.findings:
                 parts.keep(step, batch.groups, result.findings)
-            if result.gave_up:
-                raise RuntimeError(f"step {step}: {result.gave_up}")
-            evaluating = evaluation_due(run, step)
+            evaluating = evaluation_due(run, step) and not result.gave_up
+            publishing = step % algorithm.publish_every == 0 and not result.gave_up
             ends: list[Exception] = []
-            if not hurry() and (evaluating or step % algorithm.publish_every == 0):
+            if not hurry() and (evaluating or publishing):
                 parts.journal.begin("publishing weights")
                 with clock.time("sync"), put_off(parts, ends):
                     feed.wait_for_adoption(hurry)
@@ -202,6 +201,8 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 with put_off(parts, ends):
                     metrics |= evaluate(parts, hurry)
             parts.journal.record(step, metrics, batch.groups, batch.discarded)
+            if result.gave_up:  # a policy that gives no gradient may be broken: no checkpoint of it
+                raise RuntimeError(f"step {step}: {result.gave_up}")
             if ends:
                 save_at_last(parts, saver, feed, step, ends[0])
                 raise ends[0]

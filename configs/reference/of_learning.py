@@ -16,7 +16,8 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "eval/<set>/score",
             "0 to 1",
-            "Mean of `correct`, partial credit included, over completions that have a score.",
+            "Mean of `correct`, partial credit included, over completions that were scored; what a "
+            "verifier failed at has 0.",
             page="evaluation",
         ),
         Metric(
@@ -69,7 +70,7 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "reward/<part>",
-            "0 to 1, but for functions of yours",
+            "0 to 1",
             "Mean of a part of the reward (`correct`, `format`, …) over completions that have it.",
             page="rewards",
         ),

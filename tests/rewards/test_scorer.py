@@ -97,6 +97,14 @@ def test_weights_and_composition() -> None:
     assert score.parts["format"] == 1.0
 
 
+def test_terms_that_cancel_leave_no_rounding() -> None:
+    """With `scale_advantages: std` that would be an advantage as large as any."""
+    weights = {"correct": 0.3, "mine.wordy": -0.1, "mine.late": -0.2}
+    assert compose(dict.fromkeys(weights, 1.0), weights).value == 0
+    assert compose(dict.fromkeys(weights, 0.0), weights).value == 0
+    assert compose({**dict.fromkeys(weights, 1.0), "correct": 1 + 1e-9}, weights).value > 0
+
+
 @pytest.mark.e2e
 def test_workers_stay_light() -> None:
     heavy = ("torch", "sympy", "numpy", "regex", "jsonschema", "rfc3986_validator")

@@ -29,6 +29,19 @@ def test_equal_rewards_have_advantages_of_exactly_zero(reward, size, scale) -> N
         assert group_advantages(rewards, scale=scale).tolist() == [0.0] * size
 
 
+@pytest.mark.parametrize("scale", ["none", "std"])
+def test_rewards_that_differ_by_the_rounding_of_sums_are_equal(scale) -> None:
+    parts = torch.tensor([0.1, 0.7, 0.2, 0.4])
+    either_way = torch.stack([parts.sum(), (parts[3] + parts[2]) + (parts[0] + parts[1])])
+    other = torch.tensor([0.1 + 0.2, 0.3, 0.3], dtype=torch.float64)
+    for rewards in (either_way, other, -other):
+        assert len(set(rewards.tolist())) == 2
+        assert not group_advantages(rewards, scale=scale).any()
+    beside = torch.stack([other, torch.tensor([0.3, 0.3, 0.3 + 1e-9], dtype=torch.float64)])
+    found = group_advantages(beside, scale=scale)
+    assert not found[0].any() and found[1].all(), "by group, and no more than rounding"
+
+
 def test_groups_lie_in_the_last_axis_and_do_not_mix() -> None:
     rewards = torch.tensor([[[1.0, 0.0], [5.0, 5.0]], [[2.0, 4.0], [0.0, 8.0]]])
     expected = torch.tensor([[[0.5, -0.5], [0.0, 0.0]], [[-1.0, 1.0], [-4.0, 4.0]]])

@@ -351,8 +351,10 @@ def test_a_batch_without_a_finite_gradient_is_kept_and_the_run_goes_on() -> None
 
 
 def test_a_run_whose_learner_gives_up_ends_with_its_batch_kept_and_no_checkpoint() -> None:
+    """The step's numbers are written down: they say what led to it."""
     world = FakeRun()
     world.went_wrong = {"findings": ("a token",), "gave_up": "three in a row"}
     with pytest.raises(RuntimeError, match="step 1: three in a row"):
-        world.run(config(checkpoint_every=1))
+        world.run(config(checkpoint_every=1, eval_every=1))
     assert world.events[-2:] == ["step@1", "keep@1 p0,p1: a token"]
+    assert "reward/mean" in world.records[1] and "loss" in world.records[1]

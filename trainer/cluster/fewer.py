@@ -74,17 +74,19 @@ class Layouts:
         """The recipe to start with. Waits for room where a run has lost it, may have less, or needs
         cores that the cluster has not; raises TimeoutError where there is none in time, neither for
         all nor for what the recipe allows, and ConfigError where none can come."""
-        config, self._begun, begun = self._undiminished(), True, self._begun
-        most = config.trainer.ranks
-        waits = begun or self.joinable
-        if begun or config.trainer.min_ranks:
+        whole, first, self._begun = self._undiminished(), not self._begun, True
+        alone = first and not self.joinable  # nobody uses the cluster yet, and no node joins it
+        lacking = ""
+        if not first or whole.trainer.min_ranks:
             self._wait_for_silent_ones()
-            lacking = self._lacking(config, self.nodes() if waits else self._idle())
-        else:
-            lacking = self._never(config)
+            lacking = self._lacking(whole, self._idle() if alone else self.nodes())
+        elif not self.hardware.gpu:  # GPUs are reserved later, and waited for then
+            lacking = self._lacking(whole, self._idle())
+        config = whole
         if lacking:
-            config = self._waited(config, lacking) if waits else self._at_once(config, lacking)
-        self.lowering.config, self.lowering.fewer = config, config.trainer.ranks < most
+            config = self._at_once(whole, lacking) if alone else self._waited(whole, lacking)
+        self.lowering.config = config
+        self.lowering.fewer = config.trainer.ranks < whole.trainer.ranks
         return config
 
     def _wait_for_silent_ones(self) -> None:
@@ -118,15 +120,8 @@ class Layouts:
         )
         return replace(self.whole, trainer=trainer)
 
-    def _never(self, config: Config) -> str:
-        """Why it finds no place even on a cluster that nobody else uses; "" if it does, and with
-        GPUs, which are reserved first."""
-        if self.hardware.gpu:
-            return ""
-        return self._lacking(config, self._idle())
-
     def _idle(self) -> list[Node]:
-        """As nobody else uses them; of a Ray that has only just begun here, nobody does."""
+        """As if nobody else used them."""
         return [node.empty() for node in self.nodes()]
 
     def _lacking(self, config: Config, nodes: Sequence[Node]) -> str:

@@ -109,8 +109,8 @@ def start_ray() -> None:
         return
     # Memory is ours to plan; Ray's own monitor would kill a worker on a busy shared machine.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    # Ray's own is 15: engines and ranks would come after all else, the run's own reward programs too
-    # (ten times as long a step of the quickstart beside two busy processes on two cores).
+    # Ray's own is 15: engines and ranks would come after all else, the run's reward programs too (a
+    # step of the quickstart took ten times as long beside two busy processes on two cores).
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Of every call of an actor Ray's GCS keeps some 5 KB, up to 100,000 of them, for its dashboard.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
