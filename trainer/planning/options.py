@@ -299,8 +299,7 @@ class Options:
         if config.data.sources:
             whole = config.algorithm.prompts_per_step * config.algorithm.group_size
             return math.ceil(whole / config.algorithm.updates_per_batch)
-        each = config.sft.tokens_per_step // config.sft.max_context_tokens
-        return max(1, each or config.sft.conversations_per_step)
+        return config.sft.step_contexts
 
     def _legal(self, seats: Values) -> bool:
         try:
