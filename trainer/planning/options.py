@@ -243,13 +243,14 @@ class Options:
 
     def _lone_stages(self, *, offload: bool) -> list[int]:
         """ZeRO's for a single rank, which has nobody to share with. Where DeepSpeed's optimizer for
-        bfloat16 is not to be had, stage 1 has gradients twice in an update (`copied_bytes`); with
-        an offloaded optimizer, stage 3 has them in host memory."""
-        if self.config.model.dtype == "float32":
-            least = int(offload)
-        else:
-            least = 1 if self.config.model.dtype == "bfloat16" and not offload else 2
-        return [least, 3] if offload and not self.config.model.batch_invariant else [least]
+        bfloat16 is not to be had, stage 1 has gradients twice in an update (`copied_bytes`), and
+        stage 2 larger buckets (`bucket_elements`); with an offloaded optimizer, stage 3 has
+        gradients in host memory."""
+        model = self.config.model
+        if not offload:
+            return {"float32": [0], "bfloat16": [1], "float16": [1, 2]}[model.dtype]
+        least = 1 if model.dtype == "float32" else 2
+        return [least] if model.batch_invariant else [least, 3]
 
     def micro_batches(self, ranks: int) -> list[Values]:
         """A rank's share of a step in one, in two, in three … micro-batches of trajectories at
