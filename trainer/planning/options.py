@@ -106,15 +106,16 @@ class Options:
 
     @property
     def rank_counts(self) -> list[int]:
-        """All GPUs, all but those of an engine, and parts of them, the most first."""
+        """All GPUs, all but those of an engine, and parts of them (up to 16 GPUs any), the most
+        first."""
         config, gpus = self.config, self.gpus
         trainer = config.trainer
         if "trainer.ranks" not in self.left:
             return [trainer.ranks]
         unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
         most = self.most_ranks
-        eighths = (gpus * part // 8 for part in (1, 2, 4, 6, 7, 8))
-        wanted = {*eighths, gpus - config.rollout.tensor_parallel, min(most, gpus)}
+        parts = (gpus * part // 16 for part in range(1, 17))
+        wanted = {*parts, gpus - config.rollout.tensor_parallel, min(most, gpus)}
         wide = config.rollout.tensor_parallel
         if config.data.sources and "rollout.engines" not in self.left:
             wanted.add(gpus - config.rollout.engines * wide)

@@ -90,6 +90,20 @@ def test_activations_are_kept_in_smaller_micro_batches_beside_a_whole_engine(
     assert best.config.rollout.max_num_seqs == 128 and not best.config.rollout.sleep
 
 
+def test_any_split_of_a_machine_is_tried(shapes: dict[str, ModelFacts]) -> None:
+    """Engines sample while ranks learn: five ranks beside three engines take 238 s, where six
+    beside two took 356."""
+    config, here = recipe(prompts_per_step=64, group_size=16, max_lag=1), machine(8, 139.8)
+    sampling = replace(config.rollout.sampling, max_tokens=4096)
+    config = replace(config, rollout=replace(config.rollout, sampling=sampling))
+    search = Search(config, concerned(config, here), shapes["30b-a3b"], here)
+    best = search.best()
+    assert best is not None
+    assert (best.config.trainer.ranks, best.config.rollout.engines) == (5, 3)
+    six = [one.cost for one in search.found if one.config.trainer.ranks == 6]
+    assert min(six) > 1.4 * best.cost
+
+
 def test_ranks_wait_for_the_one_that_has_the_most(shapes: dict[str, ModelFacts]) -> None:
     """Nine sequences on eight ranks take as long as sixteen; they were said to take 9 / 16 of it,
     and of six GPUs four were used."""
