@@ -173,6 +173,13 @@ class SftConfig:
             require(value >= 0, f"sft.{name}", value, "must not be negative")
 
     @property
+    def step_contexts(self) -> int:
+        """Of a step, every one at its limit."""
+        if self.tokens_per_step:
+            return max(1, self.tokens_per_step // self.max_context_tokens)
+        return self.conversations_per_step
+
+    @property
     def only_text(self) -> bool:
         """Nothing but text: what `keel pretrain` is for."""
         return bool(self.sources) and all(source.is_text for source in self.sources)

@@ -90,7 +90,7 @@ def dealt(bundles: Sequence[Bundle], *, ranks: int, capacity: int) -> list[list[
 def at_the_limits(
     groups: int, size: int, *, shared: int, own: int, ranks: int, capacity: int
 ) -> tuple[int, int]:
-    """Micro-batches of a rank, and tokens of all ranks, of so many groups of `size` trajectories:
+    """Micro-batches of a rank, and tokens of the busiest, of so many groups of `size` trajectories:
     `shared` tokens that those of a group begin with and that are packed once (0: none), and `own`
     more of each. As `bundled` and `dealt` have it, by arithmetic: exactly where bundles are many
     beside ranks, or alike."""
@@ -102,20 +102,20 @@ def at_the_limits(
     def filled(count: int) -> tuple[float, int, int]:
         """In bundles of `count`, and of what is left over in each group; first, how long that
         takes (`_time`)."""
-        rows = free = idle = tokens = slowest = 0
+        rows = free = idle = slowest = 0
         for items, bundles in ((count, groups * (size // count)), (size % count, groups)):
             if items:
                 packed = shared + items * own
                 each_rank = -(-max(0, bundles - idle) // ranks)  # those that have nothing first
                 idle += each_rank * ranks - bundles
-                tokens, slowest = tokens + bundles * packed, slowest + each_rank * packed
+                slowest += each_rank * packed
                 per = max(1, capacity // (packed + (items * shared // COPIES) * (items > 1)))
                 more = -(-max(0, bundles - free) // (per * ranks))
                 rows, free = rows + more, free + more * per * ranks - bundles
-        return slowest + STARTED * capacity * rows, rows, tokens
+        return slowest + STARTED * capacity * rows, rows, slowest
 
-    _, rows, tokens = min(map(filled, together))
-    return rows, tokens
+    _, rows, slowest = min(map(filled, together))
+    return rows, slowest
 
 
 def _time(bundles: Sequence[Bundle], ranks: int, capacity: int) -> float:

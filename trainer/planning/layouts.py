@@ -72,6 +72,8 @@ class Layout:
     def gib(self) -> float:
         """Of the GPU that has the most to hold."""
         engine, rank = self.plan.engine.total / GIB, self.plan.peak / GIB
+        if not self.config.data.sources:
+            return rank
         if not self.shared:
             return max(engine, rank)
         if self.config.rollout.sleep:

@@ -86,20 +86,22 @@ def engine_sequences(config: Config) -> int:
 
 def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
     """Micro-batches of a rank in an optimizer step, and tokens of a step as the trainer computes
-    them, every context at its limit: a shared prompt once for those of its group that fit a
-    micro-batch with it. `ranks`, dealt to, and `capacity` instead of the recipe's."""
+    them, every context at its limit, were all ranks as busy as the busiest: a shared prompt once
+    for those of its group that fit a micro-batch with it. `ranks`, dealt to, and `capacity` instead
+    of the recipe's."""
     a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
     shared = config.data.max_prompt_tokens if config.trainer.share_prompts else 0
+    ranks = ranks or config.trainer.groups
     count, tokens = at_the_limits(
         groups,
         a.group_size,
         shared=shared,
         own=context - shared,
-        ranks=ranks or config.trainer.groups,
+        ranks=ranks,
         capacity=capacity or config.trainer.micro_batch_tokens,
     )
-    return count, tokens * a.prompts_per_step // groups
+    return count, tokens * ranks * a.prompts_per_step // groups
 
 
 def rank_tokens(config: Config) -> float:

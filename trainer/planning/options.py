@@ -106,15 +106,16 @@ class Options:
 
     @property
     def rank_counts(self) -> list[int]:
-        """All GPUs, all but those of an engine, and parts of them, the most first."""
+        """All GPUs, all but those of an engine, and parts of them (up to 16 GPUs any), the most
+        first."""
         config, gpus = self.config, self.gpus
         trainer = config.trainer
         if "trainer.ranks" not in self.left:
             return [trainer.ranks]
         unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
         most = self.most_ranks
-        eighths = (gpus * part // 8 for part in (1, 2, 4, 6, 7, 8))
-        wanted = {*eighths, gpus - config.rollout.tensor_parallel, min(most, gpus)}
+        parts = (gpus * part // 16 for part in range(1, 17))
+        wanted = {*parts, gpus - config.rollout.tensor_parallel, min(most, gpus)}
         wide = config.rollout.tensor_parallel
         if config.data.sources and "rollout.engines" not in self.left:
             wanted.add(gpus - config.rollout.engines * wide)
@@ -243,13 +244,14 @@ class Options:
 
     def _lone_stages(self, *, offload: bool) -> list[int]:
         """ZeRO's for a single rank, which has nobody to share with. Where DeepSpeed's optimizer for
-        bfloat16 is not to be had, stage 1 has gradients twice in an update (`copied_bytes`); with
-        an offloaded optimizer, stage 3 has them in host memory."""
-        if self.config.model.dtype == "float32":
-            least = int(offload)
-        else:
-            least = 1 if self.config.model.dtype == "bfloat16" and not offload else 2
-        return [least, 3] if offload and not self.config.model.batch_invariant else [least]
+        bfloat16 is not to be had, stage 1 has gradients twice in an update (`copied_bytes`), and
+        stage 2 larger buckets (`bucket_elements`); with an offloaded optimizer, stage 3 has
+        gradients in host memory."""
+        model = self.config.model
+        if not offload:
+            return {"float32": [0], "bfloat16": [1], "float16": [1, 2]}[model.dtype]
+        least = 1 if model.dtype == "float32" else 2
+        return [least] if model.batch_invariant else [least, 3]
 
     def micro_batches(self, ranks: int) -> list[Values]:
         """A rank's share of a step in one, in two, in three … micro-batches of trajectories at
@@ -299,8 +301,7 @@ class Options:
         if config.data.sources:
             whole = config.algorithm.prompts_per_step * config.algorithm.group_size
             return math.ceil(whole / config.algorithm.updates_per_batch)
-        each = config.sft.tokens_per_step // config.sft.max_context_tokens
-        return max(1, each or config.sft.conversations_per_step)
+        return config.sft.step_contexts
 
     def _legal(self, seats: Values) -> bool:
         try:

@@ -254,9 +254,10 @@ def step_time(
 def lesson_seconds(config: Config, facts: ModelFacts, machine: Machine) -> float:
     """One step of supervised learning, with every context at its limit."""
     sft, trainer, rates = config.sft, config.trainer, Rates()
-    tokens = sft.tokens_per_step or sft.conversations_per_step * sft.max_context_tokens
-    held = max(trainer.micro_batch_tokens, config.max_context)
-    micro_batches = math.ceil(tokens / trainer.groups / held)
+    each = (sft.tokens_per_step or sft.max_context_tokens * sft.step_contexts) / sft.step_contexts
+    most = each * math.ceil(sft.step_contexts / trainer.groups)  # of a rank
+    micro_batches = math.ceil(most / max(trainer.micro_batch_tokens, config.max_context))
+    tokens = math.ceil(most * trainer.groups)
     compute = compute_seconds(config, facts, tokens, micro_batches, machine, rates)
     launch = rates.launch_seconds(config, facts, micro_batches)
     return max(compute, launch) + traffic_seconds(config, facts, micro_batches, machine)
@@ -295,8 +296,8 @@ def compute_seconds(
     machine: Machine,
     rates: Rates,
 ) -> float:
-    """A rank's work for a step of `tokens` on all ranks and `micro_batches` on each: forward,
-    backward, recomputation, the reference's forward, and the optimizer.
+    """A rank's share of a step of `tokens` on all, in so many micro-batches: forward, backward,
+    recomputation, the reference's forward, and the optimizer.
 
     GEMMs at their share of the peak, and between them elements that go through the memory.
     """

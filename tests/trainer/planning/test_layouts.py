@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from keel.configs.auto import KNOBS
-from keel.configs.schema import Config, ModelConfig, SftConfig
+from keel.configs.schema import Config, ModelConfig, SftConfig, TrainerConfig
 from keel.configs.sections.sft import ConversationsConfig
 from keel.model.load import ModelFacts, facts_of
 from keel.trainer.planning.choose import choose, concerned
+from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.layouts import TIE, WAYS, Layout, Search
+from keel.trainer.planning.memory import GIB
+from keel.trainer.planning.plan import make_plan
+from keel.trainer.planning.step_time import lesson_seconds
 from tests.trainer.planning.test_choose import SHAPES, machine, recipe
 
 
@@ -84,6 +88,58 @@ def test_activations_are_kept_in_smaller_micro_batches_beside_a_whole_engine(
     best = search.best()
     assert best is not None and not best.config.trainer.activation_checkpointing
     assert best.config.rollout.max_num_seqs == 128 and not best.config.rollout.sleep
+
+
+def test_any_split_of_a_machine_is_tried(shapes: dict[str, ModelFacts]) -> None:
+    """Engines sample while ranks learn: five ranks beside three engines take 238 s, where six
+    beside two took 356."""
+    config, here = recipe(prompts_per_step=64, group_size=16, max_lag=1), machine(8, 139.8)
+    sampling = replace(config.rollout.sampling, max_tokens=4096)
+    config = replace(config, rollout=replace(config.rollout, sampling=sampling))
+    search = Search(config, concerned(config, here), shapes["30b-a3b"], here)
+    best = search.best()
+    assert best is not None
+    assert (best.config.trainer.ranks, best.config.rollout.engines) == (5, 3)
+    six = [one.cost for one in search.found if one.config.trainer.ranks == 6]
+    assert min(six) > 1.4 * best.cost
+
+
+def test_ranks_wait_for_the_one_that_has_the_most(shapes: dict[str, ModelFacts]) -> None:
+    """Nine sequences on eight ranks take as long as sixteen; they were said to take 9 / 16 of it,
+    and of six GPUs four were used."""
+    facts, here = shapes["0.6b"], machine(6, 139.8)
+    trainer = TrainerConfig(ranks=8, micro_batch_tokens=16_384, share_prompts=False)
+
+    def seconds(sequences: int) -> list[float]:
+        """Of a supervised step, and of one on a group of completions."""
+        lesson = lessons(conversations_per_step=sequences, max_context_tokens=16_384)
+        config = recipe(prompts_per_step=1, group_size=sequences)
+        sampling = replace(config.rollout.sampling, max_tokens=16_000)
+        rollout = replace(config.rollout, sampling=sampling)
+        config = replace(config, rollout=rollout, trainer=trainer)
+        time = make_plan(config, facts, gpu=True).time
+        assert time is not None
+        return [lesson_seconds(replace(lesson, trainer=trainer), facts, Machine()), time.training]
+
+    assert seconds(9) == pytest.approx(seconds(16), rel=0.01)
+    assert all(one < 0.6 * two for one, two in zip(seconds(8), seconds(9), strict=True))
+    config = lessons(conversations_per_step=9, max_context_tokens=4096)
+    search = Search(config, concerned(config, here), facts, here)
+    best = search.best()
+    assert best is not None and best.config.trainer.ranks == 6
+    four = min(one.cost for one in search.found if one.config.trainer.ranks == 4)
+    assert four > 1.25 * best.cost
+
+
+def test_of_supervised_layouts_that_are_as_fast_the_one_in_the_least_memory_is_taken(
+    shapes: dict[str, ModelFacts],
+) -> None:
+    """They were compared by the memory of an engine, which such a run has not."""
+    config, here = lessons(conversations_per_step=12, max_context_tokens=8192), machine(8, 79.2)
+    search = Search(config, concerned(config, here), shapes["8b"], here)
+    best = search.best()
+    assert best is not None and best.gib == best.plan.peak / GIB
+    assert best.config.trainer.ranks == 8, "seven need more, and are as fast"
 
 
 def test_a_larger_micro_batch_with_too_little_to_spare_is_said_not_to_fit(
