@@ -337,10 +337,11 @@ def test_a_sandbox_without_a_network_reaches_its_endpoint_and_nothing_else() -> 
         "found['tools'] = json.load(answer)['id']\n"
         "print(json.dumps({'parts': {'correct': 1}, 'facts': found}))"
     )
-    with socket.create_server(("127.0.0.1", 0)) as other:  # a service of this machine's
+    # A service of this machine's, at an address where the endpoint in the sandbox has no port.
+    with socket.create_server(("127.0.0.2", 0)) as other:
         ended, finished = drive(
             LOOP + spy,
-            f"127.0.0.1:{other.getsockname()[1]}",
+            f"127.0.0.2:{other.getsockname()[1]}",
             wrap=wrap_of(network="loopback"),
             readable=runtime(sys.executable).paths,
             policy=policy,
