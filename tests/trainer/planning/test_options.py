@@ -92,7 +92,7 @@ def test_a_lone_rank_in_float16_has_the_stage_that_takes_less() -> None:
     assert other is not None and other.cost > 2 * small.cost
 
 
-def test_engines_of_several_gpus_leave_what_is_no_eighth() -> None:
+def test_engines_of_several_gpus_leave_what_they_do_not_take() -> None:
     choice = choose(rollout(tensor_parallel=4), KNOBS, facts("1.7b"), machine(12, 79.0)).config
     assert choice.trainer.ranks + 4 * choice.rollout.engines == 12
 
