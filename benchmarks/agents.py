@@ -1,32 +1,25 @@
-"""Tokens per second of episodes over many turns, beside plain completions on the same engine.
+"""Speed of agents beside plain prompts on one engine.
 
     python -m benchmarks.agents --out OUT                  # 1.2 B parameters, 256 episodes at once
-    python -m benchmarks.agents --out OUT --model 5b       # whose steps wait for the GPU
+    python -m benchmarks.agents --out OUT --model 5b       # whose steps are bound by the GPU
     python -m benchmarks.agents --out OUT --model 8b       # as wide and deep as a common 8 B model
-    python -m benchmarks.agents --out OUT --model 100m     # a driver has the least time for a turn
     python -m benchmarks.agents --out OUT --model small    # on a CPU, to see that it runs
 
 The engine is a Ray actor, and the episodes run in this process, as in a run. An episode has 8 turns
-of 200 sampled tokens, each but the last answered by a tool after 50 ms with 20 tokens. Beside it
-stand two kinds of plain prompts. A *whole* one has the episode's opening and as many sampled
-tokens in one completion: nothing begins or ends in between. A *turn* has the context of one turn as
-its prompt and 200 sampled tokens: as many requests of the same lengths, without tools, waits, or a
-prefix that is there already. All record routes and sampling masks. Weights are random: what a turn
-says is no call, so that the chat format reads it, and a call is put in place of what it found.
-In each round the three alternate; a ratio is the median of the rounds'. With several numbers of
-`--episodes` there is a ratio for each. `--processes`: each environment in a process of its own,
-which calls the same tool.
+of 200 sampled tokens; a tool answers each but the last after 50 ms with 20 tokens. There are two
+kinds of plain prompts. A *whole* one has the episode's opening and as many sampled tokens in one
+completion. A *turn* has the context of one turn as its prompt and 200 sampled tokens: the same
+requests without tools, waits or cached prefixes. All record routes and sampling masks. Weights are
+random, so the chat format parses each turn and then a tool call replaces what it found. The three
+kinds alternate in each round; a ratio is the median over rounds, for each number of `--episodes`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import platform
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -39,12 +32,9 @@ from typing import Any
 import ray
 import torch
 
-from benchmarks.common import look
-from benchmarks.common.look import RESULT, TOOL_S
-from benchmarks.common.revision import commit
+from benchmarks.common import arguments, run_facts
 from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
-from keel.agents.host.client import Hosted, Program
 from keel.agents.runner import EpisodeRunner, Limits
 from keel.agents.types import Opening, ToolResult, Transcript
 from keel.configs.schema import EmbeddedConfig, RolloutConfig, SamplingConfig
@@ -58,64 +48,41 @@ from keel.rollout.spec import EngineSpec
 
 TURNS, TURN_TOKENS = 8, 200
 RESULT_TOKENS = 30
-"""What a tool says, with the marks around it."""
+"""Tokens of a tool's result with its marks."""
+CONTEXT = 2560
 ROUND_S = 300.0
+TOOL_S = 0.05
+RESULT = "twenty tokens at all"
+"""20 tokens: the embedded tokenizer has one per letter."""
 TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
+
+
+def _mixture(hidden: int, layers: int, kv_heads: int, head: int, *experts: int) -> EmbeddedConfig:
+    number, per_token, size = experts
+    return EmbeddedConfig(
+        hidden_size=hidden,
+        layers=layers,
+        heads=hidden // 64 if head == 64 else 32,
+        kv_heads=kv_heads,
+        head_dim=head,
+        experts=number,
+        experts_per_token=per_token,
+        expert_size=size,
+        initializer_range=0.02,
+        max_context=CONTEXT,
+    )
+
+
 MODELS = {
-    "8b": EmbeddedConfig(
-        hidden_size=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        experts=16,
-        experts_per_token=4,
-        expert_size=1024,
-        initializer_range=0.02,
-        max_context=2560,
-    ),
-    "5b": EmbeddedConfig(
-        hidden_size=2048,
-        layers=16,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        experts=64,
-        experts_per_token=8,
-        expert_size=768,
-        initializer_range=0.02,
-        max_context=2560,
-    ),
-    "1b": EmbeddedConfig(
-        hidden_size=1024,
-        layers=16,
-        heads=16,
-        kv_heads=4,
-        head_dim=64,
-        experts=32,
-        experts_per_token=4,
-        expert_size=768,
-        initializer_range=0.02,
-        max_context=2560,
-    ),
-    "100m": EmbeddedConfig(
-        hidden_size=512,
-        layers=8,
-        heads=8,
-        kv_heads=4,
-        head_dim=64,
-        experts=32,
-        experts_per_token=4,
-        expert_size=256,
-        initializer_range=0.02,
-        max_context=2560,
-    ),
-    "small": EmbeddedConfig(max_context=2560),
+    "8b": _mixture(4096, 32, 8, 128, 16, 4, 1024),
+    "5b": _mixture(2048, 16, 4, 64, 64, 8, 768),
+    "1b": _mixture(1024, 16, 4, 64, 32, 4, 768),
+    "small": EmbeddedConfig(max_context=CONTEXT),
 }
 
 
 class Looking:
-    """An environment in this process. Its tool takes `TOOL_S`."""
+    """Environment in this process, whose tool takes `TOOL_S` seconds."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         return Opening(messages=task.messages, tools=(TOOL,))
@@ -136,7 +103,7 @@ class Looking:
 
 @dataclass(frozen=True, slots=True)
 class CallingChat:
-    """Reads each turn, and takes it for a call."""
+    """Chat format that parses each turn and then takes it for a tool call."""
 
     chat: TemplateChat
     turns: int
@@ -171,13 +138,13 @@ class CallingChat:
 
 
 def write_model(folder: Path, config: EmbeddedConfig) -> int:
-    """Random weights with a peaked head, which never end a turn; their number."""
+    """Write random weights with a peaked head, which never end a turn; return their number."""
     tokenizer = build_tokenizer()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = build_model(config, tokenizer, seed=0)
     with torch.no_grad():
         model.lm_head.weight.mul_(8.0)
-        # In the middle of the ids, where top-k does not reach.
+        # Logits of 0 are never in the top k.
         model.lm_head.weight[list(TemplateChat(tokenizer).ends.values())] = 0.0
     model.to(torch.bfloat16 if torch.cuda.is_available() else torch.float32).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
     tokenizer.save_pretrained(folder)
@@ -203,13 +170,13 @@ def prompts(count: int, salt: str) -> list[Prompt]:
 
 
 def turn_prompts(count: int, turns: int, salt: str) -> list[Prompt]:
-    """A prompt as long as the context of each turn of `count` episodes, by text of its own: of what
-    an earlier one had, nothing can be used again."""
+    """Make a prompt as long as the context of each turn of `count` episodes, of text that no other
+    prompt shares."""
     draw = random.Random(salt)
     made: list[Prompt] = []
     for turn in range(turns):
         for prompt in prompts(count, f"{salt}turn{turn} "):
-            # A letter is a token. What a tool says comes with its marks.
+            # A letter is a token.
             more = "".join(draw.choices(ascii_lowercase, k=turn * (TURN_TOKENS + RESULT_TOKENS)))
             said = {"role": "user", "content": more + str(prompt.messages[0]["content"])}
             made.append(replace(prompt, messages=(said,), environment=""))
@@ -219,7 +186,7 @@ def turn_prompts(count: int, turns: int, salt: str) -> list[Prompt]:
 def plainly(
     pool: Any, asked: Sequence[Prompt], sampling: SamplingConfig | None = None
 ) -> dict[str, float]:
-    """Tokens per second of plain prompts, and what the engine did for them."""
+    """Sample plain prompts and return their speed and the engine's statistics."""
     before, began = stats(pool), time.monotonic()
     submitted = [pool.submit(prompt, group_size=1, sampling=sampling) for prompt in asked]
     groups = [group.result() for group in submitted]
@@ -245,7 +212,7 @@ def stats(pool: Any) -> dict[str, float]:
 def measure(
     pool: Any, runner: EpisodeRunner, sampling: SamplingConfig, count: int, salt: str
 ) -> dict[str, Any]:
-    """One round: episodes, then plain prompts of both kinds."""
+    """Run one round: episodes, then plain prompts of both kinds."""
     before, began = stats(pool), time.monotonic()
     futures = [runner.submit(p, group_size=1, purpose="train") for p in prompts(count, salt)]
     groups = [future.result() for future in as_completed(futures, timeout=ROUND_S)]
@@ -288,14 +255,15 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=list(MODELS), default="1b")
-    parser.add_argument("--episodes", type=int, nargs="+", default=[256], help="at once")
-    parser.add_argument("--seats", type=int, default=256, help="sequences of the engine at once")
+    parser.add_argument(
+        "--episodes", type=int, nargs="+", default=[256], help="concurrent episodes"
+    )
+    parser.add_argument("--seats", type=int, default=256, help="concurrent sequences of the engine")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--processes", action="store_true")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     sampling = SamplingConfig(top_p=0.95, top_k=64, max_tokens=options.turns * TURN_TOKENS)
@@ -309,7 +277,7 @@ def main() -> None:
                 sampling=sampling, max_num_seqs=options.seats, kv_cache_gib=2.0, threads=2
             ),
             dtype="bfloat16" if gpu else "float32",
-            max_model_len=2560,
+            max_model_len=CONTEXT,
             seed=0,
             keep_routing=True,
             keep_sampling_mask=True,
@@ -317,31 +285,24 @@ def main() -> None:
         )
         ray.init(include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_deadline_s=ROUND_S)
-        program = Program(target=f"{look.__file__}:Look")
         limits = Limits(
             Budget(
                 turns=options.turns,
                 turn_tokens=TURN_TOKENS,
                 tokens=options.turns * TURN_TOKENS,
-                window=2560,
+                window=CONTEXT,
             ),
-            ContextManager(method="none", window=2560, most=0),
+            ContextManager(method="none", window=CONTEXT, most=0),
         )
         runner = EpisodeRunner(
-            {"look": (lambda: Hosted(program)) if options.processes else Looking},
+            {"look": Looking},
             chat=CallingChat(TemplateChat(tokenizer), options.turns),
             turns=lambda request, purpose: pool.turn(request, purpose=purpose),
             limits={"look": limits},
             seed=0,
             most_open=max(options.episodes),
         )
-        report = {
-            "command": " ".join(sys.argv[1:]),
-            "commit": commit(),
-            "device": torch.cuda.get_device_name() if gpu else platform.processor(),
-            "torch": torch.__version__,
-            "parameters": parameters,
-        }
+        report = {**run_facts(), "parameters": parameters}
         rounds: list[dict[str, Any]] = []
         try:
             pool.start()
@@ -350,8 +311,8 @@ def main() -> None:
                 for episodes in options.episodes:
                     salt = f"{episodes}.{index} "
                     rounds.append(measure(pool, runner, sampling, episodes, salt))
-                    found = {kind: ratios(rounds, kind) for kind in ("ratio", "ratio_by_turn")}
-                    write(options.out, report | found | {"rounds": rounds})
+                    medians = {kind: ratios(rounds, kind) for kind in ("ratio", "ratio_by_turn")}
+                    write(options.out, report | medians | {"rounds": rounds})
         finally:
             runner.close()
             pool.shutdown()
@@ -359,15 +320,15 @@ def main() -> None:
 
 
 def ratios(rounds: Sequence[dict[str, Any]], kind: str) -> dict[int, float]:
-    """The median for each number of episodes."""
-    of: dict[int, list[float]] = {}
+    """Map each number of episodes to its median ratio."""
+    values: dict[int, list[float]] = {}
     for row in rounds:
-        of.setdefault(row["episodes"], []).append(row[kind])
-    return {episodes: statistics.median(found) for episodes, found in of.items()}
+        values.setdefault(row["episodes"], []).append(row[kind])
+    return {episodes: statistics.median(some) for episodes, some in values.items()}
 
 
 def write(folder: Path, report: dict[str, Any]) -> None:
-    """What there is after each round: the last may not come."""
+    """Save the rounds so far."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "agents.json").write_text(json.dumps(report, indent=1))
     print(json.dumps(report["rounds"][-1], indent=1), flush=True)

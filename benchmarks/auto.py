@@ -3,16 +3,14 @@
     python -m benchmarks.auto --out OUT [--shapes 0.6b,1.7b,8b] [--seconds 540] [--steps 3]
     python -m benchmarks.auto --out OUT --shapes 30b-a3b-slice --layers 8       # on all GPUs
 
-For each shape: a model with random weights, and `keel train` on the same prompts with all defaults,
-with layouts set by hand, and with neighbours of what was chosen where `--arms` asks for more than
-there are of these. Prints tokens per second, the peak memory of the GPU beside the plan's, and what
-the default arm reaches of the best. An arm that does not end in its part of the time is ended, said
-to be, and left out of that comparison. Without a GPU small shapes show that it works.
+For each shape, `keel train` runs on a model with random weights and the same prompts with all
+defaults and with layouts set by hand. Prints tokens per second, the GPU's peak memory beside the
+plan's, and the share of the best arm's speed that the defaults reach. An arm that exceeds its time
+limit is stopped and left out of the comparison. Without a GPU a small shape shows that it works.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import re
@@ -29,18 +27,25 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from benchmarks.common.models import QWEN3_06B, QWEN3_8B, QWEN3_17B, QWEN3_30B_A3B, Mixture
-from benchmarks.peers.keel_grpo import AUTO, read_steps, recipe, stop
-from benchmarks.peers.memory import PeakMemory, gpu_reader, settled, tree_reader
+from benchmarks.common import (
+    QWEN3_06B,
+    QWEN3_8B,
+    QWEN3_17B,
+    QWEN3_30B_A3B,
+    Mixture,
+    arguments,
+)
+from benchmarks.peers.keel_grpo import AUTO, read_steps, recipe, started_at, stop
+from benchmarks.peers.memory import PeakMemory, gpu_reader, settled
 from benchmarks.peers.shape import MARKS, TENTH, build_tokenizer, write_prompts
 from benchmarks.peers.workload import QWEN3_06B as WORKLOAD
 from benchmarks.peers.workload import SMALL, Workload
 from keel.trainer.planning.remembered import CHOSEN
 
-MADE_S = 300.0
-"""Longest wait for a model to be made."""
-LEAST_S = 45.0
-"""An arm is not begun with less than this left."""
+BUILD_S = 300.0
+"""Timeout in seconds for building a model."""
+MIN_ARM_S = 45.0
+"""Seconds that must be left to start an arm."""
 TUNED: Mapping[str, Any] = {
     "trainer.compile": True,
     "trainer.activation_checkpointing": False,
@@ -49,7 +54,7 @@ TUNED: Mapping[str, Any] = {
     "trainer.offload_while_sampling": False,
     "rollout.gpu_memory_utilization": 0.14,
 }
-"""`keel-turns` of docs/performance.md, with the engine's share that a shape needs."""
+"""Engine and trainer take turns; the engine's share depends on the shape."""
 WIDE: Mapping[str, Any] = {
     "trainer.compile": True,
     "trainer.activation_checkpointing": False,
@@ -57,7 +62,6 @@ WIDE: Mapping[str, Any] = {
     "rollout.sleep": False,
     "rollout.gpu_memory_utilization": 0.2,
 }
-PLAIN: Mapping[str, Any] = {**WIDE, "trainer.compile": False}
 TURNS: Mapping[str, Any] = {
     "trainer.compile": True,
     "rollout.sleep": True,
@@ -71,18 +75,17 @@ TURNS: Mapping[str, Any] = {
 class Shape:
     model: PreTrainedConfig
     arms: Mapping[str, Mapping[str, Any]]
-    """Tuned by hand: knobs, by name."""
+    """Layouts set by hand: knobs by name."""
     workload: Workload = WORKLOAD
 
 
 SHAPES = {
-    "0.6b": Shape(model=QWEN3_06B, arms={"turns": TUNED, "wide": WIDE, "plain": PLAIN}),
+    "0.6b": Shape(model=QWEN3_06B, arms={"turns": TUNED, "wide": WIDE}),
     "1.7b": Shape(
         model=QWEN3_17B,
         arms={
             "turns": {**TUNED, "rollout.gpu_memory_utilization": 0.2},
             "wide": {**WIDE, "trainer.micro_batch_tokens": 32_256},
-            "plain": {**PLAIN, "trainer.micro_batch_tokens": 18_432},
         },
     ),
     "8b": Shape(
@@ -104,7 +107,6 @@ SHAPES = {
         model=Mixture().config(tie_word_embeddings=True),
         arms={
             "wide": {**WIDE, "rollout.gpu_memory_utilization": 0.15},
-            "plain": {**PLAIN, "rollout.gpu_memory_utilization": 0.15},
             "turns": {**TUNED, "trainer.micro_batch_tokens": 36_864},
         },
     ),
@@ -116,33 +118,33 @@ SHAPES = {
         ),
     ),
 }
-"""The last with as many of its layers as `--layers` says."""
+"""The last one has the first `--layers` layers of the model."""
 TINY = Mixture(hidden=64, layers=2, experts=4, per_token=2, expert=32, vocabulary=2048)
 
 
 @dataclass(kw_only=True)
 class Arm:
-    """What came of one."""
+    """Layout and its measurements."""
 
     name: str
     knobs: Mapping[str, Any]
     seconds: list[float] = field(default_factory=list[float])
-    """Of each measured step."""
+    """Duration of each measured step."""
     rates: list[float] = field(default_factory=list[float])
-    """Tokens a second of the same."""
+    """Tokens per second of each measured step."""
     phases: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds, at the median."""
+    """Median seconds by phase."""
     peak_gib: float = 0.0
     start_s: float = 0.0
-    """Until the first step began."""
+    """Seconds until the first step began."""
     chosen: Mapping[str, Any] = field(default_factory=dict[str, Any])
     planned: str = ""
-    """Engine and trainer rank in GiB, as `keel train` planned them."""
+    """Planned GiB of engine and trainer rank, from the output of `keel train`."""
     failed: str = ""
 
     @property
     def rate(self) -> float:
-        """Tokens a second, of the steps that there are."""
+        """Median tokens per second."""
         return statistics.median(self.rates) if self.rates else 0.0
 
     def row(self) -> str:
@@ -155,8 +157,8 @@ class Arm:
 
 
 def write_model(folder: Path, config: PreTrainedConfig, tokens: int, sharpness: float) -> None:
-    """Random weights of any of the shapes, as far apart in their logits as a trained model's, none
-    of which ends a completion: see `benchmarks.peers.shape.write_model`."""
+    """Write random weights whose logits have a trained model's spread and never end a completion,
+    as `benchmarks.peers.shape.write_model` does for dense models."""
     if (folder / "config.json").exists():
         return
     tokenizer = build_tokenizer(tokens)
@@ -170,10 +172,10 @@ def write_model(folder: Path, config: PreTrainedConfig, tokens: int, sharpness: 
         rows = model.get_input_embeddings().weight
         rows[: len(MARKS)] *= TENTH
         rows[tokens:] = 0
-        model.get_output_embeddings().weight.copy_(rows)  # the same, or of their own
+        model.get_output_embeddings().weight.copy_(rows)  # tied or not
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= TENTH
-            if hasattr(layer.mlp, "experts"):  # a token's are averaged, and narrow
+            if hasattr(layer.mlp, "experts"):  # narrow, and averaged over a token's experts
                 layer.mlp.experts.down_proj *= config.num_experts_per_tok
         spread = float(rows[len(MARKS) : tokens].float().std())
         model.model.norm.weight.fill_(sharpness / (spread * config.hidden_size**0.5))
@@ -184,42 +186,35 @@ def write_model(folder: Path, config: PreTrainedConfig, tokens: int, sharpness: 
         torch.cuda.empty_cache()
 
 
-def made_apart(*arguments: Any) -> None:
-    """`write_model` in a process of its own: one that has used a GPU holds half a GiB of it to its
-    end, which the arms would take for another's."""
-    process = multiprocessing.get_context("spawn").Process(target=write_model, args=arguments)
+def write_apart(*sizes: Any) -> None:
+    """Call `write_model` in another process: one that has used a GPU holds some of its memory until
+    it ends, which the arms would count."""
+    process = multiprocessing.get_context("spawn").Process(target=write_model, args=sizes)
     process.start()
-    process.join(MADE_S)
+    process.join(BUILD_S)
     if process.exitcode is None:
         process.kill()
-        raise SystemExit(f"the model was not made within {MADE_S:g} s")
+        raise SystemExit(f"building the model took longer than {BUILD_S:g} s")
     if process.exitcode:
-        raise SystemExit(f"the model could not be made: exit code {process.exitcode}")
+        raise SystemExit(f"building the model failed with exit code {process.exitcode}")
 
 
 def run(
-    arm: Arm,
-    made: dict[str, Any],
-    out: Path,
-    *,
-    steps: int,
-    limit_s: float,
-    knobs: Sequence[str] = (),
+    arm: Arm, content: dict[str, Any], *, steps: int, limit_s: float, knobs: Sequence[str] = ()
 ) -> None:
-    """`keel train`, until so many steps after a first one are done, or the time is up. knobs: on
-    the command line, before the arm's own."""
-    folder = Path(made["run"]["dir"])
-    path, log = out / f"{folder.name}.yaml", out / f"{folder.name}.log"
-    path.write_text(yaml.safe_dump(made, sort_keys=False))
-    given = [f"{knob}={str(value).lower()}" for knob, value in arm.knobs.items()]
-    command = [sys.executable, "-m", "keel.trainer.cli", "train", str(path), *knobs, *given]
+    """Run `keel train` until `steps` steps after a first one are done, or for `limit_s` seconds.
+
+    knobs: overrides that come before the arm's own.
+    """
+    folder = Path(content["run"]["dir"])
+    path, log = folder.with_suffix(".yaml"), folder.with_suffix(".log")
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    own = [f"{knob}={str(value).lower()}" for knob, value in arm.knobs.items()]
+    command = [sys.executable, "-m", "keel.trainer.cli", "train", str(path), *knobs, *own]
     began = time.monotonic()
     process: subprocess.Popen[bytes] | None = None
-    on_gpu = gpu_reader()
-    read = on_gpu or tree_reader(lambda: process.pid if process else None)
-    free = read()
-    with PeakMemory(read, 0.05 if on_gpu else 0.5) as peak, log.open("wb") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+    with PeakMemory(lambda: process.pid if process else None) as peak, log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None and time.monotonic() - began < limit_s:
                 if len(read_steps(folder / "metrics.jsonl")) > steps:
@@ -227,18 +222,17 @@ def run(
                 time.sleep(0.2)
         finally:
             stop(process)
-    if on_gpu:
-        settled(read, free)
+    if read := gpu_reader():
+        settled(read, peak.before)
     arm.peak_gib = peak.gib
-    found = read_steps(folder / "metrics.jsonl")
-    measured = found[1 : steps + 1]
+    measured = read_steps(folder / "metrics.jsonl")[1 : steps + 1]
     arm.seconds = [step.seconds for step in measured]
     arm.rates = [step.tokens / step.seconds for step in measured]
     if measured:
         names = {name: None for step in measured for name in step.phases}
         arm.phases = {n: statistics.median(s.phases.get(n, 0.0) for s in measured) for n in names}
-        arm.start_s = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["time"]
-        arm.start_s -= time.time() - (time.monotonic() - began)
+        wall_began = time.time() - (time.monotonic() - began)
+        arm.start_s = started_at(folder / "metrics.jsonl") - wall_began
     if (folder / CHOSEN).exists():
         arm.chosen = json.loads((folder / CHOSEN).read_text())["values"]
     text = log.read_text(errors="replace")
@@ -249,27 +243,17 @@ def run(
         arm.failed = f"{len(measured)} of {steps} steps; {last[-1] if last else 'no output'}"[:300]
 
 
-def neighbours(chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Layouts beside the one that was chosen."""
-    if "trainer.micro_batch_tokens" not in chosen:
-        return {}
-    tokens = chosen["trainer.micro_batch_tokens"]
-    return {
-        "half": {**chosen, "trainer.micro_batch_tokens": tokens // 2},
-        "compile": {**chosen, "trainer.compile": not chosen["trainer.compile"]},
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", default="", help=f"of {','.join(SHAPES)}; default: all")
-    parser.add_argument("--seconds", type=float, default=540.0, help="for everything together")
-    parser.add_argument("--arm-seconds", type=float, default=150.0, help="at most, for one arm")
-    parser.add_argument("--steps", type=int, default=3, help="measured, after a first one")
-    parser.add_argument("--layers", type=int, default=8, help="of 30b-a3b-slice")
-    parser.add_argument("--set", nargs="*", default=[], help="knobs of all arms: KNOB=VALUE")
-    parser.add_argument("--arms", type=int, default=2, help="beside the defaults, for each shape")
+    parser.add_argument("--seconds", type=float, default=540.0, help="time limit for everything")
+    parser.add_argument("--arm-seconds", type=float, default=150.0, help="time limit for one arm")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps after a first one")
+    parser.add_argument("--layers", type=int, default=8, help="layers of 30b-a3b-slice")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KNOB=VALUE", help="knobs of all arms"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     gpu, ends = torch.cuda.is_available(), time.monotonic() + options.seconds
@@ -277,53 +261,38 @@ def main() -> None:
     shapes = SHAPES if gpu else {"tiny": small}
     if options.shapes:
         shapes = {name: shapes[name] for name in options.shapes.split(",")}
-    found: dict[str, list[Arm]] = {}
+    results: dict[str, list[Arm]] = {}
     for number, (name, shape) in enumerate(shapes.items()):
         base = shape.workload if gpu else SMALL
         if name == "30b-a3b-slice":
             shape.model.num_hidden_layers = options.layers
             name = f"{name}-{options.layers}"
         model, prompts = options.out / name / "model", options.out / name / "prompts.jsonl"
-        made_apart(model, shape.model, base.shape.tokens, base.sharpness)
+        write_apart(model, shape.model, base.shape.tokens, base.sharpness)
         workload = replace(base, model=str(model), prompts=str(prompts))
         write_prompts(prompts, workload)
         arms = [Arm(name="defaults", knobs={})]
-        found[name] = arms
-        part = (ends - time.monotonic()) / (len(shapes) - number)
-        until = time.monotonic() + part
-        waiting = dict(list(shape.arms.items())[: options.arms])
-        while True:
-            arm, left = arms[-1], until - time.monotonic()
-            if left < LEAST_S:
-                arm.failed = "no time left for it"
+        arms += [Arm(name=each, knobs=knobs) for each, knobs in shape.arms.items()]
+        results[name] = arms
+        until = time.monotonic() + (ends - time.monotonic()) / (len(shapes) - number)
+        for arm in arms:
+            remaining = until - time.monotonic()
+            if remaining < MIN_ARM_S:
+                arm.failed = "no time left"
             else:
                 folder = options.out / name / f"run-{arm.name}-{int(time.time())}"
-                made = recipe(workload, folder=folder, steps=100, gpu=gpu, arm=AUTO)
-                limit = min(left, options.arm_seconds)
-                run(
-                    arm,
-                    made,
-                    options.out / name,
-                    steps=options.steps,
-                    limit_s=limit,
-                    knobs=options.set,
-                )
+                content = recipe(workload, folder=folder, steps=100, gpu=gpu, arm=AUTO)
+                limit_s = min(remaining, options.arm_seconds)
+                run(arm, content, steps=options.steps, limit_s=limit_s, knobs=options.set)
             print(f"{name}: {arm.row()}", flush=True)
-            if arm.name == "defaults":
-                beside = [*waiting.items(), *neighbours(arm.chosen).items()]
-                waiting = dict(beside[: options.arms])
-            content = {shape: [asdict(one) for one in those] for shape, those in found.items()}
-            (options.out / "auto.json").write_text(json.dumps(content, indent=1) + "\n")
-            if not waiting:
-                break
-            following = next(iter(waiting))
-            arms.append(Arm(name=following, knobs=waiting.pop(following)))
-    print(report(found))
+            rows = {shape: [asdict(one) for one in some] for shape, some in results.items()}
+            (options.out / "auto.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print(report(results))
 
 
-def report(found: Mapping[str, list[Arm]]) -> str:
+def report(results: Mapping[str, list[Arm]]) -> str:
     lines: list[str] = []
-    for name, arms in found.items():
+    for name, arms in results.items():
         lines += [
             f"\n{name}",
             "| arm | s per step | tokens per second | phases, s | peak GiB | planned: engine + "
@@ -333,7 +302,7 @@ def report(found: Mapping[str, list[Arm]]) -> str:
         ]
         default, whole = arms[0], [arm for arm in arms if not arm.failed]
         if default.failed or len(whole) < 2:
-            lines.append("no verdict: it takes the defaults' steps and another arm's, all of them")
+            lines.append("no verdict: it needs all steps of the defaults and of another arm")
         else:
             best = max(whole, key=lambda arm: arm.rate)
             share = 100 * default.rate / best.rate

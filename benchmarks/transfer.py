@@ -1,17 +1,15 @@
-"""How fast new weights reach the engines: straight from the trainer, and through the object store.
+"""Time to bring the trainer's new weights to the engines.
 
-    python -m benchmarks.transfer                       # one GPU shared (CUDA IPC)
-    python -m benchmarks.transfer --gpus 2              # a GPU each (NCCL)
-    python -m benchmarks.transfer --gpus 4 --engines 3  # three engines
+    python -m benchmarks.transfer --direct              # one GPU shared (CUDA IPC)
+    python -m benchmarks.transfer --direct --gpus 2     # a GPU each (NCCL)
+    python -m benchmarks.transfer --gpus 4 --engines 3  # three engines, and vLLM's loader as well
     python -m benchmarks.transfer --experts 256 --width 128  # 12,288 tensors of experts
-    python -m benchmarks.transfer --small               # CPUs, seconds: to see that it runs
+    python -m benchmarks.transfer --small               # CPUs, to see that it runs
 
-A real trainer (`keel.trainer.learner.Learner`) brings real vLLM engines to its weights, `--rounds`
-times each way in turns. A time is that of the whole update: engines pause, bytes travel and are put
-where kernels read, caches are emptied. *loader* is the same with vLLM's loader for every update
-(`rollout.copy_weights: false`), in engines of their own; *first* the update that is watched. *wire*
-is a channel alone, without trainer or engine: the link's limit, in buckets of the size that an
-update uses.
+A real trainer (`keel.trainer.learner.Learner`) updates real vLLM engines `--rounds` times. The time
+is that of the whole update: engines pause, bytes are sent and written to where kernels read them,
+caches are cleared. *loader* uses vLLM's loader for every update (`rollout.copy_weights: false`) in
+other engines; *first* is the first update, which records where each tensor goes.
 """
 
 from __future__ import annotations
@@ -24,17 +22,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.common.batch_shape import SOURCE
-from benchmarks.common.models import Mixture
+from benchmarks.common import Mixture, arguments
+from benchmarks.synthetic import SOURCE
 from keel.configs.schema import (
     AlgorithmConfig,
     Config,
@@ -45,8 +41,6 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.model.weight_transfer.buckets import Sent
-from keel.model.weight_transfer.channel import Channel, Rendezvous
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.rollout.weight_loading.manifest import checkpoint_names
@@ -54,13 +48,13 @@ from keel.trainer.cluster.nodes import start_ray
 from keel.trainer.learner import Learner
 
 GB = 1e9
-DEADLINE_S = 300.0
+TIMEOUT_S = 300.0
 FULL = Mixture()
 SMALL = Mixture(hidden=64, layers=2, experts=8, per_token=2, expert=64, vocabulary=2048)
 
 
 def write_model(folder: Path, config: Qwen3MoeConfig, *, small: bool) -> int:
-    """Random weights; returns their number."""
+    """Write random weights and return their number."""
     with torch.device("cpu" if small else "cuda"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32 if small else torch.bfloat16
@@ -69,54 +63,8 @@ def write_model(folder: Path, config: Qwen3MoeConfig, *, small: bool) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-class End:
-    """One end of a bare channel."""
-
-    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
-        if self.device.type == "cpu":
-            self.device = torch.device("cpu")
-        self.channel = Channel(
-            rendezvous, "wire", rank=rank, size=2, device=self.device, deadline_s=DEADLINE_S
-        )
-
-    def move(self, size: int, count: int, *, send: bool) -> float:
-        """Seconds for `count` buckets of `size` bytes, after one that is not counted."""
-        flat = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        began = 0.0
-        for index in range(count + 1):
-            if index == 1:
-                self._wait()
-                began = time.perf_counter()
-            if send:
-                self.channel.send(flat)
-            else:
-                self.channel.receive(Sent(size))
-        self._wait()
-        return time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def wire(options: Mapping[str, Any], size: int, count: int) -> float:
-    """GB/s of a bare channel between two processes."""
-    host = ray.util.get_node_ip_address()
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        host, 0, is_master=True, wait_for_workers=False
-    )
-    remote: Any = ray.remote(End)
-    ends = [remote.options(**options).remote((host, store.port), rank) for rank in range(2)]
-    refs = [end.move.remote(size, count, send=rank == 0) for rank, end in enumerate(ends)]
-    seconds = max(ray.get(refs, timeout=DEADLINE_S))
-    for end in ends:
-        ray.kill(end)
-    return size * count / seconds / GB
-
-
 def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], None]) -> None:
-    """Calls `report` with what there is, after each part."""
+    """Measure all ways, and call `report` with the results so far after each part."""
     gpus, small = options.gpus, options.small
     sizes = SMALL if small else FULL
     sizes = replace(
@@ -150,23 +98,16 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
         "bucket_mib": options.bucket_mib,
         "device": "cpu" if small else torch.cuda.get_device_name(),
     }
-    if small or gpus > 1:
-        row["wire_gb_s"] = wire(each, options.bucket_mib << 20, 2 if small else 16)
     learner = Learner(str(folder), config, gpu=not small, actor_options=lambda _: each)
     try:
         learner.start()
-        for suffix, copies in (("", True), ("_loader", False))[: 1 if options.direct else None]:
+        for way, copies in (("direct", True), ("loader", False))[: 1 if options.direct else None]:
             chosen = replace(config, rollout=replace(config.rollout, copy_weights=copies))
-            times, row[f"updates{suffix}"] = timed(learner, chosen, each, options)
+            (first, *times), row[f"{way}_applied"] = timed(learner, chosen, each, options)
             if copies:
-                row["first_s"] = times["direct"][0]
-            for way, (_, *seconds) in times.items():  # the first opens channels and warms up
-                middle = statistics.median(seconds)
-                row[f"{way}{suffix}_s"] = middle
-                row[f"{way}{suffix}_gb_s"] = options.engines * gigabytes / middle
-            if "store" in times and copies:
-                pairs = zip(times["store"][1:], times["direct"][1:], strict=True)
-                row["store_to_direct"] = statistics.median(a / b for a, b in pairs)
+                row["first_s"] = first
+            row[f"{way}_s"] = middle = statistics.median(times)
+            row[f"{way}_gb_s"] = options.engines * gigabytes / middle
             report(row)
     finally:
         learner.shutdown()
@@ -174,47 +115,43 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
 
 def timed(
     learner: Learner, config: Config, each: Mapping[str, Any], options: argparse.Namespace
-) -> tuple[dict[str, list[float]], list[str]]:
-    """Seconds of every update of new engines, by its way; whether the last ones were copies."""
+) -> tuple[list[float], list[str]]:
+    """Return the seconds of every update of new engines, and how each worker applies updates."""
     pool = ray_pool(
         EngineSpec.of(config, config.model.path),
         gpu=not options.small,
-        startup_deadline_s=DEADLINE_S,
+        startup_deadline_s=TIMEOUT_S,
         options=lambda _: each,
     )
-    ways: dict[str, Callable[[], Any]] = {"direct": partial(lambda: learner.send)}
-    if not options.direct:
-        ways["store"] = learner.store
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    times: list[float] = []
     try:
         pool.start()
         for _ in range(options.rounds + 1):
-            for way, publish in ways.items():
-                began = time.perf_counter()
-                pool.update(0, publish()).result(timeout=DEADLINE_S)
-                times[way].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            pool.update(0, learner.send).result(timeout=TIMEOUT_S)
+            times.append(time.perf_counter() - began)
         actor = pool._fleet.slots[0].engine.actor  # pyright: ignore[reportAttributeAccessIssue]
-        return times, ray.get(actor.__ray_call__.remote(ways_of_workers), timeout=DEADLINE_S)
+        return times, ray.get(actor.__ray_call__.remote(ways_of_workers), timeout=TIMEOUT_S)
     finally:
         pool.shutdown()
 
 
 def ways_of_workers(worker: Any) -> list[str]:
-    """How each worker of an engine does its updates; runs in the engine's actor."""
-    asked = worker._engine._ask(lambda engine: engine._llm.collective_rpc("keel_way"))
-    return asked.result(timeout=DEADLINE_S)
+    """Return how each worker applies updates; runs in the engine's actor."""
+    future = worker._engine._ask(lambda engine: engine._llm.collective_rpc("keel_way"))
+    return future.result(timeout=TIMEOUT_S)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--experts", type=int, help="of each layer")
-    parser.add_argument("--width", type=int, help="of an expert")
-    parser.add_argument("--direct", action="store_true", help="neither object store nor loader")
-    parser.add_argument("--small", action="store_true", help="CPUs and a model of 0.3 M parameters")
+    parser.add_argument("--experts", type=int, help="experts of each layer")
+    parser.add_argument("--width", type=int, help="width of an expert")
+    parser.add_argument("--direct", action="store_true", help="skip vLLM's loader")
+    parser.add_argument("--small", action="store_true", help="use CPUs and a tiny model")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("PYTHONPATH", str(Path.cwd()))

@@ -1,41 +1,35 @@
-"""A run with faults drawn by seed, beside the same run without: what the faults cost, and whether
-anything is lost.
+"""Run with faults drawn by seed, compared with the same run without faults.
 
     python -m benchmarks.chaos --out chaos --seed 0 --steps 200 --every 3 [knob=value …]
     python -m benchmarks.chaos --out disk --only slow full --steps 60
-    python -m benchmarks.chaos --out cut --nodes 2 --only node --steps 300 --every 20
     python -m benchmarks.chaos --out soak --every 0 --steps 500
 
-Every few steps something is done to the run:
+Every few steps a fault hits the run:
 
-- one of its processes is killed, stopped for good, or stopped for a moment (SIGKILL; SIGSTOP;
-  SIGSTOP and SIGCONT), the driver, engines, ranks, reward workers and Ray's own among them; or the
-  driver is told to end (SIGTERM, SIGUSR1);
-- a bit of the newest checkpoint is flipped while the run is down; a rank can write no file for a
-  while; the disk under the run folder is full for a while (root) or slow (gcc);
-- the wall clock of all its processes jumps by an hour, ahead or back (gcc);
-- with `--nodes 2` the second node of its cluster is cut off for seconds or minutes (root), and the
-  first node's Ray is left alone.
+- a process is killed, stopped for good, or stopped for a moment (SIGKILL; SIGSTOP; SIGSTOP and
+  SIGCONT): the driver, an engine, a rank, a reward worker, or Ray's raylet or control service; or
+  the driver receives SIGTERM or SIGUSR1;
+- a bit of the newest checkpoint is flipped while the run is down; a rank cannot write files; the
+  disk of the run folder is full (root) or slow (gcc);
+- the wall clock of all its processes jumps by an hour (gcc).
 
-`--only` takes actions (`kill`), what they are done to (`engine`), or both (`"kill engine"`).
-`--every 0` does nothing: a soak. Whenever the run has ended it is started again by the same
-command, as a scheduler would. After `--minutes` it is told to end (SIGTERM), whatever step it has
-come to. Linux, and psutil; what lacks here is said, and left out.
+`--only` takes actions (`kill`), targets (`engine`), or both (`"kill engine"`). `--every 0` does no
+fault: a soak. A run that has ended is restarted by the same command, as a scheduler would. After
+`--minutes` it receives SIGTERM. Needs Linux and psutil; faults that are not possible here are
+reported and left out.
 
-Kept as they come in `faults.jsonl` and `memory.jsonl`; printed and kept in `memory.png` and
-`summary.json` at the end, or when it is broken off: seconds until the run said something and
-trained again, exit statuses, processes left, the ledger's sums, memory and open files of each role
-over the steps, and in how many steps the metrics are those of the run without faults
-(`--no-reference`; `--against`: one that is there).
+Writes faults.jsonl and memory.jsonl as it goes, and at the end summary.json: seconds until the run
+reported a fault and trained again, exit statuses, processes left, the prompt ledger, memory and
+open files of each role, and the steps whose metrics equal those of the run without faults
+(`--no-reference` skips it, `--against` names an existing one).
 
-Exit status 0: each fault led to what it may lead to (`faults.ENDS`), a flipped bit was named, the
-run came to its last step, each step is there once, no prompt was lost, and the metrics are those of
-the run without. What is not so has a line at the end, and in the summary.
+Exit status 0: each fault had an allowed outcome (`faults.STATUSES`), flipped bits were reported,
+the run reached its last step, each step is there once, no prompt was lost, and the metrics equal
+those of the run without faults. Everything else has a line at the end and in the summary.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -48,16 +42,16 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos import disk, preload, second_node
+from benchmarks.chaos import disk, preload
 from benchmarks.chaos.faults import GONE_S, Fault, Kind, Means, chosen, kinds, suffer
-from benchmarks.chaos.memory import memory, plot
-from benchmarks.chaos.outcome import Record, compared, ends, summary, wrong
+from benchmarks.chaos.outcome import Record, compared, ends, memory, summary, wrong
 from benchmarks.chaos.run import Refused, Run, marked, until, words_of
+from benchmarks.common import arguments
 
 FROZEN_S = 10
 """`run.frozen_after_s`"""
-QUIET = 5
-"""Steps between two looks at the memory of a run to which nothing is done."""
+SOAK_STEPS = 5
+"""Steps between two measurements of memory in a soak."""
 RECIPE = (
     "quickstart",
     "run.checkpoint_every=5",
@@ -78,78 +72,75 @@ RECIPE = (
 
 
 def chaos(
-    record: Record, knobs: Sequence[str], there: Sequence[Kind], asked: Mapping[str, Any]
+    record: Record, knobs: Sequence[str], possible: Sequence[Kind], asked: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The run with faults of the kinds that are `there`, and its summary, which is written whatever
-    breaks it off. asked: as `summary` has it."""
+    """Run with faults of the kinds that are `possible`; return and write the summary, whatever
+    interrupts the run."""
     out, folder = record.out, record.out / "disk" / "run"
     with ExitStack() as stack:
         means = prepared(stack, out)
         environment = means.preload.environment if means.preload else {}
-        two = asked["nodes"] > 1
-        cluster = stack.enter_context(second_node.two_nodes(environment)) if two else None
-        log = out / "log.txt"
-        run = Run(folder, knobs, asked["steps"], log, environment=environment, cluster=cluster)
-        stack.callback(killed, run)
+        run = Run(folder, knobs, asked["steps"], out / "log.txt", environment=environment)
+        stack.callback(kill_all, run)
         left: list[str] = []
         try:
-            suffered(run, means, there, asked, record)
+            suffer_all(run, means, possible, asked, record)
             record.broken_off = ""
-            time.sleep(5)  # for what ends by itself
-            left = [words_of(process) for process in [*marked(folder), *run.own_on_second()]]
+            time.sleep(5)  # some processes end by themselves
+            left = [words_of(process) for process in marked(folder)]
         except (TimeoutError, Refused) as error:
             record.broken_off = str(error)
         except KeyboardInterrupt:
             record.broken_off = "Ctrl-C"
         finally:
-            found = summary(run, record, asked) | {"left at the end": left}
-            write(out, found)
-    if record.sizes:
-        plot(record.sizes, [fault.step for fault in record.faults], out / "memory.png")
-    return found
+            results = summary(run, record, asked) | {"left at the end": left}
+            write(out, results)
+    return results
 
 
-def write(out: Path, found: dict[str, Any]) -> None:
-    found["wrong"] = wrong(found)
-    (out / "summary.json").write_text(json.dumps(found, indent=1))
+def write(out: Path, results: dict[str, Any]) -> None:
+    results["wrong"] = wrong(results)
+    (out / "summary.json").write_text(json.dumps(results, indent=1))
 
 
 def prepared(stack: ExitStack, out: Path) -> Means:
-    """What there can be here; the rest is said."""
-    for why in filter(None, (preload.lacking(), disk.lacking())):
+    """Set up the tools that this machine allows, and report the others."""
+    for why in filter(None, (preload.unavailable(), disk.unavailable())):
         print(f"left out: {why}", flush=True)
     place = out / "disk"
     return Means(
-        disk=None if disk.lacking() else stack.enter_context(disk.small_disk(place)),
-        preload=None if preload.lacking() else preload.Preload(out, place),
+        disk=None if disk.unavailable() else stack.enter_context(disk.small_disk(place)),
+        preload=None if preload.unavailable() else preload.Preload(out, place),
     )
 
 
-def suffered(
-    run: Run, means: Means, there: Sequence[Kind], asked: Mapping[str, Any], record: Record
+def suffer_all(
+    run: Run, means: Means, possible: Sequence[Kind], asked: Mapping[str, Any], record: Record
 ) -> None:
-    """Faults until the run is done, and memory between them. After `minutes` no more is done to it,
-    and it is told to end. Raises TimeoutError where it does not get on."""
+    """Do faults and measure memory until the run is done, or end it after `minutes`.
+
+    Raises TimeoutError if the run makes no progress.
+    """
     every, draw = asked["every"], random.Random(asked["seed"])
     end = time.monotonic() + 60 * asked["minutes"] if asked["minutes"] else math.inf
     bag: list[Kind] = []
     while time.monotonic() < end:
-        due = run.last() + (draw.randint(1, 2 * every - 1) if every else QUIET)
+        due = run.last() + (draw.randint(1, 2 * every - 1) if every else SOAK_STEPS)
         until(lambda: run.ended() or run.last() >= due, f"step {due}")  # noqa: B023
         if run.ended() and run.process.returncode == 0:
             record.status = 0
             return
-        if run.ended():  # of a fault before, after all
+        if run.ended():  # a late effect of an earlier fault
             status = int(run.process.returncode)
-            print(f"ended late: status {status}: {run.said(0)[-3:]}", flush=True)
+            print(f"ended late with status {status}: {run.messages(0)[-3:]}", flush=True)
             record.late.append(status)
             run.start()
             continue
         record.measured(memory(run))
-        if not there:
+        if not possible:
             continue
-        if not bag:  # every kind once before one comes again
-            bag = draw.sample(there, len(there))
+        if not bag:  # every kind once before a kind is repeated
+            bag = draw.sample(possible, len(possible))
         fault = Fault(*bag.pop(), step=run.last())
         time.sleep(draw.uniform(0, 2))
         struck = True
@@ -166,24 +157,24 @@ def suffered(
     try:
         record.status = int(run.process.wait(timeout=GONE_S))
     except psutil.TimeoutExpired:
-        raise TimeoutError(f"told to end, and still there after {GONE_S:g} s") from None
-    print(f"told to end after step {run.last()}: status {record.status}", flush=True)
+        raise TimeoutError(f"the run did not end within {GONE_S:g} s of SIGTERM") from None
+    print(f"ended after step {run.last()} with status {record.status}", flush=True)
 
 
-def without_faults(out: Path, knobs: Sequence[str], steps: int) -> str:
-    """The same run, undisturbed, in `out`/reference. What went wrong, if anything did."""
+def run_reference(out: Path, knobs: Sequence[str], steps: int) -> str:
+    """Run without faults in `out`/reference; return what went wrong, if anything."""
     run = Run(out / "reference", knobs, steps, out / "reference.txt", environment={})
     try:
         status = run.process.wait(timeout=steps * 60)
     except psutil.TimeoutExpired:
-        return f"was not done after {steps} minutes, at step {run.last()}"
+        return f"was at step {run.last()} after {steps} minutes"
     finally:
-        killed(run)
+        kill_all(run)
     return f"ended with status {int(status)}" if status else ""
 
 
-def killed(run: Run) -> None:
-    for process in run.own():
+def kill_all(run: Run) -> None:
+    for process in marked(run.folder):
         with suppress(psutil.Error):
             process.kill()
 
@@ -193,51 +184,49 @@ def seconds(value: float | None) -> str:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--out", type=Path, required=True)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--steps", type=int, default=200)
-    options.add_argument(
-        "--every", type=int, default=3, help="steps from fault to fault, on average; 0: a soak"
+    parser = arguments(__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="new folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--every", type=int, default=3, help="mean number of steps between faults; 0: a soak"
     )
-    options.add_argument("--only", nargs="+", default=(), metavar="KIND", help="of faults")
-    options.add_argument("--nodes", type=int, choices=(1, 2), default=1)
-    options.add_argument("--minutes", type=float, default=0, help="until the run is told to end")
-    options.add_argument("--no-reference", action="store_true")
-    options.add_argument("--against", type=Path, help="folder of a run, to be compared with")
-    options.add_argument("knob", nargs="*")
-    given = options.parse_args()
-    if given.nodes > 1 and (why := second_node.lacking()):
-        options.error(f"--nodes 2: {why}")
-    own = [word for word in (*given.knob, *given.only) if "=" in word]
-    only = [word for word in given.only if "=" not in word]
-    possible = kinds(given.nodes, preloaded=not preload.lacking(), on_disk=not disk.lacking())
+    parser.add_argument("--only", nargs="+", default=(), metavar="KIND", help="kinds of fault")
+    parser.add_argument("--minutes", type=float, default=0, help="time limit; 0: none")
+    parser.add_argument("--no-reference", action="store_true")
+    parser.add_argument("--against", type=Path, help="folder of a run to compare with")
+    parser.add_argument("knob", nargs="*")
+    options = parser.parse_args()
+    own = [word for word in (*options.knob, *options.only) if "=" in word]
+    only = [word for word in options.only if "=" not in word]
     try:
-        there = chosen(only, possible)
+        there = kinds(preloaded=not preload.unavailable(), on_disk=not disk.unavailable())
+        possible = chosen(only, there)
     except ValueError as error:
-        options.error(str(error))
-    if given.against and not (given.against / "metrics.jsonl").exists():
-        options.error(f"--against {given.against}: no run has left its metrics there")
-    out: Path = given.out.resolve()
+        parser.error(str(error))
+    if options.against and not (options.against / "metrics.jsonl").exists():
+        parser.error(f"--against {options.against} has no metrics.jsonl; name a run folder")
+    out: Path = options.out.resolve()
     try:
         out.mkdir(parents=True)
     except FileExistsError:
-        options.error(f"--out {given.out}: is there already; choose another folder")
+        parser.error(f"--out {options.out} exists; choose another folder")
     knobs = [*RECIPE, f"model.embedded.cache_dir={out / 'cache'}", *own]
     record = Record(out=out)
-    asked = {name: getattr(given, name) for name in ("seed", "steps", "every", "nodes", "minutes")}
-    found = chaos(record, knobs, there if given.every else (), asked)
-    ran = out / "disk" / "run"
-    if given.against:
-        found["reference"] = compared(ran, given.against, record.faults)
-    elif not (given.no_reference or record.broken_off):
-        failed = without_faults(out, knobs, given.steps)
-        found["reference"] = compared(ran, out / "reference", record.faults) | {"failed": failed}
-    write(out, found)
-    print(json.dumps(found, indent=1))
-    for line in found["wrong"]:
+    asked = {name: getattr(options, name) for name in ("seed", "steps", "every", "minutes")}
+    results = chaos(record, knobs, possible if options.every else (), asked)
+    folder = out / "disk" / "run"
+    if options.against:
+        results["reference"] = compared(folder, options.against, record.faults)
+    elif not (options.no_reference or record.broken_off):
+        failed = run_reference(out, knobs, options.steps)
+        results["reference"] = compared(folder, out / "reference", record.faults)
+        results["reference"]["failed"] = failed
+    write(out, results)
+    print(json.dumps(results, indent=1))
+    for line in results["wrong"]:
         print(f"WRONG: {line}")
-    return 1 if found["wrong"] else 0
+    return 1 if results["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A disk of its own for a run folder, which can be full: a file system in memory. Needs root."""
+"""Small file system for a run folder, which can be filled up: a tmpfs, which needs root."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-MIB = 512
+SIZE_MIB = 512
 """Many times what the run writes."""
 MOUNT_S = 20.0
 BALLAST = "ballast"
 
 
-def lacking() -> str:
-    """Why there can be none here; "" if there can."""
+def unavailable() -> str:
+    """Reason why no disk can be mounted here; empty if one can."""
     if os.geteuid() or not shutil.which("mount"):
-        return "a full disk needs root, to mount a small one"
+        return "a full disk needs root, to mount a small file system"
     return ""
 
 
 class Disk:
+    """Mounted file system."""
+
     def __init__(self, place: Path) -> None:
         self.place = place
 
     def fill(self) -> None:
-        """To the last byte; again, if something has been deleted since."""
+        """Write a file until no byte is free."""
         with (self.place / BALLAST).open("ab", buffering=0) as file:
             block = bytes(2**20)
             while block:
@@ -42,16 +44,12 @@ class Disk:
     def free(self) -> None:
         (self.place / BALLAST).unlink(missing_ok=True)
 
-    @property
-    def full(self) -> bool:
-        return (self.place / BALLAST).exists()
-
 
 @contextmanager
 def small_disk(place: Path) -> Iterator[Disk]:
-    """What is on it is copied below `place` when it goes."""
+    """Mount a small disk at `place`; on exit, copy its content there and unmount it."""
     place.mkdir(parents=True)
-    _call("mount", "-t", "tmpfs", "-o", f"size={MIB}m", "keel-chaos", str(place))
+    _call("mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "keel-chaos", str(place))
     disk = Disk(place)
     try:
         yield disk

@@ -1,4 +1,4 @@
-"""The faults: what each does to a run, and what came of it."""
+"""Faults: what each does to a run, and how the run reacts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.chaos.disk import Disk
 from benchmarks.chaos.preload import Preload
-from benchmarks.chaos.run import DEADLINE_S, ROLES, Run, words_of
+from benchmarks.chaos.run import ROLES, TIMEOUT_S, Run, marked, words_of
 from keel.rollout.pool.lifecycle import MAX_RESTARTS
 from keel.trainer.cluster.processes import gone
 from keel.trainer.run.interrupt import PREEMPTED
@@ -24,10 +24,11 @@ from keel.trainer.run.interrupt import PREEMPTED
 # fmt: off
 Action = Literal[
     "kill", "freeze", "moment", "end", "flip", "unwritable",
-    "slow", "full", "jump ahead", "jump back", "cut", "cut for long",
+    "slow", "full", "jump ahead", "jump back",
 ]
 # fmt: on
 Kind = tuple[Action, str]
+"""Action and its target."""
 PROCESSES: tuple[Kind, ...] = (
     *(("kill", role) for role in (*ROLES, "driver")),
     *(("freeze", role) for role in ROLES),
@@ -38,55 +39,60 @@ PROCESSES: tuple[Kind, ...] = (
 )
 PRELOADED: tuple[Kind, ...] = (("slow", "disk"), ("jump ahead", "clock"), ("jump back", "clock"))
 ON_DISK: tuple[Kind, ...] = (("full", "disk"),)
-OF_NODES: tuple[Kind, ...] = (("cut", "node"), ("cut for long", "node"))
-EVERY: tuple[Kind, ...] = (*PROCESSES, *PRELOADED, *ON_DISK, *OF_NODES)
-RAY: tuple[Kind, ...] = tuple((what, of) for what in ("kill", "freeze") for of in ("raylet", "gcs"))
-ENDS: Mapping[Kind, tuple[int | None, ...]] = {
+EVERY: tuple[Kind, ...] = (*PROCESSES, *PRELOADED, *ON_DISK)
+RAY: tuple[Kind, ...] = tuple(
+    (action, role) for action in ("kill", "freeze") for role in ("raylet", "gcs")
+)
+STATUSES: Mapping[Kind, tuple[int | None, ...]] = {
     **dict.fromkeys(RAY, (1,)),
     ("kill", "driver"): (-signal.SIGKILL,),
     ("flip", "driver"): (-signal.SIGKILL,),
     ("end", "driver"): (PREEMPTED,),
     ("full", "disk"): (1, None),
 }
-"""Exit statuses to which a fault may lead, on one node; None: the run goes on, as under all others
-(docs/reliability.md)."""
+"""Exit statuses that a fault may cause (docs/reliability.md); None: the run goes on, as
+it must under all other faults."""
 
-GONE_S, MOMENT_S, SETTLED_S = 90.0, 8.0, 4.0
-"""Longest wait for a run to be gone; longest moment; until all is well."""
-DISK_S, CUT_S, LONG_S = 20.0, 40.0, 200.0
-"""How long a disk is full or slow; how long a network is cut, at most so that Ray does not give up
-the node, and so that it has."""
+GONE_S = 90.0
+"""Timeout in seconds for the processes of a run that has ended."""
+MOMENT_S = 8.0
+"""Maximum seconds of a temporary stop."""
+SETTLED_S = 4.0
+"""Seconds of training after which a run counts as recovered."""
+DISK_S = 20.0
+"""Seconds for which a disk is full or slow."""
 SLOW_WRITE_S, SLOW_SYNC_S = 0.02, 2.0
 JUMP_S = 3600.0
 
 
 @dataclass(slots=True)
 class Fault:
+    """One fault and the reaction of the run; durations count from the fault."""
+
     action: Action
     kind: str
     step: int
-    """The last one that was trained before it."""
+    """Last step trained before the fault."""
     lasted_s: float = 0.0
-    """Until it was taken back, if it was."""
+    """Seconds until a temporary fault was undone."""
     said_s: float | None = None
-    """Until the run's next line that is no step's; None: it said nothing until it trained."""
+    """Seconds until the run's next message; None: no message before it trained again."""
     again_s: float | None = None
-    """Until a step was trained again."""
-    away_s: float | None = None
-    """Until nothing of the run was left on a node that was cut off."""
+    """Seconds until a step was trained again."""
     start: int = 0
-    """Of the run, by number: the one that it was done to."""
+    """Number of the start that the fault hit."""
     statuses: list[int] = field(default_factory=list[int])
-    """With which the run ended of it, each time; negative: a signal."""
+    """Exit statuses of the run after the fault; negative: a signal."""
     gone_s: float | None = None
-    """From there until all its processes were gone."""
+    """Seconds from the end of the run until all its processes were gone."""
     left: int = 0
     """Processes that were still there `GONE_S` after the run had ended."""
     flipped: str = ""
-    """The file with the flipped bit."""
+    """File of the flipped bit."""
     named: bool = False
-    """Whether the run has said that the checkpoint of `flipped` is damaged."""
+    """Whether the run reported the checkpoint of `flipped` as damaged."""
     words: list[str] = field(default_factory=list[str])
+    """First messages after the fault."""
 
     @property
     def name(self) -> str:
@@ -95,7 +101,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What a run has been given so that faults can be done to it."""
+    """Tools for faults around a run, where this machine has them."""
 
     preload: Preload | None = None
     disk: Disk | None = None
@@ -103,59 +109,54 @@ class Means:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
+    """Fault that is in effect."""
+
     victim: psutil.Process | None = None
     lasts_s: float = 0.0
     undo: Callable[[], None] | None = None
-    """What takes it back after `lasts_s`, or when the run has ended of it."""
+    """Call after `lasts_s`, or when the run has ended."""
 
 
-def kinds(nodes: int, *, preloaded: bool, on_disk: bool) -> tuple[Kind, ...]:
-    """Those that are possible on so many nodes, with a `Preload` and a `Disk` or without."""
-    more = PRELOADED if preloaded else ()
-    more += ON_DISK if on_disk else ()
-    # A first node that stands still or is gone is the end of all, and no start brings it back.
-    without = {("freeze", "gcs"), ("kill", "gcs"), ("moment", "gcs")} if nodes > 1 else set()
-    more += OF_NODES if nodes > 1 else ()
-    return tuple(kind for kind in (*PROCESSES, *more) if kind not in without)
+def kinds(*, preloaded: bool, on_disk: bool) -> tuple[Kind, ...]:
+    """List the faults that are possible with and without a `Preload` and a `Disk`."""
+    return (*PROCESSES, *(PRELOADED if preloaded else ()), *(ON_DISK if on_disk else ()))
 
 
-def due(fault: Fault, before: Sequence[Fault], nodes: int) -> tuple[int | None, ...]:
-    """Exit statuses to which it may lead; None: the run goes on. before: faults."""
+def due(fault: Fault, before: Sequence[Fault]) -> tuple[int | None, ...]:
+    """Return the exit statuses that a fault may cause after the faults `before`; None: none."""
 
     def takes_engines(one: Fault) -> bool:
-        away = ("engine", "raylet", "node") if nodes > 1 else ("engine",)
-        return one.kind in away and one.action != "moment"
+        return one.kind == "engine" and one.action != "moment"
 
-    if takes_engines(fault):  # on two nodes the raylet is the second one's
+    if takes_engines(fault):
         lost = sum(one.start == fault.start and takes_engines(one) for one in before)
         return (None, 1) if lost >= MAX_RESTARTS else (None,)
-    return ENDS.get((fault.action, fault.kind), (None,))
+    return STATUSES.get((fault.action, fault.kind), (None,))
 
 
-def chosen(words: Sequence[str], there: Sequence[Kind]) -> list[Kind]:
-    """Kinds that an action, what it is done to, or both together name. Raises ValueError for a word
-    that names none."""
+def chosen(words: Sequence[str], possible: Sequence[Kind]) -> list[Kind]:
+    """Select kinds by action, by target or by both; raises ValueError for an unknown word."""
     if not words:
-        return list(there)
+        return list(possible)
     names: dict[Kind, set[str]] = {kind: {kind[0], kind[1], " ".join(kind)} for kind in EVERY}
     for word in words:
         if not any(word in some for some in names.values()):
             known = ", ".join(" ".join(kind) for kind in EVERY)
-            raise ValueError(f"--only {word!r}: there are {known}")
-    found = [kind for kind in there if names[kind] & set(words)]
-    if not found:
-        raise ValueError(f"--only {' '.join(words)}: none of them is possible here")
-    return found
+            raise ValueError(f"--only {word!r} is not a kind of fault; choose from {known}")
+    selected = [kind for kind in possible if names[kind] & set(words)]
+    if not selected:
+        raise ValueError(f"--only {' '.join(words)}: none of these faults is possible here")
+    return selected
 
 
 def strike(run: Run, fault: Fault, draw: random.Random, means: Means) -> Struck | None:
-    """None: there is no process of the kind."""
-    if fault.kind in ("disk", "clock", "node"):
-        return _around(run, fault, draw, means)
-    found = run.of(fault.kind)
-    if not found:
+    """Do the fault; return None if there is no process of its role."""
+    if fault.kind in ("disk", "clock"):
+        return _strike_surroundings(fault, means)
+    processes = run.of(fault.kind)
+    if not processes:
         return None
-    victim = draw.choice(found)
+    victim = draw.choice(processes)
     try:
         if fault.action in ("kill", "flip"):
             victim.kill()
@@ -167,22 +168,22 @@ def strike(run: Run, fault: Fault, draw: random.Random, means: Means) -> Struck 
             return Struck(victim=victim, lasts_s=lasts, undo=victim.resume)
         elif fault.action == "end":
             victim.send_signal(draw.choice([signal.SIGTERM, signal.SIGUSR1]))
-        else:  # what it writes past this many bytes fails
+        else:  # unwritable: writes beyond this many bytes fail
             before = victim.rlimit(resource.RLIMIT_FSIZE)
             victim.rlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
 
-            def back() -> None:
+            def restore() -> None:
                 victim.rlimit(resource.RLIMIT_FSIZE, before)
 
-            return Struck(victim=victim, lasts_s=2 * MOMENT_S, undo=back)
+            return Struck(victim=victim, lasts_s=2 * MOMENT_S, undo=restore)
     except psutil.NoSuchProcess:
         return None
     return Struck(victim=victim)
 
 
-def _around(run: Run, fault: Fault, draw: random.Random, means: Means) -> Struck:
-    """What is done to what a run stands on."""
-    preload, disk, cluster = means.preload, means.disk, run.cluster
+def _strike_surroundings(fault: Fault, means: Means) -> Struck:
+    """Do a fault of disk or clock."""
+    preload, disk = means.preload, means.disk
     if fault.action == "slow":
         assert preload
         preload.slow(write_s=SLOW_WRITE_S, sync_s=SLOW_SYNC_S)
@@ -191,19 +192,16 @@ def _around(run: Run, fault: Fault, draw: random.Random, means: Means) -> Struck
         assert preload
         preload.jump(JUMP_S if fault.action == "jump ahead" else -JUMP_S)
         return Struck()
-    if fault.action == "full":
-        assert disk
-        disk.fill()
-        return Struck(lasts_s=DISK_S, undo=disk.free)
-    assert cluster
-    cluster.cut()
-    lasts = draw.uniform(1, CUT_S) if fault.action == "cut" else LONG_S
-    return Struck(lasts_s=lasts, undo=cluster.mend)
+    assert disk
+    disk.fill()
+    return Struck(lasts_s=DISK_S, undo=disk.free)
 
 
 def flip(folder: Path, draw: random.Random) -> str:
-    """A bit of the newest checkpoint; the file's name. Nothing (and "") where there is no other:
-    the run would have to end."""
+    """Flip a bit of the newest checkpoint and return the file's name.
+
+    Does nothing and returns "" if there is only one checkpoint: the run could not go on.
+    """
     steps = sorted((folder / "checkpoints").glob("step_*"))
     if len(steps) < 2:
         return ""
@@ -217,23 +215,24 @@ def flip(folder: Path, draw: random.Random) -> str:
 
 
 def named(flipped: str, lines: Sequence[str]) -> bool:
-    """Whether the run says there that the checkpoint with this file is damaged."""
+    """Whether the messages report the checkpoint of this file as damaged."""
     folder = Path(flipped).parts[1] if flipped else ""
     return bool(folder) and any("is damaged" in line and folder in line for line in lines)
 
 
 def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
-    """One fault, until it is over and a step is trained after it, or the run is done. False: there
-    is nothing here to do it to."""
+    """Do a fault and follow the run until it has trained again or is done.
+
+    Returns False if there was nothing to do the fault to. Raises TimeoutError if the run hangs.
+    """
     fault.start, since = run.starts, run.position()
     run.fresh()
     began = time.monotonic()
     if (struck := strike(run, fault, draw, means)) is None:
         return False
     undo = struck.undo
-    there = run.own_on_second() if fault.kind == "node" else []
     trained: list[float] = []
-    """When new steps were seen since the run was last struck or started."""
+    """Times of new steps since the run was last struck or started."""
 
     def over() -> bool:
         return undo is None and not (
@@ -243,54 +242,48 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
     try:
         was_over = over()
         while True:
-            if over() and not was_over:  # as where the run goes on until it notices what is frozen
+            if over() and not was_over:  # a run may train on until it notices a frozen process
                 was_over = True
                 trained.clear()
             now = time.monotonic()
             trained += [now] * bool(run.fresh())
             if over() and trained and trained[-1] >= trained[0] + SETTLED_S:
                 break
-            if fault.said_s is None and run.said(since):
+            if fault.said_s is None and run.messages(since):
                 fault.said_s = now - began
-            if there and fault.away_s is None and all(map(gone, there)):
-                fault.away_s = now - began
             ended = run.ended()
             if undo and (ended or now - began > struck.lasts_s):
                 with suppress(psutil.NoSuchProcess):
                     undo()
                 fault.lasted_s, undo = time.monotonic() - began, None
-                if fault.kind == "node":
-                    trained.clear()
             if ended:
                 fault.statuses.append(int(run.process.returncode))
                 if fault.statuses[-1] == 0:
                     break
                 if fault.action == "flip" and not fault.flipped:
                     fault.flipped = flip(run.folder, draw)
-                again(run, fault)
+                restart(run, fault)
                 trained.clear()
-            if now - began > DEADLINE_S:
+            if now - began > TIMEOUT_S:
                 raise TimeoutError(
-                    f"no step in {DEADLINE_S:g} s of {fault}: {run.said(since)[-5:]}"
+                    f"no step within {TIMEOUT_S:g} s of {fault}: {run.messages(since)[-5:]}"
                 )
-            if run.cluster and over() and not run.of("raylet"):
-                run.cluster.start_second()  # as whoever looks after its machine does
             time.sleep(0.05)
-    finally:  # what hangs, or is broken off, is of all things what to keep
+    finally:  # keep what a hang or an interruption has shown
         fault.again_s = trained[0] - began if trained else None
-        said = run.said(since)
-        fault.words += said[:8]
-        fault.named = named(fault.flipped, said)
+        messages = run.messages(since)
+        fault.words += messages[:8]
+        fault.named = named(fault.flipped, messages)
     return True
 
 
-def again(run: Run, fault: Fault) -> None:
-    """Start a run that has ended, once nothing of it is there."""
+def restart(run: Run, fault: Fault) -> None:
+    """Restart a run that has ended, after its processes are gone or have been killed."""
     began = time.monotonic()
-    _, alive = psutil.wait_procs(run.own(), timeout=GONE_S)
+    _, alive = psutil.wait_procs(marked(run.folder), timeout=GONE_S)
     fault.left += len(alive)
     fault.gone_s = time.monotonic() - began
-    for process in alive:  # or the next start would have less of the machine
+    for process in alive:
         print(f"left: {words_of(process)}", flush=True)
         with suppress(psutil.NoSuchProcess):
             process.kill()

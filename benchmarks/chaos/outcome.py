@@ -1,5 +1,4 @@
-"""What came of a run with faults: kept as it is seen, in numbers, beside the same run without, and
-what of it is wrong."""
+"""Results of a run with faults: its record, its summary, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -8,51 +7,95 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.chaos.faults import Fault, due
-from benchmarks.chaos.memory import course
-from benchmarks.chaos.run import Run
-from benchmarks.common.revision import commit
+from benchmarks.chaos.run import ROLES, Run
+from benchmarks.common import commit
 from keel.trainer.run.interrupt import PREEMPTED
 
 SAME = ("reward/mean", "grad_norm", "kl/ref", "length/mean", "mismatch/logp_abs")
-"""Metrics that are compared with those of the run without faults, where they are there."""
+"""Metrics that are compared with those of the run without faults."""
 LEDGER = ("lost", "twice")
+MIB = 2**20
 
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """What is seen of a run, in files of `out` as soon as it is there."""
+    """Observations of a run, appended to files of `out` as they are made."""
 
     out: Path
     faults: list[Fault] = field(default_factory=list[Fault])
     sizes: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     late: list[int] = field(default_factory=list[int])
-    """Exit statuses of a run that ended when nothing was done to it."""
+    """Exit statuses of a run that ended without a new fault."""
     status: int | None = None
-    """With which it ended at last: 0, or what it was told to end with after `--minutes`."""
+    """Final exit status."""
     broken_off: str = "an error of this benchmark"
-    """Why nobody looked any further; "" once the run has been seen to its end."""
+    """Reason why the observation stopped early; empty if it did not."""
 
     def suffered(self, fault: Fault) -> None:
         self.faults.append(fault)
-        add_line(self.out / "faults.jsonl", asdict(fault))
+        _append(self.out / "faults.jsonl", asdict(fault))
 
     def measured(self, size: dict[str, float]) -> None:
         self.sizes.append(size)
-        add_line(self.out / "memory.jsonl", size)
+        _append(self.out / "memory.jsonl", size)
 
 
-def add_line(path: Path, content: Mapping[str, Any]) -> None:
+def _append(path: Path, content: Mapping[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(content) + "\n")
 
 
+def memory(run: Run) -> dict[str, float]:
+    """Measure memory (MiB, Pss) and open files of the largest process of each role.
+
+    The object store is the raylet's shared memory; /dev/shm is that of the whole machine.
+    """
+    sizes: dict[str, float] = {"step": run.last()}
+    for role in ("driver", *ROLES):
+        for process in run.of(role):
+            with suppress(psutil.Error, OSError):
+                pss = process.memory_full_info().pss
+                values = {role: pss / MIB, f"{role} (files)": process.num_fds()}
+                if role == "raylet":
+                    values["object store"] = shared_mib(process.pid)
+                sizes |= {name: max(sizes.get(name, 0.0), v) for name, v in values.items()}
+    return sizes | {"/dev/shm": psutil.disk_usage("/dev/shm").used / MIB}
+
+
+def shared_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(s.split()[1]) / 1024 for s in lines if s.startswith("RssShmem:")), 0.0)
+
+
+def growth(sizes: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Map each series to its first and last value and to its growth per 100 steps.
+
+    The growth is the slope of a least-squares line through the last three quarters.
+    """
+    result: dict[str, dict[str, float]] = {}
+    for name in sorted({name for size in sizes for name in size} - {"step"}):
+        points = [(size["step"], size[name]) for size in sizes if name in size]
+        late = points[len(points) // 4 :]
+        flat = len({step for step, _ in late}) < 2
+        slope = 0.0 if flat else statistics.linear_regression(*zip(*late, strict=True)).slope
+        result[name] = {
+            "first": round(points[0][1], 1),
+            "last": round(points[-1][1], 1),
+            "per 100 steps": round(100 * slope, 2),
+        }
+    return result
+
+
 def summary(run: Run, record: Record, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """asked: seed, steps, every, nodes and minutes, as the command has them."""
+    """Summarise a run; `asked` holds seed, steps, every and minutes of the command."""
     groups: dict[str, list[Fault]] = defaultdict(list)
     for fault in record.faults:
         groups[fault.name].append(fault)
@@ -68,16 +111,15 @@ def summary(run: Run, record: Record, asked: Mapping[str, Any]) -> dict[str, Any
         "by fault": {
             name: {
                 "number": len(some),
-                "said_s": most([one.said_s for one in some]),
-                "trains_s": most([one.again_s for one in some]),
-                "gone_s": most([one.gone_s for one in some]),
-                "away_s": most([one.away_s for one in some]),
-                "statuses": dict(Counter(str(ends(one)) for one in some)),
+                "said_s": spread([one.said_s for one in some]),
+                "trains_s": spread([one.again_s for one in some]),
+                "gone_s": spread([one.gone_s for one in some]),
+                "statuses": dict(Counter(ends(one) for one in some)),
                 "processes left": sum(one.left for one in some),
             }
             for name, some in sorted(groups.items())
         },
-        "not due": not_due(record.faults, asked["nodes"]),
+        "not due": not_due(record.faults),
         "flips": {
             "number": sum(bool(one.flipped) for one in record.faults),
             "not named": [one.flipped for one in record.faults if one.flipped and not one.named],
@@ -90,36 +132,42 @@ def summary(run: Run, record: Record, asked: Mapping[str, Any]) -> dict[str, Any
             for line in lines
             if line["step"] and any(f"ledger/{name}" not in line for name in LEDGER)
         ],
-        "memory": course(record.sizes),
+        "memory": growth(record.sizes),
     }
 
 
 def ends(fault: Fault) -> str:
+    """Exit statuses after a fault, as text."""
     return ", ".join(map(str, fault.statuses)) or "none"
 
 
-def not_due(faults: Sequence[Fault], nodes: int) -> list[str]:
-    """A line for each fault that led to what it must not lead to. Status 0 is the run's last, and
-    whether it was due is seen by its last step."""
-    found: list[str] = []
+def not_due(faults: Sequence[Fault]) -> list[str]:
+    """Describe each fault with an exit status that it must not cause.
+
+    Status 0 is the run's end, and is checked by its last step.
+    """
+    lines: list[str] = []
     for index, fault in enumerate(faults):
-        may = due(fault, faults[:index], nodes)
+        allowed = due(fault, faults[:index])
         went_on = fault.again_s is not None and not fault.statuses
-        if (went_on and None not in may) or set(fault.statuses) - {0, *may}:
-            came = "the run went on" if went_on else f"status {ends(fault)}"
-            wanted = " or ".join("none" if one is None else str(int(one)) for one in may)
-            found.append(f"{fault.name} after step {fault.step}: {came}; due is status {wanted}")
-    return found
+        if (went_on and None not in allowed) or set(fault.statuses) - {0, *allowed}:
+            result = "the run went on" if went_on else f"status {ends(fault)}"
+            expected = " or ".join("none" if one is None else str(int(one)) for one in allowed)
+            lines.append(f"{fault.name} after step {fault.step}: {result}, not status {expected}")
+    return lines
 
 
-def most(values: Sequence[float | None]) -> dict[str, float] | None:
-    there = [value for value in values if value is not None]
-    return {"median": statistics.median(there), "most": max(there)} if there else None
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Median and maximum of the known values."""
+    known = [value for value in values if value is not None]
+    return {"median": statistics.median(known), "most": max(known)} if known else None
 
 
 def compared(first: Path, second: Path, faults: Sequence[Fault]) -> dict[str, Any]:
-    """Steps whose metrics are the same in two run folders. faults: of the first; where a reward
-    worker was killed, a score may be lost, and from that step on nothing has to be the same."""
+    """Compare the metrics of two run folders; `faults` are those of the first.
+
+    A killed reward worker may lose a score; steps after the first lost score may differ.
+    """
 
     def read(folder: Path) -> dict[int, dict[str, float]]:
         path = folder / "metrics.jsonl"
@@ -150,51 +198,50 @@ def compared(first: Path, second: Path, faults: Sequence[Fault]) -> dict[str, An
 
 
 def gap(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """The largest between metrics of a step; inf: of one that only one of them has, or of none."""
+    """Largest difference between metrics of a step; infinite if one has a metric and one not."""
     names = [name for name in SAME if name in one or name in other]
-    some = [abs(one.get(name, math.inf) - other.get(name, -math.inf)) for name in names]
-    return max(some, default=math.inf)
+    gaps = [abs(one.get(name, math.inf) - other.get(name, -math.inf)) for name in names]
+    return max(gaps, default=math.inf)
 
 
-def wrong(found: Mapping[str, Any]) -> list[str]:
-    """A line for each check of a `summary` that has failed."""
-    asked, lines = found["asked"], list[str]()
-    status, last, steps = found["status"], found["last step"], asked["steps"]
-    if why := found["broken off"]:
+def wrong(results: Mapping[str, Any]) -> list[str]:
+    """Describe each failed check of a `summary`."""
+    asked, lines = results["asked"], list[str]()
+    status, last, steps = results["status"], results["last step"], asked["steps"]
+    if why := results["broken off"]:
         lines.append(f"broken off: {why}")
     elif status not in (0, PREEMPTED) or (status == 0 and last != steps):
         lines.append(f"the run ended with status {status} after step {last} of {steps}")
-    if asked["every"] and not found["faults"]:
+    if asked["every"] and not results["faults"]:
         lines.append("no fault was done to the run")
-    lines += found["not due"]
-    lines += [f"{name}: nobody said that it is damaged" for name in found["flips"]["not named"]]
-    lines += [f"ended with status {status}, of no fault" for status in found["ended late"]]
+    lines += results["not due"]
+    lines += [f"{name} was not reported as damaged" for name in results["flips"]["not named"]]
+    lines += [f"the run ended with status {s} without a fault" for s in results["ended late"]]
     lines += [
         f"{name}: {some['processes left']} processes left"
-        for name, some in found["by fault"].items()
+        for name, some in results["by fault"].items()
         if some["processes left"]
     ]
-    lines += [f"left at the end: {words}" for words in found["left at the end"]]
-    if not found["steps, each once"]:
+    lines += [f"left at the end: {words}" for words in results["left at the end"]]
+    if not results["steps, each once"]:
         lines.append("metrics.jsonl does not have each step once")
-    lines += [f"prompts {name}: {sum_:g}" for name, sum_ in found["ledger"].items() if sum_]
-    if without := found["steps without a ledger"]:
-        lines.append(f"{len(without)} steps without a ledger, from step {without[0]} on")
-    return lines + wrong_beside(found.get("reference"), last)
+    lines += [f"prompts {name}: {sum_:g}" for name, sum_ in results["ledger"].items() if sum_]
+    if without := results["steps without a ledger"]:
+        lines.append(f"{len(without)} steps have no ledger, from step {without[0]} on")
+    return lines + wrong_reference(results.get("reference"), last)
 
 
-def wrong_beside(reference: Mapping[str, Any] | None, last: int) -> list[str]:
-    """The same of a comparison with the run without faults. last: step of the one with."""
+def wrong_reference(reference: Mapping[str, Any] | None, last: int) -> list[str]:
+    """Describe failed checks of a comparison; `last` is the last step of the run with faults."""
     if reference is None:
         return []
     if why := reference.get("failed"):
         return [f"the run without faults {why}"]
     lines: list[str] = []
     if different := reference["different, and not due"]:
-        count, steps = len(different), reference["steps"]
         lines.append(
-            f"{count} of {steps} steps are not those of the run without faults, the first is step "
-            f"{different[0]}"
+            f"{len(different)} of {reference['steps']} steps differ from the run without faults, "
+            f"from step {different[0]} on"
         )
     if reference["steps"] < (last if "failed" in reference else 1):
         lines.append(f"the run without faults has {reference['steps']} of the {last} steps")

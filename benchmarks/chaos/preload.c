@@ -1,10 +1,10 @@
-/* Loaded into the processes of a run before all else (LD_PRELOAD): a wall clock that jumps and a
-   disk that is slow, as the control file says at any moment (benchmarks/chaos/preload.py).
+/* Preloaded into the processes of a run (LD_PRELOAD) to simulate a wall clock that jumps and a slow
+   disk, controlled by a shared file (benchmarks/chaos/preload.py).
 
-   CLOCK_REALTIME has an offset added. Waits until a time of that clock end when it has come, as they
-   do where the kernel's clock is set: one that has been jumped over ends at once. CLOCK_MONOTONIC
-   and the times of files stay as they are. Writes, syncs and the renaming of files below the folder
-   take longer. */
+   CLOCK_REALTIME gets an offset. Waits until a time of that clock end when that time has come, as
+   they do when the kernel's clock is set: a wait that has been jumped over ends at once.
+   CLOCK_MONOTONIC and file times are unchanged. Writes, syncs and renames below the folder are
+   delayed. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -26,9 +26,9 @@
 #include <unistd.h>
 
 struct control {
-    volatile int64_t ahead_ns; /* of the wall clock */
-    volatile int64_t write_us; /* more that a write takes */
-    volatile int64_t sync_us;  /* more that fsync, fdatasync and rename take */
+    volatile int64_t ahead_ns; /* offset of the wall clock */
+    volatile int64_t write_us; /* delay of a write */
+    volatile int64_t sync_us;  /* delay of fsync, fdatasync and rename */
 };
 
 static struct control none;
@@ -68,7 +68,7 @@ static int64_t real_now(void) {
 int clock_gettime(clockid_t clock, struct timespec *t) {
     static int (*real)(clockid_t, struct timespec *);
     if (!real)
-        real = dlsym(RTLD_NEXT, "clock_gettime"); /* quick: it does not enter the kernel */
+        real = dlsym(RTLD_NEXT, "clock_gettime"); /* the vDSO: no system call */
     int failed = real(clock, t);
     int64_t ahead = control->ahead_ns;
     if (!failed && ahead && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
@@ -95,7 +95,7 @@ time_t time(time_t *t) {
     return now.tv_sec;
 }
 
-/* The next moment, of the kernel's clock, at which to look again whether `until` has come. */
+/* The kernel's time at which to check again whether `until` has come. */
 static struct timespec slice(const struct timespec *until) {
     int64_t most = real_now() + SLICE, end = ns_of(until) - control->ahead_ns;
     return of_ns(end < most ? (end < 0 ? 0 : end) : most);
@@ -105,7 +105,7 @@ static int passed(const struct timespec *until) {
     return real_now() + control->ahead_ns >= ns_of(until);
 }
 
-/* A slice that is over is a spurious wake-up: whoever waits looks, with the lock, and waits on. */
+/* The end of a slice is reported as a spurious wake-up, after which callers wait again. */
 static int woken(int status, const struct timespec *until) {
     return status == ETIMEDOUT && !passed(until) ? 0 : status;
 }
@@ -158,7 +158,7 @@ int pthread_mutex_timedlock(pthread_mutex_t *restrict lock, const struct timespe
     }
 }
 
-/* Abseil, which Ray is built with, waits on futexes itself. */
+/* Abseil, a part of Ray, waits on futexes directly. */
 long syscall(long number, ...) {
     static long (*real)(long, ...);
     long a[6];
@@ -174,7 +174,7 @@ long syscall(long number, ...) {
         struct timespec end = slice(until);
         long done = real(number, a[0], a[1], a[2], &end, a[4], a[5]);
         if (done < 0 && errno == ETIMEDOUT && !passed(until))
-            errno = EINTR; /* as after a signal: whoever waits looks, and waits on */
+            errno = EINTR; /* as after a signal: the caller waits again */
         return done;
     }
     return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);

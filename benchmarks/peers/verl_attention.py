@@ -1,11 +1,9 @@
-"""What verl takes from the package flash-attn, over the kernels that torch has.
+"""Replacement for flash-attn in verl's arm, over the FlashAttention-2 kernels that torch has.
 
-verl imports this module in each of its processes (`actor_rollout_ref.model.external_lib`).
-flash-attn comes as source alone and takes an hour to build; torch has the same FlashAttention-2
-kernels. So `NAME` is an attention of transformers that calls them on packed sequences, with offsets
-read once a micro-batch from the position ids (with flash-attn, transformers reads them again in
-every layer). And `verl_cross_entropy` stands for flash-attn's; without one verl would go through
-the logits row by row.
+verl imports this module in each of its processes (`actor_rollout_ref.model.external_lib`), because
+flash-attn is distributed as source alone and takes an hour to build. `NAME` is an attention of
+transformers that calls torch's kernels on packed sequences. It reads their offsets from the
+position ids once per micro-batch, where transformers reads them in every layer for flash-attn.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -24,13 +21,13 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 NAME = "torch_varlen"
-"""Without the word flash, by which transformers would look for a package."""
+"""Does not contain "flash", which would make transformers look for the package."""
 _TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Where the sequences of a packed row begin."""
+    """Offsets of the sequences of a packed row."""
 
     offsets: Tensor
     """[S+1] int32"""
@@ -38,7 +35,7 @@ class Packed:
 
 
 def packed(position_ids: Tensor) -> Packed:
-    """A sequence begins wherever the position is 0. Shape: [1, N]."""
+    """Read the offsets from position ids [1, N]: a sequence begins where the position is 0."""
     positions = position_ids.reshape(-1)
     starts = (positions == 0).nonzero().reshape(-1)
     offsets = F.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
@@ -46,7 +43,7 @@ def packed(position_ids: Tensor) -> Packed:
 
 
 class Latest:
-    """Offsets of the position ids asked for last: those of all layers of a micro-batch."""
+    """Cache of the offsets of the last position ids, which all layers of a micro-batch share."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
@@ -71,10 +68,10 @@ def attention(
     position_ids: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: [1, heads, N, D] with fewer heads for keys and values; returns
-    [1, N, heads, D]."""
+    """Attention as transformers calls it: takes [1, heads, N, D], with fewer heads for keys and
+    values, and returns [1, N, heads, D]."""
     if position_ids is None or query.shape[0] != 1 or attention_mask is not None:
-        raise ValueError(f"{NAME} takes one packed row without a mask: use_remove_padding=True")
+        raise ValueError(f"{NAME} needs one packed row without a mask: set use_remove_padding=True")
     row = _latest.packed(position_ids)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
@@ -98,12 +95,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, row: Packed, scaling: float | None) 
         window_size=(-1, 0),  # causal
         **options,
     )
-    assert isinstance(made, Tensor)  # and not with statistics
+    assert isinstance(made, Tensor)  # without statistics
     return made
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, row: Packed, scaling: float | None) -> Tensor:
-    """The same without a GPU, sequence by sequence."""
+    """Compute the same on a CPU, one sequence after the other."""
     bounds, outputs = row.offsets.tolist(), []
     for start, stop in pairwise(bounds):
         one, keys, values = (x[start:stop].transpose(0, 1) for x in (q, k, v))
@@ -114,20 +111,4 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, row: Packed, scaling: float | No
     return torch.cat(outputs)
 
 
-def install() -> None:
-    """Make both known: to transformers, and to the module of verl that looks for flash-attn."""
-    AttentionInterface.register(NAME, attention)
-    if not torch.cuda.is_available():
-        return
-    # ruff: noqa: PLC0415  where there is no GPU, none of it is needed
-    from verl.utils import torch_functional  # pyright: ignore[reportMissingImports]
-
-    from benchmarks.peers.verl_cross_entropy import cross_entropy_loss
-
-    if not torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE:
-        torch_functional.cross_entropy_loss = cross_entropy_loss
-        torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE = True
-
-
-if find_spec("verl") is not None:
-    install()
+AttentionInterface.register(NAME, attention)

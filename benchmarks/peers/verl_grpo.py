@@ -1,24 +1,20 @@
-"""One arm of the comparison: verl's trainer with GRPO on one GPU, started as its users start it.
+"""verl's arm of the comparison: its trainer with GRPO on one GPU, started from the command line.
 
     python -m benchmarks.peers.verl_grpo --workload FILE --out FILE --scratch FOLDER --arm verl
 
-Needs requirements/peers-verl.txt, which do not go together with Keel's: `compare --verl-path`
-gives this arm a folder of packages of its own. Times are those that verl's file logger writes after
-each step. verl's own version of vLLM samples, not the one of the other arms.
+Needs requirements/peers-verl.txt, which conflict with Keel's requirements: `compare --verl-path`
+gives this arm a package folder of its own, with verl's own version of vLLM. Times come from verl's
+file logger.
 
-As its documentation advises for one GPU: FSDP2, which need not shard again after the forward pass
-there; weights, gradients and optimizer state in float32 and computations in bfloat16; engine and
-trainer on one GPU by turns, the engine asleep in between; no padding; micro-batches by tokens; one
-update per step. The reference policy is in host memory, as verl always has it.
+The settings follow verl's documentation for one GPU: FSDP2 without resharding after the forward
+pass; float32 weights, gradients and optimizer state with bfloat16 computation; engine and trainer
+take turns on the GPU; no padding; micro-batches by tokens; the fused head and loss; one update per
+step. The reference policy is always in host memory.
 
-Not as in the other arms, since verl has no such thing: the unbiased KL estimate (`low_var_kl` is
-its nearest), and the mask of off-policy sequences (its rejection of samples compares the trainer's
-probabilities with the engine's, which truncated sampling sets apart). verl computes π_old over the
-whole vocabulary and with the trainer, as TRL does, and asks the engine for its log-probabilities to
-report how far they are off. flash-attn is replaced by the same kernels of torch
-(`verl_attention`), and the turn by one that takes the benchmark's tokenizer (`verl_parts`). In the
-arms that start with `verl-fast`, and in `verl-liger` and `verl-fit`, the trainer also looks sooner
-whether all completions are there than every two seconds.
+Differences from the other arms: `low_var_kl` replaces the unbiased KL, and there is no mask of
+off-policy sequences. π_old comes from the trainer over the whole vocabulary, as in TRL.
+flash-attn is replaced by torch's build of the same kernels (`verl_attention`), and the agent loop
+by one that accepts the benchmark's tokenizer (`verl_parts`).
 """
 
 from __future__ import annotations
@@ -38,9 +34,9 @@ from typing import Any
 
 from benchmarks.peers import reward
 from benchmarks.peers.memory import gpu_size
-from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, version
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
 
-ATTENTION = "torch_varlen"  # verl_attention.NAME, which needs torch to be read
+ATTENTION = "torch_varlen"  # verl_attention.NAME, without importing torch
 TURN = "benchmark_turn"
 SOURCE = "peers"
 PHASES = {
@@ -51,7 +47,7 @@ PHASES = {
     "update_actor": "training",
     "update_weights": "weights",
 }
-"""verl's timers → the names that the report has for them. It scores while it samples."""
+"""verl's timers → names in the report; verl computes rewards during the rollout."""
 NOTES = (
     "critic/score/mean",
     "actor/pg_loss",
@@ -69,44 +65,39 @@ NOTES = (
     "timing_s/step",
 )
 CHECKPOINTED, KEPT = 16_384, 9_216
-"""Tokens of a micro-batch with gradient checkpointing (verl's default), and of one without at
+"""Tokens of a micro-batch with gradient checkpointing (verl's default) and without, the latter at
 `QWEN3_06B`'s width and depth: about 30 GiB of activations."""
-OF_OTHER_ARMS = ("VLLM_USE_V2_MODEL_RUNNER",)
-"""Variables that may be set for the other arms' version of vLLM."""
+UNSET = ("VLLM_USE_V2_MODEL_RUNNER",)
+"""Environment variables that are only for the other arms' version of vLLM."""
 STOP_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the arms of verl differ in."""
+    """Differences between the arms of verl."""
 
-    fused: bool = True
-    """verl's kernel for head and log-probability in one, which keeps no logits."""
     gradient_checkpointing: bool = True
     liger: bool = False
-    """Liger's kernels for norms, rotation and feed-forward."""
+    """Liger's kernels for norms, rotary embedding and feed-forward."""
     engine_log_probs: bool = True
-    """The engine's log-probabilities, which verl asks for unless told otherwise."""
+    """Return the engine's log-probabilities, verl's default, to report the mismatch."""
     quick_poll: bool = False
-    """`verl_parts.QuickReplayBuffer` instead of verl's."""
+    """Use `verl_parts.QuickReplayBuffer` instead of verl's, which polls every two seconds."""
     gpu_memory_utilization: float = 0.5
-    """Share of the GPU for vLLM while it is awake; 0.5 is verl's default. 0: what the completions
-    need."""
+    """Share of the GPU for vLLM while awake: verl's default, or 0 for what completions need."""
 
 
 FAST = Settings(gradient_checkpointing=False, engine_log_probs=False, quick_poll=True)
 ARMS = {
     "verl": Settings(),
-    "verl-plain": Settings(fused=False),
     "verl-fast": FAST,
     "verl-liger": replace(FAST, liger=True),
     "verl-fit": replace(FAST, liger=True, gpu_memory_utilization=0.0),
-    "verl-fast-plain": replace(FAST, fused=False),
 }
 
 
 def micro_batch(workload: Workload, settings: Settings) -> int:
-    """Tokens, at the most; those of one sequence at least."""
+    """Maximum tokens of a micro-batch, which holds at least one sequence."""
     if settings.gradient_checkpointing:
         return max(CHECKPOINTED, workload.context)
     widest = 28 * 1024 / (workload.shape.layers * workload.shape.hidden_size)
@@ -116,7 +107,7 @@ def micro_batch(workload: Workload, settings: Settings) -> int:
 def overrides(
     workload: Workload, settings: Settings, *, folder: Path, steps: int
 ) -> dict[str, Any]:
-    """Keys of verl's configuration → values. `folder`: with prompts and the turn's description."""
+    """Map keys of verl's configuration to values; `folder` holds what `write_inputs` wrote."""
     tokens = micro_batch(workload, settings)
     share = settings.gpu_memory_utilization
     if not share and (size := gpu_size()):
@@ -138,7 +129,7 @@ def overrides(
         "+override_config.attn_implementation": ATTENTION,
         "use_remove_padding": True,
         "enable_gradient_checkpointing": settings.gradient_checkpointing,
-        "use_fused_kernels": settings.fused,
+        "use_fused_kernels": True,
         "fused_kernel_options.impl_backend": "triton",
         "use_liger": settings.liger,
     }
@@ -210,7 +201,7 @@ def overrides(
         "reward.custom_reward_function.path": str(Path(reward.__file__).resolve()),
         "reward.custom_reward_function.name": reward.variety_of_solution.__name__,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,
-        # Ray counts CPUs only to place processes, and verl asks for more than it keeps busy.
+        # verl reserves more CPUs than it uses, and Ray would not place its processes.
         "ray_kwargs.ray_init.num_cpus": max(32, os.cpu_count() or 1),
         "+ray_kwargs.ray_init.include_dashboard": False,
         "+ray_kwargs.ray_init._node_ip_address": "127.0.0.1",
@@ -230,7 +221,7 @@ def overrides(
 
 
 def under(section: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys with the section before each, but behind a + (hydra's sign of a new key)."""
+    """Prefix the keys with a section, after the + by which hydra adds a new key."""
     return {
         f"+{section}.{key[1:]}" if key.startswith("+") else f"{section}.{key}": value
         for key, value in keys.items()
@@ -238,12 +229,12 @@ def under(section: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words(made: Mapping[str, Any]) -> list[str]:
-    """As hydra reads them from a command line: JSON is its grammar where strings are quoted."""
+    """Format overrides for hydra's command line, whose grammar accepts JSON values."""
     return [f"{key}={json.dumps(value)}" for key, value in made.items()]
 
 
 def write_inputs(folder: Path, workload: Workload) -> None:
-    """Prompts as verl's dataset reads them, and where its agent loop is."""
+    """Write prompts in the form of verl's dataset, and the file that names its agent loop."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "prompts.jsonl").open("w") as file:
         for index, text in enumerate(Path(workload.prompts).read_text().splitlines()):
@@ -260,22 +251,22 @@ def write_inputs(folder: Path, workload: Workload) -> None:
 
 @dataclass
 class Watched:
-    """The file of verl's logger: a line per step, without the time."""
+    """Reader of verl's log, which has a line per step without a time stamp."""
 
     path: Path
     sequences: int
-    """Completions of a step."""
+    """Completions per step."""
     began: float = 0.0
-    """When the file was made, just before the first step; in seconds since 1970; 0: not yet."""
+    """Unix time at which the file appeared, just before the first step; 0: not yet."""
     _last: float = 0.0
 
     def fresh(self, known: int, now: float) -> list[StepTimes]:
-        """Steps beyond those known. A step's seconds run from the line before to its own."""
+        """Return the steps after the first `known`; durations count from the previous line."""
         if not self.began:
             if not self.path.exists():
                 return []
             self.began = self._last = now
-        lines = self.path.read_text().split("\n")[:-1]  # whole ones
+        lines = self.path.read_text().split("\n")[:-1]  # complete lines
         steps: list[StepTimes] = []
         for line in lines[known:]:
             steps.append(self._step(json.loads(line), now))
@@ -302,8 +293,8 @@ class Watched:
 
 
 def environment(log: Path, scratch: Path) -> dict[str, str]:
-    """Of verl and all that it starts, through Ray too."""
-    kept = {name: value for name, value in os.environ.items() if name not in OF_OTHER_ARMS}
+    """Environment variables of verl and of the processes that it starts through Ray."""
+    kept = {name: value for name, value in os.environ.items() if name not in UNSET}
     return {
         **kept,
         "VERL_FILE_LOGGER_PATH": str(log),
@@ -320,10 +311,10 @@ def run(workload: Workload, arm: str, file: ArmFile, *, steps: int, scratch: Pat
     made = overrides(workload, settings, folder=folder, steps=steps)
     names = ("verl", "torch", "vllm", "transformers", "ray", "tensordict", "liger-kernel")
     file.settings = {**asdict(settings), "overrides": made}
-    file.versions = {f"{name} (verl)": found for name in names if (found := version(name))}
+    file.versions = versions(*names, suffix=" (verl)")
     file.save()
     log = Watched(folder / "metrics.jsonl", workload.sequences)
-    # A short path: Ray's sockets lie below it, and their names may have 107 letters.
+    # Ray's socket paths lie below it and are limited to 107 characters.
     temporary = Path("/tmp") / f"verl-{os.getpid()}"
     command = [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
@@ -345,23 +336,23 @@ def run(workload: Workload, arm: str, file: ArmFile, *, steps: int, scratch: Pat
                 time.sleep(0.02)
         finally:
             stop(process)
-    if len(file.steps) < steps:  # and Ray's logs stay, for whoever asks why
+    if len(file.steps) < steps:  # Ray's logs stay for debugging
         raise SystemExit(f"verl ended with {process.returncode} after {len(file.steps)} steps")
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def memory(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """GiB of the trainer's process: verl's figures are of the process so far."""
+    """Peak GiB of the trainer's process, as verl reports it after each step."""
     names = {"allocated": "torch, most allocated", "reserved": "torch, most reserved"}
     return {
-        said: steps[-1].notes.get(f"actor/perf/max_memory_{name}_gb", 0.0)
-        for name, said in names.items()
+        title: steps[-1].notes.get(f"actor/perf/max_memory_{name}_gb", 0.0)
+        for name, title in names.items()
         if steps
     }
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Its steps are written down; what it has started ends with the arm."""
+    """Interrupt the process group, and kill it if it does not end in time."""
     for sign in (signal.SIGINT, signal.SIGKILL):
         if process.poll() is not None:
             return

@@ -1,11 +1,11 @@
-"""Two parts of verl's that its configuration lets a user put others in for.
+"""Classes that replace two of verl's through its configuration.
 
-For a Qwen3, verl's own turn demands that a line break is one token, as it joins the turns of longer
-conversations with it. In the tokenizer of `shape.build_tokenizer` it is none, and one turn has
-nothing to join: `Turn` has the prompt made as for models in general.
+For Qwen3, verl's own turn requires a tokenizer in which a line break is one token, to join the
+turns of longer conversations. The tokenizer of `shape.build_tokenizer` has none and one turn needs
+no joining, so `Turn` uses the generic prompt.
 
-verl's trainer looks every two seconds whether all completions are there, and no knob says
-otherwise: a tenth of this benchmark's step. `QuickReplayBuffer` looks twenty times a second.
+verl's trainer polls every two seconds for finished completions, a tenth of this benchmark's step.
+`QuickReplayBuffer` polls twenty times per second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Turn(SingleTurnAgentLoop):
 
 
 class QuickReplayBuffer(ReplayBuffer):
-    """`trainer.v1.sampler.custom_sampler`"""
+    """Replay buffer for `trainer.v1.sampler.custom_sampler`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "poll_interval": 0.05})

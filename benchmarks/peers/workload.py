@@ -1,4 +1,4 @@
-"""What all systems are given: sizes, sampling, optimizer. Plain data, written as JSON."""
+"""Sizes, sampling and optimizer of all arms, and the file to which an arm writes its steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A dense Qwen3 with a tied head."""
+    """Sizes of a dense Qwen3 with a tied head."""
 
     vocab_size: int
     """Rows of the embedding."""
     tokens: int
-    """Entries of the tokenizer; the rows past them stand for no token."""
+    """Entries of the tokenizer; embedding rows beyond them are unused."""
     hidden_size: int
     intermediate_size: int
     layers: int
@@ -29,8 +29,8 @@ class Shape:
     max_context: int = 4096
     """Tokens."""
     spread: float = 0.02
-    """Standard deviation of the matrices of the layers. Narrow models need more of it, or their
-    layers add nothing to a token's embedding and it is repeated for ever."""
+    """Standard deviation of the layers' matrices. Narrow models need a larger one: otherwise the
+    layers add nothing to a token's embedding and sampling repeats that token forever."""
 
     @property
     def parameters(self) -> int:
@@ -41,14 +41,14 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Steps of GRPO, alike for every arm."""
+    """The GRPO steps that every arm runs."""
 
     shape: Shape
     prompts_per_step: int
     group_size: int
     prompt_tokens: int
     completion_tokens: int
-    """Of every completion, unless `ends_after` lets it end sooner."""
+    """Length limit of a completion; every completion reaches it unless `ends_after` is set."""
     top_p: float
     top_k: int
     temperature: float = 1.0
@@ -60,15 +60,14 @@ class Workload:
     mask_delta: float = 2.0
     grad_clip: float = 1.0
     sharpness: float = 8.0
-    """Standard deviation of the logits, in nats: see `shape.write_model`."""
+    """Standard deviation of the logits in nats; see `shape.write_model`."""
     ends_after: int = 0
-    """Tokens after which the model is made to end a completion, by an estimate (a rough one of rare
-    ends: `length/sampled_mean` says what came of it); the limit cuts the rest. 0: none ends."""
+    """Approximate mean number of tokens after which a completion ends by itself; 0: never."""
     seed: int = 0
     model: str = ""
     """Folder of weights and tokenizer."""
     prompts: str = ""
-    """JSONL of chat prompts."""
+    """JSONL file of chat prompts."""
 
     @property
     def sequences(self) -> int:
@@ -77,20 +76,23 @@ class Workload:
 
     @property
     def step_tokens(self) -> int:
-        """Completion tokens per step, at the most."""
+        """Maximum number of completion tokens per step."""
         return self.sequences * self.completion_tokens
 
     @property
     def context(self) -> int:
+        """Prompt and completion tokens of the longest sequence."""
         return self.prompt_tokens + self.completion_tokens
 
     def engine_share(self, gpu_bytes: float) -> float:
-        """Of a GPU's memory, for an engine in bfloat16 that samples all sequences of a step at
-        once: weights twice (a peer's trainer has them in the same process), keys and values at
-        full length, and 6 GiB for what it works with."""
+        """Share of a GPU's memory for a bfloat16 engine that samples all sequences at once.
+
+        It holds the weights twice (a peer's trainer is in the same process), keys and values at
+        full length, and 6 GiB of working memory.
+        """
         shape = self.shape
-        of_token = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim
-        cache = self.sequences * self.context * of_token
+        token_bytes = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim
+        cache = self.sequences * self.context * token_bytes
         return (4 * shape.parameters + cache + 6 * 2**30) / gpu_bytes
 
     def save(self, path: Path) -> None:
@@ -103,17 +105,18 @@ class Workload:
 
 
 WIDTHS = {1024: (3072, 16), 1536: (4608, 16), 2048: (6144, 16), 2560: (9728, 32)}
-"""Hidden size → intermediate size and heads, of Qwen3's dense models (1536: between two)."""
+"""Hidden size → intermediate size and heads of Qwen3's dense models (1536 lies between two)."""
 VOCABULARIES = {32_768: 32_500, 65_536: 65_100, 151_936: 151_669}
 """Rows of the embedding → entries of the tokenizer."""
-LARGEST, DEAREST, SMALLEST = 2.0e9, 1.4e14, 32_768
-"""A drawn workload's most parameters, most parameters × tokens of a step (Qwen3-0.6B's has 0.9e14),
-and least completion tokens of a step."""
+MAX_PARAMETERS, MAX_COST, MIN_STEP_TOKENS = 2.0e9, 1.4e14, 32_768
+"""Limits of a drawn workload; the cost is parameters × tokens of a step (Qwen3-0.6B's: 0.9e14)."""
 
 
 def drawn(seed: int) -> Workload:
-    """A workload that nobody tuned for: model, batch, lengths and truncation by chance, as far as a
-    peer that keeps all activations can hold it on one GPU."""
+    """Draw model, batch, lengths and truncation at random, so that nobody tuned for the workload.
+
+    The limits keep it small enough for a peer that stores all activations on one GPU.
+    """
     pick = random.Random(seed)
     while True:
         hidden, vocabulary = pick.choice(sorted(WIDTHS)), pick.choice(sorted(VOCABULARIES))
@@ -140,8 +143,8 @@ def drawn(seed: int) -> Workload:
         if pick.random() < 0.5:
             workload = replace(workload, ends_after=workload.completion_tokens // 4)
         cost = workload.shape.parameters * workload.sequences * workload.context
-        fits = workload.shape.parameters < LARGEST and cost < DEAREST
-        if fits and workload.step_tokens >= SMALLEST:
+        fits = workload.shape.parameters < MAX_PARAMETERS and cost < MAX_COST
+        if fits and workload.step_tokens >= MIN_STEP_TOKENS:
             return workload
 
 
@@ -163,18 +166,6 @@ QWEN3_06B = Workload(
     top_p=0.95,
     top_k=512,
 )
-LONG = Workload(
-    shape=replace(QWEN3_06B.shape, layers=12, max_context=36_864),
-    prompts_per_step=8,
-    group_size=8,
-    prompt_tokens=128,
-    completion_tokens=32_768,
-    ends_after=6144,
-    top_p=0.95,
-    top_k=512,
-)
-"""Answers of 8,200 to 9,700 tokens on average, as measured, a few of which meet the limit of
-32,768: 12 of Qwen3-0.6B's 28 layers, to keep a step short."""
 SMALL = Workload(
     shape=Shape(
         vocab_size=2048,
@@ -200,48 +191,48 @@ SMALL = Workload(
 
 @dataclass(kw_only=True)
 class StepTimes:
-    """One measured step of an arm."""
+    """One step of an arm."""
 
     step: int
-    """From 1, warm-up included."""
+    """From 1, including warm-up."""
     seconds: float
-    """Wall time since the end of the step before."""
+    """Wall time since the end of the previous step."""
     tokens: int
-    """Sampled tokens trained on."""
+    """Sampled tokens that were trained on."""
     phases: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds by what they went into; the rest of `seconds` is between them."""
+    """Seconds by phase; the rest of `seconds` lies between phases."""
     notes: dict[str, float] = field(default_factory=dict[str, float])
-    """Loss, reward and the like, by the arm's own names."""
+    """The arm's own metrics, such as loss and reward."""
 
 
 @dataclass(kw_only=True)
 class ArmFile:
-    """What an arm writes down, anew after each step, so that one cut short is not lost."""
+    """Results of an arm, rewritten after each step so that an interrupted arm keeps its steps."""
 
     path: Path
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     versions: dict[str, str] = field(default_factory=dict[str, str])
     steps: list[StepTimes] = field(default_factory=list[StepTimes])
     memory: dict[str, float] = field(default_factory=dict[str, float])
-    """GiB by what was measured."""
+    """GiB by kind of memory."""
     first_step_at: float = 0.0
-    """When the first step began, in seconds since 1970; 0: not yet."""
+    """Unix time at which the first step began; 0: not yet."""
 
     def save(self) -> None:
-        made = {
+        content = {
             "settings": self.settings,
             "versions": self.versions,
             "memory": self.memory,
             "first_step_at": self.first_step_at,
             "steps": [asdict(step) for step in self.steps],
         }
-        fresh = self.path.with_suffix(".tmp")
-        fresh.write_text(json.dumps(made, indent=1) + "\n")
-        fresh.replace(self.path)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(self.path)
 
 
 def arm_parser(about: str | None, arms: Iterable[str], *, default: str) -> argparse.ArgumentParser:
-    """What every arm is told."""
+    """Command line that all arms share."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--workload", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -251,9 +242,12 @@ def arm_parser(about: str | None, arms: Iterable[str], *, default: str) -> argpa
     return parser
 
 
-def version(name: str) -> str:
-    """Of an installed package; empty if it is not."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+def versions(*packages: str, suffix: str = "") -> dict[str, str]:
+    """Versions of those of the packages that are installed."""
+    result: dict[str, str] = {}
+    for name in packages:
+        try:
+            result[f"{name}{suffix}"] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return result

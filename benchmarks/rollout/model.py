@@ -1,7 +1,7 @@
-"""The model and the prompts of `benchmarks/rollout/__main__.py`.
+"""Models and prompts of the rollout benchmark.
 
-Random weights, and a head scaled so that truncated sampling keeps as many ids as it does from a
-trained model.
+The weights are random, and the head is scaled so that truncated sampling keeps as many ids as from
+a trained model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from benchmarks.common.models import Mixture
+from benchmarks.common import Mixture
 from benchmarks.peers import shape
 from benchmarks.peers.workload import Workload
 from keel.model.load import facts_of
@@ -26,12 +26,12 @@ TEMPLATE = (
     "{% endfor %}{{ '<|im_start|>assistant\n' }}"
 )
 TEMPLATE_TOKENS = len("user\n") + len("\n") + len("assistant\n") + 3
-"""What the template adds to a prompt; a byte is a token."""
+"""Tokens that the template adds to a prompt; a byte is a token."""
 
 
 @dataclass(frozen=True)
 class Size(Mixture):
-    """Of the model, which is dense if it has no experts, and of one timed run."""
+    """Sizes of the model, which is dense if it has no experts, and of one timed run."""
 
     expert: int = 640
     prompts: int = 16
@@ -39,7 +39,7 @@ class Size(Mixture):
     prompt: int = 128
     """Tokens."""
     completion: int = 512
-    """Tokens; no completion ends sooner."""
+    """Tokens; every completion has this length."""
     top_p: float = 0.95
     top_k: int = 512
     dtype: str = "bfloat16"
@@ -50,7 +50,7 @@ class Size(Mixture):
 
     @property
     def tokens(self) -> int:
-        """Sampled in one run."""
+        """Sampled tokens of one run."""
         return self.sequences * self.completion
 
 
@@ -71,7 +71,7 @@ SMALL = Size(
 
 
 def dense(size: Size, workload: Workload) -> Size:
-    """With the model, the completions and the sampling of a workload of benchmarks/peers."""
+    """Take model, completions and sampling from a workload of benchmarks/peers."""
     return replace(
         size,
         hidden=workload.shape.hidden_size,
@@ -90,8 +90,8 @@ def dense(size: Size, workload: Workload) -> Size:
 
 
 def write_dense(folder: Path, workload: Workload) -> dict[str, float]:
-    """As `write_model`. The tokenizer is the one of that model too, and the ids of its marks are
-    among those that this one never samples."""
+    """Write a dense model with the tokenizer of `write_model`, whose special ids the model never
+    samples; return facts about it."""
     made = workload.shape
     shape.write_model(folder, made, seed=workload.seed, sharpness=workload.sharpness)
     write_tokenizer(folder, made.vocab_size)
@@ -100,7 +100,7 @@ def write_dense(folder: Path, workload: Workload) -> dict[str, float]:
 
 
 def write_model(folder: Path, size: Size, mean_kept: float) -> dict[str, float]:
-    """Weights and tokenizer; returns the number of parameters and how the head was scaled."""
+    """Write a mixture of experts and its tokenizer; return facts about it."""
     write_tokenizer(folder, size.vocabulary)
     config = size.config(
         norm_topk_prob=True,
@@ -115,11 +115,11 @@ def write_model(folder: Path, size: Size, mean_kept: float) -> dict[str, float]:
         model = Qwen3MoeForCausalLM(config).to(getattr(torch, size.dtype))
     spread = logit_spread(size, mean_kept, device)
     with torch.no_grad():
-        # The final norm leaves √hidden long vectors, so these logits are normal with that spread,
-        # whatever the layers below compute.
+        # The final norm leaves vectors of length √hidden, so the logits are normal with this
+        # spread, whatever the layers compute.
         model.model.norm.weight.fill_(1.0)
         model.lm_head.weight.normal_(0.0, spread / size.hidden**0.5)
-        model.lm_head.weight[0] = 0.0  # the end: its logit is the median, far outside the top k
+        model.lm_head.weight[0] = 0.0  # the end token, which is then never in the top k
     model.save_pretrained(folder)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -129,7 +129,7 @@ def write_model(folder: Path, size: Size, mean_kept: float) -> dict[str, float]:
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A byte a token, and words that no text is split into to fill the vocabulary."""
+    """Write a byte-level tokenizer, whose vocabulary is filled with words that never occur."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [END, START, *alphabet]
     words += [f"Ġw{index}" for index in range(vocabulary - len(words))]
@@ -147,7 +147,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def logit_spread(size: Size, mean_kept: float, device: torch.device) -> float:
-    """Standard deviation of normal logits of which top-k and top-p keep `mean_kept` on average."""
+    """Find the standard deviation of normal logits of which truncation keeps `mean_kept` ids."""
     generator = torch.Generator(device).manual_seed(1)
     rows = torch.randn(256, size.vocabulary, generator=generator, device=device)
     ranked = rows.topk(size.top_k).values
@@ -162,8 +162,8 @@ def logit_spread(size: Size, mean_kept: float, device: torch.device) -> float:
 
 
 def make_prompts(size: Size, salt: str) -> list[Prompt]:
-    """Prompts of exactly `size.prompt` tokens that differ from their first word on. Another `salt`
-    gives prompts that no prefix cache has seen."""
+    """Make prompts of `size.prompt` tokens that differ from their first word on, so that a new
+    `salt` gives prompts that are not in the prefix cache."""
     length = size.prompt - TEMPLATE_TOKENS
     return [
         Prompt(

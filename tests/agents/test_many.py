@@ -1,5 +1,4 @@
-"""Many episodes open at once: what they take does not grow from wave to wave, and nothing is left.
-The figures for 2,000 are in docs/environments.md; `benchmarks.rewards.environments` takes them."""
+"""Many episodes open at once: their cost does not grow from wave to wave, and nothing is left."""
 
 from __future__ import annotations
 

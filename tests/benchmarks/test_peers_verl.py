@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,22 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers import compare, verl_attention, verl_grpo
-from benchmarks.peers.compare import Bench, arguments, environment
-from benchmarks.peers.report import ArmRun, report
+from benchmarks.peers.compare import Bench, environment, parse
 from benchmarks.peers.reward import variety_of_all, variety_of_solution
 from benchmarks.peers.workload import QWEN3_06B, SMALL, Workload, drawn
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> Workload:
+def workload(tmp_path: Path) -> Workload:
     messages = [{"role": "user", "content": "w1 w2"}]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(3)))
     return replace(SMALL, model='/a "model"', prompts=str(prompts))
 
 
-def test_inputs_are_in_the_form_that_verl_reads(given: Workload, tmp_path: Path) -> None:
-    verl_grpo.write_inputs(tmp_path / "run", given)
+def test_inputs_are_in_the_form_that_verl_reads(workload: Workload, tmp_path: Path) -> None:
+    verl_grpo.write_inputs(tmp_path / "run", workload)
     lines = (tmp_path / "run" / "prompts.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2]
@@ -38,18 +36,18 @@ def test_inputs_are_in_the_form_that_verl_reads(given: Workload, tmp_path: Path)
     assert turn["name"] == verl_grpo.TURN
 
 
-def test_all_that_has_to_be_equal_is(given: Workload, tmp_path: Path) -> None:
-    made = verl_grpo.overrides(given, verl_grpo.ARMS["verl"], folder=tmp_path, steps=4)
+def test_all_that_has_to_be_equal_is(workload: Workload, tmp_path: Path) -> None:
+    made = verl_grpo.overrides(workload, verl_grpo.ARMS["verl"], folder=tmp_path, steps=4)
     rollout, actor = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
     assert [made[rollout + key] for key in ("n", "top_p", "top_k", "temperature")] == [
-        given.group_size,
-        given.top_p,
-        given.top_k,
-        given.temperature,
+        workload.group_size,
+        workload.top_p,
+        workload.top_k,
+        workload.temperature,
     ]
-    assert made[actor + "optim.betas"] == [given.beta1, given.beta2]
-    assert made[actor + "optim.lr"] == given.lr
-    assert made[actor + "kl_loss_coef"] == given.kl_coef
+    assert made[actor + "optim.betas"] == [workload.beta1, workload.beta2]
+    assert made[actor + "optim.lr"] == workload.lr
+    assert made[actor + "kl_loss_coef"] == workload.kl_coef
     assert made[actor + "ppo_mini_batch_size"] == made["data.train_batch_size"]
     assert made["trainer.total_training_steps"] == 4
     said = verl_grpo.words(made)
@@ -76,9 +74,9 @@ def test_an_engine_that_fits_has_what_the_completions_need(
 @pytest.mark.parametrize("arm", sorted(verl_grpo.ARMS))
 def test_a_micro_batch_holds_a_sequence(arm: str) -> None:
     settings = verl_grpo.ARMS[arm]
-    for workload in (QWEN3_06B, SMALL, *map(drawn, range(8))):
-        tokens = verl_grpo.micro_batch(workload, settings)
-        assert workload.context <= tokens <= max(workload.context, verl_grpo.CHECKPOINTED)
+    for each in (QWEN3_06B, SMALL, *map(drawn, range(8))):
+        tokens = verl_grpo.micro_batch(each, settings)
+        assert each.context <= tokens <= max(each.context, verl_grpo.CHECKPOINTED)
 
 
 def line(step: int, **metrics: float) -> str:
@@ -123,7 +121,7 @@ def test_arms_are_told_what_is_theirs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(compare, "gpu_reader", lambda: None)
     monkeypatch.setattr(Bench, "write", lambda self: None)
     words = ["--out", str(tmp_path), "--arms", "keel,verl-fast,trl", "--set", "a=b"]
-    bench = Bench(arguments(words), tmp_path, SMALL)
+    bench = Bench(parse(words), tmp_path, SMALL)
     ours, verl, trl = (
         bench._command(arm, tmp_path / "out") for arm in ("keel", "verl-fast", "trl")
     )
@@ -135,18 +133,7 @@ def test_arms_are_told_what_is_theirs(tmp_path: Path, monkeypatch: pytest.Monkey
     (run,) = bench.runs
     assert run.status == "skipped" and "--verl-path" in run.why
     with pytest.raises(SystemExit):
-        arguments(["--out", str(tmp_path), "--arms", "other"])
-
-
-def test_the_report_sets_other_arms_beside_verl() -> None:
-    steps = [
-        {"step": 2, "seconds": s, "tokens": 1000, "phases": {}, "notes": {}} for s in (4.0, 8.0)
-    ]
-    runs = [
-        ArmRun(arm=arm, run=1, status="done", peak_gib=peak, steps=[step])
-        for arm, peak, step in zip(("keel", "verl"), (30.0, 60.0), steps, strict=True)
-    ]
-    assert "30.0 | 2.00 | 50% |" in report(runs, {})
+        parse(["--out", str(tmp_path), "--arms", "other"])
 
 
 def test_the_reward_is_the_same_in_every_form() -> None:
@@ -197,7 +184,3 @@ def test_offsets_are_read_once_for_all_layers() -> None:
     first = latest.packed(ids)
     assert latest.packed(ids) is first
     assert latest.packed(torch.tensor([[0, 1, 0, 1]])) is not first
-
-
-def test_an_ended_process_needs_no_stop() -> None:
-    verl_grpo.stop(SimpleNamespace(poll=lambda: 0))  # pyright: ignore[reportArgumentType]

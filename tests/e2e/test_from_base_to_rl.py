@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.in_process import in_this_process
 from keel.configs.load import load_config, load_distillation
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 from keel.tasks.small.__main__ import main as make_tasks
 from keel.trainer.cli import main as keel
 from keel.trainer.distill import distill
+from tests.e2e.in_process import in_this_process
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.common.in_process import in_this_process
 from keel.configs.schema import EmbeddedConfig
 from keel.model.embedded.build import build_model
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.trainer.cli import main
+from tests.e2e.in_process import in_this_process
 
 pytestmark = pytest.mark.e2e
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.common.in_process import in_this_process
 from keel.trainer.cli import main
 from keel.trainer.run.manifest import damage
+from tests.e2e.in_process import in_this_process
 
 ROOT = Path(__file__).parent.parent.parent
 KEEL = [sys.executable, "-m", "keel.trainer.cli", "sft"]

@@ -1,4 +1,4 @@
-"""Engine against trainer on a small model, by `benchmarks.stability.mismatch`."""
+"""Engine against trainer on a small model, by `benchmarks.mismatch`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = {"prompts": 6, "group": 3, "prompt_tokens": 64, "tokens": 200, "gpu_memor
 def mismatch(folder: Path, family: str, *arms: str) -> dict[str, dict[str, Any]]:
     """What the arms measure, one after the other."""
     write(folder / "model", family)
-    module, out = "benchmarks.stability.mismatch", folder / "out"
+    module, out = "benchmarks.mismatch", folder / "out"
     model = ["--out", str(out), "--model", str(folder / "model"), "--size", json.dumps(SIZE)]
     done = subprocess.run(
         [sys.executable, "-m", module, *model, "--arms", *arms],

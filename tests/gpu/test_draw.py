@@ -193,8 +193,8 @@ def mixed_parameters() -> list[Any]:
 )
 @pytest.mark.parametrize("record", [True, False])
 def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, record: bool) -> None:
-    from benchmarks.rollout.sampling_parts import PROMPT, make_batch, make_runner
     from keel.rollout.fastpath import sampler as kept_sampler
+    from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner
 
     theirs, mine = (
         make_runner(mixed_parameters(), VOCABULARY, DEVICE, record=record) for _ in range(2)
@@ -237,9 +237,9 @@ def test_masks_that_nobody_asks_for_stay_where_they_are() -> None:
     """Those of an evaluation, which may be wide; not where another's are asked for."""
     from vllm import SamplingParams
 
-    from benchmarks.rollout.sampling_parts import PROMPT, make_batch, make_runner
     from keel.rollout.fastpath import sampler as kept_sampler
     from keel.rollout.fastpath.step_arrays import UNMASKED
+    from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner
 
     mine = make_runner(mixed_parameters(), 500, DEVICE, record=True)
     assert kept_sampler.install(mine)
@@ -265,8 +265,8 @@ def test_a_request_in_the_place_of_another_samples_as_it_asks() -> None:
     """Parameters go to the device when requests come, and not in each step."""
     from vllm import SamplingParams
 
-    from benchmarks.rollout.sampling_parts import PROMPT, make_batch, make_runner
     from keel.rollout.fastpath import sampler as kept_sampler
+    from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner
 
     theirs, mine = (make_runner(mixed_parameters(), 500, DEVICE, record=True) for _ in range(2))
     assert kept_sampler.install(mine)
@@ -296,8 +296,8 @@ def test_a_request_in_the_place_of_another_samples_as_it_asks() -> None:
 def test_samplers_that_are_not_covered_stay_vllms() -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from benchmarks.rollout.sampling_parts import make_runner
     from keel.rollout.fastpath import sampler as kept_sampler
+    from tests.gpu.sampling_parts import make_runner
 
     for name, value in (("logprobs_mode", "raw_logprobs"), ("use_fp64_gumbel", True)):
         runner = make_runner(mixed_parameters(), VOCABULARY, DEVICE, record=True)

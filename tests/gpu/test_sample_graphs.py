@@ -67,8 +67,8 @@ class Bench:
     """As much of a model runner as sampling looks at."""
 
     def __init__(self, *, record: bool = True) -> None:
-        from benchmarks.rollout.sampling_parts import make_runner
         from keel.rollout.fastpath import sampler
+        from tests.gpu.sampling_parts import make_runner
 
         torch.manual_seed(0)
         self.runner = make_runner(parameters(), VOCABULARY, DEVICE, record=record)
@@ -90,7 +90,7 @@ class Bench:
         return made, made.num_sampled, made.num_rejected
 
     def step(self, requests: list[int], size: int, place: int) -> Any:
-        from benchmarks.rollout.sampling_parts import make_batch
+        from tests.gpu.sampling_parts import make_batch
 
         batch = make_batch(np.array(requests), [place + r for r in requests], DEVICE)
         batch.num_tokens, batch.num_tokens_after_padding = len(requests), size

@@ -35,7 +35,7 @@ in six runs on one host of H200s (75561d7), up to 30 on slow ones."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """How much of the machine is used. Measured and fitted on H200s; docs/scaling.md has the runs
-    and how far off they are, benchmarks/training/scaling_fit.py the fit."""
+    and how far off they are."""
 
     gemm_share: float = 0.75
     """Trainer: of the peak, by the GEMMs of all layers. In profiles 0.78 of dense ones
@@ -49,7 +49,7 @@ class Rates:
     themselves and so many. From the kernels alone, and steps on 32,768 and 65,536 tokens (H100)."""
     layer_moves: float = 2.9
     """Trainer: how often a pass moves what `elementwise_numbers` counts between GPU and memory.
-    Fitted, as are the four below, by benchmarks/training/scaling_fit.py."""
+    Fitted, as are the four below, to the steps in docs/scaling.md."""
     norm_moves: float = 26.8
     """On top, for each number that a norm takes (`normed_elements`), where norms are not one kernel
     each and layers not compiled."""

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from benchmarks.rewards.language import SAMPLES, mixed, others, own
 from keel.rewards.custom import TextTrajectory
 from keel.rewards.language.prose import words_of
 from keel.rewards.language.share import language, language_share, letters_by_script
 from keel.rewards.scorer import Scorer
 from tests.rewards.groups import group
+from tests.rewards.language.samples import SAMPLES, mixed, others, own
 
 ASKED = "How many apples does she have left in the basket?"
 

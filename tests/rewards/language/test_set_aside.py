@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from benchmarks.rewards.language import SAMPLES
 from keel.rewards.language.prose import words_of
 from keel.rewards.language.share import language_share
+from tests.rewards.language.samples import SAMPLES
 
 MARKS = {
     "dollars": "${}$",

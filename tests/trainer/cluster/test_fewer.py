@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.models import QWEN3_17B
+from benchmarks.common import QWEN3_17B
 from keel.configs.schema import (
     Config,
     ConfigError,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.models import QWEN3_06B, QWEN3_8B, QWEN3_17B, QWEN3_30B_A3B, Mixture
+from benchmarks.common import QWEN3_06B, QWEN3_8B, QWEN3_17B, QWEN3_30B_A3B, Mixture
 from keel.configs.auto import KNOBS
 from keel.configs.diff import flatten_config
 from keel.configs.schema import (

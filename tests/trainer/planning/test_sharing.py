@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.models import QWEN3_06B
+from benchmarks.common import QWEN3_06B
 from keel.configs.auto import KNOBS
 from keel.configs.schema import Config
 from keel.model.load import facts_of

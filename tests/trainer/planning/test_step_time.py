@@ -50,7 +50,7 @@ SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=
 
 @pytest.fixture(scope="module")
 def moe() -> ModelFacts:
-    """The model of benchmarks/training/replay.py."""
+    """Mixture of experts of 1.6 B parameters."""
     return facts_of(
         Qwen3MoeConfig(
             vocab_size=151_936,

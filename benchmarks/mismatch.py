@@ -1,14 +1,14 @@
-"""How far engine and trainer are apart on the same weights, by precision.
+"""Mismatch between engine and trainer on the same weights, by precision.
 
-    python -m benchmarks.stability.mismatch --out OUT [--model FOLDER] [--arms bfloat16 float16 …]
+    python -m benchmarks.mismatch --out OUT [--model FOLDER] [--arms bfloat16 float16 …]
 
-A real engine samples, and the trainer's network scores what was sampled, replays included: what is
-left is rounding, and where the two compute in another order. Without `--model` the model has the
-shape of Qwen3-0.6B, random weights and logits of deviation `--sharpness`; with it, any folder with
-a chat template. `gap` is a completion's mean_t(log π_old − log π_θ), which the off-policy sequence
-mask compares with δ (`algorithm.mask_delta`), here for completions cut at several lengths. Beside
-it what each arm costs: a second batch sampled, and forward and backward passes over the first,
-after one to warm up and without an optimizer step.
+A real engine samples, and the trainer's network scores the samples with both replays: what is left
+is rounding and the order of sums. Without `--model` the model has the shape of Qwen3-0.6B, random
+weights and logits of deviation 8 (`sharpness` of `--size`); with it, it is any folder with a chat
+template. `gap` is a completion's mean_t(log π_old − log π_θ), which the off-policy sequence mask
+compares with δ (`algorithm.mask_delta`), for completions cut at several lengths. The cost of an arm
+is the time to sample a second batch, and of forward and backward passes over the first after a
+warm-up, without an optimizer step.
 
 Writes OUT/mismatch.json. Arms run one after the other, each in a process of its own.
 """
@@ -30,14 +30,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.common.revision import commit
+from benchmarks.common import arguments, commit
+from benchmarks.peers.workload import QWEN3_06B, SMALL
 from keel.configs.schema import Dtype, RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt, ScoredGroup
 from keel.rollout.spec import EngineSpec, environment
 
-DEADLINE_S = 400
+TIMEOUT_S = 400
 LENGTHS = (16, 64, 256, 1024)
-"""Tokens after which completions are cut for `gap`."""
+"""Lengths in tokens at which completions are cut for `gap`."""
 FAR = 0.1
 QUESTIONS = (
     "Tell a story about {}.",
@@ -45,20 +46,10 @@ QUESTIONS = (
     "What are the advantages and disadvantages of {}?",
     "Write a short poem about {}.",
 )
-TOPICS = [
-    "rain",
-    "mathematics",
-    "trains",
-    "cooking",
-    "history",
-    "tides",
-    "music",
-    "money",
-    "chess",
-    "sleep",
-    "glass",
-    "maps",
-]
+TOPICS = (
+    *("rain", "mathematics", "trains", "cooking", "history", "tides"),
+    *("music", "money", "chess", "sleep", "glass", "maps"),
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +99,7 @@ class Size:
 
 
 def questions(folder: Path, size: Size, *, words: bool) -> list[Prompt]:
-    """Random words for a random model, plain questions for another."""
+    """Make prompts: random words for a random model, plain questions for any other."""
     pick = random.Random(size.seed)
     texts = [
         " ".join(f"w{pick.randrange(100, 500)}" for _ in range(size.prompt_tokens - 12))
@@ -123,9 +114,8 @@ def questions(folder: Path, size: Size, *, words: bool) -> list[Prompt]:
 
 
 def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any]:
-    """In a process whose environment is an engine's."""
-    # vLLM and torch read the environment when they are imported.
-    import torch  # noqa: PLC0415
+    """Measure an arm, in a process that has an engine's environment variables."""
+    import torch  # noqa: PLC0415  (reads the environment when it is imported, as vLLM does)
 
     from keel.rollout.engine.thread import EngineThread  # noqa: PLC0415
     from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
@@ -150,7 +140,7 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
             engine.submit(prompt, group_size=size.group)
             for prompt in questions(folder, size, words=words)
         ]
-        return [future.result(timeout=DEADLINE_S) for future in futures]
+        return [future.result(timeout=TIMEOUT_S) for future in futures]
 
     groups = sampled(size)
     began = time.monotonic()
@@ -168,8 +158,8 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
 def scores(
     arm: Arm, folder: Path, size: Size, groups: Sequence[Group], device: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """log π_θ, log π_old and the sequence of every sampled token; and the seconds of forward and
-    backward passes over all of them."""
+    """Return log π_θ, log π_old and the sequence index of every sampled token, and the seconds of
+    forward and backward passes over all of them."""
     import torch  # noqa: PLC0415
 
     from keel.model.load import load_policy  # noqa: PLC0415
@@ -276,16 +266,15 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
 
 
 def make(folder: Path, size: Size, *, gpu: bool) -> None:
-    """On a CPU a small one, to try the command."""
-    from benchmarks.peers.shape import write_model  # noqa: PLC0415
-    from benchmarks.peers.workload import QWEN3_06B, SMALL  # noqa: PLC0415
+    """Write the model, which is a small one without a GPU."""
+    from benchmarks.peers.shape import write_model  # noqa: PLC0415  (imports torch)
 
     shape = (QWEN3_06B if gpu else SMALL).shape
     write_model(folder, shape, seed=size.seed, sharpness=size.sharpness)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
@@ -298,13 +287,13 @@ def main() -> None:
         found = measure(ARMS[options.child], folder, size, words=options.model is None)
         (options.out / f"{options.child}.json").write_text(json.dumps(found) + "\n")
         sys.stdout.flush()
-        os._exit(0)  # vLLM's own threads need not be waited for
+        os._exit(0)  # without waiting for vLLM's threads
     options.out.mkdir(parents=True, exist_ok=True)
     gpu = shutil.which("nvidia-smi") is not None
     if options.model is None:
         made, asked = options.out / "made.json", json.dumps([size.seed, size.sharpness, gpu])
         if made.exists() and made.read_text() != asked:
-            parser.error(f"--out {options.out} has a model of {made.read_text()}, not of {asked}")
+            parser.error(f"--out {options.out} has another model; choose another folder")
         if not made.exists():
             make(folder, size, gpu=gpu)
             made.write_text(asked)
@@ -313,7 +302,7 @@ def main() -> None:
         command = [
             sys.executable,
             "-m",
-            "benchmarks.stability.mismatch",
+            "benchmarks.mismatch",
             *sys.argv[1:],
             "--child",
             name,
@@ -331,7 +320,7 @@ def main() -> None:
                     env={**os.environ, **variables},
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    timeout=DEADLINE_S,
+                    timeout=TIMEOUT_S,
                     check=True,
                 )
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:

@@ -1,11 +1,11 @@
-"""Synthetic load for the trainer's benchmarks: packed trajectories and engines with random weights.
+"""Synthetic load for the trainer: packed trajectories and engines with random weights.
 
-No cost of a training step depends on what the tokens, probabilities or weights are.
+The cost of a training step does not depend on the values of tokens, probabilities or weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,27 +13,65 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from benchmarks.common.batch_shape import Row
-from keel.configs.schema import Config
+from keel.configs.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainerConfig,
+)
 from keel.model.load import ModelFacts
-from keel.model.routing.replay import record_routes
 from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE, KeptSets
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.engine.policy import Inputs
+
+KL_COEF = 0.02
+SOURCE = SourceConfig(name="made", source="reasoning_gym", task="chain_sum", size=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Micro-batch of `segments` trajectories of one length, packed end to end."""
+
+    segments: int
+    prompt: int
+    completion: int
+    """Tokens; the sampled ones follow the prompt."""
+    vocabulary: int
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.completion
+
+    @property
+    def tokens(self) -> int:
+        return self.segments * self.length
+
+
+def made_config(row: Row, trainer: TrainerConfig, *, reference: bool = False) -> Config:
+    """Config of a run on such trajectories with truncated sampling, optionally with a KL term."""
+    source = replace(SOURCE, kl_coef=KL_COEF) if reference else SOURCE
+    return Config(
+        model=ModelConfig(path="made", dtype="bfloat16"),
+        data=DataConfig(sources=(source,), max_prompt_tokens=row.prompt),
+        rollout=RolloutConfig(sampling=SamplingConfig(top_k=512, max_tokens=row.completion)),
+        trainer=trainer,
+    )
 
 
 def draw_sets(tokens: int, vocabulary: int, mean: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Kept ids (frequent ids first), offsets and one kept target a token.
+    """Draw sampling masks: kept ids [E], offsets [tokens + 1] and one kept target per token.
 
-    Set sizes are geometric, at least 1; ids differ within a set. `vocabulary` is how many ids the
-    sets are drawn from. mean 0: nothing was truncated.
+    Set sizes are geometric with at least one id; ids within a set differ and favour small ids, as
+    frequent tokens do. A mean of 0 stands for sampling without truncation.
     """
     if mean == 0:
         targets = torch.randint(0, vocabulary, (tokens,), device=device)
         none = torch.zeros(0, dtype=torch.int32, device=device)
         return none, torch.zeros(tokens + 1, dtype=torch.int64, device=device), targets
-    # Repeated ids are dropped, so more are drawn.
+    # Repeated ids are dropped, so draw more of them.
     drawn = mean * 1.06 if mean < 32 else mean * (1.12 if mean < 256 else 1.3)
     sizes = (torch.rand(tokens, device=device).log() * -drawn).long() + 1
     token = torch.repeat_interleave(torch.arange(tokens, device=device), sizes)
@@ -49,7 +87,7 @@ def draw_sets(tokens: int, vocabulary: int, mean: int, device: torch.device) -> 
 def draw_micro_batch(
     row: Row, mean_set: int, device: torch.device, *, kl_coef: float = 0.0
 ) -> MicroBatch:
-    """Without routes."""
+    """Draw a micro-batch without routes."""
     position = np.tile(np.arange(row.length, dtype=np.int32), row.segments)
     segment = np.repeat(np.arange(row.segments), row.length)
     sampled = position >= row.prompt
@@ -76,31 +114,22 @@ def draw_micro_batch(
     )
 
 
-def with_live_routes(engine: TrainerEngine, batch: MicroBatch) -> MicroBatch:
-    """The batch with the routes that the engine's model chooses by itself."""
-    network, inputs = engine._network, Inputs.of(batch, engine._device)
-    with torch.no_grad(), record_routes(network.model) as recording:
-        network(inputs=inputs)
-    return _routed(batch, recording.routes())
-
-
 def with_even_routes(batch: MicroBatch, facts: ModelFacts, device: torch.device) -> MicroBatch:
-    """The batch with experts drawn evenly, as a model sends its tokens that was trained to."""
+    """Add routes that use all experts equally, as a trained router does."""
     if not facts.experts:
         return batch
     shape = (len(batch.token_ids_N), facts.moe_layers, facts.experts)
     scores = torch.rand(shape, device=device)
-    return _routed(batch, scores.topk(facts.experts_per_token).indices)
-
-
-def _routed(batch: MicroBatch, routes_NLK: Tensor) -> MicroBatch:
-    routes: NDArray[np.int16] = routes_NLK.to(torch.int16).cpu().numpy()
-    routes[np.append(np.flatnonzero(batch.position_N == 0)[1:], len(routes)) - 1] = NO_ROUTE
-    return replace(batch, routes_NLK=routes)
+    routes_NLK: NDArray[np.int16] = (
+        scores.topk(facts.experts_per_token).indices.to(torch.int16).cpu().numpy()
+    )
+    last = np.append(np.flatnonzero(batch.position_N == 0)[1:], len(routes_NLK)) - 1
+    routes_NLK[last] = NO_ROUTE
+    return replace(batch, routes_NLK=routes_NLK)
 
 
 class SyntheticEngine(TrainerEngine):
-    """A trainer engine whose weights are drawn where they are used, and not read from a folder."""
+    """Trainer engine that draws random weights on its device instead of reading a folder."""
 
     def __init__(self, model: PreTrainedConfig, config: Config, **ranks: object) -> None:
         self._made = model

@@ -1,12 +1,6 @@
-"""How well `keel.rewards.language.share` tells a prompt's language: the table of
-docs/rewards.md.
-
-python -m benchmarks.rewards.language
-"""
+"""Sentences in twenty languages, and the language shares of answers made of them."""
 
 from __future__ import annotations
-
-import time
 
 from keel.rewards.language.share import language_share
 
@@ -136,17 +130,13 @@ ASIDE = "\n```python\nfor item in range(10):\n    print(item)\n```\n$$\\sum_{i} 
 
 
 def own(name: str) -> float:
-    """Least share of an answer in the prompt's language, code and a formula in it."""
+    """Return the smallest share of an answer in the prompt's language, with code and a formula."""
     *answer, prompt = SAMPLES[name]
-    return min(language_share(prompt, ASIDE.join(answer)), *map(alone(prompt), answer))
-
-
-def alone(prompt: str):
-    return lambda sentence: language_share(prompt, sentence)
+    return min(language_share(prompt, text) for text in (ASIDE.join(answer), *answer))
 
 
 def others(name: str) -> float:
-    """Mean share of the answers in each of the other languages: what passes for the prompt's."""
+    """Return the mean share of answers in the other languages."""
     prompt = SAMPLES[name][-1]
     shares = [
         language_share(prompt, " ".join(SAMPLES[other][:-1])) for other in SAMPLES if other != name
@@ -155,25 +145,7 @@ def others(name: str) -> float:
 
 
 def mixed(name: str) -> float:
-    """Share of an answer that has one sentence in the language, and one in another."""
+    """Return the share of an answer with one sentence in the language and one in another."""
     first, *_, prompt = SAMPLES[name]
     other = SAMPLES["German" if name == "English" else "English"][0]
     return language_share(prompt, f"{first} {other}")
-
-
-def table() -> list[str]:
-    lines = [
-        "| prompt | answer in its language (least) | in another (mean) | half and half |",
-        "|---|---|---|---|",
-    ]
-    return lines + [
-        f"| {name} | {own(name):.2f} | {others(name):.2f} | {mixed(name):.2f} |" for name in SAMPLES
-    ]
-
-
-if __name__ == "__main__":
-    print("\n".join(table()))
-    prompt, text = SAMPLES["German"][-1], " ".join(SAMPLES["German"][:-1]) * 100
-    started = time.perf_counter()
-    language_share(prompt, text)
-    print(f"\n{len(text) / (time.perf_counter() - started) / 1e6:.2f} million characters a second")

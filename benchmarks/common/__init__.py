@@ -1,1 +1,0 @@
-"""What several benchmarks share: model shapes, synthetic batches, traces, the commit."""

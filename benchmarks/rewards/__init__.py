@@ -1,1 +1,0 @@
-"""Rewards: verifiers, the sandbox, the language rule."""

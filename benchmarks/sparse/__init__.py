@@ -1,1 +1,0 @@
-"""Sparse attention: what it keeps of dense attention's quality, and what it costs."""

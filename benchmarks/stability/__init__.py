@@ -1,1 +1,0 @@
-"""What each stabiliser does, and how far engine and trainer are apart."""
