@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from benchmarks.common import (
     QWEN3_06B,
@@ -37,7 +37,7 @@ from benchmarks.common import (
 )
 from benchmarks.peers.keel_grpo import AUTO, read_steps, recipe, started_at, stop
 from benchmarks.peers.memory import PeakMemory, gpu_reader, settled
-from benchmarks.peers.shape import MARKS, TENTH, build_tokenizer, write_prompts
+from benchmarks.peers.shape import write_model, write_prompts
 from benchmarks.peers.workload import QWEN3_06B as WORKLOAD
 from benchmarks.peers.workload import SMALL, Workload
 from keel.trainer.planning.remembered import CHOSEN
@@ -156,40 +156,16 @@ class Arm:
         )
 
 
-def write_model(folder: Path, config: PreTrainedConfig, tokens: int, sharpness: float) -> None:
-    """Write random weights whose logits have a trained model's spread and never end a completion,
-    as `benchmarks.peers.shape.write_model` does for dense models."""
-    if (folder / "config.json").exists():
-        return
-    tokenizer = build_tokenizer(tokens)
-    config.pad_token_id = MARKS.index("<|endoftext|>")
-    config.eos_token_id = MARKS.index("<|im_end|>")
-    config.bos_token_id = None
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        rows = model.get_input_embeddings().weight
-        rows[: len(MARKS)] *= TENTH
-        rows[tokens:] = 0
-        model.get_output_embeddings().weight.copy_(rows)  # tied or not
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight *= TENTH
-            if hasattr(layer.mlp, "experts"):  # narrow, and averaged over a token's experts
-                layer.mlp.experts.down_proj *= config.num_experts_per_tok
-        spread = float(rows[len(MARKS) : tokens].float().std())
-        model.model.norm.weight.fill_(sharpness / (spread * config.hidden_size**0.5))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    del model
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def write_apart(*sizes: Any) -> None:
+def write_apart(folder: Path, config: PreTrainedConfig, base: Workload) -> None:
     """Call `write_model` in another process: one that has used a GPU holds some of its memory until
     it ends, which the arms would count."""
-    process = multiprocessing.get_context("spawn").Process(target=write_model, args=sizes)
+    if (folder / "config.json").exists():
+        return
+    process = multiprocessing.get_context("spawn").Process(
+        target=write_model,
+        args=(folder, config, base.shape.tokens),
+        kwargs={"seed": 0, "sharpness": base.sharpness},
+    )
     process.start()
     process.join(BUILD_S)
     if process.exitcode is None:
@@ -268,7 +244,7 @@ def main() -> None:
             shape.model.num_hidden_layers = options.layers
             name = f"{name}-{options.layers}"
         model, prompts = options.out / name / "model", options.out / name / "prompts.jsonl"
-        write_apart(model, shape.model, base.shape.tokens, base.sharpness)
+        write_apart(model, shape.model, base)
         workload = replace(base, model=str(model), prompts=str(prompts))
         write_prompts(prompts, workload)
         arms = [Arm(name="defaults", knobs={})]

@@ -267,10 +267,11 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
 
 def make(folder: Path, size: Size, *, gpu: bool) -> None:
     """Write the model, which is a small one without a GPU."""
-    from benchmarks.peers.shape import write_model  # noqa: PLC0415  (imports torch)
+    from benchmarks.peers.shape import model_config, write_model  # noqa: PLC0415
 
     shape = (QWEN3_06B if gpu else SMALL).shape
-    write_model(folder, shape, seed=size.seed, sharpness=size.sharpness)
+    config = model_config(shape)
+    write_model(folder, config, shape.tokens, seed=size.seed, sharpness=size.sharpness)
 
 
 def main() -> None:

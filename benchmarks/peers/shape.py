@@ -17,7 +17,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from benchmarks.common import arguments
 from benchmarks.peers.workload import QWEN3_06B, SMALL, Shape, Workload, drawn
@@ -73,9 +78,6 @@ def model_config(shape: Shape) -> Qwen3Config:
         max_position_embeddings=shape.max_context,
         initializer_range=shape.spread,
         tie_word_embeddings=True,
-        pad_token_id=MARKS.index(PAD),
-        bos_token_id=None,
-        eos_token_id=MARKS.index(END),
         dtype="bfloat16",
     )
 
@@ -115,14 +117,15 @@ def end_scale(workload: Workload, *, contexts: int = 200, draws: int = 128) -> f
 
 def write_model(
     folder: Path,
-    shape: Shape,
+    config: PreTrainedConfig,
+    tokens: int,
     *,
     seed: int,
     sharpness: float,
     end: float = TENTH,
     device: str | None = None,
-) -> None:
-    """Write random bfloat16 weights and the tokenizer.
+) -> int:
+    """Write random bfloat16 weights and a tokenizer of `tokens` ids; return the parameter count.
 
     sharpness: standard deviation of the logits, set by the weight of the last norm. At 8, top-p
     0.95 keeps about 12 ids of 151,669 and a token has 1.5 nats of entropy; at 0.64, that of a plain
@@ -131,37 +134,45 @@ def write_model(
     The output of attention is scaled down: at full size the context, nearly the same for
     consecutive tokens, outweighs the token itself, and completions repeat a few words.
 
-    Special tokens have embeddings of a tenth of the usual length and unused rows have zeros. The
-    head is tied to them, so their logits are close to 0, the mean of all others. Hundreds of words
-    are likelier, and top-k excludes special tokens, unless the end token's embedding is made longer
-    (`end` times the usual length).
+    Special tokens have rows of a tenth of the usual length in embedding and head, and unused rows
+    are zero, so their logits are close to 0, the mean of all others. Hundreds of words are
+    likelier, and top-k excludes special tokens, unless the end token's row is made longer (`end`
+    times the usual length).
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = build_tokenizer(shape.tokens)
+    config.pad_token_id, config.bos_token_id = MARKS.index(PAD), None
+    config.eos_token_id = MARKS.index(END)
     torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(model_config(shape), dtype=torch.bfloat16)
+    with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     with torch.no_grad():
-        rows = model.get_input_embeddings().weight
-        rows *= EMBEDDING / shape.spread
-        rows[: len(MARKS)] *= TENTH
-        rows[MARKS.index(END)] *= end / TENTH
-        rows[shape.tokens :] = 0
+        for rows in {id(weight): weight for weight in weights}.values():
+            rows *= EMBEDDING / config.initializer_range
+            rows[: len(MARKS)] *= TENTH
+            rows[MARKS.index(END)] *= end / TENTH
+            rows[tokens:] = 0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= TENTH
-        model.model.norm.weight.fill_(sharpness / (EMBEDDING * shape.hidden_size**0.5))
+            if hasattr(layer.mlp, "experts"):  # narrow, and averaged over a token's experts
+                layer.mlp.experts.down_proj *= config.num_experts_per_tok
+        model.model.norm.weight.fill_(sharpness / (EMBEDDING * config.hidden_size**0.5))
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    build_tokenizer(tokens).save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def random_words(draw: random.Random, tokens: int, prompt_tokens: int) -> str:
+    """Make a user message of random words that renders to `prompt_tokens` tokens."""
+    known = tokens - len(MARKS) - len(ROLES)
+    return " ".join(f"w{draw.randrange(known)}" for _ in range(prompt_tokens - TEMPLATE_TOKENS))
 
 
 def write_prompts(path: Path, workload: Workload) -> None:
     """Write user messages of random words, each of `workload.prompt_tokens` tokens as rendered."""
-    words = workload.prompt_tokens - TEMPLATE_TOKENS
-    known = workload.shape.tokens - len(MARKS) - len(ROLES)
     draw = random.Random(workload.seed)
     with path.open("w") as file:
         for index in range(workload.prompts_per_step * PROMPT_STEPS):
-            text = " ".join(f"w{draw.randrange(known)}" for _ in range(words))
+            text = random_words(draw, workload.shape.tokens, workload.prompt_tokens)
             messages = [{"role": "user", "content": text}]
             line = {"id": str(index), "messages": messages, "answer": "w0", "match": "exact"}
             file.write(json.dumps(line) + "\n")
@@ -178,7 +189,8 @@ def write(folder: Path, workload: Workload) -> Workload:
     end = end_scale(workload) if workload.ends_after else TENTH
     write_model(
         Path(workload.model),
-        workload.shape,
+        model_config(workload.shape),
+        workload.shape.tokens,
         seed=workload.seed,
         sharpness=workload.sharpness,
         end=end,

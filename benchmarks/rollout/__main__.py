@@ -45,7 +45,7 @@ import torch
 from benchmarks.common import arguments, run_facts
 from benchmarks.peers import workload
 from benchmarks.rollout.drivers import ARMS, Arm, Driver, Keel, Stock, timed_run
-from benchmarks.rollout.model import SMALL, Size, dense, make_prompts, write_dense, write_model
+from benchmarks.rollout.model import SMALL, Size, dense, make_prompts, write
 from keel.configs.schema import RolloutConfig
 from keel.rollout.spec import environment
 
@@ -286,11 +286,7 @@ def main() -> None:
     arms = [ARMS[name] for name in options.arms if gpu or not ARMS[name].gpu_only]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        report.values["model"] = model = (
-            write_dense(folder, peers)
-            if options.dense
-            else write_model(folder, size, options.mean_kept)
-        )
+        report.values["model"] = model = write(folder, size, options.mean_kept, peers)
         if gpu:
             torch.cuda.empty_cache()
         print(f"model after {time.monotonic() - began:.0f} s: {model}", flush=True)

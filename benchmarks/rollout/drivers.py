@@ -131,7 +131,7 @@ class Keel:
 
         vllm_engine.engine_args = bounded
         if not arm.bursts:
-            import_module("keel.rollout.fastpath.bursts").MOST = 1
+            setattr(import_module("keel.rollout.fastpath.bursts"), "MOST", 1)  # noqa: B010
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
             sampling=sampling(size, size.completion),

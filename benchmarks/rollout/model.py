@@ -1,32 +1,17 @@
-"""Models and prompts of the rollout benchmark.
-
-The weights are random, and the head is scaled so that truncated sampling keeps as many ids as from
-a trained model.
-"""
+"""Sizes and prompts of the rollout benchmark."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 from benchmarks.common import Mixture
-from benchmarks.peers import shape
+from benchmarks.peers.shape import model_config, random_words, write_model
 from benchmarks.peers.workload import Workload
-from keel.model.load import facts_of
 from keel.rl.types import Prompt
-
-END = "<|im_end|>"
-START = "<|im_start|>"
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{% endfor %}{{ '<|im_start|>assistant\n' }}"
-)
-TEMPLATE_TOKENS = len("user\n") + len("\n") + len("assistant\n") + 3
-"""Tokens that the template adds to a prompt; a byte is a token."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +19,8 @@ class Size(Mixture):
     """Sizes of the model, which is dense if it has no experts, and of one timed run."""
 
     expert: int = 640
+    words: int = 151_669
+    """Entries of the tokenizer."""
     prompts: int = 16
     group: int = 16
     prompt: int = 128
@@ -61,6 +48,7 @@ SMALL = Size(
     per_token=2,
     expert=32,
     vocabulary=2048,
+    words=2000,
     prompts=4,
     group=4,
     prompt=48,
@@ -80,6 +68,7 @@ def dense(size: Size, workload: Workload) -> Size:
         per_token=0,
         expert=0,
         vocabulary=workload.shape.vocab_size,
+        words=workload.shape.tokens,
         prompts=workload.prompts_per_step,
         group=workload.group_size,
         prompt=workload.prompt_tokens,
@@ -89,68 +78,24 @@ def dense(size: Size, workload: Workload) -> Size:
     )
 
 
-def write_dense(folder: Path, workload: Workload) -> dict[str, float]:
-    """Write a dense model with the tokenizer of `write_model`, whose special ids the model never
-    samples; return facts about it."""
-    made = workload.shape
-    shape.write_model(folder, made, seed=workload.seed, sharpness=workload.sharpness)
-    write_tokenizer(folder, made.vocab_size)
-    parameters = facts_of(AutoConfig.from_pretrained(folder)).parameters
-    return {"parameters": parameters, "logit_spread": workload.sharpness}
+def write(folder: Path, size: Size, mean_kept: float, workload: Workload) -> dict[str, float]:
+    """Write the model, a mixture of experts or the workload's, and return facts about it.
+
+    The logits of the mixture are such that truncated sampling keeps `mean_kept` ids on average.
+    """
+    if size.experts:
+        sharpness = logit_spread(size, mean_kept)
+        config = size.config(norm_topk_prob=True, max_position_embeddings=4096)
+    else:
+        sharpness, config = workload.sharpness, model_config(workload.shape)
+    parameters = write_model(folder, config, size.words, seed=0, sharpness=sharpness)
+    return {"parameters": parameters, "logit_spread": sharpness}
 
 
-def write_model(folder: Path, size: Size, mean_kept: float) -> dict[str, float]:
-    """Write a mixture of experts and its tokenizer; return facts about it."""
-    write_tokenizer(folder, size.vocabulary)
-    config = size.config(
-        norm_topk_prob=True,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-        dtype=size.dtype,
-    )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    with device:
-        model = Qwen3MoeForCausalLM(config).to(getattr(torch, size.dtype))
-    spread = logit_spread(size, mean_kept, device)
-    with torch.no_grad():
-        # The final norm leaves vectors of length √hidden, so the logits are normal with this
-        # spread, whatever the layers compute.
-        model.model.norm.weight.fill_(1.0)
-        model.lm_head.weight.normal_(0.0, spread / size.hidden**0.5)
-        model.lm_head.weight[0] = 0.0  # the end token, which is then never in the top k
-    model.save_pretrained(folder)
-    return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "logit_spread": spread,
-        "asked_mean_kept": mean_kept,
-    }
-
-
-def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Write a byte-level tokenizer, whose vocabulary is filled with words that never occur."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [END, START, *alphabet]
-    words += [f"Ġw{index}" for index in range(vocabulary - len(words))]
-    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=END,
-        pad_token=END,
-        additional_special_tokens=[START],
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-
-
-def logit_spread(size: Size, mean_kept: float, device: torch.device) -> float:
+def logit_spread(size: Size, mean_kept: float) -> float:
     """Find the standard deviation of normal logits of which truncation keeps `mean_kept` ids."""
-    generator = torch.Generator(device).manual_seed(1)
-    rows = torch.randn(256, size.vocabulary, generator=generator, device=device)
-    ranked = rows.topk(size.top_k).values
+    generator = torch.Generator().manual_seed(1)
+    ranked = torch.randn(256, size.words, generator=generator).topk(size.top_k).values
     low, high = 0.1, 30.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -162,16 +107,15 @@ def logit_spread(size: Size, mean_kept: float, device: torch.device) -> float:
 
 
 def make_prompts(size: Size, salt: str) -> list[Prompt]:
-    """Make prompts of `size.prompt` tokens that differ from their first word on, so that a new
-    `salt` gives prompts that are not in the prefix cache."""
-    length = size.prompt - TEMPLATE_TOKENS
+    """Make prompts of `size.prompt` random words, which differ for every salt and so are not in the
+    prefix cache."""
+    draw = random.Random(salt)
+    texts = [random_words(draw, size.words, size.prompt) for _ in range(size.prompts)]
     return [
         Prompt(
             prompt_id=f"{salt}-{index}",
             domain="benchmark",
-            messages=(
-                {"role": "user", "content": (f"{salt}-{index}: " + "lorem ipsum " * 99)[:length]},
-            ),
+            messages=({"role": "user", "content": text},),
         )
-        for index in range(size.prompts)
+        for index, text in enumerate(texts)
     ]
