@@ -53,29 +53,43 @@ STARTING = 8
 
 
 def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
-    """The model's chat format, proved to be one that conversations can go on in; None where no
-    source has an environment. Raises ConfigError."""
+    """Return the model's chat format, checked to extend conversations without tools
+    (`check_environments` checks those with); None where no source has an environment.
+
+    Raises ConfigError.
+    """
     if not config.with_agents:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.given}
     ends = () if config.model.path == EMBEDDED else ends_of(config.model.path)
     try:
-        chat = TemplateChat(tokenizer, tools_in_thinking=config.agents.tools_in_thinking, ends=ends)
-        check_prefix_law(chat, modes=sorted(modes))
+        chat = TemplateChat(
+            tokenizer,
+            tools_in_thinking=config.agents.tools_in_thinking,
+            ends=ends,
+            marks=config.model.thinking_marks,
+        )
+        check_prefix_law(chat, modes=sorted(modes), tools=())
         if chat.tools_in_thinking:
+            check_prefix_law(chat, modes=sorted(modes))
             check_calls_in_thinking(chat)
     except ValueError as error:
-        raise ConfigError(f"model.path = {config.model.path!r}, with environments: {error}") from (
-            error
-        )
+        raise _unfit(config, error) from error
     return chat
+
+
+def _unfit(config: Config, error: ValueError) -> ConfigError:
+    return ConfigError(f"model.path = {config.model.path!r}, with environments: {error}")
 
 
 def check_environments(
     config: Config, chat: TemplateChat | None, dataset: Dataset
 ) -> dict[str, str]:
-    """Open and close one episode of each environment: source → what it is like, for people. Raises
-    ConfigError with what is wrong and its cure."""
+    """Open and close one episode of each environment, and check that the chat format extends
+    conversations with tools if any of them has tools. Returns a note by source, for people.
+
+    Raises ConfigError with what is wrong and its cure.
+    """
     notes: dict[str, str] = {}
     if config.with_agents:
         try:
@@ -99,6 +113,11 @@ def check_environments(
             notes |= asyncio.run(_looked_at(config, source, task, chat))
         except ValueError as error:
             raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
+    if chat is not None and chat.tool_modes:
+        try:
+            check_prefix_law(chat, modes=sorted(chat.tool_modes))
+        except ValueError as error:
+            raise _unfit(config, error) from error
     return notes
 
 

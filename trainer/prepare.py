@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from keel.configs.load import load_recipe
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import EMBEDDED
+from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.told import literal_lines, small_lines, source_lines, unread_lines
 from keel.model.embedded.build import model_config
@@ -38,9 +39,11 @@ from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import REFUSAL, check_weights
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
+from keel.rl.thinking import THINK
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import name_of
+from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.agents import check_chat, check_environments
 from keel.trainer.cluster.nodes import hardware_here, memory_gib, with_missing
@@ -351,9 +354,37 @@ def warning_lines(config: Config, found: Found) -> list[str]:
         *([found.before.changed] if found.before.changed else []),
         *unusual(config, found.facts),
         *literal_lines(config),
+        *thinking_lines(config, found.tokenizer),
         *([where] if lacking else []),
         *crowded(config, found.choice.plan, 0 if found.hardware.gpu else memory_gib()),
     ]
+
+
+def thinking_lines(config: Config, tokenizer: Any) -> Iterator[str]:
+    """Warn about sources that ask for thinking in other marks than the model's, or in none."""
+    marks = marks_of(tokenizer, config.model.thinking_marks)
+    if config.endpoint.base_url:
+        return
+    for source in config.data.sources:
+        if not source.thinking or source.raw:
+            continue
+        words = system_prompt(source.system_template) + source.system + source.template
+        asks = THINK.open in words
+        knob = f"data.sources[{source.name}]"
+        if marks is None and not asks:
+            yield (
+                f"{knob}.thinking: true, but neither the chat template nor the tokenizer has "
+                f"thinking marks. A completion without {THINK.open} and {THINK.close} counts as "
+                "answer from its first word, and its part `format` is 0. Set thinking: false, have "
+                "the policy asked for these marks (system_template: reasoning), or name the "
+                "model's own (model.thinking_marks)"
+            )
+        elif marks is not None and marks != THINK and asks:
+            yield (
+                f"{knob} asks the policy to think between {THINK.open} and {THINK.close}, but the "
+                f"model does between {marks.open} and {marks.close}. Ask for these, or set "
+                "model.thinking_marks: ['<think>', '</think>']"
+            )
 
 
 def missing_lines(config: Config, hardware: Hardware) -> Iterator[str]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
+from keel.rl.thinking import THINK
 from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks, strings
 from keel.rollout.chat.formats import Format, format_of
-from keel.rollout.chat.parsing import Written
+from keel.rollout.chat.parsing import Read, Written
 from keel.rollout.chat.render import USER_ROLES, Renderer, call_message, retained
-from keel.rollout.chat.thinking import THINK_END, THINK_START, thinking_open
+from keel.rollout.chat.thinking import marks_of
 
 _SHOWN = 300
 """Characters of a malformed call that are kept."""
@@ -29,26 +31,36 @@ class TemplateChat:
     conversation is rendered, and what follows its assistant's words is the extension.
 
     `tools_in_thinking`: the policy calls tools while it thinks, and there alone. A turn that ends
-    inside the thinking is gone on with by the next one, after the tools' results; after `</think>`
-    comes the answer. DeepSeek-V3.2 (2025), Appendix B, Table 8.
+    inside the thinking is continued by the next one, after the tools' results; the answer comes
+    after the thinking. DeepSeek-V3.2 (2025), Appendix B, Table 8.
     `ends`: tokens for which the engine ends a turn beside the format's and the tokenizer's own, as
     `keel.rollout.chat.ends.ends_of` has them.
+    `marks`: `model.thinking_marks`.
     Raises `ValueError` for a tokenizer without a chat template or without a tokenizer.json.
     """
 
     def __init__(
-        self, tokenizer: Any, *, tools_in_thinking: bool = False, ends: Collection[int] = ()
+        self,
+        tokenizer: Any,
+        *,
+        tools_in_thinking: bool = False,
+        ends: Collection[int] = (),
+        marks: Sequence[str] = (),
     ) -> None:
         self.encoder = Encoder(tokenizer)
         self.renderer = Renderer(tokenizer, self.encoder)
         self.format: Format = format_of(tokenizer, self.encoder)
         self.tools_in_thinking = tools_in_thinking
+        self.marks = marks_of(tokenizer, marks) or THINK
+        """Between which the policy thinks."""
         controls = self.encoder.controls
         others = (self.encoder.text_of.get(index) for index in ends)
         known = {*self.format.ends, tokenizer.eos_token, *others}
         self.ends: dict[str, int] = {text: controls[text] for text in known if text in controls}
         """Control tokens that end a turn."""
         self._ids_of_ends = frozenset(self.ends.values())
+        self.tool_modes: set[bool] = set()
+        """Thinking modes in which a conversation has been opened with tools."""
         self._spoken: dict[bool, str] = {}
 
     @property
@@ -60,6 +72,8 @@ class TemplateChat:
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
         """See `Chat.opening`. Thinking that a user message has ended is left out."""
+        if tools:
+            self.tool_modes.add(thinking)
         text, marks = self.text(messages, tools, thinking=thinking)
         ids = self.encoder.encode(text, marks)
         if not ids:
@@ -77,11 +91,9 @@ class TemplateChat:
         turn = self._last_turn(ids)
         users = any(role in USER_ROLES for role in roles)
         if self.tools_in_thinking:  # an earlier turn may have opened it
-            inside = (users or not closed) and thinking_open(self.decode(ids))
+            inside = (users or not closed) and self.marks.ends_open(self.decode(ids))
         else:
-            inside = self.format.read(
-                turn, (), opened=self.opened(thinking=thinking), inside=False
-            ).is_open
+            inside = self._read(turn, (), opened=self.opened(thinking=thinking)).is_open
             if inside and closed:
                 return None  # the format closes it before a turn ends: that cannot be made up for
         if users and (inside or self.has_thought(ids)):
@@ -111,7 +123,7 @@ class TemplateChat:
         closed = bool(sampled) and sampled[-1] in self._ids_of_ends
         text, marks = self._decode(sampled[:-1] if closed else sampled)
         opened = inside or self.opened(thinking=thinking)
-        read = self.format.read(text, tools, opened=opened, inside=self.tools_in_thinking)
+        read = self._read(text, tools, opened=opened, inside=self.tools_in_thinking)
         calls: list[ToolCall | Malformed] = []
         for item in read.items:
             call_id = f"call_{turn}_{len(calls)}"
@@ -124,8 +136,8 @@ class TemplateChat:
                 why = marks.remove(item.why)[:_SHOWN]
                 calls.append(Malformed(call_id=call_id, text=shown, why=why))
         return Parsed(
-            content=marks.remove(read.content),
-            reasoning=marks.remove(read.reasoning),
+            content=marks.remove(self.encoder.without_special(read.content)).strip(),
+            reasoning=marks.remove(self.encoder.without_special(read.reasoning)).strip(),
             closed=closed,
             calls=tuple(calls),
             inside=self.tools_in_thinking and read.is_open,
@@ -143,13 +155,22 @@ class TemplateChat:
         written = [tool.as_json() for tool in tools]
         if tools and not self.format.calls:
             raise ValueError(
-                f"{self.renderer.name} is of no format whose calls can be read, and there are "
-                f"tools. Known: {', '.join(KNOWN)}"
+                f"{self.renderer.name} writes calls in no format that can be read here, so tools "
+                f"such as {tools[0].name} cannot be called. Choose a model with the format of "
+                f"{KNOWN}, or give such a template (model.chat_template)"
             )
         marks = free_marks([dict(message) for message in messages] + written)
         kept = retained(messages)
         text = self.renderer.render(kept, written, marks, thinking=thinking, speak=speak)
         return text, marks
+
+    def turn_of(self, before: str, whole: str) -> str | None:
+        """Return what `whole` has after `before`, a rendered prompt, whose think block at the end
+        may be missing there: some templates leave it out of the history. None: they differ."""
+        opened, closed = map(re.escape, (self.marks.open, self.marks.close))
+        without_mode = re.sub(rf"(?:{opened}\s*)?(?:{closed}\s*)?\Z", "", before)
+        start = next((each for each in (before, without_mode) if whole.startswith(each)), None)
+        return None if start is None else whole[len(start) :]
 
     def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
         """The control text that ends a turn which `messages` follow."""
@@ -165,7 +186,7 @@ class TemplateChat:
 
     def opened(self, *, thinking: bool) -> bool:
         """Whether the prompt opens the thinking, which the policy then only closes."""
-        return thinking_open(self.speaks(thinking))
+        return self.marks.ends_open(self.speaks(thinking))
 
     def has_modes(self) -> bool:
         """Whether the template asks for thinking in one way or another."""
@@ -176,22 +197,24 @@ class TemplateChat:
         text, _ = self._decode(ids)
         header = self.header
         spoken = text.split(header)[1:] if header else [text]
-        return any(
-            self.format.read(part, (), opened=False, inside=False).reasoning.strip()
-            for part in spoken
-        )
+        return any(self._read(part, (), opened=False).reasoning.strip() for part in spoken)
 
     @cached_property
     def header(self) -> str:
         """What begins every turn of the policy, without thinking marks and what ends the user's."""
         spoken = self.speaks(True)
-        for mark in (THINK_START, THINK_END):
+        for mark in (self.marks.open, self.marks.close):
             spoken = spoken.replace(mark, "")
         starts = [place for text in self.encoder.controls if (place := spoken.rfind(text)) >= 0]
         # From the last control token on, or the last but one where a pair holds the role.
         role = spoken.find("assistant")
         starts = [place for place in starts if role < 0 or place < role] or starts
         return spoken[max(starts) :].strip() if starts else spoken.strip()
+
+    def _read(
+        self, text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: bool = False
+    ) -> Read:
+        return self.format.read(text, tools, opened=opened, inside=inside, marks=self.marks)
 
     def _last_turn(self, ids: Sequence[int]) -> str:
         """The text of the policy's last turn, perhaps with some of what stands before it."""
@@ -260,7 +283,8 @@ class TemplateChat:
         ]
         text, _ = self.text(messages, (), thinking=True, speak=False)
         between = text.partition(thought)[2].partition(said)
-        return between[0] if between[1] and THINK_END in between[0] else f"\n{THINK_END}\n\n"
+        close = self.marks.close
+        return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, in which text that only looks like a control token is broken by a
@@ -272,7 +296,7 @@ class TemplateChat:
         return self.encoder.decode(ids, marks), marks
 
 
-KNOWN = ("Qwen3", "Hermes", "DeepSeek-V3.1", "DeepSeek-V3.2", "GLM-4.5", "Llama 3", "gpt-oss")
+KNOWN = "Qwen3, Hermes, DeepSeek-V3.1, DeepSeek-V3.2, GLM-4.5, Llama 3 or gpt-oss"
 
 
 def _unused_word(messages: Sequence[Message]) -> str:

@@ -77,6 +77,8 @@ class Encoder:
         self.controls: dict[str, int] = {text: index for text, (index, _) in added.items()}
         """Ids of the added tokens by their text; blanks and single characters control nothing."""
         self.text_of: dict[int, str] = {index: text for text, index in self.controls.items()}
+        special = [re.escape(text) for text, (_, token) in added.items() if token.special]
+        self._special = re.compile("|".join(special) or r"(?!)")
         self._swallows_left = {text for text, (_, token) in added.items() if token.lstrip}
         self._swallows_right = {text for text, (_, token) in added.items() if token.rstrip}
         self._plain = _without_added_tokens(written, self.controls)
@@ -148,6 +150,10 @@ class Encoder:
             if index is not None:
                 parts.append(self.text_of[index])
         return "".join(parts)
+
+    def without_special(self, text: str) -> str:
+        """Drop the special tokens, such as Command A's around its answers, from a decoded text."""
+        return self._special.sub("", text)
 
     def _encode_plain(self, text: str, marks: Marks, *, left: bool, right: bool) -> list[int]:
         text = marks.remove(text)

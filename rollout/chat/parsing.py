@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, cast
 
 from keel.rl import strict_json
+from keel.rl.thinking import THINK, ThinkingMarks
 from keel.rl.turns import ToolSpec
-from keel.rollout.chat.thinking import NO_CALLS, Bounds, split_thinking
+from keel.rollout.chat.thinking import HARMONY, NO_CALLS, Bounds, split_thinking
 
 _KINDS: dict[type, set[str]] = {
     type(None): {"null"},
@@ -70,24 +71,27 @@ def read_tagged(
     bounds: Bounds,
     opened: bool,
     inside: bool,
+    marks: ThinkingMarks = THINK,
 ) -> Read:
-    """A turn whose thinking stands between `<think>` and `</think>`.
+    """Read a turn whose thinking stands between `marks`.
 
     `opened`: the prompt, or an earlier turn, has opened the thinking. `inside`: calls in the
     thinking count, and no others.
     """
-    reasoning, content, is_open = split_thinking(text, bounds, opened=opened, inside=inside)
+    reasoning, content, is_open = split_thinking(
+        text, bounds, opened=opened, inside=inside, marks=marks
+    )
     items: Sequence[Item] = ()
     if inside:
         reasoning, items = find_calls(reasoning, tools)
     content, after = find_calls(content, tools)
     if inside:
-        after = [item if isinstance(item, Broken) else _outside(item) for item in after]
+        after = [item if isinstance(item, Broken) else _outside(item, marks) for item in after]
     return Read(content.strip(), reasoning.strip(), [*items, *after], is_open)
 
 
-def _outside(call: Written) -> Broken:
-    why = "tools are called while thinking, between <think> and </think>, and not outside of it"
+def _outside(call: Written, marks: ThinkingMarks) -> Broken:
+    why = f"tools are called while thinking, between {marks.open} and {marks.close}, not outside"
     return Broken(f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}", why)
 
 
@@ -233,9 +237,16 @@ def no_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     return text, []
 
 
-def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: bool) -> Read:
-    """gpt-oss: messages with a channel and, for a call, a recipient. Calls from the `analysis`
-    channel count only with `inside`."""
+def read_harmony(
+    text: str,
+    tools: Sequence[ToolSpec],
+    *,
+    opened: bool,
+    inside: bool,
+    marks: ThinkingMarks = HARMONY,
+) -> Read:
+    """Read a turn of gpt-oss: messages with a channel and, for a call, a recipient. Calls from the
+    `analysis` channel count only with `inside`."""
     reasoning: list[str] = []
     content: list[str] = []
     items: list[Item] = []

@@ -83,18 +83,11 @@ class Renderer:
         offered: Any = [self._shield_all(tool, marks) for tool in tools]
         if self._tools_by_hand and offered:
             shielded, offered = _with_tools(shielded, offered), ()
-        if self._code:
-            return deepseek_v32(shielded, offered, thinking=thinking)
         try:
-            return self._tokenizer.apply_chat_template(
-                shielded,
-                tools=offered or None,
-                add_generation_prompt=speak,
-                enable_thinking=thinking,
-                thinking=thinking,
-                tokenize=False,
-            )
+            return render(self._tokenizer, shielded, offered, thinking=thinking, speak=speak)
         except (TemplateError, TypeError, ValueError) as error:
+            if self._code:
+                raise
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(
                 f"{self.name} refuses messages of the roles {roles}: {error}. Choose a model whose "
@@ -155,6 +148,29 @@ class Renderer:
             asked = [{"role": "user", "content": "a"}]
             text = self.render(asked, [tool], free_marks(()), thinking=False)
             self._tools_by_hand = name not in text
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    thinking: bool,
+    speak: bool = True,
+) -> str:
+    """Return a conversation as text, by the chat template or DeepSeek-V3.2's code, up to where the
+    policy speaks (`speak`). Raises what the template raises."""
+    if written_by_code(tokenizer):
+        return deepseek_v32(messages, tools, thinking=thinking)
+    return tokenizer.apply_chat_template(
+        messages,
+        tools=list(tools) or None,
+        add_generation_prompt=speak,
+        enable_thinking=thinking,  # Qwen3 and most others
+        thinking=thinking,  # DeepSeek-V3.1, Granite
+        reasoning=thinking,  # Command A
+        tokenize=False,
+    )
 
 
 def _with_tools(

@@ -9,7 +9,6 @@ user's next message ends, `keel.agents.conversation`).
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,14 +17,12 @@ from weakref import WeakKeyDictionary
 
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.thinking import THINK_END, THINK_START
 
 ASSISTANT = "assistant"
 OPENS = (
     ": it opens each turn's thinking itself, and shows a turn that is over without any; give a "
     "template that keeps the last turn's (model.chat_template)"
 )
-_MODE = re.compile(rf"(?:{THINK_START}\s*)?(?:{THINK_END}\s*)?\Z")
 _END = {"role": "user", "content": "?"}
 _SHOWN: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDictionary()
 """Roles in an order, written in a way, of which none is lost."""
@@ -111,18 +108,14 @@ def turn_ids(
     """
     before, _ = chat.text(messages, tools, thinking=thinking)
     whole, marks = chat.text([*messages, said], tools, thinking=thinking, speak=False)
-    without_mode = _MODE.sub("", before)
-    if whole.startswith(before):
-        turn = whole[len(before) :]
-    elif whole.startswith(without_mode):
-        turn = whole[len(without_mode) :]
-    else:
+    turn = chat.turn_of(before, whole)
+    if turn is None:
         raise ValueError(
             f"{chat.renderer.name} (format {chat.format.name}) shows earlier messages otherwise "
             "once others follow"
         )
     reasoning = str(said.get("reasoning_content") or "")
-    if reasoning and turn.startswith(THINK_END):  # a history without the thinking
+    if reasoning and turn.startswith(chat.marks.close):  # a history without the thinking
         turn = chat.encoder.shield_whole(reasoning, marks) + turn
     ends = [place + len(end) for end in chat.ends if (place := turn.find(end)) >= 0]
     if ends:
@@ -187,7 +180,7 @@ def _check_read_back(
         ("calls", calls, wanted),
     ):
         if read != meant:
-            lost = chat.opened(thinking=thinking) and THINK_END not in chat.decode(turn)
+            lost = chat.opened(thinking=thinking) and chat.marks.close not in chat.decode(turn)
             raise ValueError(
                 f"{chat.renderer.name} (format {chat.format.name}) would read its {what} as "
                 f"{_short(read)}, and it has {_short(meant)}{OPENS * lost}"

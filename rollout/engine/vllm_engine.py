@@ -21,8 +21,10 @@ from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing.routers import is_moe
 from keel.model.weight_transfer.buckets import Bucket
 from keel.model.weight_transfer.channel import Rendezvous
+from keel.rl.thinking import THINK
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Prompt
+from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import (
     check_fits,
     decode_all,
@@ -74,6 +76,7 @@ class VllmEngine:
         self.version = 0
         self.sampled_tokens = self.steps = 0
         self._tokenizer: Any = tokenizer_with(spec.chat_template, spec.tokenizer)
+        self._marks = marks_of(self._tokenizer, spec.thinking_marks) or THINK
         self._jobs: dict[int, Job] = {}
         self._owner: dict[str, int] = {}
         """Job of each unfinished request, by the name given to vLLM."""
@@ -146,7 +149,7 @@ class VllmEngine:
         that does not fit the engine.
         """
         self._check_whole(f"prompt {prompt.prompt_id}")
-        rendered = render_prompt(self._tokenizer, prompt)
+        rendered = render_prompt(self._tokenizer, prompt, self._marks)
         check_fits(prompt, len(rendered.token_ids), sampling.max_tokens, self.spec.max_model_len)
         wanted = self._wanted(sampling, record)
         # One request a sibling: each has a seed of its own, and they share the prompt's blocks.
@@ -206,7 +209,8 @@ class VllmEngine:
             if isinstance(output, RequestOutput) and output.request_id in self._owner
         ]
         read = [o for o in ended if self._jobs[self._owner[o.request_id]].read]
-        decoded = decode_all(self._tokenizer, [output.outputs[0].token_ids for output in read])
+        sampled = [output.outputs[0].token_ids for output in read]
+        decoded = decode_all(self._tokenizer, sampled, self._marks)
         texts = dict(zip((output.request_id for output in read), decoded, strict=True))
         for output in ended:
             job = self._owner.pop(output.request_id)

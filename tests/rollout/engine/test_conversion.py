@@ -58,6 +58,7 @@ def test_a_prompt_goes_through_the_chat_template() -> None:
         "add_generation_prompt": True,
         "enable_thinking": False,
         "thinking": False,
+        "reasoning": False,
         "tokenize": False,
     }
 
