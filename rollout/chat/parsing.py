@@ -303,9 +303,19 @@ def _from_json(body: str, key: str) -> Item:
 
 
 def _from_value(value: Any, key: str, body: str) -> Item:
+    """Read a call from a JSON object. `arguments` and `parameters` are synonyms; `key` is the one
+    that the format has. Without either, nothing else may stand beside the name."""
+    form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
-        return Broken(body, 'a call is a JSON object with "name" and "' + key + '"')
-    return _named(value.get("name"), value.get(key, value.get("arguments", {})), body)
+        return Broken(body, form)
+    call = cast(dict[str, Any], value)
+    keys = [each for each in ("arguments", "parameters") if each in call]
+    others = set(call) - {"name", "type", "id", *keys}
+    if len(keys) > 1:
+        return Broken(body, f'it has both "arguments" and "parameters"; {form}')
+    if others and not keys:
+        return Broken(body, f'its arguments must be an object in "{key}"; {form}')
+    return _named(call.get("name"), call[keys[0]] if keys else {}, body)
 
 
 def _checked(name: str, arguments: str) -> Item:
