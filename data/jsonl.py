@@ -32,6 +32,7 @@ from typing import Any, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
+from keel.data.conversations.forms import ROLES, text_of
 from keel.data.items import COUNTED, Item, Loaded, malformed, told
 from keel.data.rows.columns import WRITTEN, Columns, Given, parsed_json
 from keel.data.rows.lines import BadLine, kind_of
@@ -64,7 +65,6 @@ KNOWN = frozenset(
 REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
 """A line has exactly one of them."""
 FOR_ENVIRONMENT = "environment"
-ROLES = ("system", "user", "assistant", "tool")
 
 
 def load_jsonl(
@@ -282,10 +282,11 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
             raise BadLine(
                 f"`{at}.role` is {message.get('role')!r}, must be one of {', '.join(ROLES)}"
             )
-        if not isinstance(message.get("content"), str):
-            raise BadLine(f"`{at}.content` must be text, is {kind_of(message.get('content'))}")
-        chat.append(message)
-    if chat[-1]["role"] not in ("user", "tool"):
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise BadLine(f"`{at}.content` must be text, is {kind_of(content)}")
+        chat.append({**message, "content": text_of(content, f"{at}.content")})
+    if chat[-1]["role"] not in ("user", "tool", "developer"):
         raise BadLine(f"the last message is from the {chat[-1]['role']}: nothing to answer")
     return chat
 

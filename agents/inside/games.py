@@ -164,7 +164,7 @@ class Game:
 
 
 def graded(total: float, scale: tuple[float, float]) -> dict[str, float]:
-    """Return the parts of a verdict from the sum of rewards. Raises ValueError for an empty scale."""
+    """Return the parts of a verdict from the sum of rewards. Raises ValueError: no such scale."""
     low, high = map(float, scale)
     if not low < high:
         raise ValueError(f"scale = {scale!r}: the least score must be below the most")

@@ -51,6 +51,9 @@ def render_prompt(
     messages = [dict(message) for message in prompt.messages]
     tools = [dict(tool) for tool in prompt.tools]
     text = render(tokenizer, messages, tools, thinking=prompt.thinking)
+    for message in messages:
+        if message["role"] == "developer" and str(message["content"]).strip() not in text:
+            raise ValueError("it does not show a message of the role developer; make it system")
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
         raise ValueError(f"prompt {prompt.prompt_id}: the chat template renders it to nothing")
