@@ -5,7 +5,7 @@ of ours can be imported there, and nothing that it says is believed further than
 Standard input: a JSON list of `[name, args, kwargs]`. Standard output: a line of JSON for each,
 `{"returned": …}` or `{"raised": "…"}`; or one `{"broken": "…"}` if the source does not even load.
 What the program prints goes nowhere. Values beyond JSON are written as `keel.data.jsonable` does.
-Before the source, `PREAMBLE` runs in its module.
+The source may use the names of `PREAMBLE` as if they were built in.
 """
 
 import builtins
@@ -96,9 +96,10 @@ def main(path):
     builtins.exit = builtins.quit = sys.exit  # as `site` would
     module = type(sys)("solution")
     sys.modules["solution"] = module
-    exec(PREAMBLE, module.__dict__)
-    for name in set(vars(builtins)) & set(vars(module)) - {"__name__", "__doc__"}:
-        del module.__dict__[name]
+    offered = {}
+    exec(PREAMBLE, offered)
+    # Beside the built-in functions, and not in the module, whose own functions alone are called.
+    module.__dict__["__builtins__"] = {**offered, **vars(builtins)}
     try:
         with open(path, encoding="utf-8") as file:
             exec(compile(file.read(), "solution.py", "exec"), module.__dict__)

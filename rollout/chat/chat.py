@@ -1,4 +1,5 @@
-"""A model's chat format in ids: opened, extended without touching what was sampled, and read."""
+"""A model's chat format in token ids: open a conversation, extend it without retokenising, and read
+a turn."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from keel.rollout.chat.render import USER_ROLES, Renderer, call_message, retaine
 from keel.rollout.chat.thinking import marks_of
 
 _SHOWN = 300
-"""Characters of a malformed call that are kept."""
+"""Longest excerpt of a malformed call, in characters."""
 _PROBE = ToolSpec(
     name="probe",
     description="",
@@ -25,16 +26,16 @@ _PROBE = ToolSpec(
 
 
 class TemplateChat:
-    """`keel.rl.turns.Chat` for a tokenizer of transformers.
+    """Implements `keel.rl.turns.Chat` for a transformers tokenizer.
 
-    What stands between a sampled turn and the next one is taken from the template itself: a short
-    conversation is rendered, and what follows its assistant's words is the extension.
+    The text between a sampled turn and the next one comes from the template itself: a short
+    conversation is rendered, and the text after its assistant message is the extension.
 
-    `tools_in_thinking`: the policy calls tools while it thinks, and there alone. A turn that ends
+    `tools_in_thinking`: the policy calls tools while it thinks, and nowhere else. A turn that ends
     inside the thinking is continued by the next one, after the tools' results; the answer comes
     after the thinking. DeepSeek-V3.2 (2025), Appendix B, Table 8.
-    `ends`: tokens for which the engine ends a turn beside the format's and the tokenizer's own, as
-    `keel.rollout.chat.ends.ends_of` has them.
+    `ends`: tokens that end a turn in the engine besides the format's and the tokenizer's own
+    (`keel.rollout.chat.ends.ends_of`).
     `marks`: `model.thinking_marks`.
     Raises `ValueError` for a tokenizer without a chat template or without a tokenizer.json.
     """
@@ -52,7 +53,7 @@ class TemplateChat:
         self.format: Format = format_of(tokenizer, self.encoder)
         self.tools_in_thinking = tools_in_thinking
         self.marks = marks_of(tokenizer, marks) or THINK
-        """Between which the policy thinks."""
+        """The marks between which the policy thinks."""
         controls = self.encoder.controls
         others = (self.encoder.text_of.get(index) for index in ends)
         known = {*self.format.ends, tokenizer.eos_token, *others}
@@ -151,7 +152,7 @@ class TemplateChat:
         thinking: bool,
         speak: bool = True,
     ) -> tuple[str, Marks]:
-        """A conversation as marked text, and the marks."""
+        """Render a conversation as marked text. Returns the text and its marks."""
         written = [tool.as_json() for tool in tools]
         if tools and not self.format.calls:
             raise ValueError(
@@ -173,27 +174,28 @@ class TemplateChat:
         return None if start is None else whole[len(start) :]
 
     def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
-        """The control text that ends a turn which `messages` follow."""
+        """Return the control text that ends a turn followed by `messages`."""
         return self._what_follows(messages, thinking=thinking)[1]
 
     def speaks(self, thinking: bool) -> str:
-        """What stands between a user's last words and the policy's first."""
+        """Return the template's text between a user message and the policy's turn."""
         if thinking not in self._spoken:
             word = "Keelprobe"
-            asked = [{"role": "user", "content": word}]
-            self._spoken[thinking] = self.text(asked, (), thinking=thinking)[0].rpartition(word)[2]
+            question = [{"role": "user", "content": word}]
+            text, _ = self.text(question, (), thinking=thinking)
+            self._spoken[thinking] = text.rpartition(word)[2]
         return self._spoken[thinking]
 
     def opened(self, *, thinking: bool) -> bool:
-        """Whether the prompt opens the thinking, which the policy then only closes."""
+        """Return whether the prompt opens the thinking, so that the policy only closes it."""
         return self.marks.ends_open(self.speaks(thinking))
 
     def has_modes(self) -> bool:
-        """Whether the template asks for thinking in one way or another."""
+        """Return whether the template's prompt depends on the thinking mode."""
         return self.speaks(True) != self.speaks(False)
 
     def has_thought(self, ids: Sequence[int]) -> bool:
-        """Whether the policy's words in `ids` hold thinking that is not blank."""
+        """Return whether any of the policy's turns in `ids` has non-blank thinking."""
         text, _ = self._decode(ids)
         header = self.header
         spoken = text.split(header)[1:] if header else [text]
@@ -201,7 +203,8 @@ class TemplateChat:
 
     @cached_property
     def header(self) -> str:
-        """What begins every turn of the policy, without thinking marks and what ends the user's."""
+        """The text that begins every turn of the policy, without thinking marks and without the end
+        of the user's turn."""
         spoken = self.speaks(True)
         for mark in (self.marks.open, self.marks.close):
             spoken = spoken.replace(mark, "")
@@ -217,7 +220,7 @@ class TemplateChat:
         return self.format.read(text, tools, opened=opened, inside=inside, marks=self.marks)
 
     def _last_turn(self, ids: Sequence[int]) -> str:
-        """The text of the policy's last turn, perhaps with some of what stands before it."""
+        """Return the text of the policy's last turn, perhaps with some text before it."""
         header = self.header
         first = next(
             (i for text, i in self.encoder.controls.items() if header.startswith(text)), -1
@@ -230,7 +233,7 @@ class TemplateChat:
     def _what_follows(
         self, messages: Sequence[Message], *, thinking: bool
     ) -> tuple[str, str, Marks]:
-        """(what follows the end of the policy's turn, the control text that ends it, marks)."""
+        """Return (text after the policy's turn, the control text that ends the turn, marks)."""
         word = _unused_word(messages)
         answers = [message for message in messages if message["role"] == "tool"]
         calls = [
@@ -243,52 +246,51 @@ class TemplateChat:
         ]
 
         def render(calls: list[dict[str, Any]]) -> tuple[str, Marks]:
-            said = {"role": "assistant", "content": "" if calls else word, "tool_calls": calls}
+            turn = {"role": "assistant", "content": "" if calls else word, "tool_calls": calls}
             tools = (_PROBE,) if calls and self.format.calls else ()
-            asked = {"role": "user", "content": "?"}
-            return self.text([asked, said, *messages], tools, thinking=thinking)
+            question = {"role": "user", "content": "?"}
+            return self.text([question, turn, *messages], tools, thinking=thinking)
 
         try:
             text, marks = render(calls)
         except ValueError:
             if len(calls) < 2:
                 raise
-            text, marks = render(calls[:1])  # Llama 3's template knows one call a turn
-        _, found, rest = text.rpartition(word)
+            text, marks = render(calls[:1])  # Llama 3's template allows one call per turn
+        _, match, rest = text.rpartition(word)
         known = {*self.ends, *filter(None, [self.format.message_end])}
         ends = [(place, end) for end in known if (place := rest.find(end)) >= 0]
-        if not found or not ends:
+        if not match or not ends:
             raise ValueError(
-                f"{self.renderer.name} cannot be extended: it shows no words of the policy with an "
-                f"end of the turn ({', '.join(self.ends)}) after them. Use a template that ends "
-                "them with the tokenizer's eos_token (model.chat_template), or a tokenizer whose "
-                "eos_token is what the template ends them with (model.tokenizer)"
+                f"{self.renderer.name} cannot be extended: it does not end an assistant message "
+                f"with any of {', '.join(self.ends)}. Use a template that ends it with the "
+                "tokenizer's eos_token (model.chat_template), or a tokenizer whose eos_token is "
+                "the template's end of a turn (model.tokenizer)"
             )
         place, end = min(ends)
         return rest[place + len(end) :], end, marks
 
     def _between_messages(self, turn: str) -> bool:
-        """Whether a turn of several messages is cut where its end cannot stand."""
+        """Return whether a turn of several messages is cut where no end may follow."""
         if not self.format.message:
             return False
         _, begun, body = turn.rpartition(self.format.message)
         return not begun or self.format.message_end in body
 
     def _close_thinking(self) -> str:
-        """What the template puts between thinking and an answer, which here is empty."""
-        thought, said = "Keelthought", "Keelsaid"
+        """Return the template's text between thinking and answer."""
+        thought, answer = "Keelthought", "Keelsaid"
         messages = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": said, "reasoning_content": thought},
+            {"role": "assistant", "content": answer, "reasoning_content": thought},
         ]
         text, _ = self.text(messages, (), thinking=True, speak=False)
-        between = text.partition(thought)[2].partition(said)
+        between = text.partition(thought)[2].partition(answer)
         close = self.marks.close
         return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, in which text that only looks like a control token is broken by a
-        character of no meaning."""
+        """Decode ids. A meaningless character breaks text that only looks like a control token."""
         return self._decode(ids)[0]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, Marks]:
@@ -308,7 +310,7 @@ def _unused_word(messages: Sequence[Message]) -> str:
 
 
 def _without(value: Any, marks: Marks) -> Any:
-    """A JSON-like value without marks."""
+    """Remove the marks from a JSON-like value."""
     if isinstance(value, str):
         return marks.remove(value)
     if isinstance(value, dict):

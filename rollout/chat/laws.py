@@ -32,14 +32,14 @@ def check_prefix_law(
     tools: Sequence[ToolSpec] = _TOOLS,
     modes: Sequence[bool] = (True, False),
 ) -> None:
-    """Prove on short conversations that `extend` gives what one render of the whole would give,
-    that no text becomes a control token, and that tools are shown. `modes`: with thinking or not.
+    """Check on short conversations that `extend` equals one render of the whole conversation, that
+    no text becomes a control token, and that tools are shown. `modes`: with thinking or not.
 
-    Equal but for one thing: the empty think block that a template puts before a turn without
-    thinking, and leaves out of its history, stays. The policy was sampled after it.
+    One difference is allowed: the empty think block that a template puts before a turn without
+    thinking, and omits from its history, stays. The policy was sampled after it.
 
     Raises:
-        ValueError: it does not hold; names the template, the case and the cure.
+        ValueError: they differ; names the template, the case and the fix.
     """
     for thinking in modes:
         for calls in ((), (1,), (1, 1), (2, 1), (3, 1, 2)) if tools else ((),):
@@ -48,12 +48,12 @@ def check_prefix_law(
 
 
 def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
-    """Prove that a call which stands in the thinking is read as one, that a result is put after it
-    as after any other, that the thinking then goes on, and that a call after it is none. `chat`:
-    one with `tools_in_thinking`, for which the prefix law holds.
+    """Check that a call in the thinking is parsed, that its result follows as after any other call,
+    that the thinking then continues, and that a call after the thinking is malformed. `chat`: one
+    with `tools_in_thinking` that passes `check_prefix_law`.
 
     Raises:
-        ValueError: it does not hold; names the template, the case and the cure.
+        ValueError: a check fails; names the template, the case and the fix.
     """
     cure = "Leave agents.tools_in_thinking off, or choose a model whose template marks thinking"
     messages: list[Message] = [{"role": "user", "content": "Which?"}]

@@ -34,11 +34,11 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPrompt:
-    """A prompt as the policy sees it."""
+    """A prompt in token ids."""
 
     token_ids: list[int]
     thinking: bool
-    """The template has already opened a think block that the policy is to close."""
+    """The prompt ends inside a think block, which the policy closes."""
 
 
 def render_prompt(
@@ -64,7 +64,7 @@ def _raw(tokenizer: Tokenizer, prompt: Prompt, marks: ThinkingMarks) -> Rendered
     (message,) = prompt.messages
     text = str(message["content"])
     token_ids = tokenizer.encode(text, add_special_tokens=True)
-    if token_ids[-1:] == [tokenizer.eos_token_id]:  # some end every text, and this one goes on
+    if token_ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text
         token_ids = token_ids[:-1]
     if not token_ids:
         raise ValueError(f"prompt {prompt.prompt_id}: is nothing to the tokenizer")
@@ -83,7 +83,7 @@ def decode_all(
     skip = hidden is None
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        # On all cores, where transformers takes one after the other.
+        # On all cores; transformers decodes one after the other.
         texts = fast.decode_batch(completions, skip_special_tokens=skip)
     else:
         texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in completions]
@@ -100,8 +100,8 @@ def _hidden(tokenizer: Tokenizer, marks: ThinkingMarks) -> set[int] | None:
 
 
 def _with_usual_marks(text: str, marks: ThinkingMarks) -> str:
-    """Translate a completion's thinking marks to `THINK`, which rewards look for. What the policy
-    only spelled like them is no mark of its own, and gets a space."""
+    """Translate a completion's thinking marks to `THINK`, which rewards look for. Text that the
+    policy spelled like `THINK` is no mark in its family, and gets a space."""
     if marks == THINK:
         return text
     for usual in (THINK.open, THINK.close):
@@ -158,7 +158,7 @@ def build_segment(
     kept: KeptSets | None = None,
     routes: NDArray[np.int16] | None = None,
 ) -> Segment:
-    """One turn: P prompt tokens, then G sampled ones.
+    """Build the segment of one turn: P prompt tokens, then G sampled ones.
 
     `logp` and `versions` [G], `kept` G spans, `routes` [P+G−1, L, K] (input-aligned: the last
     token has been no input yet). Raises `ValueError` if the lengths do not agree.
@@ -191,7 +191,7 @@ def build_segment(
 def build_trajectory(
     sibling: int, segment: Segment, raw: str, *, thinking: bool, finish_reason: FinishReason
 ) -> Trajectory:
-    """One completion of one turn. `raw` is its text without special tokens."""
+    """Build the trajectory of a completion of one turn. `raw`: its text without special tokens."""
     return Trajectory(
         prompt_id=segment.prompt_id,
         sibling=sibling,
@@ -202,6 +202,6 @@ def build_trajectory(
 
 
 def sibling_seed(seed: int, prompt_id: str, version: int, draw: int, sibling: int) -> int:
-    """Seed of one completion, in [0, 2⁶³): the same on every engine and in every run. `draw`: how
-    often this version has been asked the prompt before; else it would say the same again."""
+    """Return the seed of one completion, in [0, 2⁶³), equal on every engine and in every run.
+    `draw`: how many times this version has sampled the prompt before, so that repeats differ."""
     return seed_of(seed, version, draw, sibling, prompt_id)
