@@ -48,7 +48,7 @@ def taught(
     thinking: bool,
     trained: Collection[int] | None = None,
 ) -> list[Context]:
-    """Return the contexts in which the policy says the assistant's messages, with the ends of turns.
+    """Return the contexts in which the policy says the assistant's messages and ends its turns.
     Each context ends with a turn of the policy.
 
     `trained`: places of the messages that are learned; the others are context. None: all of the
