@@ -1,4 +1,4 @@
-"""Wiring of agents: from a recipe's environments to what runs episodes in them."""
+"""Wiring of agents: from a recipe's environments to the runner of their episodes."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from keel.rollout.chat.ends import ends_of
 from keel.rollout.chat.laws import check_calls_in_thinking, check_prefix_law, turn_ids
 
 SHOWN = 8
-"""Tools that are named before a run."""
+"""Number of tools named in the notes before a run."""
 CRASHES = {"drop": (), "zero": POLICYS, "zero-in-grading-too": (*POLICYS, "verdict")}
-"""`on_crash` → during what a lost environment is the policy's failure."""
+"""`on_crash` → the phases in which a lost environment counts as the policy's failure."""
 STARTING = 8
-"""Environments that are being started at once: more would take each other's time."""
+"""Environments that start at the same time; more would slow each other down."""
 
 
 def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
@@ -174,16 +174,16 @@ async def _looked_at(
 
 
 def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
-    """What a policy samples that says `text`."""
-    asked = [{"role": "user", "content": "?"}]
-    thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats want it
-    said = {"role": "assistant", **thought, "content": text}
-    return turn_ids(chat, asked, said, asked, (), thinking=thinking)
+    """Return the ids that a policy samples to say `text`."""
+    question = [{"role": "user", "content": "?"}]
+    thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it
+    turn = {"role": "assistant", **thought, "content": text}
+    return turn_ids(chat, question, turn, question, (), thinking=thinking)
 
 
 def made_from(config: Config, source: SourceConfig) -> Program | McpServer | None:
-    """What the episodes of a source are made from; None where a program stands alone. Raises
-    ConfigError, also where this machine cannot isolate them."""
+    """Return the specification of a source's environment; None for a program without one. Raises
+    ConfigError, also if this machine cannot isolate it."""
     given = source.environment
     if given.alone:
         return None
@@ -194,7 +194,7 @@ def made_from(config: Config, source: SourceConfig) -> Program | McpServer | Non
 
 
 def episode_runner(config: Config, chat: Chat, turns: Turns) -> EpisodeRunner:
-    """Started. Raises ConfigError for an environment that cannot be one."""
+    """Build and start the episode runner. Raises ConfigError for an invalid environment."""
     agents = config.agents
     starting = asyncio.Semaphore(STARTING)
     given = [source for source in config.data.sources if source.environment.given]
