@@ -31,7 +31,7 @@ class Conversation:
     def ask(self, text: str) -> None:
         """Print the answer as it arrives, and keep both turns.
 
-        Ctrl-C cuts the answer short; what there is of it is kept. Raises openai.APIError and
+        Ctrl-C cuts the answer short, and its beginning is kept. Raises openai.OpenAIError and
         forgets the question if the endpoint fails.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -77,7 +77,7 @@ def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[Conversat
 def _first_model(client: OpenAI, url: str) -> str:
     try:
         models = client.models.list(timeout=REPLY_S).data
-    except openai.APIError as error:
+    except openai.OpenAIError as error:
         raise ConfigError(f"--url {url}: {error}; give the address that ends in /v1") from error
     if not models:
         raise ConfigError(f"--url {url}: serves no model")
@@ -92,7 +92,7 @@ def chat(
     gpu: bool,
     read: Callable[[str], str] = input,
 ) -> None:
-    """Answer `prompt`, or what the user types until Ctrl-D.
+    """Answer `prompt`, or each line of the user until Ctrl-D.
 
     folder: served meanwhile if there is no `url`. read: returns a line, or raises EOFError.
     Raises ConfigError, and RuntimeError if the server, or the answer to `prompt`, fails.
@@ -101,7 +101,7 @@ def chat(
         if prompt is not None:
             try:
                 conversation.ask(prompt)
-            except openai.APIError as error:
+            except openai.OpenAIError as error:
                 raise RuntimeError(f"no answer: {error}") from error
             return
         print(HELP)
@@ -117,5 +117,5 @@ def chat(
             elif line:
                 try:
                     conversation.ask(line)
-                except openai.APIError as error:
+                except openai.OpenAIError as error:
                     print(f"no answer: {error}")

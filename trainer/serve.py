@@ -34,13 +34,13 @@ FIXED = ("model", "host", "port", "served_model_name")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model folder, and how requests are sampled that do not say so themselves."""
+    """A model folder with the sampling defaults of its requests."""
 
     path: Path
     name: str
     """The model's name in requests."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values of `SAMPLING`; what is missing is up to the model's generation_config.json."""
+    """Values of `SAMPLING`; generation_config.json has those that are missing."""
     thinking: bool | None = None
     """None: up to the chat template."""
 
@@ -92,7 +92,7 @@ def _of_run(run: Path, model: Path) -> ServedModel:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """Values of `key=value` words, read as YAML. Raises ConfigError for what is no option."""
+    """Values of `key=value` words, read as YAML. Raises ConfigError for any other word."""
     options: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -123,7 +123,7 @@ def server_options(model: ServedModel, chosen: Mapping[str, Any], *, gpu: bool) 
     options: dict[str, Any] = {
         "model": str(model.path),
         "served_model_name": model.name,
-        "max_model_len": "auto",  # as much of the model's context as the KV cache has room for
+        "max_model_len": "auto",  # the longest context that fits the KV cache
         **common_options(gpu=gpu, kv_cache_gib=RolloutConfig().kv_cache_gib),
     }
     if sampling:
@@ -167,10 +167,8 @@ def serving(
         raise ConfigError(f"--host {host} --port {port}: {why}; choose another") from error
     try:
         # `keel chat --prompt` leaves nothing but the answer on stdout.
-        with (
-            redirect_stdout(sys.stderr),
-            waiting(f"starting vLLM with {model.path}", "vLLM server"),
-        ):
+        text = f"starting vLLM with {model.path}"
+        with redirect_stdout(sys.stderr), waiting(text, "vLLM server"):
             server.wait(START_S)
         yield server
     finally:

@@ -37,7 +37,7 @@ _ERROR = re.compile(
 
 
 class VllmServer:
-    """A vLLM server in a process of its own.
+    """A vLLM server in a child process.
 
     A guard (`keel.rollout.judge.reaper`) ends it when this process ends in any way."""
 
