@@ -185,14 +185,14 @@ keel.curves = {
       });
   },
 
-  // Metrics that never changed, as a table in place of so many flat lines.
+  // Metrics that never changed, with their values; of several runs where those differ.
   flat(plots) {
     const members = plots.flatMap(([, members]) => members);
     const names = [...new Set(members.map((one) => one.metric))];
-    const value = (metric, number) => keel.short(keel.runs[number].metrics[metric]?.values[0]);
+    const values = (metric) => keel.runs.map((run) => keel.short(run.metrics[metric]?.values[0]));
     return keel.make("div", { class: "flat" }, names.map((metric) => keel.make("span", {},
       keel.make("span", { class: "dim" }, `${metric} `),
-      keel.runs.map((_, number) => value(metric, number)).join(" · "))));
+      new Set(values(metric)).size > 1 ? values(metric).join(" · ") : values(metric)[0])));
   },
 
   show(asked) {
