@@ -149,7 +149,7 @@ def read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
 
 
 def samples(run: RunData) -> bool:
-    """Whether the run samples trajectories; `keel sft` and `keel pretrain` do not."""
+    """Return True if the run samples trajectories, as `keel sft` and `keel pretrain` do not."""
     return run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
 
 

@@ -67,7 +67,7 @@ def defaults() -> Mapping[str, str]:
     config = Config(data=DataConfig(sources=(source,)), sft=SftConfig(sources=(lesson,)))
     flat: dict[str, str] = {}
     flatten(yaml.safe_load(dump_config(config)), "", flat)
-    required = {"path": '""', "source": ""}  # empty: each source says so itself
+    required = {"path": '""', "source": ""}  # a source's kind is never a default
     empty = {f"{place}.sources": "[]" for place in ("data", "sft")}
     named = {f"{place}.sources[].{k}": v for place in ("data", "sft") for k, v in required.items()}
     return {**{ENTRY.sub("[]", name): value for name, value in flat.items()}, **empty, **named}
@@ -104,7 +104,7 @@ def settings_of(path: Path, notes: list[str]) -> dict[str, str]:
 
 
 def as_knob(text: str) -> str:
-    """Turn a value's `repr` into JSON; leave other text as it is."""
+    """Turn a value's `repr` into JSON; leave other text unchanged."""
     try:
         return written(ast.literal_eval(text))
     except NO_LITERAL:

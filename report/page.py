@@ -1,7 +1,7 @@
 """`keel report`: one HTML file that opens without a network and runs nothing that a policy wrote.
 
-What a run has written stands in the page as JSON and base64 in elements that no browser executes,
-with every `<` escaped; the scripts show it by `textContent` alone; and a Content-Security-Policy
+The run's files stand in the page as JSON and base64 in elements that no browser executes, with
+every `<` escaped; the scripts show it by `textContent` alone; and a Content-Security-Policy
 names the digests of our own scripts, so that no other would run even if it got into the page.
 """
 
@@ -24,9 +24,9 @@ from keel.report.shape import Chunks, RunData, as_json
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 """In `report/page`, in the order in which they run."""
 MOST_BYTES = 64 * 2**20
-"""Of compressed trajectories in one page."""
+"""Compressed trajectories in one page."""
 PARTS = 500
-"""Of a curve, about as many as it has pixels."""
+"""Parts of a curve that keep their extremes: about as many as it has pixels."""
 STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
 """Drawn one above the other, so where one of them has a value the others need theirs."""
 SELF, NOBODY = "'self'", "'none'"
@@ -83,7 +83,7 @@ def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
 
 def policy(scripts: Sequence[str], *, live: bool) -> str:
     """The Content-Security-Policy: only the page's own scripts run, and only a live page connects,
-    to where it came from. plotly.js writes styles of its own."""
+    to where it came from. plotly.js writes inline styles."""
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     ours = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (

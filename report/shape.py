@@ -1,4 +1,4 @@
-"""Data of the page, as it stands there in JSON."""
+"""Data of the page, and its JSON."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class RunData:
     times: list[float] = field(default_factory=list[float])
     """Seconds since 1970 at which each of `steps` ended."""
     metrics: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
-    """One value for each of `steps`; None where there is none."""
+    """One value for each of `steps`; None if it is missing."""
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """step, time, kind and text of each."""
     knobs: dict[str, str] = field(default_factory=dict[str, str])
@@ -101,7 +101,7 @@ class RunData:
     """Label → text, for the table at the top."""
     groups: list[Group] = field(default_factory=list[Group])
     notes: list[str] = field(default_factory=list[str])
-    """What is missing, and why."""
+    """Missing parts, and why."""
 
     def plain(self) -> dict[str, Any]:
         """Plain data; each metric as its values and their places in `steps`."""

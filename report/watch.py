@@ -1,4 +1,4 @@
-"""`keel watch`: the same page, served on this machine alone, which follows its runs."""
+"""`keel watch`: the page of running runs, served on this machine alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from keel.report.shape import Chunks, RunData
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
-"""What a browser may call us. Another name is a page from elsewhere that had it point here."""
+"""Accepted host names. Any other is a page elsewhere whose name was pointed at this machine."""
 TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
@@ -39,7 +39,7 @@ class Follower:
         self.runs()
 
     def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
-        """The runs as they are now, and a mark that differs after a change."""
+        """The current runs, and a mark that differs after a change."""
         with self._lock:
             if (mark := self._stamp()) != self._mark:
                 self._runs = [read_folder(folder, self._known) for folder in self._folders]
@@ -77,7 +77,7 @@ class Server(ThreadingHTTPServer):
             raise ConfigError(f"--port {port}: must be from 1 to 65535, or 0 for any") from error
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A tab that was closed or loaded anew meanwhile is nobody's concern."""
+        """Ignore connections that the browser has closed."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
