@@ -259,6 +259,7 @@ def test_runs_beside_one_another(browser: Browser, folder: Path, tmp_path: Path)
     browser.show(view="read", run=2, group=1, open=1)
     assert "missing: cut off" in browser.texts(".note")
     assert browser.texts(".member details .said")[0] == "hm"
+    assert browser.texts(".answer") == ["expected answer 2", *["answer 1"] * 2]
     unbroken(browser)
 
 

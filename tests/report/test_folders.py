@@ -165,6 +165,7 @@ def test_an_evaluation_as_data(tmp_path: Path) -> None:
     assert line["prompt"] == group.prompt == "sums/44"
     assert line["trajectories"][1]["messages"][0]["reasoning_content"] == "hm"
     assert line["dropped"] == ["cut off"]
+    assert line["reference"] == "2" and line["trajectories"][0]["answer"] == "1"
 
 
 def test_an_evaluation_of_an_older_release_as_data(tmp_path: Path) -> None:
