@@ -1,4 +1,4 @@
-"""Access to vLLM internals for the engine and its recorders. Importing this does not import vLLM."""
+"""vLLM internals that the engine and its recorders use. Importing this does not import vLLM."""
 
 from __future__ import annotations
 
