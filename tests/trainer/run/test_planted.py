@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ import yaml
 
 from keel.configs.load import load_config
 from keel.data.evaluated import read_evaluation
-from keel.data.pass_rates import read_pass_rates
+from keel.data.pass_rates import PassRate, read_pass_rates
 from keel.model.embedded.build import model_config
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import load_model_config, load_policy, load_tokenizer
@@ -97,17 +98,28 @@ def written(folder: Path) -> dict[str, Entry]:
 def write_whole_run(folder: Path) -> None:
     """A folder with a file of every kind that runs write."""
     config = load_config("quickstart", [f"run.dir={folder}"])
+    with RunFolder(config) as run:
+        state = State(step=1, version=1, config=config_digest(config))
+        run.save(state, written)
     write_run(folder, steps=2)
     write_evaluation(folder / "evaluations" / "one")
     (folder / "filter").mkdir()
-    (folder / "filter" / "rates.jsonl").write_text('{"id": "a", "pass_rate": 0.5}\n')
+    rate = PassRate(
+        id="a",
+        source="s",
+        domain="d",
+        samples=2,
+        passes=1,
+        score=0.5,
+        unscored=0,
+        dropped={},
+        digest="",
+    )
+    (folder / "filter" / "rates.jsonl").write_text(json.dumps(rate.line()) + "\n")
     (folder / "trackers").mkdir()
     (folder / "trackers" / "wandb.json").write_text('{"id": "x"}')
     remember(folder, {"trainer.ranks": 2}, {"gpu": 1})
     keep_batch(folder, 1, [episode()], ["found"])
-    with RunFolder(config) as run:
-        state = State(step=1, version=1, config=config_digest(config))
-        run.save(state, lambda saved: ((saved / "trainer.json").write_text("{}") and {}) or {})
     tokenizer = build_tokenizer()
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (takes a second)
 
