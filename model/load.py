@@ -255,7 +255,7 @@ def load_model_config(path: str) -> PreTrainedConfig:
         ConfigError: there is no readable config.json, or it is not a causal language model's.
     """
     config = _load_config(path)
-    _check_causal(config, path)
+    check_causal(config, path)
     return config
 
 
@@ -425,7 +425,7 @@ def _load_config(path: str) -> PreTrainedConfig:
         raise ConfigError(f"the configuration of {path!r} {_unread(error)}") from error
 
 
-def _check_causal(config: PreTrainedConfig, path: str) -> None:
+def check_causal(config: PreTrainedConfig, path: str) -> None:
     """Known to transformers as a causal model, and not saved as something else."""
     saved_as = config.architectures or []
     causal = not saved_as or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved_as)
