@@ -1,5 +1,6 @@
-"""Imports point one way without cycles, in-function imports included, and each heavy library has one
-owner."""
+"""Imports point one way without cycles, in-function imports included.
+
+Each heavy library has one owner."""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ COMMANDS = {
     "trainer/distill.py": {"data"},
     "trainer/recipes/named.py": {"data", "rewards"},
     "trainer/recipes/new.py": {"data"},
+    "trainer/serve.py": {"report", "rollout"},
 }
 """What starts neither engine nor trainer."""
 WIRING = tuple(
