@@ -126,7 +126,7 @@ def test_an_overflow_that_nothing_explains_is_not_called_finite(
         yield SimpleNamespace(options=dict)
 
     def on_gpu(*given: Any, **options: Any) -> Any:
-        model = found(*given, **options)
+        model: Any = found(*given, **options)
         model.hardware.gpu = True
         return model
 
