@@ -382,7 +382,7 @@ def light(arguments: argparse.Namespace) -> int:
             show=partial(waiting, unit="tasks"),
         )
     except ConfigError as error:
-        print(f"keel {arguments.command}: {error}", file=sys.stderr)
+        print(f"keel {arguments.command}: {shown(error)}", file=sys.stderr)
         return REFUSED
 
 
@@ -393,6 +393,11 @@ def step_or_override(word: str) -> int | str:
     if not word.isdecimal():
         raise argparse.ArgumentTypeError(f"{word!r} is no number of a step, and no key=value")
     return int(word)
+
+
+def shown(message: object) -> str:
+    """A message without escapes for the terminal: it may quote a stranger's files."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(message))
 
 
 def told(text: str) -> int:
@@ -408,7 +413,7 @@ def refused(arguments: argparse.Namespace) -> int:
     """Exit status where the recipe cannot be run, once that is said; else 0."""
     message = recipe_error(arguments)
     if message:
-        print(f"keel {arguments.command}: {message}", file=sys.stderr)
+        print(f"keel {arguments.command}: {shown(message)}", file=sys.stderr)
     return REFUSED if message else 0
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import transformers
 from jinja2 import TemplateError
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,6 +22,7 @@ from keel.configs.sections.model import EMBEDDED
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.told import literal_lines, small_lines, source_lines, unread_lines
+from keel.model.config_file import ignored_code
 from keel.model.embedded.build import model_config
 from keel.model.embedded.cold_start import taught_sources
 from keel.model.embedded.tokenizer import build_tokenizer
@@ -32,7 +34,7 @@ from keel.model.load import (
     load_model_config,
     load_tokenizer,
 )
-from keel.model.source import hub_answers, missing_weights
+from keel.model.source import hub_answers, local_folder, missing_weights
 from keel.model.trainable import check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
 from keel.rewards.code.verifier import CodeSettings
@@ -262,8 +264,8 @@ def found_model(
         facts = facts_of(model_config(config.model.embedded, tokenizer))
     else:
         name = config.model.tokenizer or config.model.path
-        tokenizer = load_tokenizer(name, chats=chats, chat_template=config.model.chat_template)
         model = load_model_config(config.model.path)
+        tokenizer = load_tokenizer(name, chats=chats, chat_template=config.model.chat_template)
         facts = trainable_facts(config.model.path, model)
         check_engine_dtype(config, model.model_type)
         check_residual(config, model.model_type)
@@ -346,6 +348,7 @@ def warning_lines(config: Config, found: Found) -> list[str]:
     path, lacking = config.model.path, found.lacking
     where = f"model.path = {path!r}: {lacking}; `keel train` needs them where it runs"
     taken = found.hardware.taken_said
+    ignored = ignored_code(local_folder(path), transformers)
     unknown = found.hardware.gpu and not found.hardware.gpu_gib
     return [
         *([taken] if taken else []),
@@ -356,6 +359,7 @@ def warning_lines(config: Config, found: Found) -> list[str]:
         *literal_lines(config),
         *thinking_lines(config, found.tokenizer),
         *([where] if lacking else []),
+        *(f"model.path = {path!r}: {line}" for line in ignored),
         *crowded(config, found.choice.plan, 0 if found.hardware.gpu else memory_gib()),
     ]
 
