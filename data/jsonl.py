@@ -1,4 +1,5 @@
-"""Prompts from the rows of files: a row has one prompt, and what its completions are judged by.
+"""Prompts from the rows of files. A row has one prompt, and the answer, tests or criteria that its
+completions are judged by.
 
     {"prompt": "What is 2+2?", "answer": "4"}
     {"messages": [{"role": "user", "content": "…"}], "answer": "B", "match": "exact", "id": "a7"}
@@ -32,6 +33,7 @@ from typing import Any, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
+from keel.data.conversations.forms import ROLES, text_of
 from keel.data.items import COUNTED, Item, Loaded, malformed, told
 from keel.data.rows.columns import WRITTEN, Columns, Given, parsed_json
 from keel.data.rows.lines import BadLine, kind_of
@@ -64,7 +66,6 @@ KNOWN = frozenset(
 REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
 """A line has exactly one of them."""
 FOR_ENVIRONMENT = "environment"
-ROLES = ("system", "user", "assistant", "tool")
 
 
 def load_jsonl(
@@ -132,7 +133,7 @@ def load_jsonl(
 def _item(
     given: Given, columns: Columns, row: Row, source: SourceConfig, *, functions: bool
 ) -> Item:
-    """functions: the source weighs some of one's own. Raises BadLine."""
+    """Build the item of a row. functions: the source weights custom functions. Raises BadLine."""
     record, as_text = given.known, given.as_text
     label = as_text.get("id", str(row.number))
     if not isinstance(label, str) or not label:
@@ -173,7 +174,7 @@ def _item(
 
 
 def _reward(row: Given, columns: Columns, source: SourceConfig) -> dict[str, Any]:
-    """Where an environment grades, the line may say nothing."""
+    """Build the reward spec of a row, which may have none if an environment grades it."""
     record, as_text = row.known, row.as_text
     alone = not source.environment.grades
     given = [key for key in REWARD_KEYS if key in record]
@@ -227,7 +228,7 @@ def _check_reward(prompt: Prompt, check: Callable[[Mapping[str, Any]], None] | N
 def _messages(
     record: dict[str, Any], columns: Columns, source: SourceConfig
 ) -> list[dict[str, Any]]:
-    """As the row has them, which may have no prompt where a template makes one."""
+    """Return the messages of a row; a row without a prompt is allowed if a template makes one."""
     prompt = record.get("prompt")
     if "messages" in record and "prompt" in record:
         raise BadLine("has both `prompt` and `messages`; keep one")
@@ -250,7 +251,7 @@ def _messages(
 def _in_template(
     given: Given, columns: Columns, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The last user message, or the only one, in the words of the source's template."""
+    """Write the last user message, or the only one, by the source's template."""
     if not messages:
         return [{"role": "user", "content": columns.filled(given, None)}]
     *before, last = messages
@@ -260,7 +261,7 @@ def _in_template(
 
 
 def _after(answer: str, source: SourceConfig) -> str:
-    """What follows the last mark, where the source has one."""
+    """Return the answer after the last `answer_after` mark, if the source has one."""
     mark = source.answer_after
     _, found, final = answer.rpartition(mark) if mark else ("", "x", answer)
     if not found or not final.strip():
@@ -282,10 +283,11 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
             raise BadLine(
                 f"`{at}.role` is {message.get('role')!r}, must be one of {', '.join(ROLES)}"
             )
-        if not isinstance(message.get("content"), str):
-            raise BadLine(f"`{at}.content` must be text, is {kind_of(message.get('content'))}")
-        chat.append(message)
-    if chat[-1]["role"] not in ("user", "tool"):
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise BadLine(f"`{at}.content` must be text, is {kind_of(content)}")
+        chat.append({**message, "content": text_of(content, f"{at}.content")})
+    if chat[-1]["role"] not in ("user", "tool", "developer"):
         raise BadLine(f"the last message is from the {chat[-1]['role']}: nothing to answer")
     return chat
 

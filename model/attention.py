@@ -38,6 +38,9 @@ them for its own."""
 SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 """transformers 5.19's and 5.17's name of what `keel.model.sparse` computes."""
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", *SPARSE_LAYERS})
+UNKNOWN = {"softcap": "a cap on attention scores", "s_aux": "learned attention sinks"}
+"""Keyword with which transformers asks an attention function for more than softmax attention →
+what it asks for."""
 FILL = 0.8
 """A padded block holds segments of at least this share of its longest one."""
 
@@ -172,11 +175,13 @@ def packed_attention(
             f"attention {NAME!r} of {type(module).__name__}: attention by a mask that the model "
             "computes is not supported"
         )
-    unknown = [name for name in ("softcap", "s_aux") if unused.get(name) is not None]
-    if unknown or dropout or not getattr(module, "is_causal", True):
+    unknown = [f"{what} ({name})" for name, what in UNKNOWN.items() if unused.get(name) is not None]
+    unknown += [f"dropout of {dropout}"] * (dropout > 0)
+    unknown += ["attention to later tokens"] * (not getattr(module, "is_causal", True))
+    if unknown:
         raise UnsupportedAttention(
-            f"attention {NAME!r} of {type(module).__name__}: dropout = {dropout}, "
-            f"{', '.join(unknown) or 'attention to later tokens'}: not supported"
+            f"{type(module).__name__} has {' and '.join(unknown)}, which attention over packed "
+            "segments does not compute here"
         )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
     kernels = kernels or attend

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -27,23 +29,20 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from keel.configs.schema import ConfigError
+from keel.model.config_file import MOST_BYTES, check_config, one_line
 from keel.model.layers.fused import fuses_experts, fuses_norms
 from keel.model.source import (
-    LINK,
-    check_family,
+    KNOWN,
+    check_folder,
     check_path,
     check_tokenizer_files,
-    dangling,
     hub_options,
-    unknown,
-    unknown_kind,
     written_by_code,
 )
+from keel.model.template_probe import check_template
 from keel.model.transformers_internals import always_float32
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
-UNREADABLE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
-"""What transformers raises for files that it cannot read. With a tokenizer it reads config.json."""
 Named = dict[str, Tensor]
 Whole = Callable[[Named], AbstractContextManager[Named]]
 
@@ -115,13 +114,17 @@ def load_tokenizer(
     """
     check_path(path)
     check_tokenizer_files(path)
+    if not Path(path).is_dir() or Path(path, "config.json").is_file():
+        _read_config(path, needed=False)  # transformers reads it with a tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
-    except UNREADABLE as error:
-        check_family(path, CONFIG_MAPPING)
+    except Exception as error:  # the code of some hundred tokenizers, in its own words
         raise ConfigError(f"the tokenizer of {path!r} {_unread(error)}") from error
     if chat_template:
         tokenizer.chat_template = chat_template
+    if tokenizer.chat_template:
+        check_template(tokenizer, "model.chat_template" if chat_template else f"{path!r}")
+    if chat_template:
         _try_template(tokenizer)
     if chats and not tokenizer.chat_template and not written_by_code(tokenizer):
         raise ConfigError(
@@ -179,15 +182,24 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
     `dtype`: of the weights in memory (`torch.bfloat16` or its name).
 
     Raises:
-        ConfigError: nothing can be loaded from `path`, or it is not a causal language model.
+        ConfigError: nothing can be loaded from `path`, it is not a causal language model, or some
+            of its weights are NaN or infinite.
     """
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = hub_options(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"no weights could be loaded from {path!r}: {error}") from error
+        raise ConfigError(f"no weights could be loaded from {path!r}: {one_line(error)}") from error
+    for name, parameter in model.named_parameters():
+        low, high = torch.aminmax(parameter.detach()) if parameter.numel() else (0.0, 0.0)
+        if not math.isfinite(high) or not math.isfinite(low):
+            raise ConfigError(
+                f"{path!r}: {name} has numbers that are not finite in {dtype}: the weights are "
+                "damaged, or too large for this type; get them again, or set model.dtype"
+            )
+    return model
 
 
 def checkpoint_tensors(
@@ -243,7 +255,7 @@ def load_model_config(path: str) -> PreTrainedConfig:
         ConfigError: there is no readable config.json, or it is not a causal language model's.
     """
     config = _load_config(path)
-    _check_causal(config, path)
+    check_causal(config, path)
     return config
 
 
@@ -279,7 +291,6 @@ def _found(config: PreTrainedConfig) -> ModelFacts:
     per_token = _experts_per_token(text) if experts else 0
     idle = sum(p.numel() // experts * (experts - per_token) for p in routed.values())
     layer_ids = {int(match[1]) for name in routed if (match := re.search(r"\.(\d+)\.", name))}
-    head = model.get_output_embeddings()
     attention = sum(p.numel() for name, p in parameters.items() if "attn" in name)
     heads, (kv_heads, kv_width, head_size) = text.num_attention_heads, _cache_shape(text)
     return ModelFacts(
@@ -294,7 +305,7 @@ def _found(config: PreTrainedConfig) -> ModelFacts:
         max_context=text.max_position_embeddings,
         parameters=total,
         active_parameters=total - idle,
-        tied=head is not None and head.weight is model.get_input_embeddings().weight,
+        tied=is_tied(model),
         expert_parameters=sum(parameter.numel() for parameter in routed.values()),
         attention_parameters=attention,
         attention_width=heads * head_size,
@@ -308,6 +319,12 @@ def _found(config: PreTrainedConfig) -> ModelFacts:
         fused_experts=fuses_experts(model),
         balance_loss=_balance_loss(text) if experts else 0.0,
     )
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether the output layer shares the embedding's weights."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def full_attention(config: PreTrainedConfig) -> bool:
@@ -371,30 +388,50 @@ def _unread(error: Exception) -> str:
             "is code of its own, and Keel runs none that comes with a model; take a model whose "
             "architecture transformers has"
         )
-    return f"could not be read: {error}"
+    return f"could not be read: {one_line(error)}"
+
+
+def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
+    """The checked content of config.json; empty where there is none and it is not `needed`.
+    Raises ConfigError."""
+    file = Path(path, "config.json")
+    if file.is_file() and file.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"{path!r}: config.json has {file.stat().st_size:,} bytes, not a model's")
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(path, **hub_options(path))
+        if not isinstance(content, dict):
+            raise ValueError("config.json is not a mapping")
+    except Exception as error:  # whatever reading a file or asking the hub ends in
+        if not needed and isinstance(error, OSError):
+            return {}
+        raise ConfigError(f"the configuration of {path!r} {_unread(error)}") from error
+    if needed or "model_type" in content:
+        check_config(path, content)
+    return content
 
 
 def _load_config(path: str) -> PreTrainedConfig:
     check_path(path)
-    if Path(path).is_dir() and dangling(Path(path), "config.json"):
-        raise ConfigError(f"{path!r}: config.json: {LINK}")
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"{path!r} holds no config.json: not a transformers model folder")
-    check_family(path, CONFIG_MAPPING)
+    check_folder(path)
+    content = _read_config(path)
+    kind, coded = content["model_type"], "auto_map" in content
+    if kind not in CONFIG_MAPPING and not coded:
+        raise ConfigError(
+            f"{path!r}: models of type {kind} are not known here: transformers has no such. {KNOWN}"
+        )
     try:
         return AutoConfig.from_pretrained(path, **hub_options(path))
-    except UNREADABLE as error:
-        unread = f"the configuration of {path!r} {_unread(error)}"
-        kind = unknown_kind(error)
-        raise ConfigError(unknown(path, kind) if kind else unread) from error
+    except Exception as error:  # the code of some two hundred families, in its own words
+        raise ConfigError(f"the configuration of {path!r} {_unread(error)}") from error
 
 
-def _check_causal(config: PreTrainedConfig, path: str) -> None:
+def check_causal(config: PreTrainedConfig, path: str) -> None:
     """Known to transformers as a causal model, and not saved as something else."""
     saved_as = config.architectures or []
     causal = not saved_as or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved_as)
     if type(config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING or not causal:
         raise ConfigError(
-            f"{path!r} is not a causal language model (model_type {config.model_type!r}, "
-            f"architectures {saved_as}); name one whose architecture ends in ForCausalLM"
+            f"{path!r} is not a causal language model of text alone (model_type "
+            f"{config.model_type!r}, architectures {saved_as}); name one whose architecture ends "
+            "in ForCausalLM"
         )

@@ -7,7 +7,7 @@ import json
 import re
 import ssl
 import threading
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -16,13 +16,20 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from huggingface_hub import constants, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 
 from keel.configs.schema import ConfigError
+from keel.model.config_file import QUANTISED
 
 HUB_S = 5.0
 """Longest wait for the hub's first answer. transformers itself tries for half a minute."""
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*vocab.json", "tekken.json", "*.tiktoken")
 """Files that a tokenizer's vocabulary may be in."""
+TRAINED = {"F64", "F32", "F16", "BF16", "BOOL", "U8", "I8", "I16", "I32", "I64"}
+"""Data types of safetensors files that weights to be trained have, and buffers beside them."""
+MOST_HEADER = 25 * 2**20
+"""Bytes of a safetensors header: 100,000 tensors have some 10 MiB, and reading takes as much time
+as there are tensors."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 LFS = b"version https://git-lfs"
 LINK = "a link to a file that is not there; copy what it points to, or get it again"
@@ -34,18 +41,19 @@ _CODED = "｜DSML｜"
 """A token of DeepSeek-V3.2's tokenizer."""
 OTHER_WEIGHTS = {
     "model-*-of-*.safetensors": f"without {INDEX}, which says what is in each; get that, too",
-    "adapter_model.*": "an adapter and no model; merge it into its base model (peft's "
+    "adapter_*": "an adapter and no model; merge it into its base model (peft's "
     "merge_and_unload) and name what save_pretrained writes",
     "consolidated*": "in its maker's own format; get the model in that of transformers",
     "*.safetensors": f"transformers looks for {WHOLE}; if this is the whole model, rename it",
     "pytorch_model*.bin": "the engine reads safetensors alone; load it with transformers and name "
     "what save_pretrained writes",
+    "*.gguf": "weights in llama.cpp's format, mostly quantised; name the model they were made "
+    "from, in safetensors",
 }
 """Files that weights are in elsewhere → what to do."""
 
 
-KNOWN = "Known are decoders like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3"
-_UNKNOWN = re.compile(r"model type `([^`]*)` but Transformers does not recognize")
+KNOWN = "Decoders like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3 are (docs/models.md)"
 
 
 def written_by_code(tokenizer: Any) -> bool:
@@ -85,28 +93,19 @@ def check_path(path: str) -> None:
         )
 
 
-def check_family(path: str, known: Container[str]) -> None:
-    """Raises ConfigError for a folder, or a model that was downloaded, whose config.json names a
-    type of model that is none of `known`. One with code of its own has another answer."""
-    file = Path(path, "config.json") if Path(path).is_dir() else _downloaded(path)
-    try:
-        config = json.loads(file.read_text("utf-8")) if file else {}
-        kind, coded = config.get("model_type"), "auto_map" in config
-    except (OSError, ValueError, AttributeError):  # which whoever reads it has more to say of
+def check_folder(path: str) -> None:
+    """Raises ConfigError for a folder that is no model folder of transformers, with what it is
+    instead: an adapter, a GGUF file, a run."""
+    folder = Path(path)
+    if not folder.is_dir() or (folder / "config.json").is_file():
         return
-    if isinstance(kind, str) and not coded and kind not in known:
-        raise ConfigError(unknown(path, kind))
-
-
-def unknown(path: str, kind: str) -> str:
-    """Why a model of this type cannot be read."""
-    return f"{path!r}: models of type {kind} are not known here: transformers has no such. {KNOWN}"
-
-
-def unknown_kind(error: Exception) -> str:
-    """The type of model that transformers says it does not know, if it says so."""
-    found = _UNKNOWN.search(str(error))
-    return found[1] if found else ""
+    if dangling(folder, "config.json"):
+        raise ConfigError(f"{path!r}: config.json: {LINK}")
+    _check_no_run(path)
+    raise ConfigError(
+        f"{path!r} holds no config.json, so it is no model folder of transformers"
+        f"{_instead(folder) or '; name the folder that save_pretrained wrote'}"
+    )
 
 
 def is_hub_name(path: str) -> bool:
@@ -154,16 +153,22 @@ def check_tokenizer_files(path: str) -> None:
     if links := dangling(folder, *VOCABULARIES):
         raise ConfigError(f"{path!r}: {_listed(links)}: {LINK}")
     if not any(True for name in VOCABULARIES for _ in folder.glob(name)):
-        run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-        if (run / "config.yaml").is_file():
-            what = "the folder of a run" if run == folder else "a checkpoint, which is no model"
-            raise ConfigError(
-                f"{path!r} is {what}: the trained model is {str(run / 'model')!r}, written when "
-                "the run comes to run.steps"
-            )
+        _check_no_run(path)
         raise ConfigError(
             f"{path!r} holds no tokenizer ({', '.join(VOCABULARIES)}): copy its files there, or "
             "name the folder that has them in model.tokenizer"
+        )
+
+
+def _check_no_run(path: str) -> None:
+    """Raises ConfigError for the folder of a run or of a checkpoint."""
+    folder = Path(path)
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if (run / "config.yaml").is_file():
+        what = "the folder of a run" if run == folder else "a checkpoint, which is no model"
+        raise ConfigError(
+            f"{path!r} is {what}: the trained model is {str(run / 'model')!r}, written when "
+            "the run comes to run.steps"
         )
 
 
@@ -202,9 +207,12 @@ def _indexed(folder: Path) -> set[str]:
     if not index.is_file():
         return set()
     try:
-        return set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        if wrong := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{wrong[0]!r} is no name of a file in this folder")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index}: not an index of weights: {error!r}") from error
+    return names
 
 
 def _instead(folder: Path) -> str:
@@ -216,46 +224,53 @@ def _instead(folder: Path) -> str:
 
 
 def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
-    """The tensors of a folder whose weights are all there, by name."""
+    """The shapes of the tensors in a folder whose weights are all there, by name."""
     folder = Path(path)
     names = {WHOLE} if (folder / WHOLE).is_file() else _indexed(folder)
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
-        with (folder / name).open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        found |= {key: tuple(each["shape"]) for key, each in header.items() if "shape" in each}
-    return found
+        with safe_open(folder / name, framework="np") as file:
+            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    return shapes
 
 
 def is_zero(path: str, name: str) -> bool:
-    """Whether that tensor of a folder has no other number."""
-    from safetensors import safe_open  # noqa: PLC0415  (loads torch)
+    """Whether every number of that tensor of a folder is 0."""
+    return any(not tensor.any() for tensor in tensors_called(path, name))
 
+
+def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
+    """Torch tensors of this name in the files of a folder, or the first `rows` of each."""
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             if name in set(opened.keys()):
-                return not opened.get_tensor(name).any()
-    return False
+                yield opened.get_slice(name)[:rows]
 
 
 def _fault(file: Path) -> str:
-    """What a look at its beginning and its size says against a file of weights."""
-    size = file.stat().st_size
+    """What is wrong with a file of weights, by its header and its size; empty if nothing is."""
     with file.open("rb") as opened:
-        start = opened.read(len(LFS))
-        if start == LFS:
+        if opened.read(len(LFS)) == LFS:
             return "a pointer of Git LFS and not the file; `git lfs pull` gets it"
         opened.seek(0)
         length = int.from_bytes(opened.read(8), "little")
-        if not 2 <= length <= size - 8:
-            return f"cut off after {size:,} bytes; get it again"
-        try:
-            header = json.loads(opened.read(length))
-        except ValueError:
-            return "not a safetensors file"
-    ends = [value["data_offsets"][1] for key, value in header.items() if key != "__metadata__"]
-    whole = 8 + length + max(ends, default=0)
-    return "" if size >= whole else f"has {size:,} bytes of {whole:,}; get it again"
+    if MOST_HEADER < length <= file.stat().st_size:
+        return f"has a header of {length:,} bytes, more than any model's; get it again"
+    try:
+        with safe_open(file, framework="np") as opened:
+            dtypes = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        why = str(error).removeprefix("Error while deserializing header: ")
+        return f"not a whole safetensors file ({why}); get it again"
+    if packed := sorted(dtypes - TRAINED):
+        return f"has tensors of {', '.join(packed)}: {QUANTISED}"
+    return ""
+
+
+def local_folder(path: str) -> Path | None:
+    """Where the files of a folder or of a downloaded hub model are."""
+    file = _downloaded(path)
+    return Path(path) if Path(path).is_dir() else file.parent if file else None
 
 
 def _cached(path: str) -> bool:

@@ -21,10 +21,18 @@ from transformers import (
 
 from keel.configs.schema import ConfigError
 from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
+from keel.model.config_file import check_quantised, one_line
 from keel.model.head.module import install_support_head
 from keel.model.load import ModelFacts, as_text, facts_of
 from keel.model.routing.routers import router_modules
-from keel.model.source import KNOWN, hub_options, is_zero, missing_weights, shapes_of
+from keel.model.source import (
+    KNOWN,
+    hub_options,
+    is_zero,
+    missing_weights,
+    shapes_of,
+    tensors_called,
+)
 from keel.model.sparse.attention import use_sparse_attention
 from keel.model.transformers_internals import left_out, loaded_as
 
@@ -32,6 +40,9 @@ LAYER = re.compile(r".*?\.\d+\.")
 """The part of a tensor's name that says which layer it is of."""
 LAYERS = ("layers", "h")
 """What families call the list of their decoder's layers; "h": GPT-2."""
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+ROWS = 256
+"""Of both, that are compared."""
 RENAMED = 0.01
 """Share of ids that two tokenizers of one family may call differently (reserved ids that an
 instruction-tuned model has given a name)."""
@@ -48,19 +59,20 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
 
     Raises:
         ConfigError: it does not, or transformers cannot build such a model from its configuration,
-            or the weights at `path` are those of another.
+            or the weights at `path` are quantised or those of another.
     """
     try:
         if (text := as_text(config)) not in _TRAINABLE:
             check_trainable(path, config)
             _TRAINABLE.add(text)
+        check_quantised(path, config.to_dict())
         facts = facts_of(config)
     except ConfigError:
         raise
     except Exception as error:  # the code of some two hundred families, in its own words
         raise ConfigError(
             f"model.path = {path!r}: models of type {config.model_type} are not known here: what "
-            f"planning reads of one failed ({type(error).__name__}: {error}). {KNOWN}"
+            f"planning reads of one failed ({type(error).__name__}: {one_line(error)}). {KNOWN}"
         ) from error
     check_weights_fit(path, config)
     return facts
@@ -103,9 +115,8 @@ def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
         ConfigError: they are those of another model.
     """
     text = config.get_text_config()
-    other = text is not config or getattr(config, "quantization_config", None)
-    if other or not Path(path).is_dir() or missing_weights(path):  # which is said elsewhere
-        return
+    if text is not config or not Path(path).is_dir() or missing_weights(path):
+        return  # which is said elsewhere
     if (seen := (as_text(config), _state(path))) in _FITTING:
         return
     with torch.device("meta"):
@@ -117,7 +128,22 @@ def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
             f"{config.model_type}, {text.num_hidden_layers} layers): {said}. Get both from one "
             "place again"
         )
+    if getattr(config, "tie_word_embeddings", False) and _has_own_head(path, loaded):
+        raise ConfigError(
+            f"model.path = {path!r}: config.json says tie_word_embeddings: true, but the weights "
+            f"hold an output layer of their own ({HEAD}), which the trainer would use and engines "
+            "would not. Set tie_word_embeddings to false in config.json"
+        )
     _FITTING.add(seen)
+
+
+def _has_own_head(path: str, loaded: Mapping[str, tuple[str, bool]]) -> bool:
+    """Whether the output layer in a folder's files differs from the embedding, by some rows."""
+    embedding = next((name for name in loaded if name.endswith(EMBEDDING)), None)
+    if HEAD not in loaded or embedding is None:
+        return False
+    (head, *_), (words, *_) = (tensors_called(path, name, ROWS) for name in (HEAD, embedding))
+    return not torch.equal(head, words)
 
 
 def _state(path: str) -> str:

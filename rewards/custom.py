@@ -69,7 +69,8 @@ class TextTrajectory:
 
     @property
     def raw(self) -> str:
-        """The last message as it was sampled, thinking tags included."""
+        """The last message as it was sampled, with its thinking between `<think>` and `</think>`
+        whatever the model's own marks are."""
         return raw_text(self.messages)
 
     def dumps(self) -> str:

@@ -1,4 +1,5 @@
-"""Which part of a completion is its answer. Nothing inside `<think>` ever counts.
+"""The answer in a completion. Nothing inside `<think>` ever counts; rollouts write a family's own
+marks as these.
 
 Everything here takes untrusted text and runs in time linear in its length.
 """
@@ -10,7 +11,8 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+from keel.rl.thinking import THINK
+
 BOXED = "\\boxed{"
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit)\s*\{([^{}]*)\}")
 _UNSEEN = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
@@ -19,30 +21,30 @@ _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", flags=re.DOTALL)
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the policy said after its thinking, in its last message; "" if it never finished."""
+    """Return the policy's last message without its thinking; "" if the thinking never ended."""
     spoken = [message for message in messages if message.get("role") == "assistant"]
     if not spoken:
         return ""
     raw = spoken[-1].get("raw")
     text = str(spoken[-1].get("content") or "")
-    if isinstance(raw, str) and THINK_CLOSE in raw:
+    if isinstance(raw, str) and THINK.close in raw:
         # From `raw`, so that text before the thinking cannot be taken for the answer.
         text = raw
     return outside_think(text)
 
 
 def outside_think(text: str) -> str:
-    """The text after the last `</think>` and before any later `<think>`, stripped."""
-    return text.rpartition(THINK_CLOSE)[2].partition(THINK_OPEN)[0].strip()
+    """Return the text after the last `</think>` and before any later `<think>`, stripped."""
+    return text.rpartition(THINK.close)[2].partition(THINK.open)[0].strip()
 
 
 def blank(text: str) -> bool:
-    """Whether nothing in it can be seen: white space, format and control characters, fillers."""
+    """Return whether a text is invisible: white space, format and control characters, fillers."""
     return all(unicodedata.category(c)[0] in "ZC" or c in _UNSEEN for c in text)
 
 
 def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The last message as it was sampled, thinking tags included."""
+    """Return the last message as it was sampled, with its thinking between `<think>` marks."""
     spoken = [message for message in messages if message.get("role") == "assistant"]
     if not spoken:
         return ""
@@ -50,12 +52,12 @@ def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
     if isinstance(message.get("raw"), str):
         return message["raw"]
     thoughts = message.get("reasoning_content")
-    before = f"{THINK_OPEN}{thoughts}{THINK_CLOSE}" if thoughts is not None else ""
+    before = f"{THINK.open}{thoughts}{THINK.close}" if thoughts is not None else ""
     return f"{before}{message.get('content') or ''}"
 
 
 def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the policy thought before its last message; "" if it did not."""
+    """Return the thinking before the policy's last message; "" without any."""
     spoken = [message for message in messages if message.get("role") == "assistant"]
     if not spoken:
         return ""
@@ -63,20 +65,20 @@ def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
     if thoughts is not None:
         return str(thoughts)
     raw = str(spoken[-1].get("raw") or "")
-    return raw.rpartition(THINK_CLOSE)[0].removeprefix(THINK_OPEN).strip()
+    return raw.rpartition(THINK.close)[0].removeprefix(THINK.open).strip()
 
 
 def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """`final_text` or `thinking_text` of each of the policy's turns, a paragraph each. What tools
-    and the user said is none of it, and neither are the arguments of calls."""
+    """Apply `of` (`final_text` or `thinking_text`) to each of the policy's turns, and join the
+    results as paragraphs. Messages of tools and users and arguments of calls are left out."""
     spoken = [message for message in messages if message.get("role") == "assistant"]
     return "\n\n".join(filter(None, (of([message]) for message in spoken)))
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}`, else of the last `<answer>…</answer>`, else None."""
+    r"""Return the content of the last `\boxed{…}`, else of the last `<answer>`, else None."""
     start = text.rfind(BOXED)
     if start >= 0:
         return _braced(text, start + len(BOXED))
@@ -86,8 +88,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> list[str]:
-    r"""The contents of all `\boxed{…}` that are not inside another, else of all `<answer>`."""
-    found: list[str] = []
+    r"""Return the contents of all `\boxed{…}` outside any other, else of all `<answer>`."""
+    boxes: list[str] = []
     opened: list[int] = []  # where each open brace's content starts; boxes count from the outermost
     box = -1
     for match in _BRACES.finditer(text):
@@ -98,13 +100,13 @@ def marked_answers(text: str) -> list[str]:
         elif match[0] == "}" and opened:
             start = opened.pop()
             if len(opened) < box:
-                found.append(text[start : match.start()].strip())
+                boxes.append(text[start : match.start()].strip())
                 box = -1
-    return found or [inside.strip() for inside in _ANSWER.findall(text)]
+    return boxes or [inside.strip() for inside in _ANSWER.findall(text)]
 
 
 def _braced(text: str, start: int) -> str | None:
-    """From `start` to the brace that closes it; None if nothing does."""
+    """Return the text from `start` to the brace that closes it; None if nothing does."""
     depth = 1
     for match in re.finditer(r"\\.|[{}]", text[start:], flags=re.DOTALL):
         if match[0] in "{}":
@@ -115,7 +117,7 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def answer_in(text: str) -> str:
-    """The answer that a final text gives: what it marks as such, else all of it."""
+    """Return the marked answer in a final text, else all of the text."""
     marked = marked_answer(text)
     return text.strip() if marked is None else marked
 
@@ -124,17 +126,17 @@ _RAISED = re.compile("([⁺⁻]?[⁰¹²³⁴-⁹]+)|([₊₋]?[₀-₉]+)")
 
 
 def normalise(text: str) -> str:
-    """Equal up to Unicode form and the amount of white space. Raised and lowered digits keep their
-    place: 10² is 10^2, and not 102."""
+    """Normalise Unicode form and white space. Raised and lowered digits keep their place: 10² is
+    10^2, not 102."""
     return " ".join(unicodedata.normalize("NFKC", raised(text)).split())
 
 
 def raised(text: str) -> str:
-    """x² and x₂ as x^2 and x_2."""
+    """Write x² and x₂ as x^2 and x_2."""
     return _RAISED.sub(_placed, text)
 
 
-def _placed(found: re.Match[str]) -> str:
-    digits = unicodedata.normalize("NFKC", found[0]).replace("−", "-")
-    sign = "^" if found[1] else "_"
+def _placed(match: re.Match[str]) -> str:
+    digits = unicodedata.normalize("NFKC", match[0]).replace("−", "-")
+    sign = "^" if match[1] else "_"
     return f"{sign}{digits}" if len(digits) == 1 else f"{sign}{{{digits}}}"

@@ -16,9 +16,9 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 
 from keel.configs.schema import EndpointConfig, SamplingConfig
+from keel.rl.thinking import THINK
 from keel.rl.types import FinishReason, Group, Prompt, Segment, Trajectory
 from keel.rollout.endpoint_reply import Said, read
-from keel.rollout.engine.conversion import THINK_END, THINK_START
 
 T = TypeVar("T")
 CONNECT_S = 10.0
@@ -209,7 +209,7 @@ async def _answered(response: Any) -> None:
 
 def _trajectory(prompt: Prompt, sibling: int, said: Said) -> Trajectory:
     content, reasoning = said.content, said.reasoning
-    raw = f"{THINK_START}{reasoning}{THINK_END}{content}" if reasoning else content
+    raw = f"{THINK.open}{reasoning}{THINK.close}{content}" if reasoning else content
     message = {"role": "assistant", "content": content.strip(), "raw": raw}
     if reasoning.strip():
         message["reasoning_content"] = reasoning.strip()

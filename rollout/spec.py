@@ -35,6 +35,8 @@ class EngineSpec:
     worth keeping, beside those of `config.max_num_seqs` that are being sampled."""
     chat_template: str = ""
     """In place of the tokenizer's; empty: its own."""
+    thinking_marks: tuple[str, ...] = ()
+    """`model.thinking_marks`"""
     gpu_gib: float = 0.0
     """Of a GPU that has more, what the run may take: `run.gpu_gib`."""
     batch_invariant: bool = False
@@ -61,6 +63,7 @@ class EngineSpec:
             if config.with_agents
             else 0,
             chat_template=config.model.chat_template,
+            thinking_marks=config.model.thinking_marks,
             gpu_gib=config.run.gpu_gib,
             batch_invariant=config.model.batch_invariant,
             residual_dtype=config.model.residual_dtype,

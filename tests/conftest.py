@@ -128,7 +128,14 @@ def _noted(self: Any, args: Any, *rest: Any, **named: Any) -> None:
 
 
 subprocess.Popen.__init__ = _noted
-os.register_at_fork(before=lambda: STARTED.append("a fork"))
+
+
+def _forks() -> None:
+    if not sys._getframe(1).f_code.co_filename.endswith("template_probe.py"):  # milliseconds
+        STARTED.append("a fork")
+
+
+os.register_at_fork(before=_forks)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Wiring of agents: from a recipe's environments to what runs episodes in them."""
+"""Wiring of agents: from a recipe's environments to the runner of their episodes."""
 
 from __future__ import annotations
 
@@ -45,37 +45,51 @@ from keel.rollout.chat.ends import ends_of
 from keel.rollout.chat.laws import check_calls_in_thinking, check_prefix_law, turn_ids
 
 SHOWN = 8
-"""Tools that are named before a run."""
+"""Number of tools named in the notes before a run."""
 CRASHES = {"drop": (), "zero": POLICYS, "zero-in-grading-too": (*POLICYS, "verdict")}
-"""`on_crash` → during what a lost environment is the policy's failure."""
+"""`on_crash` → the phases in which a lost environment counts as the policy's failure."""
 STARTING = 8
-"""Environments that are being started at once: more would take each other's time."""
+"""Environments that start at the same time; more would slow each other down."""
 
 
 def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
-    """The model's chat format, proved to be one that conversations can go on in; None where no
-    source has an environment. Raises ConfigError."""
+    """Return the model's chat format, checked to extend conversations without tools
+    (`check_environments` checks those with); None where no source has an environment.
+
+    Raises ConfigError.
+    """
     if not config.with_agents:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.given}
     ends = () if config.model.path == EMBEDDED else ends_of(config.model.path)
     try:
-        chat = TemplateChat(tokenizer, tools_in_thinking=config.agents.tools_in_thinking, ends=ends)
-        check_prefix_law(chat, modes=sorted(modes))
+        chat = TemplateChat(
+            tokenizer,
+            tools_in_thinking=config.agents.tools_in_thinking,
+            ends=ends,
+            marks=config.model.thinking_marks,
+        )
+        check_prefix_law(chat, modes=sorted(modes), tools=())
         if chat.tools_in_thinking:
+            check_prefix_law(chat, modes=sorted(modes))
             check_calls_in_thinking(chat)
     except ValueError as error:
-        raise ConfigError(f"model.path = {config.model.path!r}, with environments: {error}") from (
-            error
-        )
+        raise _unfit(config, error) from error
     return chat
+
+
+def _unfit(config: Config, error: ValueError) -> ConfigError:
+    return ConfigError(f"model.path = {config.model.path!r}, with environments: {error}")
 
 
 def check_environments(
     config: Config, chat: TemplateChat | None, dataset: Dataset
 ) -> dict[str, str]:
-    """Open and close one episode of each environment: source → what it is like, for people. Raises
-    ConfigError with what is wrong and its cure."""
+    """Open and close one episode of each environment, and check that the chat format extends
+    conversations with tools if any of them has tools. Returns a note by source, for people.
+
+    Raises ConfigError with what is wrong and its cure.
+    """
     notes: dict[str, str] = {}
     if config.with_agents:
         try:
@@ -99,6 +113,11 @@ def check_environments(
             notes |= asyncio.run(_looked_at(config, source, task, chat))
         except ValueError as error:
             raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
+    if chat is not None and chat.tool_modes:
+        try:
+            check_prefix_law(chat, modes=sorted(chat.tool_modes))
+        except ValueError as error:
+            raise _unfit(config, error) from error
     return notes
 
 
@@ -155,16 +174,16 @@ async def _looked_at(
 
 
 def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
-    """What a policy samples that says `text`."""
-    asked = [{"role": "user", "content": "?"}]
-    thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats want it
-    said = {"role": "assistant", **thought, "content": text}
-    return turn_ids(chat, asked, said, asked, (), thinking=thinking)
+    """Return the ids that a policy samples to say `text`."""
+    question = [{"role": "user", "content": "?"}]
+    thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it
+    turn = {"role": "assistant", **thought, "content": text}
+    return turn_ids(chat, question, turn, question, (), thinking=thinking)
 
 
 def made_from(config: Config, source: SourceConfig) -> Program | McpServer | None:
-    """What the episodes of a source are made from; None where a program stands alone. Raises
-    ConfigError, also where this machine cannot isolate them."""
+    """Return the specification of a source's environment; None for a program without one. Raises
+    ConfigError, also if this machine cannot isolate it."""
     given = source.environment
     if given.alone:
         return None
@@ -175,7 +194,7 @@ def made_from(config: Config, source: SourceConfig) -> Program | McpServer | Non
 
 
 def episode_runner(config: Config, chat: Chat, turns: Turns) -> EpisodeRunner:
-    """Started. Raises ConfigError for an environment that cannot be one."""
+    """Build and start the episode runner. Raises ConfigError for an invalid environment."""
     agents = config.agents
     starting = asyncio.Semaphore(STARTING)
     given = [source for source in config.data.sources if source.environment.given]

@@ -12,14 +12,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import transformers
 from jinja2 import TemplateError
 from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_recipe
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import EMBEDDED
+from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.told import literal_lines, small_lines, source_lines, unread_lines
+from keel.model.config_file import ignored_code
 from keel.model.embedded.build import model_config
 from keel.model.embedded.cold_start import taught_sources
 from keel.model.embedded.tokenizer import build_tokenizer
@@ -31,16 +34,18 @@ from keel.model.load import (
     load_model_config,
     load_tokenizer,
 )
-from keel.model.source import hub_answers, missing_weights
+from keel.model.source import hub_answers, local_folder, missing_weights
 from keel.model.trainable import check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
 from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import REFUSAL, check_weights
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
+from keel.rl.thinking import THINK
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import name_of
+from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.agents import check_chat, check_environments
 from keel.trainer.cluster.nodes import hardware_here, memory_gib, with_missing
@@ -259,8 +264,8 @@ def found_model(
         facts = facts_of(model_config(config.model.embedded, tokenizer))
     else:
         name = config.model.tokenizer or config.model.path
-        tokenizer = load_tokenizer(name, chats=chats, chat_template=config.model.chat_template)
         model = load_model_config(config.model.path)
+        tokenizer = load_tokenizer(name, chats=chats, chat_template=config.model.chat_template)
         facts = trainable_facts(config.model.path, model)
         check_engine_dtype(config, model.model_type)
         check_residual(config, model.model_type)
@@ -343,6 +348,7 @@ def warning_lines(config: Config, found: Found) -> list[str]:
     path, lacking = config.model.path, found.lacking
     where = f"model.path = {path!r}: {lacking}; `keel train` needs them where it runs"
     taken = found.hardware.taken_said
+    ignored = ignored_code(local_folder(path), transformers)
     unknown = found.hardware.gpu and not found.hardware.gpu_gib
     return [
         *([taken] if taken else []),
@@ -351,9 +357,38 @@ def warning_lines(config: Config, found: Found) -> list[str]:
         *([found.before.changed] if found.before.changed else []),
         *unusual(config, found.facts),
         *literal_lines(config),
+        *thinking_lines(config, found.tokenizer),
         *([where] if lacking else []),
+        *(f"model.path = {path!r}: {line}" for line in ignored),
         *crowded(config, found.choice.plan, 0 if found.hardware.gpu else memory_gib()),
     ]
+
+
+def thinking_lines(config: Config, tokenizer: Any) -> Iterator[str]:
+    """Warn about sources that ask for thinking in other marks than the model's, or in none."""
+    marks = marks_of(tokenizer, config.model.thinking_marks)
+    if config.endpoint.base_url:
+        return
+    for source in config.data.sources:
+        if not source.thinking or source.raw:
+            continue
+        words = system_prompt(source.system_template) + source.system + source.template
+        asks = THINK.open in words
+        knob = f"data.sources[{source.name}]"
+        if marks is None and not asks:
+            yield (
+                f"{knob}.thinking: true, but neither the chat template nor the tokenizer has "
+                f"thinking marks. A completion without {THINK.open} and {THINK.close} counts as "
+                "answer from its first word, and its part `format` is 0. Set thinking: false, have "
+                "the policy asked for these marks (system_template: reasoning), or name the "
+                "model's own (model.thinking_marks)"
+            )
+        elif marks is not None and marks != THINK and asks:
+            yield (
+                f"{knob} asks the policy to think between {THINK.open} and {THINK.close}, but the "
+                f"model does between {marks.open} and {marks.close}. Ask for these, or set "
+                "model.thinking_marks: ['<think>', '</think>']"
+            )
 
 
 def missing_lines(config: Config, hardware: Hardware) -> Iterator[str]:

@@ -1,4 +1,8 @@
-"""`keel replay`: a step without a finite gradient once more, from the nearest checkpoint."""
+"""`keel replay`: a step without a finite gradient once more, from the nearest checkpoint.
+
+The run folder may come from somebody else. Its config.yaml is read for the model and the trainer
+alone: the reward functions and environments that it names are neither imported nor started.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,23 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from keel.configs.schema import ConfigError
+from transformers.utils.logging import disable_progress_bar
+
+from keel.configs.load import load_recipe
+from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.model import EMBEDDED
+from keel.model.source import from_anywhere
 from keel.rl.metrics import values
-from keel.trainer.cluster.nodes import end_ray, start_ray
+from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
 from keel.trainer.cluster.reservation import reserved
 from keel.trainer.cluster.watch import watched
 from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import RANK
-from keel.trainer.prepare import prepare
+from keel.trainer.prepare import Found, found_model, prompts_of
 from keel.trainer.run import checkpoint
 from keel.trainer.run.batches import FOLDER, kept_batches, read_batch, step_of
 from keel.trainer.run.manifest import said
-from keel.trainer.system import model_folder
+from keel.trainer.system import start_of
 
 
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
@@ -26,8 +35,14 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
     folder = Path(run).expanduser()
     path = chosen(folder, step)
     groups, findings = read_batch(path)
-    task = prepare(str(folder / "config.yaml"), [f"run.dir={folder}", *overrides])
-    config, deadline = task.config, task.config.run.startup_deadline_s
+    disable_progress_bar()
+    recipe = folder / "config.yaml"
+    model = found_model(
+        *load_recipe(str(recipe), [f"run.dir={folder}", *overrides]), hardware_here, chats=False
+    )
+    config, gpu = model.choice.config, model.hardware.gpu
+    deadline = config.run.startup_deadline_s
+    base = base_model(model, config, recipe)
     start, words = nearest(folder / "checkpoints", step_of(path))
     completions = sum(len(group.group.trajectories) for group in groups)
     print(f"{path}: {len(groups)} groups, {completions} completions, {words}")
@@ -37,13 +52,13 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
         start_ray()
         stack.callback(end_ray)
         seats = None
-        if task.gpu:  # nothing is sampled: engines need none
+        if gpu:  # nothing is sampled: engines need none
             seats = stack.enter_context(reserved(config, deadline_s=deadline, only=RANK))
         stack.enter_context(watched(print, config.run.frozen_after_s))
         learner = Learner(
-            model_folder(task),
+            base,
             config,
-            gpu=task.gpu,
+            gpu=gpu,
             actor_options=partial(seats.options, RANK) if seats else None,
         )
         stack.callback(learner.shutdown)
@@ -62,6 +77,22 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
         print("now: the gradient is finite")
     elif not result.findings:
         print("now: the gradient is not finite, and nothing was found that made it so")
+
+
+def base_model(model: Found, config: Config, recipe: Path) -> str:
+    """The folder of the model that the run began with. Raises ConfigError if making the embedded
+    model takes code that the recipe names."""
+    if config.model.path != EMBEDDED:
+        return from_anywhere(config.model.path)
+    for source in config.data.sources:
+        if (code := source.environment.demonstrations) and not code.startswith("keel."):
+            raise ConfigError(
+                f"{recipe}: the embedded model of this run learned from {code!r}, and `keel replay`"
+                " runs no code that a run folder names. Give the folder of that model: model.path="
+            )
+    return start_of(
+        config, prompts_of(config, model.tokenizer, model.facts), gpu=model.hardware.gpu
+    )
 
 
 def chosen(folder: Path, step: int | None) -> Path:

@@ -75,7 +75,7 @@ class Program:
     """auto: a server's address or a class of OpenEnv's is openenv, a class with `reset` and `step`
     a game, any other class has its public methods as tools, and what is left are functions."""
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of the class, by name; a game's also `play_by`, `scale` and `rules`
+    """Of the class, by name; a game's also `play_by`, `scale`, `rules` and `score`
     (`keel.agents.inside.games`, `keel.agents.inside.openenv`)."""
     python: str = sys.executable
     """The interpreter, 3.9 or later. Needs nothing of Keel's."""

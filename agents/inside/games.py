@@ -1,4 +1,4 @@
-"""Text games with `reset` and `step`: gymnasium's five results, and TextArena's two."""
+"""Text games with `reset` and `step`, as gymnasium, old gym, TextWorld and TextArena have them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import inspect
 import re
 from typing import Any, cast
 
-from keel.agents.inside.errors import Refused
+from keel.agents.inside.errors import Lost, Refused
 from keel.agents.inside.hints import object_schema
 
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 MOST_DIGITS = 20
-"""Of a move that are read: Python refuses numbers of thousands."""
+"""Digits of a move that are read: Python refuses numbers of thousands."""
+TEXTS = ("Text", "Word", "Char")
+"""Action spaces of texts: gymnasium's, and TextWorld's two."""
 ROUNDING = 1e-9
 """Ten rewards of 0.1 are a little less than 1."""
 
@@ -21,9 +23,10 @@ class Game:
     """A game for one player.
 
     The policy plays by a tool, `play(action)`, so that its thinking stays while the game goes on;
-    with play_by="text", what it says is its move. The score is the sum of rewards (TextArena: the
-    reward of player 0), where `scale` is the least and the most that can be had. `rules` are said
-    before the first observation.
+    with play_by="text", what it says is its move. The score is the sum of rewards, with
+    score="last" the last one, for games whose `step` returns the score so far (TextWorld), and in
+    TextArena the reward of player 0. `scale` is the least and the most that can be had. `rules`
+    stand before the first observation.
     """
 
     grades = True
@@ -34,13 +37,19 @@ class Game:
         play_by: str = "tool",
         scale: tuple[float, float] = (0.0, 1.0),
         rules: str = "",
+        score: str = "sum",
     ) -> None:
         if play_by not in ("tool", "text"):
             raise ValueError(f"play_by = {play_by!r}: there are 'tool' and 'text'")
+        if score not in ("sum", "last"):
+            raise ValueError(f"score = {score!r}: there are 'sum' and 'last'")
         graded(0.0, scale)
         self._scale = scale
+        self._adds_up = score == "sum"
         self._game = game
-        self._textarena = hasattr(game, "get_observation")
+        self._takes = inspect.signature(game.reset).parameters
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in self._takes.values())
+        self._textarena = hasattr(game, "get_observation") and self._takes_option("num_players")
         self._by_text = play_by == "text"
         self._over = False
         self._seen = ""
@@ -51,25 +60,31 @@ class Game:
         count = getattr(space, "n", None)
         self._first = int(getattr(space, "start", 0))
         self._count = None if count is None else int(count)
-        if count is None and hasattr(space, "sample") and type(space).__name__ != "Text":
+        if count is None and hasattr(space, "sample") and type(space).__name__ not in TEXTS:
             raise Refused(
                 f"the game's actions are {space}; those of Discrete and Text can be played. Wrap "
                 "it in a class whose `step` takes a number or a text"
             )
 
     def opening(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
-        wanted = inspect.signature(self._game.reset).parameters
-        given: dict[str, Any] = {"seed": seed % 2**31}
+        seed %= 2**31
+        options: dict[str, Any] = {"seed": seed} if self._takes_option("seed") else {}
         if self._textarena:
-            given["num_players"] = 1
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in wanted.values())
-        first = self._game.reset(**{k: v for k, v in given.items() if k in wanted or takes_all})
-        seen = self._game.get_observation() if self._textarena else first
-        self._seen = self._shown(seen)
-        said = "\n\n".join(filter(None, (self._rules, self._seen)))
-        system = [one for one in task.get("messages", ()) if one["role"] == "system"]
-        messages = [*system, {"role": "user", "content": said}]
+            options["num_players"] = 1
+        elif not options and hasattr(self._game, "seed"):  # old gym, TextWorld
+            self._game.seed(seed)
+        first = self._game.reset(**options)
+        if self._textarena:
+            self._seen = read_textarena(self._game.get_observation())
+        else:
+            self._seen = self._shown(without_info(first))
+        text = "\n\n".join(filter(None, (self._rules, self._seen)))
+        system = [message for message in task.get("messages", ()) if message["role"] == "system"]
+        messages = [*system, {"role": "user", "content": text}]
         return {"messages": messages, "tools": [] if self._by_text else [self._spec()]}
+
+    def _takes_option(self, name: str) -> bool:
+        return self._takes_all or name in self._takes
 
     def _spec(self) -> dict[str, Any]:
         action: dict[str, Any] = {"type": "string"}
@@ -109,23 +124,26 @@ class Game:
         if self._textarena:
             self._over = bool(after[0])
             return "The game is over." if self._over else self._news()
-        seen, reward, terminated, truncated = after[:4]
-        self._total += float(reward)
-        self._over = bool(terminated) or bool(truncated)
+        if not isinstance(after, (tuple, list)) or len(cast(Any, after)) not in (4, 5):
+            raise Lost(
+                "`step` must return (seen, reward, terminated, truncated, info) or (seen, reward, "
+                f"done, info); it returned {str(cast(Any, after))[:100]}"
+            )
+        seen, reward, *ends, _ = cast("tuple[Any, ...]", after)
+        self._total = float(reward) + self._total * self._adds_up
+        self._over = any(map(bool, ends))
         return self._shown(seen)
 
     def _shown(self, seen: Any) -> str:
-        """gymnasium's render_mode="ansi" has the picture for people; the observation is a number
-        then, or an array."""
+        """Return an observation as text. With gymnasium's render_mode="ansi" it is the picture: the
+        observation is a number then, or an array."""
         if getattr(self._game, "render_mode", None) == "ansi":
-            seen = self._game.render()
-            text = seen if isinstance(seen, str) else observed(seen)
-            return _ESCAPES.sub("", _COLOURED.sub(r"[\1]", text)).strip("\n")
-        return observed(seen)
+            return _ESCAPES.sub("", _COLOURED.sub(r"[\1]", str(self._game.render()))).strip("\n")
+        return str(seen)
 
     def _news(self) -> str:
-        """What is new to see: TextArena's wrappers show everything since the start each time."""
-        before, self._seen = self._seen, observed(self._game.get_observation())
+        """Return what is new to see: TextArena's wrappers repeat everything since the start."""
+        before, self._seen = self._seen, read_textarena(self._game.get_observation())
         new = self._seen[len(before) :] if self._seen.startswith(before) else ""
         return new.strip("\n") or self._seen
 
@@ -146,7 +164,7 @@ class Game:
 
 
 def graded(total: float, scale: tuple[float, float]) -> dict[str, float]:
-    """The parts of a verdict, from a sum of rewards. Raises ValueError for a scale that is none."""
+    """Return the parts of a verdict from the sum of rewards. Raises ValueError: no such scale."""
     low, high = map(float, scale)
     if not low < high:
         raise ValueError(f"scale = {scale!r}: the least score must be below the most")
@@ -155,15 +173,14 @@ def graded(total: float, scale: tuple[float, float]) -> dict[str, float]:
     return {"correct": float(score == 1.0), "score": score}
 
 
-def observed(seen: Any) -> str:
-    """An observation as text. TextArena's: (player, what can be seen); gymnasium's reset: (what can
-    be seen, info)."""
-    pair = cast("tuple[Any, ...]", seen) if isinstance(seen, tuple) else ()
-    if len(pair) == 2 and isinstance(pair[1], dict):
-        seen = pair[0]
-    elif len(pair) == 2 and isinstance(pair[0], int):
-        seen = pair[1]
-    said = cast("list[Any]", seen) if isinstance(seen, list) else []
-    if said and all(isinstance(one, tuple) for one in said):
-        return "\n".join(str(one[1]) for one in said)  # (from whom, what, of what kind)
-    return str(cast(Any, seen))
+def without_info(first: Any) -> Any:
+    """Return the observation that `reset` returned, alone (old gym) or as (observation, info)."""
+    pair = cast("tuple[Any, ...]", first) if isinstance(first, tuple) else ()
+    return pair[0] if len(pair) == 2 and isinstance(pair[1], dict) else cast(Any, first)
+
+
+def read_textarena(seen: Any) -> str:
+    """Return TextArena's observation, (player, text or messages), as text. A message is (sender,
+    text, kind)."""
+    _, shown = seen
+    return shown if isinstance(shown, str) else "\n".join(str(text) for _, text, *_ in shown)

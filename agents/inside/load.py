@@ -143,6 +143,8 @@ def make(request: dict[str, Any]) -> Any:
     if kind == "class":
         environment = found(**arguments) if callable(found) else found
         return Object(environment, methods_of(environment))
+    if "score" in rest:
+        options["score"] = rest.pop("score")
     environment = found(**rest) if callable(found) else found
     if not hasattr(environment, "reset") or not hasattr(environment, "step"):
         raise Refused(f"{target} has no `reset` and `step`, and is no game")

@@ -161,6 +161,10 @@ class ModelConfig:
     chat_template: str = ""
     """A Jinja template in place of the tokenizer's: its text, or a file. The run keeps the text,
     and the model that it exports has it."""
+    thinking_marks: tuple[str, ...] = ()
+    """The two texts that open and close the model's thinking, as in `["<think>", "</think>"]`;
+    empty: those of its family, by the chat template and the tokenizer. Rewards see `<think>` and
+    `</think>` in their place."""
     dtype: Dtype = "bfloat16"
     """Of the engine's weights (but see `rollout.dtype`) and the trainer's compute. Master weights
     are always float32. float16 is eight times as exact as bfloat16, so engine and trainer differ
@@ -203,6 +207,19 @@ class ModelConfig:
             "model.tokenizer",
             self.tokenizer,
             "the embedded model has one of its own; leave it empty, or set model.path",
+        )
+        require(
+            not self.thinking_marks
+            or (len(set(self.thinking_marks)) == 2 and all(map(str.strip, self.thinking_marks))),
+            "model.thinking_marks",
+            self.thinking_marks,
+            'must be two different texts, [open, close], such as ["<think>", "</think>"]',
+        )
+        require(
+            self.path != "embedded" or not self.thinking_marks,
+            "model.thinking_marks",
+            self.thinking_marks,
+            "the embedded model has its own; leave it empty, or set model.path",
         )
         require(
             self.path != "embedded" or not self.chat_template,

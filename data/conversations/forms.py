@@ -205,7 +205,7 @@ def _message(given: Mapping[str, Any], at: str) -> dict[str, Any]:
     role = given.get("role")
     if role not in ROLES:
         raise BadLine(f"`{at}.role` is {role!r}, must be one of {', '.join(ROLES)}")
-    content = _text(given.get("content"), f"{at}.content")
+    content = text_of(given.get("content"), f"{at}.content")
     message: dict[str, Any] = {"role": role, "content": content}
     if role == "tool":
         message |= {k: str(given[k]) for k in ("tool_call_id", "name") if given.get(k)}
@@ -228,8 +228,8 @@ def _message(given: Mapping[str, Any], at: str) -> dict[str, Any]:
     return message
 
 
-def _text(value: Any, at: str) -> str:
-    """A message's content: text, or a list of parts that are."""
+def text_of(value: Any, at: str) -> str:
+    """Return a message's content: text, a list of parts of text, or null. Raises BadLine."""
     if value is None:
         return ""
     if isinstance(value, list):

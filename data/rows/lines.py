@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from keel.configs.schema import ConfigError
+from keel.rl.strict_json import allow_long_integers
 
+allow_long_integers()
 _HALF = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 
 
@@ -81,7 +83,7 @@ def object_of(line: bytes, *, halves: bool = False) -> tuple[dict[str, Any], dic
         # At a line's end, which the decoder counts as the next one's beginning.
         column = min(error.pos, len(text.rstrip())) + 1
         raise BadLine(f"not JSON: {error.msg} (column {column})") from error
-    except ValueError as error:  # integers of thousands of digits
+    except ValueError as error:  # integers of more than LONG digits
         raise BadLine(f"not JSON: {error}") from error
     except RecursionError as error:
         raise BadLine("nested too deeply") from error

@@ -21,7 +21,9 @@ from keel.data.rows.tables import TABLES, table_rows
 
 LINES, LISTS, SHEETS = (".jsonl", ".ndjson"), (".json",), {".csv": ",", ".tsv": "\t"}
 KINDS = (*LINES, *LISTS, *SHEETS, *TABLES)
-TAB = "\t"
+OTHER_DELIMITERS = ";\t|,"
+"""Between the columns of files that are called CSV all the same: spreadsheets write `;` where the
+comma is the decimal mark."""
 UNCLOSED = "unexpected end of data"
 """How `csv` calls a quote that is open at the end of a file."""
 LONGEST_CELL = 1 << 30
@@ -163,9 +165,13 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
-    """Rows of a CSV file, each at the line that it begins in. Blanks around the columns' names are
-    no part of them."""
+    """Yield the rows of a CSV file, each at the line that it begins in. Blanks around the columns'
+    names are dropped. A header without `delimiter` may have another one."""
     csv.field_size_limit(LONGEST_CELL)
+    with opened(path) as file:
+        first = file.readline().decode("utf-8-sig", "replace")
+    if delimiter not in first:
+        delimiter = next((other for other in OTHER_DELIMITERS if other in first), delimiter)
     with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         rows = _cells(path, csv.reader(text, delimiter=delimiter, strict=True))
         _, first = next(rows, (1, []))
@@ -174,11 +180,6 @@ def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
         header = [name.strip() for name in first]
         if twice := sorted({name for name in header if header.count(name) > 1}):
             raise ConfigError(f"{path}:1: several columns are called {twice[0]!r}; rename them")
-        if len(header) == 1 and (other := next((c for c in ";\t|" if c in header[0]), "")):
-            raise ConfigError(
-                f"{path}:1: its columns are divided by {other!r}; save it with "
-                f"{delimiter!r} between them{' or call it .tsv' * (other == TAB)}"
-            )
         for line, row in rows:
             record: dict[str, Any] | BadLine
             if isinstance(row, BadLine):

@@ -165,7 +165,8 @@ def _named_routers(module: nn.Module) -> dict[str, nn.Module]:
     )
     if strange:
         raise ValueError(
-            f"{type(module).__name__}: routing of {', '.join(strange)} is not known. Known are "
-            f"{', '.join(sorted(ROUTERS))}. docs/adding-a-model-family.md shows how to add one"
+            f"{type(module).__name__}: the routing of {', '.join(strange)} is not known. "
+            "docs/models.md lists the families that are, and docs/adding-a-model-family.md shows "
+            "how to add one"
         )
     return routers

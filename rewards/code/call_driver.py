@@ -5,12 +5,29 @@ of ours can be imported there, and nothing that it says is believed further than
 Standard input: a JSON list of `[name, args, kwargs]`. Standard output: a line of JSON for each,
 `{"returned": …}` or `{"raised": "…"}`; or one `{"broken": "…"}` if the source does not even load.
 What the program prints goes nowhere. Values beyond JSON are written as `keel.data.jsonable` does.
+The source may use the names of `PREAMBLE` as if they were built in.
 """
 
 import builtins
 import json
 import os
 import sys
+
+PREAMBLE = """
+import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random
+import re, string, sys, typing
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from operator import *
+from string import *
+from typing import *
+"""
+"""The names that solutions in LeetCode's style use without importing them. Built-in functions stay
+what they are: `pow` is not `math.pow`."""
 
 
 def from_jsonable(value: object) -> object:
@@ -55,13 +72,13 @@ def to_jsonable(value):
     raise TypeError(f"returned a {type(value).__name__}, which no test can compare")
 
 
-def found(name, names):
-    """`f`, or `Solution.f` of a fresh Solution."""
+def find(name, names):
+    """Return `f`, or `Solution.f` of a fresh Solution."""
     holder, _, method = name.rpartition(".")
     if not holder:
         return names[name]
-    kept = names[holder]
-    return getattr(kept() if isinstance(kept, type) else kept, method)
+    value = names[holder]
+    return getattr(value() if isinstance(value, type) else value, method)
 
 
 def main(path):
@@ -73,10 +90,16 @@ def main(path):
         channel.write(line + "\n")
         channel.flush()
 
+    if hasattr(sys, "set_int_max_str_digits"):  # from 3.11 on, and in late releases of 3.8 to 3.10
+        sys.set_int_max_str_digits(0)
     calls = json.loads(sys.stdin.read())
     builtins.exit = builtins.quit = sys.exit  # as `site` would
     module = type(sys)("solution")
     sys.modules["solution"] = module
+    offered = {}
+    exec(PREAMBLE, offered)
+    # Beside the built-in functions, and not in the module, whose own functions alone are called.
+    module.__dict__["__builtins__"] = {**offered, **vars(builtins)}
     try:
         with open(path, encoding="utf-8") as file:
             exec(compile(file.read(), "solution.py", "exec"), module.__dict__)
@@ -85,7 +108,7 @@ def main(path):
         return
     for name, args, kwargs in calls:
         try:
-            value = found(name, module.__dict__)(*from_jsonable(args), **from_jsonable(kwargs))  # pyright: ignore[reportCallIssue]
+            value = find(name, module.__dict__)(*from_jsonable(args), **from_jsonable(kwargs))  # pyright: ignore[reportCallIssue]
             say("returned", to_jsonable(value))
         except BaseException as error:
             say("raised", f"{type(error).__name__}: {error}"[:200])

@@ -12,11 +12,14 @@ from typing import Any, cast
 
 from keel.rewards.code.languages import LANGUAGES, Language
 from keel.rewards.sandbox.watch import Limits
+from keel.rl.strict_json import allow_long_integers
+
+allow_long_integers()  # in tests, and in what programs return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Of a program's output, or, with `call`, of what a function returns."""
+    """A test of a program's output, or, with `call`, of what a function returns."""
 
     stdin: bytes = b""
     stdout: str = ""

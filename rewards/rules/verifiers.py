@@ -16,14 +16,13 @@ from keel.rewards.rules.reasoning_gym import reasoning_gym
 from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rewards.text import (
     BOXED,
-    THINK_CLOSE,
-    THINK_OPEN,
     WRAPPED,
     answer_in,
     blank,
     normalise,
     outside_think,
 )
+from keel.rl.thinking import THINK
 
 Verifier = Callable[[str], float | Mapping[str, float]]
 """From a final text (thinking removed) to how correct it is, 0 … 1, or to parts of the reward with
@@ -154,16 +153,16 @@ TRAJECTORY_KINDS: dict[str, Callable[[Mapping[str, Any]], Verifier]] = {
 
 
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
-    """One closed think block before the answer when thinking is on, none when it is off, and an
-    completion that is not blank, ends by itself, and marks no second answer.
+    """Return whether a completion has one closed think block before the answer with thinking on,
+    none with it off, and an answer that is not blank, ends by itself, and is marked at most once.
 
     raw: the sampled text. Its `<think>` may be missing: many chat templates end with it.
     """
-    said = outside_think(raw)
-    if not finished or blank(said) or max(said.count(BOXED), said.count("</answer>")) > 1:
+    final = outside_think(raw)
+    if not finished or blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:
         return False
-    opened, closed = raw.count(THINK_OPEN), raw.count(THINK_CLOSE)
+    opened, closed = raw.count(THINK.open), raw.count(THINK.close)
     if not thinking:
         return opened == closed == 0
-    starts = raw.lstrip().startswith(THINK_OPEN)
+    starts = raw.lstrip().startswith(THINK.open)
     return closed == 1 and (opened == 0 or (opened == 1 and starts))

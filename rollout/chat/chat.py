@@ -1,20 +1,23 @@
-"""A model's chat format in ids: opened, extended without touching what was sampled, and read."""
+"""A model's chat format in token ids: open a conversation, extend it without retokenising, and read
+a turn."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
+from keel.rl.thinking import THINK
 from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks, strings
 from keel.rollout.chat.formats import Format, format_of
-from keel.rollout.chat.parsing import Written
+from keel.rollout.chat.parsing import Read, Written
 from keel.rollout.chat.render import USER_ROLES, Renderer, call_message, retained
-from keel.rollout.chat.thinking import THINK_END, THINK_START, thinking_open
+from keel.rollout.chat.thinking import marks_of
 
 _SHOWN = 300
-"""Characters of a malformed call that are kept."""
+"""Longest excerpt of a malformed call, in characters."""
 _PROBE = ToolSpec(
     name="probe",
     description="",
@@ -23,32 +26,42 @@ _PROBE = ToolSpec(
 
 
 class TemplateChat:
-    """`keel.rl.turns.Chat` for a tokenizer of transformers.
+    """Implements `keel.rl.turns.Chat` for a transformers tokenizer.
 
-    What stands between a sampled turn and the next one is taken from the template itself: a short
-    conversation is rendered, and what follows its assistant's words is the extension.
+    The text between a sampled turn and the next one comes from the template itself: a short
+    conversation is rendered, and the text after its assistant message is the extension.
 
-    `tools_in_thinking`: the policy calls tools while it thinks, and there alone. A turn that ends
-    inside the thinking is gone on with by the next one, after the tools' results; after `</think>`
-    comes the answer. DeepSeek-V3.2 (2025), Appendix B, Table 8.
-    `ends`: tokens for which the engine ends a turn beside the format's and the tokenizer's own, as
-    `keel.rollout.chat.ends.ends_of` has them.
+    `tools_in_thinking`: the policy calls tools while it thinks, and nowhere else. A turn that ends
+    inside the thinking is continued by the next one, after the tools' results; the answer comes
+    after the thinking. DeepSeek-V3.2 (2025), Appendix B, Table 8.
+    `ends`: tokens that end a turn in the engine besides the format's and the tokenizer's own
+    (`keel.rollout.chat.ends.ends_of`).
+    `marks`: `model.thinking_marks`.
     Raises `ValueError` for a tokenizer without a chat template or without a tokenizer.json.
     """
 
     def __init__(
-        self, tokenizer: Any, *, tools_in_thinking: bool = False, ends: Collection[int] = ()
+        self,
+        tokenizer: Any,
+        *,
+        tools_in_thinking: bool = False,
+        ends: Collection[int] = (),
+        marks: Sequence[str] = (),
     ) -> None:
         self.encoder = Encoder(tokenizer)
         self.renderer = Renderer(tokenizer, self.encoder)
         self.format: Format = format_of(tokenizer, self.encoder)
         self.tools_in_thinking = tools_in_thinking
+        self.marks = marks_of(tokenizer, marks) or THINK
+        """The marks between which the policy thinks."""
         controls = self.encoder.controls
         others = (self.encoder.text_of.get(index) for index in ends)
         known = {*self.format.ends, tokenizer.eos_token, *others}
         self.ends: dict[str, int] = {text: controls[text] for text in known if text in controls}
         """Control tokens that end a turn."""
         self._ids_of_ends = frozenset(self.ends.values())
+        self.tool_modes: set[bool] = set()
+        """Thinking modes in which a conversation has been opened with tools."""
         self._spoken: dict[bool, str] = {}
 
     @property
@@ -60,6 +73,8 @@ class TemplateChat:
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
         """See `Chat.opening`. Thinking that a user message has ended is left out."""
+        if tools:
+            self.tool_modes.add(thinking)
         text, marks = self.text(messages, tools, thinking=thinking)
         ids = self.encoder.encode(text, marks)
         if not ids:
@@ -77,11 +92,9 @@ class TemplateChat:
         turn = self._last_turn(ids)
         users = any(role in USER_ROLES for role in roles)
         if self.tools_in_thinking:  # an earlier turn may have opened it
-            inside = (users or not closed) and thinking_open(self.decode(ids))
+            inside = (users or not closed) and self.marks.ends_open(self.decode(ids))
         else:
-            inside = self.format.read(
-                turn, (), opened=self.opened(thinking=thinking), inside=False
-            ).is_open
+            inside = self._read(turn, (), opened=self.opened(thinking=thinking)).is_open
             if inside and closed:
                 return None  # the format closes it before a turn ends: that cannot be made up for
         if users and (inside or self.has_thought(ids)):
@@ -111,7 +124,7 @@ class TemplateChat:
         closed = bool(sampled) and sampled[-1] in self._ids_of_ends
         text, marks = self._decode(sampled[:-1] if closed else sampled)
         opened = inside or self.opened(thinking=thinking)
-        read = self.format.read(text, tools, opened=opened, inside=self.tools_in_thinking)
+        read = self._read(text, tools, opened=opened, inside=self.tools_in_thinking)
         calls: list[ToolCall | Malformed] = []
         for item in read.items:
             call_id = f"call_{turn}_{len(calls)}"
@@ -124,8 +137,8 @@ class TemplateChat:
                 why = marks.remove(item.why)[:_SHOWN]
                 calls.append(Malformed(call_id=call_id, text=shown, why=why))
         return Parsed(
-            content=marks.remove(read.content),
-            reasoning=marks.remove(read.reasoning),
+            content=marks.remove(self.encoder.without_special(read.content)).strip(),
+            reasoning=marks.remove(self.encoder.without_special(read.reasoning)).strip(),
             closed=closed,
             calls=tuple(calls),
             inside=self.tools_in_thinking and read.is_open,
@@ -139,53 +152,61 @@ class TemplateChat:
         thinking: bool,
         speak: bool = True,
     ) -> tuple[str, Marks]:
-        """A conversation as marked text, and the marks."""
+        """Render a conversation as marked text. Returns the text and its marks."""
         written = [tool.as_json() for tool in tools]
         if tools and not self.format.calls:
             raise ValueError(
-                f"{self.renderer.name} is of no format whose calls can be read, and there are "
-                f"tools. Known: {', '.join(KNOWN)}"
+                f"{self.renderer.name} writes calls in no format that can be read here, so tools "
+                f"such as {tools[0].name} cannot be called. Choose a model with the format of "
+                f"{KNOWN}, or give such a template (model.chat_template)"
             )
         marks = free_marks([dict(message) for message in messages] + written)
         kept = retained(messages)
         text = self.renderer.render(kept, written, marks, thinking=thinking, speak=speak)
         return text, marks
 
+    def turn_of(self, before: str, whole: str) -> str | None:
+        """Return what `whole` has after `before`, a rendered prompt, whose think block at the end
+        may be missing there: some templates leave it out of the history. None: they differ."""
+        opened, closed = map(re.escape, (self.marks.open, self.marks.close))
+        without_mode = re.sub(rf"(?:{opened}\s*)?(?:{closed}\s*)?\Z", "", before)
+        start = next((each for each in (before, without_mode) if whole.startswith(each)), None)
+        return None if start is None else whole[len(start) :]
+
     def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
-        """The control text that ends a turn which `messages` follow."""
+        """Return the control text that ends a turn followed by `messages`."""
         return self._what_follows(messages, thinking=thinking)[1]
 
     def speaks(self, thinking: bool) -> str:
-        """What stands between a user's last words and the policy's first."""
+        """Return the template's text between a user message and the policy's turn."""
         if thinking not in self._spoken:
             word = "Keelprobe"
-            asked = [{"role": "user", "content": word}]
-            self._spoken[thinking] = self.text(asked, (), thinking=thinking)[0].rpartition(word)[2]
+            question = [{"role": "user", "content": word}]
+            text, _ = self.text(question, (), thinking=thinking)
+            self._spoken[thinking] = text.rpartition(word)[2]
         return self._spoken[thinking]
 
     def opened(self, *, thinking: bool) -> bool:
-        """Whether the prompt opens the thinking, which the policy then only closes."""
-        return thinking_open(self.speaks(thinking))
+        """Return whether the prompt opens the thinking, so that the policy only closes it."""
+        return self.marks.ends_open(self.speaks(thinking))
 
     def has_modes(self) -> bool:
-        """Whether the template asks for thinking in one way or another."""
+        """Return whether the template's prompt depends on the thinking mode."""
         return self.speaks(True) != self.speaks(False)
 
     def has_thought(self, ids: Sequence[int]) -> bool:
-        """Whether the policy's words in `ids` hold thinking that is not blank."""
+        """Return whether any of the policy's turns in `ids` has non-blank thinking."""
         text, _ = self._decode(ids)
         header = self.header
         spoken = text.split(header)[1:] if header else [text]
-        return any(
-            self.format.read(part, (), opened=False, inside=False).reasoning.strip()
-            for part in spoken
-        )
+        return any(self._read(part, (), opened=False).reasoning.strip() for part in spoken)
 
     @cached_property
     def header(self) -> str:
-        """What begins every turn of the policy, without thinking marks and what ends the user's."""
+        """The text that begins every turn of the policy, without thinking marks and without the end
+        of the user's turn."""
         spoken = self.speaks(True)
-        for mark in (THINK_START, THINK_END):
+        for mark in (self.marks.open, self.marks.close):
             spoken = spoken.replace(mark, "")
         starts = [place for text in self.encoder.controls if (place := spoken.rfind(text)) >= 0]
         # From the last control token on, or the last but one where a pair holds the role.
@@ -193,8 +214,13 @@ class TemplateChat:
         starts = [place for place in starts if role < 0 or place < role] or starts
         return spoken[max(starts) :].strip() if starts else spoken.strip()
 
+    def _read(
+        self, text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: bool = False
+    ) -> Read:
+        return self.format.read(text, tools, opened=opened, inside=inside, marks=self.marks)
+
     def _last_turn(self, ids: Sequence[int]) -> str:
-        """The text of the policy's last turn, perhaps with some of what stands before it."""
+        """Return the text of the policy's last turn, perhaps with some text before it."""
         header = self.header
         first = next(
             (i for text, i in self.encoder.controls.items() if header.startswith(text)), -1
@@ -207,7 +233,7 @@ class TemplateChat:
     def _what_follows(
         self, messages: Sequence[Message], *, thinking: bool
     ) -> tuple[str, str, Marks]:
-        """(what follows the end of the policy's turn, the control text that ends it, marks)."""
+        """Return (text after the policy's turn, the control text that ends the turn, marks)."""
         word = _unused_word(messages)
         answers = [message for message in messages if message["role"] == "tool"]
         calls = [
@@ -220,51 +246,51 @@ class TemplateChat:
         ]
 
         def render(calls: list[dict[str, Any]]) -> tuple[str, Marks]:
-            said = {"role": "assistant", "content": "" if calls else word, "tool_calls": calls}
+            turn = {"role": "assistant", "content": "" if calls else word, "tool_calls": calls}
             tools = (_PROBE,) if calls and self.format.calls else ()
-            asked = {"role": "user", "content": "?"}
-            return self.text([asked, said, *messages], tools, thinking=thinking)
+            question = {"role": "user", "content": "?"}
+            return self.text([question, turn, *messages], tools, thinking=thinking)
 
         try:
             text, marks = render(calls)
         except ValueError:
             if len(calls) < 2:
                 raise
-            text, marks = render(calls[:1])  # Llama 3's template knows one call a turn
-        _, found, rest = text.rpartition(word)
+            text, marks = render(calls[:1])  # Llama 3's template allows one call per turn
+        _, match, rest = text.rpartition(word)
         known = {*self.ends, *filter(None, [self.format.message_end])}
         ends = [(place, end) for end in known if (place := rest.find(end)) >= 0]
-        if not found or not ends:
+        if not match or not ends:
             raise ValueError(
-                f"{self.renderer.name} cannot be extended: it shows no words of the policy with an "
-                f"end of the turn ({', '.join(self.ends)}) after them. Use a template that ends "
-                "them with the tokenizer's eos_token (model.chat_template), or a tokenizer whose "
-                "eos_token is what the template ends them with (model.tokenizer)"
+                f"{self.renderer.name} cannot be extended: it does not end an assistant message "
+                f"with any of {', '.join(self.ends)}. Use a template that ends it with the "
+                "tokenizer's eos_token (model.chat_template), or a tokenizer whose eos_token is "
+                "the template's end of a turn (model.tokenizer)"
             )
         place, end = min(ends)
         return rest[place + len(end) :], end, marks
 
     def _between_messages(self, turn: str) -> bool:
-        """Whether a turn of several messages is cut where its end cannot stand."""
+        """Return whether a turn of several messages is cut where no end may follow."""
         if not self.format.message:
             return False
         _, begun, body = turn.rpartition(self.format.message)
         return not begun or self.format.message_end in body
 
     def _close_thinking(self) -> str:
-        """What the template puts between thinking and an answer, which here is empty."""
-        thought, said = "Keelthought", "Keelsaid"
+        """Return the template's text between thinking and answer."""
+        thought, answer = "Keelthought", "Keelsaid"
         messages = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": said, "reasoning_content": thought},
+            {"role": "assistant", "content": answer, "reasoning_content": thought},
         ]
         text, _ = self.text(messages, (), thinking=True, speak=False)
-        between = text.partition(thought)[2].partition(said)
-        return between[0] if between[1] and THINK_END in between[0] else f"\n{THINK_END}\n\n"
+        between = text.partition(thought)[2].partition(answer)
+        close = self.marks.close
+        return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, in which text that only looks like a control token is broken by a
-        character of no meaning."""
+        """Decode ids. A meaningless character breaks text that only looks like a control token."""
         return self._decode(ids)[0]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, Marks]:
@@ -272,7 +298,7 @@ class TemplateChat:
         return self.encoder.decode(ids, marks), marks
 
 
-KNOWN = ("Qwen3", "Hermes", "DeepSeek-V3.1", "DeepSeek-V3.2", "GLM-4.5", "Llama 3", "gpt-oss")
+KNOWN = "Qwen3, Hermes, DeepSeek-V3.1, DeepSeek-V3.2, GLM-4.5, Llama 3 or gpt-oss"
 
 
 def _unused_word(messages: Sequence[Message]) -> str:
@@ -284,7 +310,7 @@ def _unused_word(messages: Sequence[Message]) -> str:
 
 
 def _without(value: Any, marks: Marks) -> Any:
-    """A JSON-like value without marks."""
+    """Remove the marks from a JSON-like value."""
     if isinstance(value, str):
         return marks.remove(value)
     if isinstance(value, dict):

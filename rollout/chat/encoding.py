@@ -1,10 +1,10 @@
-"""Text and ids, with control tokens only where a template put them.
+"""Encoding and decoding with control tokens only where a template put them.
 
 A rendered conversation mixes the template's text with text from users, tools and the policy. An
 ordinary `encode` turns `<|im_end|>` in a tool's result into the control token. Here, foreign text
-is marked before it is rendered, and what lies between the template's own control tokens is encoded
-by a copy of the tokenizer that has no added tokens. Text without anything to defend against is
-encoded as a whole by the tokenizer itself, so its ids are the usual ones.
+is marked before it is rendered, and the text between the template's own control tokens is encoded
+by a copy of the tokenizer without added tokens. Text that spells no control token is encoded as a
+whole by the tokenizer itself, so its ids are the usual ones.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _PRIVATE = range(0x100000, 0x10FFFE)
-"""Code points without a meaning (plane 16, private use)."""
+"""Code points without meaning (plane 16, private use)."""
 _PRIVATE_TEXT = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Two characters that stand in no text of a conversation."""
+    """Two characters that occur in no text of a conversation."""
 
     inside: str
-    """Breaks a control text that stands in foreign text."""
+    """Breaks a control text in foreign text."""
     edge: str
-    """Stands at both ends of foreign text, so that nothing forms across them."""
+    """Delimits foreign text, so that no control text forms across its ends."""
 
     def remove(self, text: str) -> str:
         return text.replace(self.inside, "").replace(self.edge, "")
 
 
 def free_marks(values: Any) -> Marks:
-    """Marks that are in no string of `values`."""
+    """Choose marks that occur in no string of `values`."""
     used = {character for text in strings(values) for character in _PRIVATE_TEXT.findall(text)}
     free = (chr(code) for code in _PRIVATE if chr(code) not in used)
     return Marks(next(free), next(free))
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every string in a JSON-like value, keys included."""
+    """Yield every string in a JSON-like value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -56,7 +56,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 class Encoder:
-    """A tokenizer that tells control tokens from text that looks like them."""
+    """Tokenizer that distinguishes control tokens from text that looks like them."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -75,8 +75,10 @@ class Encoder:
             if len(token.content.strip()) > 1
         }
         self.controls: dict[str, int] = {text: index for text, (index, _) in added.items()}
-        """Ids of the added tokens by their text; blanks and single characters control nothing."""
+        """Ids of the added tokens by their text, without blanks and single characters."""
         self.text_of: dict[int, str] = {index: text for text, index in self.controls.items()}
+        special = [re.escape(text) for text, (_, token) in added.items() if token.special]
+        self._special = re.compile("|".join(special) or r"(?!)")
         self._swallows_left = {text for text, (_, token) in added.items() if token.lstrip}
         self._swallows_right = {text for text, (_, token) in added.items() if token.rstrip}
         self._plain = _without_added_tokens(written, self.controls)
@@ -87,20 +89,20 @@ class Encoder:
         self._longest = max(map(len, self.controls), default=0)
 
     def shield(self, text: str, marks: Marks) -> str:
-        """`text` with every control text in it broken. Halves of surrogate pairs, which JSON may
-        spell and no tokenizer reads, become U+FFFD."""
+        """Break every control text in `text`. Lone surrogates, which JSON can spell and tokenizers
+        cannot read, become U+FFFD."""
         if not text.isascii():
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         while (broken := self._pattern.sub(lambda m: m[0][0] + marks.inside + m[0][1:], text)) != (
             text
         ):
-            text = broken  # what follows the break may be a control text of its own
+            text = broken  # the text after the break may be another control text
         return text
 
     def shield_whole(self, text: str, marks: Marks) -> str:
-        """The same for text that stands beside a template's: what it begins or ends with cannot
-        become a control text together with its neighbours. Blanks at its ends stay outside the
-        marks, where templates strip them."""
+        """Shield text that is placed next to a template's, so that its ends form no control text
+        with their neighbours. Blanks at the ends stay outside the marks, where templates strip
+        them."""
         core = text.strip()
         sizes = range(1, min(len(core), self._longest) + 1)
         open_ended = any(
@@ -112,16 +114,16 @@ class Encoder:
         return text[:start] + edge + shielded + edge + text[start + len(core) :]
 
     def encode(self, text: str, marks: Marks) -> list[int]:
-        """Ids of a rendered text. Only control texts free of marks become control tokens."""
-        wanted = [self.controls[m[0]] for m in self._pattern.finditer(text)]
+        """Encode a rendered text. Only control texts free of marks become control tokens."""
+        expected = [self.controls[m[0]] for m in self._pattern.finditer(text)]
         if marks.inside not in text:
             ids = self._whole.encode(marks.remove(text), add_special_tokens=False).ids
-            if [index for index in ids if index in self.text_of] == wanted:
+            if [index for index in ids if index in self.text_of] == expected:
                 return ids
         return self.encode_in_pieces(text, marks)
 
     def encode_in_pieces(self, text: str, marks: Marks) -> list[int]:
-        """The same, piece by piece between the control tokens."""
+        """Encode a rendered text piece by piece between the control tokens."""
         ids: list[int] = []
         end, strip = 0, False
         for match in self._pattern.finditer(text):
@@ -134,7 +136,7 @@ class Encoder:
         return ids + self._encode_plain(text[end:], marks, left=strip, right=False)
 
     def decode(self, ids: Sequence[int], marks: Marks) -> str:
-        """The text of ids. What is spelled like a control token and is none is broken."""
+        """Decode ids. Text that is spelled like a control token, but is none, is broken."""
         parts: list[str] = []
         run: list[int] = []
         for index in [*ids, None]:
@@ -149,6 +151,10 @@ class Encoder:
                 parts.append(self.text_of[index])
         return "".join(parts)
 
+    def without_special(self, text: str) -> str:
+        """Drop the special tokens, such as Command A's around its answers, from a decoded text."""
+        return self._special.sub("", text)
+
     def _encode_plain(self, text: str, marks: Marks, *, left: bool, right: bool) -> list[int]:
         text = marks.remove(text)
         text = text.lstrip() if left else text
@@ -157,14 +163,14 @@ class Encoder:
 
 
 def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
-    """The tokenizer of `written` (tokenizer.json), which no text can bring to a control token."""
+    """Return the tokenizer of `written` (tokenizer.json) without any control tokens."""
     spec = json.loads(written)
     spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     model = spec["model"]
     unknown = model.get("unk_token")
 
     def renamed(text: str, index: int) -> str:
-        # Ids must stay without a gap, so a control token stays, under a name nobody can spell.
+        # Ids must have no gap, so a control token stays, under a name that no text spells.
         private = "".join(map(chr, _PRIVATE[-2:]))
         return f"{private}{index}{private}" if text in controls and text != unknown else text
 

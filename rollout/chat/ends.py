@@ -1,4 +1,4 @@
-"""For which tokens the engine ends any completion, whatever the chat format says."""
+"""The tokens that end any completion in the engine, whatever the chat format."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from keel.model.source import hub_options
 
 
 def ends_of(path: str) -> tuple[int, ...]:
-    """`eos_token_id` of a folder's or hub model's generation_config.json, or where there is none of
-    its config.json, as vLLM reads them. Raises ConfigError where there is neither."""
+    """Return `eos_token_id` of a model's generation_config.json, or without one of its config.json,
+    as vLLM reads them. path: a folder or hub name. Raises ConfigError without either file."""
     try:
-        given = GenerationConfig.from_pretrained(path, **hub_options(path))
+        config = GenerationConfig.from_pretrained(path, **hub_options(path))
     except OSError:
-        given = GenerationConfig.from_model_config(load_model_config(path))
-    ends = given.eos_token_id
+        config = GenerationConfig.from_model_config(load_model_config(path))
+    ends = config.eos_token_id
     return (ends,) if isinstance(ends, int) else tuple(ends or ())

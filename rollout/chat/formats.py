@@ -1,4 +1,4 @@
-"""The chat formats known: how each one's calls are read and which tokens end its turns."""
+"""The known chat formats: how to read their calls, and which tokens end their turns."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from keel.rollout.chat.thinking import Bounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A family's way of writing."""
+    """A model family's format of turns and calls."""
 
     name: str
     read: Callable[..., Read]
     ends: tuple[str, ...] = ()
-    """Control texts that end a turn, beside the tokenizer's eos_token."""
+    """Control texts that end a turn, besides the tokenizer's eos_token."""
     equal_ends: bool = False
-    """Any of them stands for any other: a template may write another than was sampled."""
+    """The ends are interchangeable: a template may write another one than was sampled."""
     message: str = ""
-    """Begins the body of each of the several messages that a turn consists of."""
+    """Begins the body of each message, for turns of several messages."""
     message_end: str = ""
-    """Ends such a message, and in a template's history the turn, too."""
+    """Ends such a message, and in a template's history also the turn."""
     calls: bool = True
 
 
@@ -79,7 +79,7 @@ FORMATS = {
 
 
 def format_of(tokenizer: Any, encoder: Encoder) -> Format:
-    """The format of a tokenizer's family, by its template and control tokens."""
+    """Detect the format of a tokenizer's family from its template and control tokens."""
     template, controls = str(tokenizer.chat_template or ""), encoder.controls
     signs = {
         "embedded": template == CHAT_TEMPLATE,

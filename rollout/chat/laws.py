@@ -1,4 +1,4 @@
-"""What a run with turns stands on, proved for the model's own template before it starts."""
+"""Checks that conversations can be extended under a model's own template, made before a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import free_marks
 from keel.rollout.chat.render import call_message
-from keel.rollout.chat.thinking import THINK_END, THINK_START
 
-_CLOSED_AT_ONCE = re.compile(rf"\A\s*(?:{THINK_START}\s*)?{THINK_END}\s*")
-_MODE = re.compile(rf"(?:{THINK_START}\s*)?(?:{THINK_END}\s*)?\Z")
 _OTHER_TOKENIZER = "Name a tokenizer of byte-level BPE in model.tokenizer"
-_LISTS_TOOLS = "Save the tokenizer with a chat_template that lists the tools"
+_WRITES_TOOLS = (
+    "Choose a model whose template lists tools and writes calls, or give such a template "
+    "(model.chat_template)"
+)
 _TOOLS = tuple(
     ToolSpec(
         name=name,
@@ -32,14 +32,14 @@ def check_prefix_law(
     tools: Sequence[ToolSpec] = _TOOLS,
     modes: Sequence[bool] = (True, False),
 ) -> None:
-    """Prove on short conversations that `extend` gives what one render of the whole would give,
-    that no text becomes a control token, and that tools are shown. `modes`: with thinking or not.
+    """Check on short conversations that `extend` equals one render of the whole conversation, that
+    no text becomes a control token, and that tools are shown. `modes`: with thinking or not.
 
-    Equal but for one thing: the empty think block that a template puts before a turn without
-    thinking, and leaves out of its history, stays. The policy was sampled after it.
+    One difference is allowed: the empty think block that a template puts before a turn without
+    thinking, and omits from its history, stays. The policy was sampled after it.
 
     Raises:
-        ValueError: it does not hold; names the template, the case and the cure.
+        ValueError: they differ; names the template, the case and the fix.
     """
     for thinking in modes:
         for calls in ((), (1,), (1, 1), (2, 1), (3, 1, 2)) if tools else ((),):
@@ -48,12 +48,12 @@ def check_prefix_law(
 
 
 def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
-    """Prove that a call which stands in the thinking is read as one, that a result is put after it
-    as after any other, that the thinking then goes on, and that a call after it is none. `chat`:
-    one with `tools_in_thinking`, for which the prefix law holds.
+    """Check that a call in the thinking is parsed, that its result follows as after any other call,
+    that the thinking then continues, and that a call after the thinking is malformed. `chat`: one
+    with `tools_in_thinking` that passes `check_prefix_law`.
 
     Raises:
-        ValueError: it does not hold; names the template, the case and the cure.
+        ValueError: a check fails; names the template, the case and the fix.
     """
     cure = "Leave agents.tools_in_thinking off, or choose a model whose template marks thinking"
     messages: list[Message] = [{"role": "user", "content": "Which?"}]
@@ -62,9 +62,10 @@ def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _
     ids = chat.opening(messages, tools, thinking=True)
     ended = turn_ids(chat, messages, said, after, tools, thinking=True)
     text = chat.decode(ended)
-    if THINK_END not in text:
-        raise _failure(chat, True, f"it has no {THINK_END} that a call could stand before", cure)
-    inside = chat.encoder.encode(text.replace(THINK_END, ""), free_marks(text))
+    close = chat.marks.close
+    if close not in text:
+        raise _failure(chat, True, f"it has no {close} that a call could stand before", cure)
+    inside = chat.encoder.encode(text.replace(close, ""), free_marks(text))
     parsed = chat.parse(inside, tools, thinking=True, turn=0)
     expected = said["tool_calls"][0]["function"]
     read = [
@@ -76,7 +77,7 @@ def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _
     extended, usual = (chat.extend(turn, after, thinking=True) for turn in (first, second))
     if extended is None or usual is None or extended != [*first, *usual[len(second) :]]:
         raise _failure(chat, True, "it does not go on after a tool's result in the thinking", cure)
-    rest = chat.encoder.encode(f"Thought1z{THINK_END}Said1z", free_marks(()))
+    rest = chat.encoder.encode(f"Thought1z{close}Said1z", free_marks(()))
     parsed = chat.parse(rest, tools, thinking=True, turn=1, inside=True)
     if (parsed.reasoning, parsed.content, parsed.inside) != ("Thought1z", "Said1z", False):
         raise _failure(chat, True, "it does not tell the thinking from the answer after it", cure)
@@ -94,40 +95,45 @@ def turn_ids(
     *,
     thinking: bool,
 ) -> list[int]:
-    """The ids that the policy samples to say `said`, which ends in text that stands nowhere else,
-    with its end of the turn.
+    """Return the ids that the policy samples to say `said`, end of the turn included. `said` must
+    end in text that appears nowhere else.
 
-    Raises `ValueError` if the template shows `messages` otherwise once `said` and `after` follow.
+    Raises `ValueError` if the template shows `messages` otherwise once `said` and `after` follow,
+    or does not show `said`.
     """
     before, _ = chat.text(messages, tools, thinking=thinking)
     # A user's next message ends the thinking: the turn is looked at before that.
     shown = after if after[0]["role"] == "tool" else ()
     conversation = [*messages, said, *shown]
     whole, marks = chat.text(conversation, tools, thinking=thinking, speak=bool(shown))
-    without_mode = _MODE.sub("", before)
-    if whole.startswith(before):
-        start = len(before)
-    elif whole.startswith(without_mode):
-        start = len(without_mode)
-    else:
+    turn = chat.turn_of(before, whole)
+    if turn is None:
         raise _failure(chat, thinking, "it shows earlier messages otherwise once others follow")
-    last = whole.rindex(_last_words(said))
-    ends = [place + len(end) for end in chat.ends if (place := whole.find(end, last)) >= 0]
+    last = turn.rfind(_last_words(said))
+    if last < 0:
+        if said.get("tool_calls"):
+            raise _failure(chat, thinking, "it shows no tool calls", _WRITES_TOOLS)
+        raise _failure(chat, thinking, "it does not show what the assistant says")
+    ends = [place + len(end) for end in chat.ends if (place := turn.find(end, last)) >= 0]
     if ends:
-        return chat.encoder.encode(whole[start : min(ends)], marks)
-    return chat.encoder.encode(whole[start:] + chat.end_before(after, thinking=thinking), marks)
+        return chat.encoder.encode(turn[: min(ends)], marks)
+    return chat.encoder.encode(turn + chat.end_before(after, thinking=thinking), marks)
 
 
 def _check_conversation(
     chat: TemplateChat, tools: Sequence[ToolSpec], calls: Sequence[int], *, thinking: bool
 ) -> None:
-    """Turns of `calls[i]` calls each, then an answer and a user's next question; every turn ended
-    by the policy and cut at its length."""
+    """Check turns of `calls[i]` calls each, then an answer and a user's next question; every turn
+    once ended by the policy and once cut at its length."""
     messages: list[Message] = [
         {"role": "system", "content": "Help."},
         {"role": "user", "content": "Which?"},
     ]
-    ids = chat.opening(messages, tools, thinking=thinking)
+    try:
+        ids = chat.opening(messages, tools, thinking=thinking)
+    except ValueError:  # Gemma's template, for one, refuses system messages
+        del messages[0]
+        ids = chat.opening(messages, tools, thinking=thinking)
     for turn, count in enumerate((*calls, 0)):
         said = _words(turn, count, tools, thinking=thinking)
         after = _answers(said) or [{"role": "user", "content": "And then?"}]
@@ -152,7 +158,8 @@ def _check_conversation(
 
 
 def _check_controls(chat: TemplateChat, tools: Sequence[ToolSpec], *, thinking: bool) -> None:
-    """No text of a message becomes a control token, and encoding in pieces changes nothing."""
+    """Check that no text of a message becomes a control token, that encoding in pieces changes
+    nothing, and that the policy is shown the tools."""
     hostile = "x".join(chat.encoder.controls)
     counts: list[int] = []
     for content in ("Which?", hostile):
@@ -170,7 +177,7 @@ def _check_controls(chat: TemplateChat, tools: Sequence[ToolSpec], *, thinking: 
     missing = [tool.name for tool in tools if tool.name not in text]
     if missing:
         what = f"it does not show the policy the tool {missing[0]}"
-        raise _failure(chat, thinking, what, _LISTS_TOOLS)
+        raise _failure(chat, thinking, what, _WRITES_TOOLS)
 
 
 def _words(turn: int, count: int, tools: Sequence[ToolSpec], *, thinking: bool) -> dict[str, Any]:
@@ -207,8 +214,10 @@ def _last_words(said: Message) -> str:
 def _same(chat: TemplateChat, ids: Sequence[int], others: Sequence[int]) -> bool:
     if list(ids) == list(others):
         return True
+    opened, closed = map(re.escape, (chat.marks.open, chat.marks.close))
+    closed_at_once = re.compile(rf"\A\s*(?:{opened}\s*)?{closed}\s*")
     turns = [
-        [_CLOSED_AT_ONCE.sub("", turn).lstrip() for turn in chat.decode(each).split(chat.header)]
+        [closed_at_once.sub("", turn).lstrip() for turn in chat.decode(each).split(chat.header)]
         for each in (ids, others)
     ]
     return turns[0] == turns[1]
@@ -229,6 +238,6 @@ def _failure(chat: TemplateChat, thinking: bool, what: str, cure: str = "") -> V
         "chat_template that keeps its history as it was"
     )
     return ValueError(
-        f"{chat.renderer.name} (format {chat.format.name}) does not let a conversation grow "
-        f"{mode} thinking: {what}. {cure or usual}"
+        f"{chat.renderer.name} (format {chat.format.name}) cannot extend a conversation {mode} "
+        f"thinking: {what}. {cure or usual}"
     )

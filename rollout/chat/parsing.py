@@ -1,7 +1,7 @@
-"""What the policy wrote, read: thinking first, then the calls of the family's format.
+"""Parsing of a turn: first its thinking, then the calls in the family's format.
 
-The text comes from `Encoder.decode`: a control text stands in it only where the policy sampled the
-control token. Nothing here raises for what a policy writes; what is no call is `Broken`.
+The text comes from `Encoder.decode`: it has a control text only where the policy sampled the
+control token. Nothing here raises for text of a policy; a malformed call is `Broken`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, cast
 
 from keel.rl import strict_json
+from keel.rl.thinking import THINK, ThinkingMarks
 from keel.rl.turns import ToolSpec
-from keel.rollout.chat.thinking import NO_CALLS, Bounds, split_thinking
+from keel.rollout.chat.thinking import HARMONY, NO_CALLS, Bounds, split_thinking
 
 _KINDS: dict[type, set[str]] = {
     type(None): {"null"},
@@ -26,12 +27,12 @@ _KINDS: dict[type, set[str]] = {
     list: {"array"},
     dict: {"object"},
 }
-"""JSON types of a value, by Python's."""
+"""JSON types by Python type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A call, as yet without an id."""
+    """A call without an id."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -39,7 +40,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """What set out to be a call and is none."""
+    """A malformed call."""
 
     text: str
     why: str
@@ -47,19 +48,19 @@ class Broken:
 
 Item = Written | Broken
 Found = tuple[str, Sequence[Item]]
-"""The text around the calls, and the calls in the order written."""
+"""The text around the calls, and the calls in their order."""
 FindCalls = Callable[[str, Sequence[ToolSpec]], Found]
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A turn, taken apart."""
+    """The parts of a turn."""
 
     content: str
     reasoning: str
     items: Sequence[Item] = ()
     is_open: bool = False
-    """It ends inside its thinking."""
+    """The turn ends inside its thinking."""
 
 
 def read_tagged(
@@ -70,36 +71,39 @@ def read_tagged(
     bounds: Bounds,
     opened: bool,
     inside: bool,
+    marks: ThinkingMarks = THINK,
 ) -> Read:
-    """A turn whose thinking stands between `<think>` and `</think>`.
+    """Read a turn whose thinking stands between `marks`.
 
     `opened`: the prompt, or an earlier turn, has opened the thinking. `inside`: calls in the
     thinking count, and no others.
     """
-    reasoning, content, is_open = split_thinking(text, bounds, opened=opened, inside=inside)
+    reasoning, content, is_open = split_thinking(
+        text, bounds, opened=opened, inside=inside, marks=marks
+    )
     items: Sequence[Item] = ()
     if inside:
         reasoning, items = find_calls(reasoning, tools)
     content, after = find_calls(content, tools)
     if inside:
-        after = [item if isinstance(item, Broken) else _outside(item) for item in after]
+        after = [item if isinstance(item, Broken) else _outside(item, marks) for item in after]
     return Read(content.strip(), reasoning.strip(), [*items, *after], is_open)
 
 
-def _outside(call: Written) -> Broken:
-    why = "tools are called while thinking, between <think> and </think>, and not outside of it"
+def _outside(call: Written, marks: ThinkingMarks) -> Broken:
+    why = f"tools are called while thinking, between {marks.open} and {marks.close}, not outside"
     return Broken(f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}", why)
 
 
 def json_calls(
     text: str, tools: Sequence[ToolSpec], *, start: str = "<tool_call>", end: str = "</tool_call>"
 ) -> Found:
-    """Hermes and Qwen3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+    """Find calls of Hermes and Qwen3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
     return _blocks(text, start, end, lambda body: _from_json(body, "arguments"))
 
 
 def deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """DeepSeek-V3.1: name, separator and arguments of each call between control tokens."""
+    """Find calls of DeepSeek-V3.1: name, separator and arguments between control tokens."""
 
     def read(body: str) -> Item:
         name, separator, arguments = body.partition("<｜tool▁sep｜>")
@@ -115,7 +119,7 @@ def deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
 
 
 def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """DeepSeek-V3.2: `<｜DSML｜function_calls>` with invocations and their parameters."""
+    """Find calls of DeepSeek-V3.2: `<｜DSML｜function_calls>` with invocations and parameters."""
     mark = "｜DSML｜"
     parameter = re.compile(
         rf'\s*<{mark}parameter name="([^"]*)" string="(true|false)">(.*?)</{mark}parameter>\s*',
@@ -130,15 +134,15 @@ def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
         arguments: dict[str, Any] = {}
         place = 0
         while rest[place:].strip():
-            found = parameter.match(rest, place)
-            if not found:
+            match = parameter.match(rest, place)
+            if not match:
                 return Broken(body, 'a parameter is not of the form name="…" string="true|false"')
-            key, is_text, value = found.groups()
+            key, is_text, value = match.groups()
             try:
                 arguments[key] = value if is_text == "true" else strict_json.load(value)
             except ValueError as error:
                 return Broken(body, f"the parameter {key} is not JSON: {error}")
-            place = found.end()
+            place = match.end()
         return _named(name[1], arguments, body)
 
     begin, end = f"<{mark}function_calls>", f"</{mark}function_calls>"
@@ -149,8 +153,8 @@ def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
 
 
 def glm_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """GLM-4.5: `<tool_call>name`, then `<arg_key>` and `<arg_value>` in pairs. A value is text
-    where the tool's schema has nothing else for it, and JSON where it can be."""
+    """Find calls of GLM-4.5: `<tool_call>name`, then `<arg_key>` and `<arg_value>` in pairs. A
+    value is text if the tool's schema allows nothing else, and JSON if it can be."""
 
     def read(body: str) -> Item:
         name, mark, _ = body.partition("<arg_key>")
@@ -158,8 +162,7 @@ def glm_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
         place = len(name) if mark else len(body)
 
         def inside(tag: str) -> str | None:
-            """What is in `<tag>`, which comes next; `place` is behind it then. Looks at nothing
-            twice."""
+            """Return the content of `<tag>`, which comes next, and move `place` behind it."""
             nonlocal place
             begin = body.find(f"<{tag}>", place)
             end = body.find(f"</{tag}>", begin)
@@ -185,8 +188,8 @@ LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:')
 
 
 def llama3_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """Llama 3: a whole turn of JSON with `name` and `parameters`, several parted by `;`, or code
-    after `<|python_tag|>` for a tool that takes `code`."""
+    """Find calls of Llama 3: a whole turn of JSON with `name` and `parameters`, several separated
+    by `;`, or code after `<|python_tag|>` for a tool that takes `code`."""
     content, tag, code = text.partition("<|python_tag|>")
     body = (code if tag else text).strip()
     looks = LLAMA3_JSON.match(body)
@@ -198,7 +201,7 @@ def llama3_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
         ]
         if len(takes_code) == 1 and body:
             return content, [Written(takes_code[0], {"code": body})]
-        return content, [Broken(body, "code, and not just one of the tools takes `code`")]
+        return content, [Broken(body, "it is code, and not exactly one tool takes `code`")]
     items: list[Item] = []
     decoder = json.JSONDecoder()
     while body:
@@ -214,8 +217,8 @@ def llama3_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
 
 
 def embedded_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """The embedded model: a line `@name 1, "two"`, arguments as JSON in the order of the tool's
-    schema. Without tools such a line is text."""
+    """Find calls of the embedded model: a line `@name 1, "two"`, arguments as JSON in the order of
+    the tool's schema. Without tools such a line is text."""
     if not tools:
         return text, []
     lines: list[str] = []
@@ -229,13 +232,20 @@ def embedded_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
 
 
 def no_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """A format without calls."""
+    """Find no calls: the format has none."""
     return text, []
 
 
-def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: bool) -> Read:
-    """gpt-oss: messages with a channel and, for a call, a recipient. Calls from the `analysis`
-    channel count only with `inside`."""
+def read_harmony(
+    text: str,
+    tools: Sequence[ToolSpec],
+    *,
+    opened: bool,
+    inside: bool,
+    marks: ThinkingMarks = HARMONY,
+) -> Read:
+    """Read a turn of gpt-oss: messages with a channel and, for a call, a recipient. Calls from the
+    `analysis` channel count only with `inside`."""
     reasoning: list[str] = []
     content: list[str] = []
     items: list[Item] = []
@@ -257,15 +267,15 @@ def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: 
 
 
 def tagged(find_calls: FindCalls, bounds: Bounds = NO_CALLS) -> Callable[..., Read]:
-    """`read_tagged` for one family."""
+    """Return `read_tagged` for one family."""
     return partial(read_tagged, find_calls=find_calls, bounds=bounds)
 
 
 def _blocks(text: str, start: str, end: str, read: Callable[[str], Item]) -> Found:
-    """Every block between `start` and `end`; one that is not closed reaches to the next or to the
+    """Read every block between `start` and `end`; an unclosed one extends to the next or to the
     turn's end."""
     before, *blocks = text.split(start)
-    said = [before]
+    around = [before]
     items: list[Item] = []
     for block in blocks:
         body, closed, after = block.partition(end)
@@ -273,12 +283,12 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], Item]) -> Fou
         if isinstance(item, Broken):
             item = Broken(start + body + closed, item.why)
         items.append(item)
-        said.append(after)
-    return "".join(said), items
+        around.append(after)
+    return "".join(around), items
 
 
 def _around(text: str, begin: str, end: str) -> str:
-    """What is not between the two marks, and no mark without the other."""
+    """Remove all text between the two marks, and unpaired marks."""
     before, *blocks = text.split(begin)
     return (before + "".join(block.partition(end)[2] for block in blocks)).replace(end, "")
 
@@ -292,15 +302,25 @@ def _from_json(body: str, key: str) -> Item:
 
 
 def _from_value(value: Any, key: str, body: str) -> Item:
+    """Read a call from a JSON object. `arguments` and `parameters` are synonyms; `key` is the one
+    that the format has. Without either, nothing else may stand beside the name."""
+    form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
-        return Broken(body, 'a call is a JSON object with "name" and "' + key + '"')
-    return _named(value.get("name"), value.get(key, value.get("arguments", {})), body)
+        return Broken(body, form)
+    call = cast(dict[str, Any], value)
+    keys = [each for each in ("arguments", "parameters") if each in call]
+    others = set(call) - {"name", "type", "id", *keys}
+    if len(keys) > 1:
+        return Broken(body, f'it has both "arguments" and "parameters"; {form}')
+    if others and not keys:
+        return Broken(body, f'its arguments must be an object in "{key}"; {form}')
+    return _named(call.get("name"), call[keys[0]] if keys else {}, body)
 
 
 def _checked(name: str, arguments: str) -> Item:
     try:
-        given = strict_json.load(arguments) if arguments.strip() else {}
-        return _named(name, given, name + arguments)
+        value = strict_json.load(arguments) if arguments.strip() else {}
+        return _named(name, value, name + arguments)
     except ValueError as error:
         return Broken(name + arguments, f"its arguments are not JSON: {error}")
 
@@ -315,12 +335,12 @@ def _named(name: Any, arguments: Any, body: str) -> Item:
 
 def _property(tools: Sequence[ToolSpec], name: str, key: str) -> Mapping[str, Any]:
     schemas = [tool.parameters.get("properties", {}) for tool in tools if tool.name == name]
-    found = schemas[0].get(key, {}) if schemas else {}
-    return found if isinstance(found, Mapping) else {}
+    schema = schemas[0].get(key, {}) if schemas else {}
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def _by_schema(value: str, schema: Mapping[str, Any]) -> Any:
-    """Text where the schema admits a string, and nothing else that the value could be."""
+    """Read a value as JSON, unless the schema admits a string and no type that it could have."""
     kinds = _kinds(schema)
     try:
         read = strict_json.load(value)
@@ -331,15 +351,15 @@ def _by_schema(value: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The JSON types that a schema names; empty: any."""
+    """Return the JSON types that a schema names; empty: any."""
     if not isinstance(schema, Mapping):
         return set()
-    given = cast(Mapping[str, Any], schema)
-    if "enum" in given:
-        return {kind for value in given["enum"] for kind in _KINDS[type(value)]}
-    if kind := given.get("type"):
+    keys = cast(Mapping[str, Any], schema)
+    if "enum" in keys:
+        return {kind for value in keys["enum"] for kind in _KINDS[type(value)]}
+    if kind := keys.get("type"):
         return {kind} if isinstance(kind, str) else set(kind)
-    branches = [_kinds(branch) for key in ("anyOf", "oneOf") for branch in given.get(key, ())]
+    branches = [_kinds(branch) for key in ("anyOf", "oneOf") for branch in keys.get(key, ())]
     return {kind for kinds in branches for kind in kinds} if all(branches) else set()
 
 
@@ -350,7 +370,7 @@ def _embedded_call(line: str, tools: Sequence[ToolSpec]) -> Item:
     try:
         values = strict_json.load(f"[{rest}]")
     except ValueError as error:
-        return Broken(line, f"its arguments are not JSON parted by commas: {error}")
+        return Broken(line, f"its arguments are not JSON separated by commas: {error}")
     keys: Iterator[str] = iter(())
     for tool in tools:
         if tool.name == name:

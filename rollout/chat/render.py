@@ -1,4 +1,4 @@
-"""Messages to text, by a tokenizer's Jinja template or by DeepSeek-V3.2's own code."""
+"""Rendering of messages, by a tokenizer's Jinja template or by DeepSeek-V3.2's own code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from keel.rl.turns import Message
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks
 
 USER_ROLES = ("user", "developer")
-"""Whose messages end what the policy has been thinking."""
+"""Roles whose messages end the policy's thinking."""
 
 
 def retained(messages: Sequence[Message]) -> list[Message]:
-    """`messages` without the thinking that a later user message has ended.
+    """Return `messages` without the thinking before the last user message.
 
-    Reasoning stays while only tools answer, and goes at a new user message; calls and their results
-    always stay. DeepSeek-V3.2 (2025), section 3.2.1.
+    Reasoning stays while only tools answer, and is dropped at a new user message; calls and their
+    results always stay. DeepSeek-V3.2 (2025), section 3.2.1.
     """
     users = [i for i, message in enumerate(messages) if message["role"] in USER_ROLES]
     last = users[-1] if users else -1
@@ -36,19 +36,19 @@ def retained(messages: Sequence[Message]) -> list[Message]:
 
 
 def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as assistant messages hold it in `tool_calls`."""
+    """Return a call in the form of `tool_calls` in assistant messages."""
     function = {"name": name, "arguments": dict(arguments)}
     return {"id": call_id, "type": "function", "function": function}
 
 
 def name_of(tokenizer: Any) -> str:
-    """What writes a tokenizer's chats, for people."""
+    """Return the human-readable name of what renders a tokenizer's chats."""
     coded = written_by_code(tokenizer)
     return "DeepSeek-V3.2's encoding" if coded else "the tokenizer's chat template"
 
 
 class Renderer:
-    """A model's template, and what was found out about it."""
+    """A model's template, and the forms of arguments and tools that it takes."""
 
     def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
         self._tokenizer = tokenizer
@@ -62,8 +62,8 @@ class Renderer:
             )
         self._arguments_as_text = False
         self._tools_by_hand = False
-        self._find_out_about_arguments()
-        self._find_out_about_tools()
+        self._detect_form_of_arguments()
+        self._detect_listing_of_tools()
 
     def render(
         self,
@@ -74,7 +74,7 @@ class Renderer:
         thinking: bool,
         speak: bool = True,
     ) -> str:
-        """The conversation as marked text, up to where the policy speaks (`speak`).
+        """Render a conversation as marked text, with the start of the policy's turn if `speak`.
 
         Raises:
             ValueError: the template refuses these messages.
@@ -83,18 +83,11 @@ class Renderer:
         offered: Any = [self._shield_all(tool, marks) for tool in tools]
         if self._tools_by_hand and offered:
             shielded, offered = _with_tools(shielded, offered), ()
-        if self._code:
-            return deepseek_v32(shielded, offered, thinking=thinking)
         try:
-            return self._tokenizer.apply_chat_template(
-                shielded,
-                tools=offered or None,
-                add_generation_prompt=speak,
-                enable_thinking=thinking,
-                thinking=thinking,
-                tokenize=False,
-            )
+            return render(self._tokenizer, shielded, offered, thinking=thinking, speak=speak)
         except (TemplateError, TypeError, ValueError) as error:
+            if self._code:
+                raise
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(
                 f"{self.name} refuses messages of the roles {roles}: {error}. Choose a model whose "
@@ -124,7 +117,7 @@ class Renderer:
         return {**call, "function": {**function, "arguments": arguments}}
 
     def _shield_all(self, value: Any, marks: Marks) -> Any:
-        """Every string in a JSON-like value, keys included."""
+        """Shield every string in a JSON-like value, keys included."""
         if isinstance(value, str):
             return self._encoder.shield(value, marks)
         if isinstance(value, Mapping):
@@ -135,32 +128,55 @@ class Renderer:
             return [self._shield_all(item, marks) for item in value]
         return value
 
-    def _find_out_about_arguments(self) -> None:
-        """Some templates write a call's arguments as JSON themselves, some want them written."""
-        asked = [
+    def _detect_form_of_arguments(self) -> None:
+        """Some templates write a call's arguments as JSON themselves, others need them as text."""
+        messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "tool_calls": [call_message("call_0", "b", {"c": "d"})]},
             {"role": "tool", "content": "e", "tool_call_id": "call_0", "name": "b"},
         ]
         try:
-            self.render(asked, (), free_marks(()), thinking=False)
+            self.render(messages, (), free_marks(()), thinking=False)
         except ValueError:
             self._arguments_as_text = True
 
-    def _find_out_about_tools(self) -> None:
-        """DeepSeek-V3.1's template leaves it to the system message to list the tools."""
+    def _detect_listing_of_tools(self) -> None:
+        """DeepSeek-V3.1's template leaves the list of tools to the system message."""
         if "<｜tool▁calls▁begin｜>" in str(self._tokenizer.chat_template or ""):
             name = "Keeltool"
             tool = {"type": "function", "function": {"name": name, "parameters": {}}}
-            asked = [{"role": "user", "content": "a"}]
-            text = self.render(asked, [tool], free_marks(()), thinking=False)
+            messages = [{"role": "user", "content": "a"}]
+            text = self.render(messages, [tool], free_marks(()), thinking=False)
             self._tools_by_hand = name not in text
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    thinking: bool,
+    speak: bool = True,
+) -> str:
+    """Render a conversation by the chat template or DeepSeek-V3.2's code, with the start of the
+    policy's turn if `speak`. Raises what the template raises."""
+    if written_by_code(tokenizer):
+        return deepseek_v32(messages, tools, thinking=thinking)
+    return tokenizer.apply_chat_template(
+        messages,
+        tools=list(tools) or None,
+        add_generation_prompt=speak,
+        enable_thinking=thinking,  # Qwen3 and most others
+        thinking=thinking,  # DeepSeek-V3.1, Granite
+        reasoning=thinking,  # Command A
+        tokenize=False,
+    )
 
 
 def _with_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The tools and the form of a call in the system message, for DeepSeek-V3.1."""
+    """Add the tools and the form of a call to the system message, for DeepSeek-V3.1."""
     functions = [tool["function"] for tool in tools]
     listed = [
         f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
@@ -181,10 +197,10 @@ def _with_tools(
 def deepseek_v32(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, thinking: bool
 ) -> str:
-    """By the code that DeepSeek publishes with the model: it has no Jinja template.
+    """Render by the code that DeepSeek publishes with the model, which has no Jinja template.
 
     Raises:
-        ValueError: it refuses these messages, or is not there.
+        ValueError: the code refuses these messages, or is not installed.
     """
     renamed = [
         {("reasoning" if key == "reasoning_content" else key): v for key, v in message.items()}
@@ -194,8 +210,8 @@ def deepseek_v32(
         renamed[0]["tools"] = list(tools)
     elif tools:
         renamed.insert(0, {"role": "system", "tools": list(tools)})
-    # Thinking that has to go is gone already (`retained`); its own rule drops a developer's
-    # messages, too.
+    # `retained` has already dropped old thinking; the code's own rule would also drop a developer's
+    # messages.
     mode = "thinking" if thinking else "chat"
     try:
         return _deepseek_code().encode_messages(renamed, thinking_mode=mode, drop_thinking=False)
@@ -205,7 +221,7 @@ def deepseek_v32(
 
 @cache
 def _deepseek_code() -> Any:
-    """vLLM's copy of it, without the rest of vLLM: half a second instead of many."""
+    """Load vLLM's copy of the code without the rest of vLLM, which takes seconds to import."""
     vllm = importlib.util.find_spec("vllm")
     place = Path((vllm and vllm.origin) or "").parent / "tokenizers" / "deepseek_v32_encoding.py"
     spec = importlib.util.spec_from_file_location("deepseek_v32_encoding", place)

@@ -1,15 +1,14 @@
-"""A conversation that somebody else wrote, in the ids that the policy would have sampled.
+"""Tokenisation of given conversations, in the ids that the policy would have sampled.
 
-The context of each turn is what a rollout would hold there: an opening, what was said, and what
-`Chat.extend` puts between. So a token is trained under exactly the ids that it would be sampled
-after, and a conversation becomes several contexts where one of a rollout would (thinking that a
-user's next message ends, `keel.agents.conversation`).
+The context of each turn equals that of a rollout: an opening, the turns so far, and the text that
+`Chat.extend` puts between them. A token is thus trained after exactly the ids that it would be
+sampled after, and a conversation is split into several contexts where a rollout's would be (at a
+user message that ends thinking, `keel.agents.conversation`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,22 +17,20 @@ from weakref import WeakKeyDictionary
 
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.thinking import THINK_END, THINK_START
 
 ASSISTANT = "assistant"
 OPENS = (
-    ": it opens each turn's thinking itself, and shows a turn that is over without any; give a "
+    ": it opens each turn's thinking itself, but shows finished turns without thinking; give a "
     "template that keeps the last turn's (model.chat_template)"
 )
-_MODE = re.compile(rf"(?:{THINK_START}\s*)?(?:{THINK_END}\s*)?\Z")
 _END = {"role": "user", "content": "?"}
 _SHOWN: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDictionary()
-"""Roles in an order, written in a way, of which none is lost."""
+"""Sequences of roles, by way of rendering, that a template shows completely."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The ids of one context, and which of them the policy says."""
+    """The ids of one context, and a mask of those that the policy says."""
 
     ids: list[int] = field(default_factory=list[int])
     said: list[bool] = field(default_factory=list[bool])
@@ -51,20 +48,20 @@ def taught(
     thinking: bool,
     trained: Collection[int] | None = None,
 ) -> list[Context]:
-    """The contexts in which the policy says the assistant's messages, its end of the turn included.
-    Each ends with something that it says.
+    """Return the contexts in which the policy says the assistant's messages and ends its turns.
+    Each context ends with a turn of the policy.
 
     `trained`: places of the messages that are learned; the others are context. None: all of the
-    assistant's. `thinking`: the mode; without it, reasoning in the messages is left out.
+    assistant's. `thinking`: the mode; without it, reasoning in the messages is omitted.
 
-    Raises `ValueError` where the template does not show a message as it stands here, naming the
-    message's place, and what of it is lost.
+    Raises `ValueError` if the template does not show a message completely; names its place and the
+    part that is lost.
     """
     if not thinking:
         messages = [_without_reasoning(message) for message in messages]
     contexts: list[Context] = []
     done = 0
-    """Messages that the last context holds."""
+    """Number of messages in the last context."""
     for place, message in enumerate(messages):
         if message["role"] != ASSISTANT or (trained is not None and place not in trained):
             continue
@@ -104,25 +101,22 @@ def turn_ids(
     *,
     thinking: bool,
 ) -> list[int]:
-    """The ids that the policy samples after `messages` to say `said`, with its end of the turn.
-    `after`: what follows, for formats whose turns end with the mark that begins the next message.
+    """Return the ids that the policy samples after `messages` to say `said`, end of the turn
+    included. `after`: the next messages, for formats whose turns end with the mark that begins the
+    next message.
 
     Raises `ValueError` if the template shows `messages` otherwise once `said` follows.
     """
     before, _ = chat.text(messages, tools, thinking=thinking)
     whole, marks = chat.text([*messages, said], tools, thinking=thinking, speak=False)
-    without_mode = _MODE.sub("", before)
-    if whole.startswith(before):
-        turn = whole[len(before) :]
-    elif whole.startswith(without_mode):
-        turn = whole[len(without_mode) :]
-    else:
+    turn = chat.turn_of(before, whole)
+    if turn is None:
         raise ValueError(
             f"{chat.renderer.name} (format {chat.format.name}) shows earlier messages otherwise "
             "once others follow"
         )
     reasoning = str(said.get("reasoning_content") or "")
-    if reasoning and turn.startswith(THINK_END):  # a history without the thinking
+    if reasoning and turn.startswith(chat.marks.close):  # a history without the thinking
         turn = chat.encoder.shield_whole(reasoning, marks) + turn
     ends = [place + len(end) for end in chat.ends if (place := turn.find(end)) >= 0]
     if ends:
@@ -138,13 +132,13 @@ def _check_shown(
     first: int,
     how: tuple[bool, bool | None],
 ) -> None:
-    """Whether `write` shows something of every message that is not the assistant's: a template may
-    pass over roles that it does not know, or a system message that is not the first. Asked with
-    words in the place of the contents, once for the same roles written in the same way. first:
-    place of the first message. Raises `ValueError` naming the one that is lost."""
+    """Check that `write` shows every message that is not the assistant's: a template may skip
+    unknown roles, or a system message that is not the first. Contents are replaced by probe words,
+    and each sequence of roles is checked once per way of rendering. first: place of the first
+    message. Raises `ValueError` naming the message that is lost."""
     roles = tuple(
         str(one["role"]) if _plain(one.get("content")) else "" for one in messages
-    )  # nothing is lost of an empty one
+    )  # an empty message loses nothing
     seen = _SHOWN.setdefault(chat, set())
     if (how, roles) in seen:
         return
@@ -174,20 +168,20 @@ def _check_read_back(
     *,
     thinking: bool,
 ) -> None:
-    """What a rollout would read in the turn is what the message says."""
+    """Check that a rollout would parse the turn to the given message."""
     parsed = chat.parse(turn, tools, thinking=thinking, turn=0)
     calls = [
         (call.name, dict(call.arguments)) if isinstance(call, ToolCall) else None
         for call in parsed.calls
     ]
-    wanted = [_call(call) for call in message.get("tool_calls") or ()]
+    expected = [_call(call) for call in message.get("tool_calls") or ()]
     for what, read, meant in (
         ("reasoning", parsed.reasoning, _plain(message.get("reasoning_content"))),
         ("content", parsed.content, _plain(message.get("content"))),
-        ("calls", calls, wanted),
+        ("calls", calls, expected),
     ):
         if read != meant:
-            lost = chat.opened(thinking=thinking) and THINK_END not in chat.decode(turn)
+            lost = chat.opened(thinking=thinking) and chat.marks.close not in chat.decode(turn)
             raise ValueError(
                 f"{chat.renderer.name} (format {chat.format.name}) would read its {what} as "
                 f"{_short(read)}, and it has {_short(meant)}{OPENS * lost}"

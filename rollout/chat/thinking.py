@@ -1,102 +1,138 @@
-"""A turn's thinking, told apart from the rest of it."""
+"""Thinking marks of a model family, and a turn's thinking split from its answer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-THINK_START = "<think>"
-THINK_END = "</think>"
+from keel.rl.thinking import THINK, ThinkingMarks
+
+HARMONY = ThinkingMarks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
+"""gpt-oss. Its turns are several messages, which `keel.rollout.chat.parsing.read_harmony` reads."""
+HARMONY_CONTROLS = "<|start|> <|channel|> <|constrain|> <|message|> <|end|> <|call|> <|return|>"
+FAMILIES = (
+    HARMONY,
+    ThinkingMarks("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    ThinkingMarks("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A, Command R7B
+    ThinkingMarks("<|channel>thought", "<channel|>"),  # Gemma 4
+    THINK,  # last: templates with marks of their own mention these too
+)
+
+
+def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
+    """Return the thinking marks of a tokenizer's family.
+
+    They are those that the recipe names (`model.thinking_marks`: open, close), else the pair that
+    the chat template writes, else the pair among the added tokens. None: the family is unknown, and
+    `THINK` is as good as any.
+    """
+    if named:
+        return ThinkingMarks(*named)
+    template, added = str(tokenizer.chat_template or ""), tokenizer.get_added_vocab()
+    if "<|channel|>" in added and "<|message|>" in added:
+        return HARMONY
+    for marks in FAMILIES:
+        if marks.close in template:
+            return marks
+    return next((m for m in FAMILIES if m.open in added and m.close in added), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of a family's calls. Within one, thinking marks are words like any others."""
+    """How a family's calls begin and end. Thinking marks inside a call are ordinary text."""
 
     start: str = ""
     """A pattern. Empty: the family has no calls."""
     end: str = ""
-    """Empty: a call goes to the turn's end."""
+    """Empty: a call extends to the turn's end."""
     whole: re.Pattern[str] | None = None
-    """How a turn, or what comes after its thinking, begins that is nothing but calls."""
+    """The beginning of a turn, or of what follows its thinking, that consists of calls alone."""
 
 
 NO_CALLS = Bounds()
 
 
 def split_thinking(
-    text: str, bounds: Bounds = NO_CALLS, *, opened: bool, inside: bool = False
+    text: str,
+    bounds: Bounds = NO_CALLS,
+    *,
+    opened: bool,
+    inside: bool = False,
+    marks: ThinkingMarks = THINK,
 ) -> tuple[str, str, bool]:
-    """(reasoning, content, whether the turn ends thinking). Thinking that is never closed leaves no
-    content; text before a `</think>` that nothing opened is thinking, too. opened: by the prompt or
-    an earlier turn. inside: there are calls in the thinking."""
-    walk = _Walk(text, bounds, inside=inside)
-    thinks = opened and not text.lstrip().startswith(THINK_START)
+    """Split a turn into (reasoning, content, whether it ends inside its thinking).
+
+    A turn whose thinking is never closed has no content; text before a closing mark that nothing
+    opened is reasoning. opened: the prompt or an earlier turn has opened the thinking. inside: the
+    thinking may contain calls.
+    """
+    walk = _Walk(text, bounds, marks, inside=inside)
+    thinks = opened and not text.lstrip().startswith(marks.open)
     thinks = thinks or walk.begins_thinking()
-    place, thoughts, said = 0, list[str](), list[str]()
+    place, thoughts, answer = 0, list[str](), list[str]()
     while True:
-        mark = walk.next_end(place) if thinks else walk.next_begin(place, said)
+        mark = walk.next_end(place) if thinks else walk.next_begin(place, answer)
         part = text[place : mark.start() if mark else None]
-        (thoughts if thinks else said).append(part)
+        (thoughts if thinks else answer).append(part)
         if mark is None:
             break
         place, thinks = mark.end(), not thinks
     if thinks:
-        return "\n".join([*said, *thoughts]).strip(), "", True
-    return "\n".join(part.strip() for part in thoughts), "".join(said), False
-
-
-def thinking_open(text: str) -> bool:
-    """Whether a rendered conversation, or a part of one, ends inside a turn's thinking."""
-    return text.rfind(THINK_START) > text.rfind(THINK_END)
+        return "\n".join([*answer, *thoughts]).strip(), "", True
+    return "\n".join(part.strip() for part in thoughts), "".join(answer), False
 
 
 class _Walk:
-    """Over the marks of a turn, none of them twice."""
+    """Finds a turn's thinking marks one after the other, each of them once."""
 
-    def __init__(self, text: str, bounds: Bounds, *, inside: bool) -> None:
-        self._text, self._bounds = text, bounds
+    def __init__(self, text: str, bounds: Bounds, marks: ThinkingMarks, *, inside: bool) -> None:
+        self._text, self._bounds, self._marks = text, bounds, marks
+        begin, end = re.escape(marks.open), re.escape(marks.close)
         start = f"|{bounds.start}" if bounds.start else ""
-        self._begin = re.compile(THINK_START + start, re.MULTILINE)
-        self._end = re.compile(THINK_END + start * inside, re.MULTILINE)
-        self._any = re.compile(f"{THINK_START}|{THINK_END}{start}", re.MULTILINE)
+        self._begin = re.compile(begin + start, re.MULTILINE)
+        self._end = re.compile(end + start * inside, re.MULTILINE)
+        self._any = re.compile(f"{begin}|{end}{start}", re.MULTILINE)
         either = f"{bounds.start}|{re.escape(bounds.end)}" if bounds.end else ""
         self._either = re.compile(either, re.MULTILINE) if either else None
 
     def begins_thinking(self) -> bool:
-        """Whether there is an end before any beginning."""
+        """Return whether a closing mark comes before any opening one."""
         place = 0
         if self._all_calls(0):
             return False
         while mark := self._any.search(self._text, place):
-            if mark[0] in (THINK_START, THINK_END):
-                return mark[0] == THINK_END
+            if mark[0] in (self._marks.open, self._marks.close):
+                return mark[0] == self._marks.close
             if not self._bounds.end:
                 return False
             place = self._behind_closed(mark)
         return False
 
-    def next_begin(self, place: int, said: Sequence[str]) -> re.Match[str] | None:
-        """Of thinking, outside of all calls; said: what stands before, outside of thinking."""
-        if not any(map(str.strip, said[-1:])) and self._all_calls(place):
+    def next_begin(self, place: int, answer: Sequence[str]) -> re.Match[str] | None:
+        """Find the next opening mark outside all calls. answer: the parts before `place` that are
+        not thinking."""
+        if not any(map(str.strip, answer[-1:])) and self._all_calls(place):
             return None
         while mark := self._begin.search(self._text, place):
-            if mark[0] == THINK_START:
+            if mark[0] == self._marks.open:
                 return mark
             place = self._behind(mark)
         return None
 
     def next_end(self, place: int) -> re.Match[str] | None:
-        """Of thinking, outside of all calls that are closed."""
+        """Find the next closing mark outside all closed calls."""
         while mark := self._end.search(self._text, place):
-            if mark[0] == THINK_END:
+            if mark[0] == self._marks.close:
                 return mark
             place = self._behind_closed(mark)
         return None
 
     def _behind_closed(self, call: re.Match[str]) -> int:
-        """One that is not closed, before the next begins, is a mere mention."""
+        """Return the end of a call. One that is not closed before the next begins is a mere
+        mention, and ends with its start mark."""
         following = self._either.search(self._text, call.end()) if self._either else None
         closed = following is not None and following[0] == self._bounds.end
         return following.end() if following is not None and closed else call.end()

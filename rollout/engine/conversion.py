@@ -1,4 +1,5 @@
-"""Between the project's types and the engine's: prompts to ids, recordings to trajectories."""
+"""Conversion between the project's types and the engine's: prompts to ids, recordings to
+trajectories."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.model.source import written_by_code
 from keel.rl.seeds import seed_of
+from keel.rl.thinking import THINK, ThinkingMarks
 from keel.rl.types import NO_ROUTE, FinishReason, KeptSets, Prompt, Segment, Trajectory
-from keel.rollout.chat.render import deepseek_v32
-from keel.rollout.chat.thinking import THINK_END, THINK_START
+from keel.rollout.chat.parsing import Broken, read_harmony
+from keel.rollout.chat.render import render
+from keel.rollout.chat.thinking import HARMONY, HARMONY_CONTROLS
 
-_THINK_BLOCK = re.compile(f"{THINK_START}(.*?){THINK_END}", re.DOTALL)
+_THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used here."""
 
     chat_template: Any
     eos_token_id: Any
@@ -32,70 +34,86 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPrompt:
-    """A prompt as the policy sees it."""
+    """A prompt in token ids."""
 
     token_ids: list[int]
     thinking: bool
-    """The template has already opened a think block that the policy is to close."""
+    """The prompt ends inside a think block, which the policy closes."""
 
 
-def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> RenderedPrompt:
-    """Through the chat template, or the code that stands for one, up to where the policy speaks; a
-    raw prompt as the tokenizer begins a text."""
+def render_prompt(
+    tokenizer: Tokenizer, prompt: Prompt, marks: ThinkingMarks = THINK
+) -> RenderedPrompt:
+    """Render a prompt by the chat template up to the policy's turn, or a raw prompt as the
+    tokenizer begins a text. marks: between which the policy thinks."""
     if prompt.raw:
-        return _raw(tokenizer, prompt)
+        return _raw(tokenizer, prompt, marks)
     messages = [dict(message) for message in prompt.messages]
     tools = [dict(tool) for tool in prompt.tools]
-    if written_by_code(tokenizer):
-        text = deepseek_v32(messages, tools, thinking=prompt.thinking)
-    else:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tools=tools or None,
-            add_generation_prompt=True,
-            enable_thinking=prompt.thinking,
-            thinking=prompt.thinking,  # DeepSeek-V3.1's word for it
-            tokenize=False,
-        )
+    text = render(tokenizer, messages, tools, thinking=prompt.thinking)
+    for message in messages:
+        if message["role"] == "developer" and str(message["content"]).strip() not in text:
+            raise ValueError("it does not show a message of the role developer; make it system")
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
         raise ValueError(f"prompt {prompt.prompt_id}: the chat template renders it to nothing")
-    return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(THINK_START))
+    return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(marks.open))
 
 
-def _raw(tokenizer: Tokenizer, prompt: Prompt) -> RenderedPrompt:
+def _raw(tokenizer: Tokenizer, prompt: Prompt, marks: ThinkingMarks) -> RenderedPrompt:
     (message,) = prompt.messages
     text = str(message["content"])
     token_ids = tokenizer.encode(text, add_special_tokens=True)
-    if token_ids[-1:] == [tokenizer.eos_token_id]:  # some end every text, and this one goes on
+    if token_ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text
         token_ids = token_ids[:-1]
     if not token_ids:
         raise ValueError(f"prompt {prompt.prompt_id}: is nothing to the tokenizer")
-    return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(THINK_START))
+    return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(marks.open))
 
 
-def decode_all(tokenizer: Tokenizer, completions: Sequence[Sequence[int]]) -> list[str]:
-    """The texts of completions, without special tokens but for thinking marks."""
-    given = [list(ids) for ids in completions]
-    hidden = _hidden(tokenizer)
+def decode_all(
+    tokenizer: Tokenizer, completions: Sequence[Sequence[int]], marks: ThinkingMarks = THINK
+) -> list[str]:
+    """Decode completions without special tokens. The thinking marks stay, as `<think>` and
+    `</think>` whatever the family's own are."""
+    completions = [list(ids) for ids in completions]
+    hidden = _hidden(tokenizer, marks)
+    if hidden:
+        completions = [[index for index in ids if index not in hidden] for ids in completions]
     skip = hidden is None
-    if hidden is not None:
-        given = [[one for one in ids if one not in hidden] for ids in given]
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        # On all cores, where transformers takes one after the other.
-        return fast.decode_batch(given, skip_special_tokens=skip)
-    return [tokenizer.decode(ids, skip_special_tokens=skip) for ids in given]
+        # On all cores; transformers decodes one after the other.
+        texts = fast.decode_batch(completions, skip_special_tokens=skip)
+    else:
+        texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in completions]
+    return [_with_usual_marks(text, marks) for text in texts]
 
 
-def _hidden(tokenizer: Tokenizer) -> set[int] | None:
-    """Special tokens, where the thinking marks are among them; None: they are words."""
+def _hidden(tokenizer: Tokenizer, marks: ThinkingMarks) -> set[int] | None:
+    """Return the special tokens that are no part of a thinking mark. None: all of them are."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i: str(token) for i, token in added.items() if token.special}
-    marks = {THINK_START, THINK_END}
-    if marks.isdisjoint(special.values()):
-        return None
-    return {i for i, text in special.items() if text not in marks}
+    shown = HARMONY_CONTROLS if marks == HARMONY else f"{marks.open} {marks.close}"
+    hidden = {i for i, text in special.items() if text not in shown}
+    return hidden if len(hidden) < len(special) else None
+
+
+def _with_usual_marks(text: str, marks: ThinkingMarks) -> str:
+    """Translate a completion's thinking marks to `THINK`, which rewards look for. Text that the
+    policy spelled like `THINK` is no mark in its family, and gets a space."""
+    if marks == THINK:
+        return text
+    for usual in (THINK.open, THINK.close):
+        text = text.replace(usual, f"{usual[0]} {usual[1:]}")
+    if marks != HARMONY:
+        return text.replace(marks.open, THINK.open).replace(marks.close, THINK.close)
+    read = read_harmony(text, (), opened=False, inside=False)
+    stray = [item.text for item in read.items if isinstance(item, Broken)]
+    thoughts = "\n".join([*filter(None, [read.reasoning]), *stray])
+    if not thoughts:
+        return read.content
+    return f"{THINK.open}{thoughts}" + f"{THINK.close}{read.content}" * bool(read.content)
 
 
 def check_fits(prompt: Prompt, prompt_tokens: int, max_tokens: int, context: int) -> None:
@@ -109,19 +127,19 @@ def check_fits(prompt: Prompt, prompt_tokens: int, max_tokens: int, context: int
 
 
 def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
-    """One assistant message: `content`, `reasoning_content` if there is any, and `raw`.
+    """Return one assistant message: `content`, `reasoning_content` if there is any, and `raw`.
 
     `thinking`: the prompt has opened the think block. If a block is never closed, everything is
     reasoning, so an answer inside it does not count as given.
     """
-    opens = raw.lstrip().startswith(THINK_START)
-    text = THINK_START + raw if thinking and not opens else raw
-    # What is behind the last end holds no block: to look for one behind each of many beginnings
-    # would take a time that grows with their square.
-    before, end, behind = text.rpartition(THINK_END)
+    opens = raw.lstrip().startswith(THINK.open)
+    text = THINK.open + raw if thinking and not opens else raw
+    # There is no block after the last closing mark. Searching there from each of many opening
+    # marks would take quadratic time.
+    before, end, behind = text.rpartition(THINK.close)
     content = _THINK_BLOCK.sub("", before + end) + behind
-    if THINK_START in content:
-        content, reasoning = "", text.replace(THINK_START, "").replace(THINK_END, "")
+    if THINK.open in content:
+        content, reasoning = "", text.replace(THINK.open, "").replace(THINK.close, "")
     else:
         reasoning = "\n".join(_THINK_BLOCK.findall(before + end))
     message = {"role": "assistant", "content": content.strip()}
@@ -140,7 +158,7 @@ def build_segment(
     kept: KeptSets | None = None,
     routes: NDArray[np.int16] | None = None,
 ) -> Segment:
-    """One turn: P prompt tokens, then G sampled ones.
+    """Build the segment of one turn: P prompt tokens, then G sampled ones.
 
     `logp` and `versions` [G], `kept` G spans, `routes` [P+G−1, L, K] (input-aligned: the last
     token has been no input yet). Raises `ValueError` if the lengths do not agree.
@@ -173,7 +191,7 @@ def build_segment(
 def build_trajectory(
     sibling: int, segment: Segment, raw: str, *, thinking: bool, finish_reason: FinishReason
 ) -> Trajectory:
-    """One completion of one turn. `raw` is its text without special tokens."""
+    """Build the trajectory of a completion of one turn. `raw`: its text without special tokens."""
     return Trajectory(
         prompt_id=segment.prompt_id,
         sibling=sibling,
@@ -184,6 +202,6 @@ def build_trajectory(
 
 
 def sibling_seed(seed: int, prompt_id: str, version: int, draw: int, sibling: int) -> int:
-    """Seed of one completion, in [0, 2⁶³): the same on every engine and in every run. `draw`: how
-    often this version has been asked the prompt before; else it would say the same again."""
+    """Return the seed of one completion, in [0, 2⁶³), equal on every engine and in every run.
+    `draw`: how many times this version has sampled the prompt before, so that repeats differ."""
     return seed_of(seed, version, draw, sibling, prompt_id)

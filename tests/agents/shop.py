@@ -156,6 +156,19 @@ class Graded:
         return self._verdict
 
 
+class Quiz:
+    """Talks with the policy, and has no tools."""
+
+    def opening(self) -> str:
+        return "What is 2 + 2?"
+
+    def reply(self, text: str) -> str | None:
+        return None if "4" in text else "Try again."
+
+    def verdict(self) -> float:
+        return 0.0
+
+
 class Offers:
     """Offers what it is told to."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keel.agents.host.client import Hosted, Program
-from keel.agents.inside.errors import Refused
+from keel.agents.inside.errors import Lost, Refused
 from keel.agents.inside.games import Game
 from keel.rl.types import Prompt, Verdict
 from tests.agents.episodes import run, transcript, use
@@ -83,6 +84,83 @@ def test_actions_that_cannot_be_written_are_refused() -> None:
     game.action_space = Text()
     (tool,) = Game(game).opening(TASK, 3)["tools"]
     assert tool["parameters"]["properties"]["action"] == {"type": "string"}
+
+
+class Points:
+    """As old gym: four results, and a seed of its own. Observations are points of a grid."""
+
+    def __init__(self, seen: Any, rewards: Sequence[float], info: dict[str, Any]) -> None:
+        self._seen, self._rewards, self._info = seen, rewards, info
+        self.seeds: list[int] = []
+
+    def seed(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+    def reset(self) -> Any:
+        self._moves = 0
+        return self._seen
+
+    def step(self, action: str) -> tuple[Any, float, bool, dict[str, Any]]:
+        self._moves += 1
+        done = self._moves == len(self._rewards)
+        return self._seen, self._rewards[self._moves - 1], done, self._info
+
+    def get_observation(self) -> Any:
+        raise AssertionError("not TextArena's")
+
+
+class TextWorld(Points):
+    """Its `step` returns the score so far, and its `reset` the observation with `infos`."""
+
+    def reset(self) -> Any:
+        return super().reset(), self._info
+
+
+@pytest.mark.parametrize("kind", [Points, TextWorld])
+@pytest.mark.parametrize(
+    ("seen", "shown"),
+    [
+        ("You are in a kitchen.", "You are in a kitchen."),
+        ((3, 7), "(3, 7)"),
+        ([(1, 2), (3, 4)], "[(1, 2), (3, 4)]"),
+        (("wall", {"a": 1}, 2), "('wall', {'a': 1}, 2)"),
+    ],
+)
+def test_games_of_four_results_are_played_to_their_end(
+    kind: type[Points], seen: Any, shown: str
+) -> None:
+    made = kind(seen, [0.0, 0.25, 0.5], {"won": True, "max_score": 4})
+    game = Game(made, score="last" if kind is TextWorld else "sum")
+    assert game.opening(TASK, 3)["messages"][0]["content"] == shown and made.seeds == [3]
+    moves = [game.call("play", {"action": "go"}) for _ in range(3)]
+    assert [move["done"] for move in moves] == [False, False, True]
+    assert {move["text"] for move in moves} == {shown}
+    assert game.verdict([], "stop")["facts"] == {
+        "return": 0.5 if kind is TextWorld else 0.75,
+        "moves": 3,
+    }
+
+
+@pytest.mark.parametrize("ends", [(True, False), (False, True)])
+def test_either_end_of_gymnasium_ends_the_game(ends: tuple[bool, bool]) -> None:
+    class Ends(Walk):
+        def step(self, action: int) -> Any:
+            return (self._at, 0.0, *ends, {})
+
+    game = Game(Ends())
+    game.opening(TASK, 3)
+    assert game.call("play", {"action": 1})["done"]
+
+
+def test_a_step_of_another_form_ends_the_episode() -> None:
+    class Pair(Walk):
+        def step(self, action: int) -> Any:
+            return 1.0, True
+
+    game = Game(Pair())
+    game.opening(TASK, 3)
+    with pytest.raises(Lost, match=r"`step` must return .*\(1.0, True\)"):
+        game.call("play", {"action": 1})
 
 
 GYMNASIUM = os.environ.get("KEEL_GYMNASIUM_PYTHON", "")

@@ -13,7 +13,6 @@ import pytest
 from keel.agents.host.client import Hosted, parent_of
 from keel.agents.inside.episode import Episode
 from keel.agents.inside.errors import Lost, Refused
-from keel.agents.inside.games import observed
 from keel.agents.inside.kinds import Object, given_to, methods_of, parameters_of
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
@@ -313,14 +312,6 @@ def test_a_textarena_game(play_by: str) -> None:
             await environment.close()
 
     run(play())
-
-
-def test_observations_as_text() -> None:
-    assert observed("a") == "a"
-    assert observed(("a", {"lives": 3})) == "a"
-    assert observed((0, "a")) == "a"
-    assert observed([(-1, "a", 1), (0, "b", 2)]) == "a\nb"
-    assert observed((1, 2, 3)) == "(1, 2, 3)"
 
 
 def test_the_inside_needs_python_3_9_and_the_standard_library_alone() -> None:

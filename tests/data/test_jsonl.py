@@ -53,6 +53,37 @@ def test_a_line_becomes_a_prompt(tmp_path: Path) -> None:
     assert (third.prompt_id, third.reward["answer"]) == ("file/4", "0.10")
 
 
+def test_messages_in_openais_form_are_read(tmp_path: Path) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "2+2?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "4"},
+    ]
+    path = write(tmp_path, json.dumps({"messages": messages, "answer": "4"}))
+    (item,) = load_jsonl(source(path)).items
+    assert [(one["role"], one["content"]) for one in item.prompt.messages] == [
+        ("developer", "Be brief."),
+        ("user", "2+2?"),
+        ("assistant", ""),
+        ("tool", "4"),
+    ]
+    assert item.prompt.messages[2]["tool_calls"] == [call]
+
+
+def test_integers_of_many_digits_are_read(tmp_path: Path) -> None:
+    digits = "9" * 5000
+    path = write(
+        tmp_path,
+        f'{{"prompt": "x", "answer": {digits}}}',
+        f'{{"prompt": "y", "tests": [{{"call": "f", "args": [], "returns": {digits}}}]}}',
+    )
+    answer, tests = (item.prompt.reward for item in load_jsonl(source(path)).items)
+    assert answer["answer"] == digits
+    assert tests["tests"][0]["returns"] == int(digits)
+
+
 def test_a_line_says_how_it_is_judged(tmp_path: Path) -> None:
     criteria = [{"name": "n", "text": "t", "weight": 1}]
     tests = [{"stdin": "1", "stdout": "1.50"}]
@@ -149,7 +180,7 @@ BAD_LINES = {
     b'{"messages": [{"role": "user"}], "answer": "4"}': "`messages[0].content` must be text",
     b'{"messages": [{"role": "assistant", "content": "x"}], "answer": "4"}': "nothing to answer",
     b'{"prompt": "\\ud800", "answer": "4"}': "half of a surrogate pair",
-    b'{"prompt": "x", "answer": ' + b"9" * 5000 + b"}": "not JSON",
+    b'{"prompt": "x", "answer": ' + b"9" * 60_000 + b"}": "not JSON",
 }
 
 

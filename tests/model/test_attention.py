@@ -97,7 +97,7 @@ def test_what_it_cannot_do_is_refused() -> None:
     heads: Tensor = torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match="segments"):
         packed_attention(module, heads, heads, heads, None)
-    with pytest.raises(ValueError, match=r"dropout = 0\.1"):
+    with pytest.raises(ValueError, match=r"dropout of 0\.1"):
         packed_attention(module, heads, heads, heads, None, segments=segments, dropout=0.1)
     with pytest.raises(ValueError, match="softcap"):
         packed_attention(module, heads, heads, heads, None, segments=segments, softcap=30.0)

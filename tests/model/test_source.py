@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from keel.configs.schema import ConfigError
-from keel.model import load, source
+from keel.model import source
 from keel.model.load import load_model_config, load_tokenizer
 from keel.model.source import (
     check_path,
@@ -155,18 +155,18 @@ def test_weights_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
     assert said() == ""
     whole = (tmp_path / parts[1]).read_bytes()
     for content, fault in (
-        (whole[:-4], f"has {len(whole) - 4} bytes of {len(whole)}; get it again"),
-        (whole[:20], "cut off after 20 bytes"),
-        (b"", "cut off after 0 bytes"),
+        (whole[:-4], "not a whole safetensors file"),
+        (whole[:20], "not a whole safetensors file"),
+        (b"", "not a whole safetensors file"),
         (source.LFS + b"/spec/v1\noid sha256:00\nsize 4000000000\n", "pointer of Git LFS"),
-        (whole[:8] + b"?" + whole[9:], "not a safetensors file"),
+        (whole[:8] + b"?" + whole[9:], "not a whole safetensors file"),
     ):
         (tmp_path / parts[1]).write_bytes(content)
         assert said().startswith(f"{parts[1]}: ") and fault in said()
     for name in parts[1:]:
         (tmp_path / name).unlink()
     assert f"{parts[3]} and 1 more of the 5 files that {index.name} names are missing" in said()
-    for content in ("{}", "[]", "?"):
+    for content in ("{}", "[]", "?", '{"weight_map": {"w": 3}}', '{"weight_map": {"w": "../w"}}'):
         index.write_text(content)
         with pytest.raises(ConfigError, match="not an index of weights"):
             said()
@@ -220,23 +220,15 @@ def test_a_half_copied_cache_of_links_is_called_that(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_a_family_that_nobody_knows_is_named_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_nobody_knows_is_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text('{"model_type": "foo_bar"}')
     said = refused(str(tmp_path))
     assert f"{str(tmp_path)!r}: models of type foo_bar are not known here: " in said
-    assert "Known are decoders like Llama" in said and "\n" not in said and "pip" not in said
-    with monkeypatch.context() as patched, pytest.raises(ConfigError, match="type foo_bar are not"):
-        patched.setattr(load, "AutoTokenizer", None)  # which would warn first
-        load_tokenizer(str(tmp_path))
-    monkeypatch.setattr(load, "check_family", lambda *_: None)  # of the hub: it is downloaded first
-    assert refused(str(tmp_path)) == said
+    assert "Decoders like Llama" in said and "\n" not in said and "pip" not in said
     (tmp_path / "config.json").write_text(
         '{"model_type": "foo_bar", "auto_map": {"AutoConfig": "a.B"}}'
     )
-    monkeypatch.undo()
     assert "is code of its own, and Keel runs none" in refused(str(tmp_path))
 
 

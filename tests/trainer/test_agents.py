@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -66,8 +67,8 @@ def config(
     )
 
 
-def checked(recipe: Config) -> dict[str, str]:
-    chat = check_chat(recipe, build_tokenizer())
+def checked(recipe: Config, tokenizer: Any = None) -> dict[str, str]:
+    chat = check_chat(recipe, tokenizer or build_tokenizer())
     return check_environments(recipe, chat, load_dataset(recipe.data, seed=0))
 
 
@@ -82,6 +83,20 @@ def test_what_an_environment_is_like_is_said_before_a_run() -> None:
     assert "rewards weighs 'corect'; did you mean correct?" in slip
     ((_, known),) = checked(config(rewards={"correct": 1.0, "format": 0.1})).items()
     assert "WARNING" not in known
+
+
+@pytest.mark.e2e
+def test_only_an_environment_with_tools_needs_a_call_format() -> None:
+    chatml = tokenizer_of("chatml")
+    ((_, note),) = checked(config(target="shop:Quiz"), chatml).items()
+    assert "tools: none" in note
+    with pytest.raises(ConfigError, match=r"\[shop\]\.environment: .*buy cannot be called"):
+        checked(config(), chatml)
+    shows_no_calls = copy.deepcopy(tokenizer_of("qwen3"))
+    template = shows_no_calls.chat_template
+    shows_no_calls.chat_template = template.replace("call.function.arguments | tojson", "'{}'")
+    with pytest.raises(ConfigError, match=r"model\.path.*it shows no tool calls"):
+        checked(config(window=1500), shows_no_calls)
 
 
 @pytest.mark.e2e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +22,15 @@ from keel.trainer.run.checkpoint import State
 from tests.rl.rollouts import scored, segment, trajectory
 
 GROUPS = [scored([trajectory(segment(20 * s, 6), sibling=s) for s in (0, 1)], [0.0, 1.0])]
+
+
+RECIPE = """
+model: {path: base}
+trainer: {lr: 1.0}
+data:
+  sources: [{name: sums, source: reasoning_gym, task: chain_sum, size: 10, rewards: {evil.f: 1}}]
+"""
+"""Its reward would have to be imported."""
 
 
 class FakeLearner:
@@ -55,25 +65,19 @@ class FakeLearner:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder, and `keel replay` without Ray."""
-    (tmp_path / "config.yaml").touch()
+    (tmp_path / "config.yaml").write_text(RECIPE)
     FakeLearner.made = []
-    knobs: list[str] = []
 
-    def prepare(recipe: str, overrides: list[str]) -> Any:
-        knobs[:] = overrides
-        lr = float(dict(o.split("=") for o in overrides).get("trainer.lr", 1))
-        config = SimpleNamespace(
-            run=SimpleNamespace(startup_deadline_s=1, frozen_after_s=2.0),
-            trainer=SimpleNamespace(lr=lr),
+    def found_model(config: Any, left: Any, hardware: Any, *, chats: bool) -> Any:
+        return SimpleNamespace(
+            choice=SimpleNamespace(config=config), hardware=SimpleNamespace(gpu=False)
         )
-        return SimpleNamespace(config=config, gpu=False)
 
     for name, value in {
         "start_ray": lambda: None,
         "end_ray": lambda: None,
         "watched": lambda say, frozen_after_s: nullcontext(),
-        "prepare": prepare,
-        "model_folder": lambda *_: "base",
+        "found_model": found_model,
         "Learner": FakeLearner,
     }.items():
         monkeypatch.setattr(module, name, value)
@@ -102,6 +106,7 @@ def test_the_newest_batch_from_the_newest_checkpoint_before_it(
     assert "now: the gradient is finite\n" in capsys.readouterr().out
     assert main(["replay", str(run), "trainer.lr=3"]) == 0
     assert "step_000007.npz" in capsys.readouterr().out and FakeLearner.made.pop().events[1] == 3.0
+    assert "evil" not in sys.modules
     first, second = (learner.events for learner in FakeLearner.made)
     assert first == ["base", 1.0, "step_000006", "p", "end"]
     assert second == ["base", 2.0, "step_000002", "p", "end"]
@@ -113,16 +118,19 @@ def test_an_overflow_that_nothing_explains_is_not_called_finite(
     """Nor are GPUs reserved for engines that are not started."""
     result = StepResult(version=1, metrics={"train/skipped_steps": Sum(1.0)})
     monkeypatch.setattr(FakeLearner, "step", lambda self, groups, examine: result)
-    prepared, asked = module.prepare, []
+    found, asked = module.found_model, []
 
     @contextmanager
     def reserved(config: Any, **options: Any) -> Iterator[Any]:
         asked.append(options["only"])
         yield SimpleNamespace(options=dict)
 
-    monkeypatch.setattr(
-        module, "prepare", lambda *given: SimpleNamespace(config=prepared(*given).config, gpu=True)
-    )
+    def on_gpu(*given: Any, **options: Any) -> Any:
+        model: Any = found(*given, **options)
+        model.hardware.gpu = True
+        return model
+
+    monkeypatch.setattr(module, "found_model", on_gpu)
     monkeypatch.setattr(module, "reserved", reserved)
     keep_batch(run, 3, GROUPS, [])
     assert main(["replay", str(run)]) == 0

@@ -212,8 +212,6 @@ class Layouts:
                 continue
             if found.trainer.ranks < self.least:
                 continue
-            if stuck := self._stuck(found):
-                return None, stuck
             return found, ""
         return None, why
 
@@ -221,13 +219,6 @@ class Layouts:
         if not self.hardware.gpu:
             return None
         return sum(node.gpus for node in nodes) - config.rewards.judge.gpus
-
-    def _stuck(self, config: Config) -> str:
-        """Why its checkpoint cannot be read with it."""
-        latest = checkpoint.latest(self.lowering.folder / "checkpoints")
-        if latest is None or not (stuck := checkpoint.stuck(latest, config)):
-            return ""
-        return f"{latest.name} holds DeepSpeed's own files, which need {', '.join(stuck)} as saved"
 
     def _tell(self, kind: str, line: str) -> None:
         folder = self.lowering.folder

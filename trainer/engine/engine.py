@@ -162,7 +162,6 @@ class TrainerEngine:
         self._checkpoints = Checkpoints(
             self._engine, self._adam, network.model, spread, stage=self._stage, device=self._device
         )
-        self._note(self._checkpoints.note)
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
         self._steps, self._version, self._applied = 0, 0, False
         self.tokens: dict[int, TokenNumbers] = {}  # of the last step's watched segments
@@ -380,7 +379,7 @@ class TrainerEngine:
         """Continue from `save`, exactly; on another layout, up to the order in which numbers are
         added up. Call it on a new engine. Raises `ValueError` if it cannot be read."""
         self._offload.load(state=True)
-        progress = self._checkpoints.load(folder, self._layout())
+        progress = self._checkpoints.load(folder)
         self._steps, self._version = progress["steps"], progress["version"]
 
     def _layout(self) -> dict[str, Any]:

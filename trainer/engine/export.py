@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from keel.configs.schema import ModelConfig
-from keel.model.load import tokenizer_with
+from keel.model.load import is_tied, tokenizer_with
 from keel.trainer.engine.weights import Weights
 from keel.trainer.run.manifest import Entry, seal, sizes
 
@@ -56,7 +56,8 @@ def write_model(
         size, total = size + count, total + count
     flush()
     _name_shards(folder, shards, total)
-    config = model.config.to_dict() | {"dtype": dtype}
+    # A reader that goes by the flag would leave out an output layer that has come apart.
+    config = model.config.to_dict() | {"dtype": dtype, "tie_word_embeddings": is_tied(model)}
     type(model.config).from_dict(config).save_pretrained(folder)
     if model.can_generate():
         # Its own `save_pretrained` refuses what some published models come with, such as a

@@ -39,11 +39,8 @@ def remembered(config: Config, now: Mapping[str, Any]) -> Remembered:
     ]
     if not differences:
         return Remembered(values=values)
-    kept: dict[str, Any] = {}
-    if (latest / checkpoint.NATIVE).is_dir():  # can be read on the same ranks alone
-        kept = {knob: value for knob, value in values.items() if knob in checkpoint.LAYOUT[:3]}
     said = f"the hardware is not what it was ({', '.join(differences)}): the layout is chosen anew"
-    return Remembered(values=kept, changed=said)
+    return Remembered(changed=said)
 
 
 def remember(folder: Path, values: Mapping[str, Any], now: Mapping[str, Any]) -> None:

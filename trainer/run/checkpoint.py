@@ -36,11 +36,12 @@ from keel.trainer.run.restarts import Stuck
 
 STATE = "state.json"
 FORMAT = 2
-"""Stands in `STATE` since checkpoints have manifests; older ones have no such number."""
+"""Number in `STATE` of the layout of a checkpoint folder."""
 PROGRESS = "trainer.json"
 """The trainer's own, with the layout that it was written on."""
-NATIVE = "deepspeed"
-"""Folder of DeepSpeed's own files, which take the same layout again."""
+PICKLED = "deepspeed"
+"""Folder of DeepSpeed's own files in checkpoints of early releases. They are pickles, which can run
+code when they are read, so they never are."""
 LAYOUT = (
     "trainer.ranks",
     "trainer.zero_stage",
@@ -48,7 +49,7 @@ LAYOUT = (
     "trainer.sequence_parallel",
     "rollout.engines",
 )
-"""Knobs that say over what a run is spread. DeepSpeed's own files depend on the first three."""
+"""Knobs that say over what a run is spread."""
 _FINISHED = re.compile(r"step_(\d{6,})")
 
 
@@ -175,20 +176,15 @@ def latest_whole(root: Path) -> Path | None:
     return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
 
 
-def has_manifest(folder: Path) -> bool:
-    """Whether it was written with one: those of older releases were not."""
-    if (folder / MANIFEST).exists():
-        return True
-    try:
-        return "format" in _content(folder / STATE)
-    except (OSError, ValueError):
-        return True
-
-
 def problems(folder: Path, *, bits: bool = True) -> list[str]:
-    """What is not as it was written, a line for each file: reads all of them, unless `bits` is
-    False. Of a checkpoint of an older release, which has no manifest, only what cannot be read."""
-    found = damage(folder, extra=True, bits=bits) if has_manifest(folder) else []
+    """List why a checkpoint cannot be resumed, a line for each file. Reads all files to their last
+    byte, unless `bits` is False."""
+    if (folder / PICKLED).exists():
+        return [
+            f"{PICKLED}/: pickles of an early release of Keel, which could run code and are not "
+            "read; export its model with that release and start a new run from it"
+        ]
+    found = damage(folder, extra=True, bits=bits)
     if not found:
         try:
             step = read_state(folder).step
@@ -213,12 +209,6 @@ def moved(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
         return {}
     now = layout_of(config)
     return {k: (saved[k], now[k]) for k in LAYOUT if k in saved and saved[k] != now[k]}
-
-
-def stuck(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Of these the ones that have to be as they were."""
-    native = (folder / NATIVE).is_dir()
-    return {k: v for k, v in moved(folder, config).items() if native and k in LAYOUT[:3]}
 
 
 def prune(root: Path, newest: Path, *, keep: int) -> None:

@@ -137,11 +137,6 @@ class RunFolder:
             metric_lines(self._metrics)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if stuck := checkpoint.stuck(self.latest, self._config):
-            raise ConfigError(
-                f"run.dir = {self.path}: {self.latest.name} holds DeepSpeed's own files, which can "
-                f"only be read on what wrote them: resume with {listed(stuck, 0)}"
-            )
         if saved.exists():
             check_resumable(load_config(saved), self._config, str(self.path), of=of)
         elif state.config != checkpoint.config_digest(self._config):
@@ -254,11 +249,6 @@ class RunFolder:
                 f"{latest.name} was saved with {listed(other, 0)}; this run has {listed(other, 1)}"
                 + ": the optimizer's state is re-sharded, and numbers are added up in another order"
                 * spread
-            )
-        if latest and not checkpoint.has_manifest(latest):
-            lines.append(
-                f"{latest} was written by an older release, without digests: nobody can say "
-                "whether it is as it was written"
             )
         if latest and (steps := lacking(self._metrics, checkpoint.step_of(latest))):
             lines.append(

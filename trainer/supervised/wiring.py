@@ -169,7 +169,7 @@ def prepare_sft(
     digest = digest_of_tokenizer(found.tokenizer)
     prompts = prompts_of(given, found.tokenizer, found.facts) if given.data.sources else None
     try:
-        chat = TemplateChat(found.tokenizer) if chats else None
+        chat = TemplateChat(found.tokenizer, marks=config.model.thinking_marks) if chats else None
         texts = any(source.is_text for source in config.sft.sources)
         encoded = encoded_by(found.tokenizer) if texts else None
     except ValueError as error:

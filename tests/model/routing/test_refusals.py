@@ -87,9 +87,7 @@ class MysteryExperts(nn.Module):
 
 @pytest.mark.parametrize("part", [MysteryRouter(4, 4), MysteryExperts()])
 def test_an_unknown_family_is_refused_with_the_known_ones(part):
-    with pytest.raises(
-        ValueError, match=r"Mystery\w+ is not known.*Qwen3Moe.*adding-a-model-family"
-    ):
+    with pytest.raises(ValueError, match=r"Mystery\w+ is not known.*adding-a-model-family"):
         router_modules(nn.Sequential(part))
 
 

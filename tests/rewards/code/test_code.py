@@ -176,6 +176,45 @@ def test_the_words_that_the_interpreter_would_offer(settings: CodeSettings) -> N
     assert verdict.score == 1.0, verdict.reason
 
 
+def test_solutions_have_the_imports_of_leetcode(settings: CodeSettings) -> None:
+    source = """
+class Solution:
+    def least(self, numbers: List[int], k: Optional[int]) -> Dict[str, Any]:
+        heap = numbers[:]
+        heapify(heap)
+        count = Counter(numbers)
+        first = next(accumulate([heappop(heap) for _ in range(k or 1)], gcd))
+        return {"first": first, "most": count.most_common(1)[0][0], "pow": pow(2, 5, 7),
+                "inf": math.inf > heapq.nsmallest(1, numbers)[0], "at": bisect_left([1, 3], 2)}
+
+@cache
+def fib(n: int) -> int:
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+"""
+    wanted = {"first": 1, "most": 4, "pow": 4, "inf": True, "at": 1}
+    tests = [
+        {"call": "Solution.least", "args": [[4, 1, 4], 2], "returns": wanted},
+        {"call": "fib", "args": [80], "returns": 23416728348467685},
+    ]
+    verdict = verify_code(spec(*tests), answer(source), settings)
+    assert verdict.score == 1.0, verdict.reason
+    printing = verify_code(spec({"stdout": "[]"}), answer("print(List)"), settings)
+    assert "NameError" in printing.reason, "programs import what they use"
+
+
+def test_integers_of_many_digits_are_numbers(settings: CodeSettings) -> None:
+    large = 3**20_000
+    tests = [
+        {"call": "f", "args": [large, 1], "returns": large + 1},
+        {"call": "f", "args": [large, -1], "returns": large},
+    ]
+    verdict = verify_code(spec(*tests, partial=True), answer("def f(a, b): return a + b"), settings)
+    assert passed(verdict) == [True, False], verdict.reason
+    echo = answer("print(int(input()) + 1)")
+    verdict = verify_code(spec({"stdin": str(large), "stdout": str(large + 1)}), echo, settings)
+    assert verdict.score == 1.0, verdict.reason
+
+
 def test_a_program_has_the_names_that_it_imports(settings: CodeSettings) -> None:
     for name in ("sys", "builtins", "source"):
         verdict = verify_code(spec({"stdout": "1"}), answer(f"{name}\nprint(1)"), settings)

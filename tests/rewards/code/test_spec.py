@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import CodeConfig, ConfigError
-from keel.rewards.code.call_driver import found, from_jsonable, to_jsonable
+from keel.rewards.code.call_driver import find, from_jsonable, to_jsonable
 from keel.rewards.code.compare import same_text, same_value
 from keel.rewards.code.languages import LANGUAGES
 from keel.rewards.code.spec import code_block, read_task
@@ -143,7 +143,7 @@ def test_the_driver_writes_values_as_data() -> None:
     assert from_jsonable(to_jsonable(value)) == value
     with pytest.raises(TypeError, match="returned a object"):
         to_jsonable([object()])
-    assert found("str.upper", {"str": str})() == ""
+    assert find("str.upper", {"str": str})() == ""
 
 
 def test_knobs() -> None:

@@ -211,6 +211,98 @@ GPT_OSS = """\
 {%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}
 """
 
+CHATML = """\
+{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+
+PHI = """\
+{%- for m in messages -%}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- else -%}{{ eos_token }}{%- endif -%}
+"""
+
+GEMMA = """\
+{{- bos_token -}}
+{%- if messages[0].role == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}
+{%- for m in messages -%}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}
+  {{- raise_exception('roles must alternate') -}}
+{%- endif -%}
+{%- set role = 'model' if m.role == 'assistant' else m.role -%}
+{{- '<start_of_turn>' + role + '\\n' + m.content | trim + '<end_of_turn>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}
+"""
+
+LFM2 = """\
+{{- bos_token -}}
+{%- if tools -%}
+  {{- '<|im_start|>system\\nList of tools: <|tool_list_start|>' + (tools | tojson) -}}
+  {{- '<|tool_list_end|><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for m in messages -%}
+{%- set content = m.content or '' -%}
+{%- if m.role == 'tool' -%}
+  {%- set content = '<|tool_response_start|>' + content + '<|tool_response_end|>' -%}
+{%- elif m.tool_calls -%}
+  {%- set content = '<|tool_call_start|>' + (m.tool_calls | tojson) + '<|tool_call_end|>' -%}
+{%- endif -%}
+{{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+
+LLAMA30 = """\
+{{- bos_token -}}
+{%- for m in messages -%}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+{%- endif -%}
+"""
+
+COMMAND = """\
+{{- bos_token -}}
+{%- set names = {'system': 'SYSTEM', 'user': 'USER', 'assistant': 'CHATBOT'} -%}
+{%- for m in messages -%}
+{{- '<|START_OF_TURN_TOKEN|><|' + names[m.role] + '_TOKEN|>' -}}
+{%- if m.role == 'assistant' -%}
+  {{- '<|START_THINKING|>' + (m.reasoning_content or '') + '<|END_THINKING|>' -}}
+  {{- '<|START_RESPONSE|>' + m.content + '<|END_RESPONSE|>' -}}
+{%- else -%}{{- m.content -}}{%- endif -%}
+{{- '<|END_OF_TURN_TOKEN|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>' -}}
+{{- '' if reasoning else '<|END_THINKING|>' -}}
+{%- endif -%}
+"""
+
+SEED = """\
+{%- for m in messages -%}
+{{- '<seed:bos>' + m.role + '\\n' -}}
+{%- if m.reasoning_content -%}
+  {{- '<seed:think>' + m.reasoning_content | trim + '</seed:think>\\n' -}}
+{%- endif -%}
+{{- m.content | trim + '<seed:eos>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<seed:bos>assistant\\n' }}{%- endif -%}
+"""
+
+MAGISTRAL = """\
+{{- bos_token -}}
+{%- for m in messages -%}
+{%- if m.role == 'system' -%}{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}
+{%- elif m.role == 'user' -%}{{ '[INST]' + m.content + '[/INST]' }}
+{%- else -%}
+  {{- '[THINK]' + m.reasoning_content + '[/THINK]' if m.reasoning_content else '' -}}
+  {{- m.content + eos_token -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+
 _CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _THINK = ("<think>", "</think>")
@@ -268,6 +360,61 @@ FAMILIES: dict[str, tuple[str | None, tuple[str, ...], tuple[str, ...], str, str
     "harmony": (GPT_OSS, _HARMONY, (), "<|return|>", None),
 }
 NAMES = ("embedded", *FAMILIES)
+FAMILIES |= {
+    "chatml": (CHATML, _CHATML, (), "<|im_end|>", None),
+    "phi": (
+        PHI,
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
+        (),
+        "<|endoftext|>",
+        None,
+    ),
+    "gemma": (GEMMA, ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), (), "<eos>", "<bos>"),
+    "lfm2": (
+        LFM2,
+        (
+            *("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<|tool_list_start|>"),
+            *("<|tool_list_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+            *("<|tool_response_start|>", "<|tool_response_end|>"),
+        ),
+        (),
+        "<|im_end|>",
+        "<|startoftext|>",
+    ),
+    "llama3.0": (LLAMA30, _LLAMA[:5], (), "<|eot_id|>", "<|begin_of_text|>"),
+    "command": (
+        COMMAND,
+        (
+            *("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+            *("<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+            *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ),
+        (),
+        "<|END_OF_TURN_TOKEN|>",
+        "<BOS_TOKEN>",
+    ),
+    "seed": (
+        SEED,
+        ("<seed:bos>", "<seed:eos>", "<seed:think>", "</seed:think>"),
+        (),
+        "<seed:eos>",
+        None,
+    ),
+    "magistral": (
+        MAGISTRAL,
+        (
+            *("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+            *("[THINK]", "[/THINK]"),
+        ),
+        (),
+        "</s>",
+        "<s>",
+    ),
+}
+PLAIN = tuple(name for name in FAMILIES if name not in NAMES)
+"""Families whose calls are in no format that is read."""
+ENDS = {"phi": "<|end|>", "gemma": "<end_of_turn>"}
+"""What ends a turn, by generation_config.json, where the tokenizer's eos_token does not."""
 WITHOUT_THINKING = ("hermes", "llama3")
 """Their templates know no `reasoning_content`."""
 
@@ -305,4 +452,6 @@ def tokenizer_of(name: str) -> Any:
 
 @cache
 def chat_of(name: str, *, tools_in_thinking: bool = False) -> TemplateChat:
-    return TemplateChat(tokenizer_of(name), tools_in_thinking=tools_in_thinking)
+    tokenizer = tokenizer_of(name)
+    ends = [tokenizer.convert_tokens_to_ids(ENDS[name])] if name in ENDS else []
+    return TemplateChat(tokenizer, tools_in_thinking=tools_in_thinking, ends=ends)

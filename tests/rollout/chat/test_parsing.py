@@ -79,6 +79,12 @@ def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | 
         ),
         ("hermes", '<tool_call>{"name": "city"}</tool_call>', ("city", {})),
         (
+            "hermes",
+            '<tool_call>{"name": "city", "parameters": {"days": 1}}</tool_call>',
+            ("city", {"days": 1}),
+        ),
+        ("llama3", '{"name": "city", "arguments": {"days": 1}}', ("city", {"days": 1})),
+        (
             "llama3",
             '<|python_tag|>{"name": "city", "parameters": {"days": 1}}',
             ("city", {"days": 1}),
@@ -116,6 +122,13 @@ def test_calls_in_forms_a_template_does_not_write(
         ("qwen3", '<tool_call>{"name": "city", </tool_call>', "not JSON"),
         ("qwen3", '<tool_call>["city"]</tool_call>', "a call is a JSON object"),
         ("qwen3", '<tool_call>{"arguments": {}}</tool_call>', "names no tool"),
+        ("qwen3", '<tool_call>{"name": "city", "args": {"days": 1}}</tool_call>', '"arguments"'),
+        ("llama3", '{"name": "city", "days": 1}', '"parameters"'),
+        (
+            "qwen3",
+            '<tool_call>{"name": "city", "arguments": {}, "parameters": {"days": 1}}</tool_call>',
+            "both",
+        ),
         ("qwen3", '<tool_call>{"name": "city", "arguments": [1]}</tool_call>', "not a JSON object"),
         ("qwen3", '<tool_call>{"name": "city", "arguments": {"a": NaN}}</tool_call>', "NaN"),
         ("qwen3", '<tool_call>{"name": "city"}', "no </tool_call> ends it"),

@@ -58,6 +58,7 @@ def test_a_prompt_goes_through_the_chat_template() -> None:
         "add_generation_prompt": True,
         "enable_thinking": False,
         "thinking": False,
+        "reasoning": False,
         "tokenize": False,
     }
 
@@ -218,3 +219,11 @@ def test_thinking_marks_stay_where_a_tokenizer_calls_them_special() -> None:
     assert "think" not in marked.decode(ids, skip_special_tokens=True)
     assert decode_all(marked, [ids]) == [plain]
     assert split_message(plain, thinking=False)["content"] == "It is 4"
+
+
+def test_a_developers_message_must_be_shown() -> None:
+    messages = ({"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"})
+    asked = prompt(messages=messages)
+    assert render_prompt(tokenizer_of("chatml"), asked).token_ids
+    with pytest.raises(ValueError, match="does not show a message of the role developer"):
+        render_prompt(tokenizer_of("qwen3"), asked)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.trainer.engine.scenarios import (
@@ -52,8 +53,9 @@ CHANGES: Mapping[str, tuple[int, Change | None]] = {
             "buckets_by_dtype",
         ),
     ),
-    "3 another place": (3, ("deepspeed.runtime.zero.stage3", "grad_position", "gradients_at")),
 }
+PLACE: Change = ("deepspeed.runtime.zero.stage3", "grad_position", "gradients_at")
+"""The optimizer's state is kept under another name, so it could not be saved."""
 
 
 @contextmanager
@@ -107,7 +109,6 @@ def trained(stage: int, change: Change | None, *, sleep: bool) -> Scenario:
                 "after": after,
                 "moved": moved,
                 "resumed": ranks.published(engine),
-                "files": {path.parent.name for path in saved.rglob("*") if path.is_file()},
                 "metrics": metrics,
                 "notes": engine.notes,
                 "optimizer": type(engine._engine.optimizer).__name__,
@@ -117,11 +118,18 @@ def trained(stage: int, change: Change | None, *, sleep: bool) -> Scenario:
     return run
 
 
+def refused(ranks: Ranks) -> Result:
+    with doctored(PLACE), pytest.raises(RuntimeError) as error:
+        ranks.engine(make_config(ranks.world_size, 3))
+    return {"error": str(error.value)}
+
+
 SCENARIOS: Mapping[int, Mapping[str, Any]] = {
     1: {
         name: trained(stage, change, sleep="asleep" in name)
         for name, (stage, change) in CHANGES.items()
     }
+    | {"place": refused}
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from keel.model.embedded.tokenizer import build_tokenizer
@@ -47,3 +48,16 @@ def test_the_tokenizer_that_is_written_says_its_end(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     assert write_tokenizer(tmp_path / "out", str(tmp_path)) == tokenizer.eos_token_id
+
+
+def test_an_output_layer_of_its_own_is_not_called_tied(tmp_path: Path) -> None:
+    """Training from weights whose config.json was wrong keeps both, and readers go by the flag."""
+    model = AutoModelForCausalLM.from_config(CONFIGS["dense, tied"])
+    for own in (False, True):
+        if own:
+            model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+        out = tmp_path / f"own-{own}"
+        write_model(out, model, checkpoint_tensors(model), dtype="float32")
+        assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is not own
+        read = load_policy(str(out), torch.float32)
+        assert torch.equal(read.lm_head.weight, model.lm_head.weight)

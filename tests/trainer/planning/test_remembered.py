@@ -11,7 +11,7 @@ from keel.configs.schema import Config, DataConfig, RunConfig, SourceConfig
 from keel.trainer.cluster.nodes import most_taken
 from keel.trainer.planning.placement import Hardware, idle_nodes
 from keel.trainer.planning.remembered import Remembered, lower, remember, remembered
-from keel.trainer.run.checkpoint import NATIVE, STATE
+from keel.trainer.run.checkpoint import STATE
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 VALUES = {"trainer.micro_batch_tokens": 18_432, "trainer.ranks": 4, "rollout.sleep": False}
@@ -48,9 +48,6 @@ def test_other_hardware_is_chosen_for_anew_and_what_changed_is_said(
         "the hardware is not what it was (GPUs of each node [4] → [8], GiB of a GPU 140 → 79, GiB "
         "that others hold 0 → 12): the layout is chosen anew"
     )
-    # DeepSpeed's own files take the same ranks again, so these stay.
-    (tmp_path / "checkpoints" / "step_000002" / NATIVE).mkdir()
-    assert remembered(config, eight.signature).values == {"trainer.ranks": 4}
 
 
 def test_a_run_without_a_checkpoint_or_with_a_damaged_file_has_no_choice(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import resource
 import shutil
@@ -19,7 +18,6 @@ from keel.trainer.run.checkpoint import (
     Unwritten,
     config_digest,
     finished,
-    has_manifest,
     latest,
     latest_whole,
     problems,
@@ -208,19 +206,6 @@ def test_another_checkpoint_in_its_place_is_found_out(tmp_path: Path) -> None:
     folder.rename(tmp_path / "step_000002")
     (found,) = problems(tmp_path / "step_000002")
     assert "state.json: of step 1, so this is another" in found
-
-
-def test_one_of_an_older_release_has_no_manifest_and_is_taken(tmp_path: Path) -> None:
-    folder = save(tmp_path, state(1), content, keep=1)
-    assert has_manifest(folder)
-    old = json.loads((folder / "state.json").read_text())
-    del old["format"]
-    (folder / "state.json").write_text(json.dumps(old))
-    (folder / MANIFEST).unlink()
-    assert not has_manifest(folder)
-    assert problems(folder) == [] and read_state(folder) == state(1)
-    (folder / "state.json").write_text("")
-    assert problems(folder), "it is one of the two, and neither can be read"
 
 
 def test_folders_without_a_state_do_not_count(tmp_path: Path) -> None:

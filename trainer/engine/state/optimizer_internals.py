@@ -148,28 +148,6 @@ def set_loss_scale(engine: DeepSpeedEngine, seen: Mapping[str, float]) -> None:
         vars(optimizer.loss_scaler).update({k: v for k, v in seen.items() if k in SCALED})
 
 
-@contextmanager
-def files_of(engine: DeepSpeedEngine) -> Iterator[list[str]]:
-    """Paths of the files that this rank writes meanwhile with `engine.save_checkpoint`; none where
-    DeepSpeed has another way of writing them (then the driver digests them)."""
-    written = list[str]()
-    writer = getattr(engine, "checkpoint_engine", None)
-    save = getattr(writer, "save", None)
-    if writer is None or save is None:
-        yield written
-        return
-
-    def saved(state_dict: Any, path: str) -> None:
-        save(state_dict, path)
-        written.append(path)
-
-    writer.save = saved
-    try:
-        yield written
-    finally:
-        del writer.save
-
-
 def trainable(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

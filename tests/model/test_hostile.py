@@ -1,0 +1,245 @@
+"""Model folders made to crash, hang or fill a machine are refused with one sentence, and soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from keel.configs.schema import ConfigError
+from keel.model import template_probe
+from keel.model.config_file import ignored_code
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.load import load_model_config, load_policy, load_tokenizer
+from keel.model.source import MOST_HEADER, missing_weights
+from keel.model.template_probe import MEMORY, check_template
+from keel.model.trainable import trainable_facts
+from tests.model.families import build
+
+SOON_S = 60.0
+"""Far above the limits of a template, and far below a hang."""
+FULL = 2 * 2**30
+"""Bytes."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole model of a few thousand numbers."""
+    tokenizer = build_tokenizer()
+    build("qwen3", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def checked(folder: Path) -> None:
+    """What `keel check` does with a model folder; raises ConfigError alone, soon, in little
+    memory."""
+    began, had = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        config = load_model_config(str(folder))
+        load_tokenizer(str(folder))
+        trainable_facts(str(folder), config)
+        if lacking := missing_weights(str(folder)):
+            raise ConfigError(lacking)
+    finally:
+        assert time.monotonic() - began < SOON_S
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - had) * 1024 < FULL
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        checked(folder)
+    assert str(error.value).isprintable(), "no escapes for a terminal, and one line"
+    return str(error.value)
+
+
+def change(folder: Path, knobs: dict[str, Any], name: str = "config.json") -> None:
+    file = folder / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | knobs))
+
+
+def test_a_whole_folder_passes(folder: Path) -> None:
+    checked(folder)
+    assert ignored_code(folder, transformers) == []
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"hidden_size": 10**9}, "hidden_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads"),
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"intermediate_size": 1e30}, "intermediate_size"),
+        ({"intermediate_size": float("nan")}, "intermediate_size"),
+        ({"num_labels": 10**9}, "num_labels"),
+        ({"text_config": {"num_experts": 10**9}}, "num_experts"),
+        ({"layer_types": ["full_attention"] * 10**5}, "layer_types"),
+        ({"model_type": "\x1b[2Jllama"}, "model_type"),
+        ({"model_type": ["llama"]}, "model_type"),
+        ({"model_type": "unheard-of"}, "unheard-of"),
+        ({"hidden_size": "large"}, "hidden_size"),
+        ({"hidden_size": -4}, "qwen3"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+    ],
+)
+def test_configs_out_of_range_are_refused(folder: Path, knobs: dict[str, Any], named: str) -> None:
+    change(folder, knobs)
+    assert named in refused(folder).replace("\\n", "\n")
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, "[]", "{", "", " " * 2**23], ids=range(5))
+def test_configs_that_are_no_mapping_are_refused(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    assert "config" in refused(folder)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLES = (
+    "{% set n = namespace(s='ab') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (LOOPS, "more than"),
+        ("{% if tools %}" + LOOPS + "{% endif %}", "more than"),
+        ("{% if messages | length > 5 %}" + LOOPS + "{% endif %}", "more than"),
+        ("{% generation %}" + LOOPS + "{% endgeneration %}", "more than"),
+        ("{{ 'a' * 10000000000 }}", "more than"),
+        ("{{ 'ab'.center(10000000000) }}", "more than"),
+        (DOUBLES, "more than"),
+        ("{{ 'a' * 5000000 }}", "characters"),
+        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", ""),
+    ],
+    ids=range(9),
+)
+def test_templates_without_end_are_refused(
+    folder: Path, template: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_probe, "CPU_S", 1)
+    (folder / "chat_template.jinja").write_text(template)
+    if why:
+        said = refused(folder)
+        assert "chat template" in said and why in said
+    else:
+        checked(folder)
+
+
+def test_a_template_that_sleeps_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sleeps:
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            time.sleep(1000)
+            return ""
+
+    monkeypatch.setattr(template_probe, "WALL_S", 0.2)
+    with pytest.raises(ConfigError, match="takes more than"):
+        check_template(Sleeps(), "x")
+
+
+def test_templates_cannot_change_this_process(folder: Path) -> None:
+    tokenizer = build_tokenizer()
+    before = resource.getrlimit(resource.RLIMIT_AS), os.getpid()
+    check_template(tokenizer, "x")
+    assert (resource.getrlimit(resource.RLIMIT_AS), os.getpid()) == before
+    assert len(bytearray(MEMORY + 2**20)) > MEMORY
+
+
+TENSOR = {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}
+
+
+def written(file: Path, header: Any, data: int = 32) -> None:
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [TENSOR],
+        {"a": [TENSOR]},
+        {"a": {"dtype": "F32", "data_offsets": [0, 32]}},
+        {"a": {**TENSOR, "shape": None}},
+        {"a": {**TENSOR, "shape": [10**9]}},
+        {"a": {**TENSOR, "shape": [2**62, 4]}},
+        {"a": {**TENSOR, "shape": [-8]}},
+        {"a": {**TENSOR, "data_offsets": [-4, 28]}},
+        {"a": {**TENSOR, "data_offsets": [0, 10**15]}},
+        {"a": TENSOR, "b": {**TENSOR, "data_offsets": [16, 48]}},
+        {"a": TENSOR, "b": TENSOR},
+        {"__metadata__": {"x": "y" * (MOST_HEADER + 1)}, "a": TENSOR},
+    ],
+    ids=range(12),
+)
+def test_damaged_headers_of_weights_are_refused(folder: Path, header: Any) -> None:
+    written(folder / "model.safetensors", header)
+    assert refused(folder).startswith("model.safetensors: ")
+
+
+def test_weights_in_eight_bits_are_refused(folder: Path) -> None:
+    written(folder / "model.safetensors", {"a": {**TENSOR, "dtype": "F8_E4M3", "shape": [32]}})
+    assert "F8_E4M3: Keel trains" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["gptq", "awq", "bitsandbytes", "fp8", "mxfp4", "compressed-tensors", "auto-round", "\x1b[2J"],
+)
+def test_quantised_models_are_refused_with_the_reason(folder: Path, method: str) -> None:
+    change(folder, {"quantization_config": {"quant_method": method, "bits": 4}})
+    said = refused(folder)
+    assert "the weights are quantised" in said and ascii(method) in said and "dequantize" in said
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(folder: Path, number: float) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = number
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight .*not finite"):
+        load_policy(str(folder), torch.float32)
+
+
+def test_an_output_layer_that_a_tied_config_hides_is_refused(folder: Path) -> None:
+    change(folder, {"tie_word_embeddings": True})
+    assert "Set tie_word_embeddings to false" in refused(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    checked(folder)
+
+
+def test_code_that_is_not_run_is_said(folder: Path) -> None:
+    (folder / "evil.py").write_text("raise SystemExit")
+    change(folder, {"auto_map": {"AutoModelForCausalLM": "evil.\x1b[2JModel"}})
+    change(folder, {"tokenizer_class": "EvilTokenizer"}, "tokenizer_config.json")
+    checked(folder)
+    config, tokenizer = ignored_code(folder, transformers)
+    assert "auto_map" in config and "EvilTokenizer" in tokenizer
+    assert config.isprintable() and tokenizer.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("file", "advice"),
+    [
+        ("adapter_config.json", "merge it into its base model"),
+        ("adapter_model.safetensors", "merge it into its base model"),
+        ("model-Q4_K_M.gguf", "llama.cpp's format"),
+        (None, "holds no config.json"),
+    ],
+)
+def test_folders_of_something_else_get_advice(
+    file: str | None, advice: str, tmp_path: Path
+) -> None:
+    if file:
+        (tmp_path / file).touch()
+    assert advice in refused(tmp_path)

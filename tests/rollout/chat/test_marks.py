@@ -1,0 +1,129 @@
+"""Thinking marks of model families, from the tokenizer to the rewards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import Config, ConfigError, DataConfig, ModelConfig, SourceConfig
+from keel.rewards.rules.verifiers import keeps_format
+from keel.rewards.text import answer_in, final_text, raw_text, thinking_text
+from keel.rl.thinking import THINK, ThinkingMarks
+from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.chat.thinking import marks_of
+from keel.rollout.engine.conversion import decode_all, render_prompt, split_message
+from keel.trainer.prepare import thinking_lines
+from tests.rl.rollouts import prompt
+from tests.rollout.chat.families import chat_of, tokenizer_of
+
+HARMONY = "<|channel|>{}<|message|>"
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
+# Name: opening mark, closing mark, end of the turn.
+MARKS = {
+    "qwen3": ("<think>", "</think>", "<|im_end|>"),
+    "magistral": ("[THINK]", "[/THINK]", "</s>"),
+    "seed": ("<seed:think>", "</seed:think>", "<seed:eos>"),
+    # The prompt has opened the thinking.
+    "command": ("", "<|END_THINKING|><|START_RESPONSE|>", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
+    "harmony": (HARMONY.format("analysis"), FINAL, "<|return|>"),
+}
+LITERALS = {name: "</think>" for name in MARKS if name != "qwen3"}
+"""A mark of other families, which is text like any other."""
+
+
+def completed(name: str, text: str) -> dict[str, Any]:
+    """The message of a completion of one turn, as an engine makes it."""
+    tokenizer = tokenizer_of(name)
+    marks = marks_of(tokenizer)
+    assert marks is not None
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    (raw,) = decode_all(tokenizer, [ids], marks)
+    return split_message(raw, thinking=render_prompt(tokenizer, prompt(), marks).thinking)
+
+
+def in_a_conversation(name: str, text: str) -> dict[str, Any]:
+    """The same, as a turn of a conversation."""
+    ids = tokenizer_of(name).encode(text, add_special_tokens=False)
+    parsed = chat_of(name).parse(ids, (), thinking=True, turn=0)
+    message = {"role": "assistant", "content": parsed.content}
+    return message | ({"reasoning_content": parsed.reasoning} if parsed.reasoning else {})
+
+
+@pytest.mark.parametrize("made", [completed, in_a_conversation])
+@pytest.mark.parametrize("name", MARKS)
+def test_a_box_in_closed_thinking_never_beats_the_answer(name: str, made: Any) -> None:
+    opens, closes, end = MARKS[name]
+    message = made(name, f"{opens}Is it \\boxed{{7}}?{closes}It is 8.{end}")
+    assert (final_text((message,)), thinking_text((message,))) == ("It is 8.", "Is it \\boxed{7}?")
+    assert keeps_format(raw_text((message,)), thinking=True, finished=True)
+    assert not keeps_format(raw_text((message,)), thinking=False, finished=True)
+
+
+@pytest.mark.parametrize("made", [completed, in_a_conversation])
+@pytest.mark.parametrize("name", MARKS)
+def test_a_box_in_unfinished_thinking_never_scores(name: str, made: Any) -> None:
+    opens, _, end = MARKS[name]
+    for text in ("It is \\boxed{7}", f"It is {LITERALS.get(name, '')} \\boxed{{7}}"):
+        message = made(name, f"{opens}{text}{end}")
+        assert answer_in(final_text((message,))) == ""
+        assert not keeps_format(raw_text((message,)), thinking=True, finished=True)
+
+
+@pytest.mark.parametrize("made", [completed, in_a_conversation])
+def test_channels_are_told_apart_in_gpt_oss(made: Any) -> None:
+    plain = made("harmony", HARMONY.format("final") + "It is 8.<|return|>")
+    assert (plain["content"], thinking_text((plain,))) == ("It is 8.", "")
+    cut = made("harmony", HARMONY.format("analysis") + "7<|end|><|start|>assistant<|chan")
+    assert final_text((cut,)) == ""
+
+
+def test_marks_come_from_the_recipe_then_the_template_then_the_vocabulary() -> None:
+    assert marks_of(tokenizer_of("seed"), ("<a>", "</a>")) == ThinkingMarks("<a>", "</a>")
+    tokenizer = copy.deepcopy(tokenizer_of("magistral"))
+    tokenizer.chat_template = tokenizer_of("chatml").chat_template
+    assert marks_of(tokenizer) == ThinkingMarks("[THINK]", "[/THINK]")
+    tokenizer.chat_template = tokenizer_of("deepseek-v3.1").chat_template
+    assert marks_of(tokenizer) == THINK
+    assert marks_of(tokenizer_of("phi")) is None
+
+
+def test_marks_of_the_recipe_count_in_conversations() -> None:
+    chat = TemplateChat(tokenizer_of("chatml"), marks=("<a>", "</a>"))
+    ids = tokenizer_of("chatml").encode("<a>7</a>8<|im_end|>", add_special_tokens=False)
+    parsed = chat.parse(ids, (), thinking=True, turn=0)
+    assert (parsed.reasoning, parsed.content) == ("7", "8")
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "model", "warns"),
+    [
+        ("qwen3", {}, {}, ""),
+        ("phi", {}, {}, "model.thinking_marks"),
+        ("phi", {"thinking": False}, {}, ""),
+        ("phi", {"system_template": "reasoning"}, {}, ""),
+        ("phi", {}, {"thinking_marks": ("<a>", "</a>")}, ""),
+        ("seed", {}, {}, ""),
+        ("seed", {"system_template": "reasoning"}, {}, "<seed:think>"),
+        (
+            "seed",
+            {"system": "Begin with <think>."},
+            {"thinking_marks": ("<think>", "</think>")},
+            "",
+        ),
+    ],
+)
+def test_thinking_that_nothing_marks_is_warned_of(
+    name: str, source: dict[str, Any], model: dict[str, Any], warns: str
+) -> None:
+    sums = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=4, **source)
+    config = Config(model=ModelConfig(path="somewhere", **model), data=DataConfig(sources=(sums,)))
+    lines = list(thinking_lines(config, tokenizer_of(name)))
+    assert len(lines) == bool(warns) and all(warns in line for line in lines)
+
+
+@pytest.mark.parametrize("marks", [("<think>",), ("<a>", "<a>"), ("<a>", " "), ("a", "b", "c")])
+def test_marks_of_the_recipe_must_be_a_pair(marks: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.thinking_marks"):
+        ModelConfig(path="somewhere", thinking_marks=marks)

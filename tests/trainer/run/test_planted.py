@@ -1,0 +1,190 @@
+"""No file of a run folder can run code when the run is resumed, evaluated, reported or replayed."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from keel.configs.load import load_config
+from keel.data.evaluated import read_evaluation
+from keel.data.pass_rates import PassRate, read_pass_rates
+from keel.model.embedded.build import model_config
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.load import load_model_config, load_policy, load_tokenizer
+from keel.report.page import report
+from keel.trainer.planning.remembered import lower, remember, remembered
+from keel.trainer.replay import chosen, nearest
+from keel.trainer.run.batches import keep_batch, read_batch
+from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.journal import steps_of
+from keel.trainer.run.manifest import Entry
+from keel.trainer.run.trackers.sending import known
+from tests.report.runs import episode, write_evaluation, write_run
+from tests.trainer.engine.ranks import Ranks, make_config
+from tests.trainer.engine.scenarios import Result, run_all, run_rank
+
+
+class Payload:
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._mark),)
+
+
+def payloads(mark: Path) -> Mapping[str, tuple[bytes, Callable[[bytes], object]]]:
+    """Name of a format → a file of it that makes the folder `mark`, and a reader that lets it."""
+    payload = Payload(mark)
+    saved, zipped = io.BytesIO(), io.BytesIO()
+    torch.save({"cpu": payload, "module": payload}, saved)
+    array = np.array([payload], object)
+    np.savez(zipped, allow_pickle=True, text=array, array_0=array)
+    order = f"!!python/object/apply:os.mkdir ['{mark}']\n".encode()
+    return {
+        "pickle": (pickle.dumps(payload), pickle.loads),
+        "gzip": (gzip.compress(pickle.dumps(payload)), lambda b: pickle.loads(gzip.decompress(b))),
+        "torch": (
+            saved.getvalue(),
+            lambda b: torch.load(io.BytesIO(b), weights_only=False),
+        ),
+        "numpy": (
+            zipped.getvalue(),
+            lambda b: np.load(io.BytesIO(b), allow_pickle=True)["text"],
+        ),
+        "yaml": (order, yaml.unsafe_load),
+    }
+
+
+def replaced(folder: Path, mark: Path, further: tuple[str, ...] = ()) -> Iterator[str]:
+    """Put each payload in the place of each file in turn, and of the `further` ones, and check
+    after each that it has not run."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in [*files, *(folder / name for name in further)]:
+        content = path.read_bytes() if path.exists() else None
+        for name, (payload, _) in payloads(mark).items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(payload)
+            yield f"{name} in {path}"
+            assert not mark.exists(), f"{name} in {path}"
+        path.unlink() if content is None else path.write_bytes(content)
+
+
+def test_payloads_run_where_readers_let_them(tmp_path: Path) -> None:
+    for name, (payload, unsafe) in payloads(tmp_path / "mark").items():
+        unsafe(payload)
+        (tmp_path / "mark").rmdir()
+        assert name
+
+
+def written(folder: Path) -> dict[str, Entry]:
+    (folder / "trainer.json").write_text("{}")
+    return {}
+
+
+def write_whole_run(folder: Path) -> None:
+    """A folder with a file of every kind that runs write."""
+    config = load_config("quickstart", [f"run.dir={folder}"])
+    with RunFolder(config) as run:
+        state = State(step=1, version=1, config=config_digest(config))
+        run.save(state, written)
+    write_run(folder, steps=2)
+    write_evaluation(folder / "evaluations" / "one")
+    (folder / "filter").mkdir()
+    rate = PassRate(
+        id="a",
+        source="s",
+        domain="d",
+        samples=2,
+        passes=1,
+        score=0.5,
+        unscored=0,
+        dropped={},
+        digest="",
+    )
+    (folder / "filter" / "rates.jsonl").write_text(json.dumps(rate.line()) + "\n")
+    (folder / "trackers").mkdir()
+    (folder / "trackers" / "wandb.json").write_text('{"id": "x"}')
+    remember(folder, {"trainer.ranks": 2}, {"gpu": 1})
+    keep_batch(folder, 1, [episode()], ["found"])
+    tokenizer = build_tokenizer()
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  (takes a second)
+
+    embedded = replace(config.model.embedded, layers=1)
+    AutoModelForCausalLM.from_config(model_config(embedded, tokenizer)).save_pretrained(
+        folder / "model"
+    )
+    tokenizer.save_pretrained(folder / "model")
+
+
+def test_files_that_the_driver_reads_run_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_whole_run(run)
+    config = load_config("quickstart", [f"run.dir={run}"])
+    model = str(run / "model")
+    readers: list[Callable[[], object]] = [
+        lambda: RunFolder(config).check(),
+        lambda: RunFolder(config).words(),
+        lambda: RunFolder(config).chosen("eval.checkpoint", "1"),
+        lambda: RunFolder(config).check_model(),
+        lambda: load_config(run / "config.yaml"),
+        lambda: remembered(config, {}),
+        lambda: lower(run, {}),
+        lambda: steps_of(run / "metrics.jsonl"),
+        lambda: read_batch(chosen(run, 1)),
+        lambda: nearest(run / "checkpoints", 2),
+        lambda: report([str(run), str(run / "evaluations" / "one")], str(tmp_path / "page.html")),
+        lambda: read_evaluation(run / "evaluations" / "one"),
+        lambda: read_pass_rates(run / "filter" / "rates.jsonl"),
+        lambda: known(run / "trackers" / "wandb.json"),
+    ]
+    of_model: list[Callable[[], object]] = [
+        lambda: load_tokenizer(model),
+        lambda: load_model_config(model),
+        lambda: load_policy(model, torch.float32),
+    ]
+    for read in [*readers, *of_model]:
+        read()
+    for place in replaced(run, tmp_path / "mark", ("checkpoints/step_000001/deepspeed/states.pt",)):
+        for read in of_model if model in place else readers:
+            with suppress(Exception):
+                read()
+
+
+def planted(ranks: Ranks) -> Result:
+    config = make_config(1, 0)
+    engine = ranks.engine(config)
+    saved, mark = ranks.folder / "saved", ranks.folder / "mark"
+    saved.mkdir()
+    engine.save(saved)
+    names = ("deepspeed/mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt", "latest")
+    for _ in replaced(saved, mark, names):
+        with suppress(Exception):
+            engine.load(saved)
+    engine.load(saved)
+    return {}
+
+
+def run_planted(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, {1: {"planted": planted}})
+
+
+@pytest.mark.e2e
+def test_files_that_the_trainer_reads_run_nothing(tmp_path: Path) -> None:
+    from tests.trainer.engine.batches import write_model  # noqa: PLC0415
+
+    write_model(tmp_path / "untied")
+    run_all(run_planted, [1], tmp_path)
