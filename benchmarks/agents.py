@@ -155,12 +155,12 @@ def write_model(folder: Path, config: EmbeddedConfig) -> int:
 
 
 def prompts(count: int, salt: str) -> list[Prompt]:
-    asked = "What is there to be seen, and where, and since when? "
+    text = "What is there to be seen, and where, and since when? "
     return [
         Prompt(
             prompt_id=f"{salt}{i}",
             domain="made",
-            messages=({"role": "user", "content": f"{salt}{i}: {asked * 2}"},),
+            messages=({"role": "user", "content": f"{salt}{i}: {text * 2}"},),
             tools=(TOOL.as_json(),),
             thinking=False,
             environment="look",
@@ -178,17 +178,17 @@ def turn_prompts(count: int, turns: int, salt: str) -> list[Prompt]:
         for prompt in prompts(count, f"{salt}turn{turn} "):
             # A letter is a token.
             more = "".join(draw.choices(ascii_lowercase, k=turn * (TURN_TOKENS + RESULT_TOKENS)))
-            said = {"role": "user", "content": more + str(prompt.messages[0]["content"])}
-            made.append(replace(prompt, messages=(said,), environment=""))
+            message = {"role": "user", "content": more + str(prompt.messages[0]["content"])}
+            made.append(replace(prompt, messages=(message,), environment=""))
     return made
 
 
 def plainly(
-    pool: Any, asked: Sequence[Prompt], sampling: SamplingConfig | None = None
+    pool: Any, requests: Sequence[Prompt], sampling: SamplingConfig | None = None
 ) -> dict[str, float]:
     """Sample plain prompts and return their speed and the engine's statistics."""
     before, began = stats(pool), time.monotonic()
-    submitted = [pool.submit(prompt, group_size=1, sampling=sampling) for prompt in asked]
+    submitted = [pool.submit(prompt, group_size=1, sampling=sampling) for prompt in requests]
     groups = [group.result() for group in submitted]
     seconds, after = time.monotonic() - began, stats(pool)
     did = {name: after[name] - before[name] for name in ("steps", "fast_steps", "busy_s")}

@@ -218,7 +218,7 @@ def figures(
     ours: np.ndarray, theirs: np.ndarray, sequence: np.ndarray, groups: Sequence[Group]
 ) -> dict[str, Any]:
     gap, ratio = theirs - ours, np.exp(ours - theirs)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "tokens": len(gap),
         "completions": int(sequence.max()) + 1,
         "logp_abs": float(np.abs(gap).mean()),
@@ -231,22 +231,22 @@ def figures(
     }
     kept = [s.kept for g in groups for t in g.trajectories for s in t.segments if s.kept]
     sizes = np.concatenate([k.sizes() for k in kept]) if kept else np.zeros(0)
-    found["kept_mean"] = float(sizes[sizes > 0].mean()) if (sizes > 0).any() else None
+    results["kept_mean"] = float(sizes[sizes > 0].mean()) if (sizes > 0).any() else None
     for length in LENGTHS:
         means = [
             mean
-            for index in range(found["completions"])
+            for index in range(results["completions"])
             for of in [gap[sequence == index]]
             for mean in of[: len(of) // length * length].reshape(-1, length).mean(1)
         ]
         if means:
-            found["gap"][length] = {
+            results["gap"][length] = {
                 "pieces": len(means),
                 "mean": float(np.mean(means)),
                 **{f"p{q}": float(np.percentile(means, q)) for q in (50, 99, 99.9)},
                 "max": float(np.max(means)),
             }
-    return found
+    return results
 
 
 def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
@@ -285,19 +285,19 @@ def main() -> None:
     size = replace(Size(), **options.size)
     folder: Path = options.model or options.out / "model"
     if options.child:
-        found = measure(ARMS[options.child], folder, size, words=options.model is None)
-        (options.out / f"{options.child}.json").write_text(json.dumps(found) + "\n")
+        results = measure(ARMS[options.child], folder, size, words=options.model is None)
+        (options.out / f"{options.child}.json").write_text(json.dumps(results) + "\n")
         sys.stdout.flush()
         os._exit(0)  # without waiting for vLLM's threads
     options.out.mkdir(parents=True, exist_ok=True)
     gpu = shutil.which("nvidia-smi") is not None
     if options.model is None:
-        made, asked = options.out / "made.json", json.dumps([size.seed, size.sharpness, gpu])
-        if made.exists() and made.read_text() != asked:
+        made, expected = options.out / "made.json", json.dumps([size.seed, size.sharpness, gpu])
+        if made.exists() and made.read_text() != expected:
             parser.error(f"--out {options.out} has another model; choose another folder")
         if not made.exists():
             make(folder, size, gpu=gpu)
-            made.write_text(asked)
+            made.write_text(expected)
     rows: dict[str, Any] = {}
     for name in options.arms:
         command = [

@@ -72,7 +72,7 @@ RECIPE = (
 
 
 def chaos(
-    record: Record, knobs: Sequence[str], possible: Sequence[Kind], asked: Mapping[str, Any]
+    record: Record, knobs: Sequence[str], possible: Sequence[Kind], limits: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Run with faults of the kinds that are `possible`; return and write the summary, whatever
     interrupts the run."""
@@ -80,11 +80,11 @@ def chaos(
     with ExitStack() as stack:
         means = prepared(stack, out)
         environment = means.preload.environment if means.preload else {}
-        run = Run(folder, knobs, asked["steps"], out / "log.txt", environment=environment)
+        run = Run(folder, knobs, limits["steps"], out / "log.txt", environment=environment)
         stack.callback(kill_all, run)
         left: list[str] = []
         try:
-            suffer_all(run, means, possible, asked, record)
+            suffer_all(run, means, possible, limits, record)
             record.broken_off = ""
             time.sleep(5)  # some processes end by themselves
             left = [words_of(process) for process in marked(folder)]
@@ -93,7 +93,7 @@ def chaos(
         except KeyboardInterrupt:
             record.broken_off = "Ctrl-C"
         finally:
-            results = summary(run, record, asked) | {"left at the end": left}
+            results = summary(run, record, limits) | {"left at the end": left}
             write(out, results)
     return results
 
@@ -115,14 +115,14 @@ def prepared(stack: ExitStack, out: Path) -> Means:
 
 
 def suffer_all(
-    run: Run, means: Means, possible: Sequence[Kind], asked: Mapping[str, Any], record: Record
+    run: Run, means: Means, possible: Sequence[Kind], limits: Mapping[str, Any], record: Record
 ) -> None:
     """Do faults and measure memory until the run is done, or end it after `minutes`.
 
     Raises TimeoutError if the run makes no progress.
     """
-    every, draw = asked["every"], random.Random(asked["seed"])
-    end = time.monotonic() + 60 * asked["minutes"] if asked["minutes"] else math.inf
+    every, draw = limits["every"], random.Random(limits["seed"])
+    end = time.monotonic() + 60 * limits["minutes"] if limits["minutes"] else math.inf
     bag: list[Kind] = []
     while time.monotonic() < end:
         due = run.last() + (draw.randint(1, 2 * every - 1) if every else SOAK_STEPS)
@@ -149,7 +149,7 @@ def suffer_all(
         finally:
             if struck:
                 record.suffered(fault)
-                times = f"said {seconds(fault.said_s)} trains {seconds(fault.again_s)}"
+                times = f"reported {seconds(fault.reported_s)} trains {seconds(fault.again_s)}"
                 what = f"{fault.step:4d} {fault.action:<12} {fault.kind:<13}"
                 count = len(record.faults)
                 print(f"{count:3d} step {what} {times} status {ends(fault)}", flush=True)
@@ -213,8 +213,8 @@ def main() -> int:
         parser.error(f"--out {options.out} exists; choose another folder")
     knobs = [*RECIPE, f"model.embedded.cache_dir={out / 'cache'}", *own]
     record = Record(out=out)
-    asked = {name: getattr(options, name) for name in ("seed", "steps", "every", "minutes")}
-    results = chaos(record, knobs, possible if options.every else (), asked)
+    limits = {name: getattr(options, name) for name in ("seed", "steps", "every", "minutes")}
+    results = chaos(record, knobs, possible if options.every else (), limits)
     folder = out / "disk" / "run"
     if options.against:
         results["reference"] = compared(folder, options.against, record.faults)

@@ -75,7 +75,7 @@ class Fault:
     """Last step trained before the fault."""
     lasted_s: float = 0.0
     """Seconds until a temporary fault was undone."""
-    said_s: float | None = None
+    reported_s: float | None = None
     """Seconds until the run's next message; None: no message before it trained again."""
     again_s: float | None = None
     """Seconds until a step was trained again."""
@@ -249,8 +249,8 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
             trained += [now] * bool(run.fresh())
             if over() and trained and trained[-1] >= trained[0] + SETTLED_S:
                 break
-            if fault.said_s is None and run.messages(since):
-                fault.said_s = now - began
+            if fault.reported_s is None and run.messages(since):
+                fault.reported_s = now - began
             ended = run.ended()
             if undo and (ended or now - began > struck.lasts_s):
                 with suppress(psutil.NoSuchProcess):

@@ -94,15 +94,15 @@ def growth(sizes: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     return result
 
 
-def summary(run: Run, record: Record, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarise a run; `asked` holds seed, steps, every and minutes of the command."""
+def summary(run: Run, record: Record, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarise a run; `options` holds seed, steps, every and minutes of the command."""
     groups: dict[str, list[Fault]] = defaultdict(list)
     for fault in record.faults:
         groups[fault.name].append(fault)
     lines = run.steps()
     return {
         "commit": commit(),
-        "asked": dict(asked),
+        "options": dict(options),
         "faults": len(record.faults),
         "starts": run.starts,
         "broken off": record.broken_off,
@@ -111,7 +111,7 @@ def summary(run: Run, record: Record, asked: Mapping[str, Any]) -> dict[str, Any
         "by fault": {
             name: {
                 "number": len(some),
-                "said_s": spread([one.said_s for one in some]),
+                "reported_s": spread([one.reported_s for one in some]),
                 "trains_s": spread([one.again_s for one in some]),
                 "gone_s": spread([one.gone_s for one in some]),
                 "statuses": dict(Counter(ends(one) for one in some)),
@@ -206,13 +206,13 @@ def gap(one: Mapping[str, float], other: Mapping[str, float]) -> float:
 
 def wrong(results: Mapping[str, Any]) -> list[str]:
     """Describe each failed check of a `summary`."""
-    asked, lines = results["asked"], list[str]()
-    status, last, steps = results["status"], results["last step"], asked["steps"]
+    options, lines = results["options"], list[str]()
+    status, last, steps = results["status"], results["last step"], options["steps"]
     if why := results["broken off"]:
         lines.append(f"broken off: {why}")
     elif status not in (0, PREEMPTED) or (status == 0 and last != steps):
         lines.append(f"the run ended with status {status} after step {last} of {steps}")
-    if asked["every"] and not results["faults"]:
+    if options["every"] and not results["faults"]:
         lines.append("no fault was done to the run")
     lines += results["not due"]
     lines += [f"{name} was not reported as damaged" for name in results["flips"]["not named"]]

@@ -277,14 +277,14 @@ def build(options: argparse.Namespace, scratch: Path) -> Workload:
     which += [] if options.draw is None else [f"--draw={options.draw}"]
     which += [f"--sharpness={options.sharpness}"] if options.sharpness else []
     which += [f"--seed={options.seed}"]
-    marker, wanted = scratch / "made.txt", " ".join(which)
+    marker, expected = scratch / "made.txt", " ".join(which)
     if not marker.exists():
         command = [sys.executable, "-m", "benchmarks.peers.shape", f"--out={scratch}", *which]
         variables = environment("build")
         subprocess.run(command, check=True, timeout=BUILD_S, env=variables, cwd=ROOT)
-        marker.write_text(wanted)
-    elif (known := marker.read_text()) != wanted:
-        raise SystemExit(f"--scratch {scratch} has the model of {known!r}, not of {wanted!r}")
+        marker.write_text(expected)
+    elif (known := marker.read_text()) != expected:
+        raise SystemExit(f"--scratch {scratch} has the model of {known!r}, not of {expected!r}")
     return Workload.load(scratch / "workload.json")
 
 

@@ -97,7 +97,7 @@ class Stock:
     def run(self, prompts: list[Prompt], completion: int) -> list[Group]:
         from vllm import SamplingParams  # noqa: PLC0415
 
-        asked = [
+        requests = [
             {"prompt_token_ids": render_prompt(self._tokenizer, prompt).token_ids}
             for prompt in prompts
             for _ in range(self._size.group)
@@ -109,7 +109,7 @@ class Stock:
             max_tokens=completion,
             logprobs=0 if self._arm.logprobs else None,
         )
-        outputs = self._llm.generate(asked, params, use_tqdm=False)  # type: ignore[arg-type]
+        outputs = self._llm.generate(requests, params, use_tqdm=False)  # type: ignore[arg-type]
         check_lengths({len(output.outputs[0].token_ids) for output in outputs}, completion)
         return []
 
@@ -153,10 +153,10 @@ class Keel:
         self._engine = EngineThread(lambda: vllm_engine.VllmEngine(spec), self._config)
 
     def run(self, prompts: list[Prompt], completion: int) -> list[Group]:
-        asked = sampling(self._size, completion)
+        parameters = sampling(self._size, completion)
         futures = [
             self._engine.submit(
-                prompt, group_size=self._size.group, sampling=asked, record=self._arm.record
+                prompt, group_size=self._size.group, sampling=parameters, record=self._arm.record
             )
             for prompt in prompts
         ]
