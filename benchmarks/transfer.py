@@ -3,7 +3,6 @@
     python -m benchmarks.transfer --direct              # one GPU shared (CUDA IPC)
     python -m benchmarks.transfer --direct --gpus 2     # a GPU each (NCCL)
     python -m benchmarks.transfer --gpus 4 --engines 3  # three engines, and vLLM's loader as well
-    python -m benchmarks.transfer --experts 256 --width 128  # 12,288 tensors of experts
     python -m benchmarks.transfer --small               # CPUs, to see that it runs
 
 A real trainer (`keel.trainer.learner.Learner`) updates real vLLM engines `--rounds` times. The time
@@ -67,9 +66,6 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
     """Measure all ways, and call `report` with the results so far after each part."""
     gpus, small = options.gpus, options.small
     sizes = SMALL if small else FULL
-    sizes = replace(
-        sizes, experts=options.experts or sizes.experts, expert=options.width or sizes.expert
-    )
     parameters = write_model(folder, sizes.config(), small=small)
     build_tokenizer().save_pretrained(folder)
     config = Config(
@@ -148,8 +144,6 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--experts", type=int, help="experts of each layer")
-    parser.add_argument("--width", type=int, help="width of an expert")
     parser.add_argument("--direct", action="store_true", help="skip vLLM's loader")
     parser.add_argument("--small", action="store_true", help="use CPUs and a tiny model")
     parser.add_argument("--json", type=Path)

@@ -275,8 +275,6 @@ def build(options: argparse.Namespace, scratch: Path) -> Workload:
     """
     which = ["--small"] if options.small else []
     which += [] if options.draw is None else [f"--draw={options.draw}"]
-    which += [f"--sharpness={options.sharpness}"] if options.sharpness else []
-    which += [f"--seed={options.seed}"]
     marker, expected = scratch / "made.txt", " ".join(which)
     if not marker.exists():
         command = [sys.executable, "-m", "benchmarks.peers.shape", f"--out={scratch}", *which]
@@ -296,8 +294,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1, help="steps before those (at least 1)")
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for all arms")
     parser.add_argument("--arm-s", type=float, default=300.0, help="seconds for one arm")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sharpness", type=float, default=0.0, help="spread of the logits, nats")
     parser.add_argument("--scratch", type=Path, help="folder of model and runs; default: temporary")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--small", action="store_true", help="use a tiny model, for a CPU")

@@ -1,6 +1,6 @@
 """Model folder and prompts that all systems load without a network.
 
-    python -m benchmarks.peers.shape --out FOLDER [--small | --draw SEED] [--seed 0] [--sharpness 8]
+    python -m benchmarks.peers.shape --out FOLDER [--small | --draw SEED]
 
 The weights are random, of a real model's shape. Unlike a plain random model, sampling from it
 resembles a trained model: the logits have a comparable spread, so truncation keeps few ids,
@@ -206,15 +206,9 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--small", action="store_true")
     which.add_argument("--draw", type=int, metavar="SEED", help="draw a workload at random")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sharpness", type=float)
     options = parser.parse_args()
-    workload = replace(SMALL if options.small else QWEN3_06B, seed=options.seed)
-    if options.draw is not None:
-        workload = drawn(options.draw)
-    if options.sharpness:
-        workload = replace(workload, sharpness=options.sharpness)
-    write(options.out, workload)
+    workload = SMALL if options.small else QWEN3_06B
+    write(options.out, workload if options.draw is None else drawn(options.draw))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -267,9 +267,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(DEFAULT))
     parser.add_argument("--mean-kept", type=float, default=8.0, help="ids of a sampling mask")
-    parser.add_argument("--completion", type=int, help="tokens per completion")
-    parser.add_argument("--group", type=int, help="completions per prompt")
-    parser.add_argument("--prompts", type=int)
     parser.add_argument("--serial", action="store_true", help="start one engine at a time")
     options = parser.parse_args()
     began = time.monotonic()
@@ -278,9 +275,7 @@ def main() -> None:
     peers = workload.SMALL if options.small else workload.QWEN3_06B
     if options.draw is not None:
         options.dense, peers = True, workload.drawn(options.draw)
-    changes = {name: getattr(options, name) for name in ("completion", "group", "prompts")}
-    changes = {name: value for name, value in changes.items() if value}
-    size = replace(dense(size, peers) if options.dense else size, **changes)
+    size = dense(size, peers) if options.dense else size
     options.out.mkdir(parents=True, exist_ok=True)
     report = Report(options.out / "rollout.json", {**run_facts(), "size": asdict(size)})
     arms = [ARMS[name] for name in options.arms if gpu or not ARMS[name].gpu_only]
