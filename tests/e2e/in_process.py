@@ -1,6 +1,8 @@
-"""Commands of Keel in this process: the trainer's engine is here, and a vLLM actor is kept from one
-to the next (each begins by loading its own weights), because starting both would take longer than
-many a small run."""
+"""Run commands of Keel in this process, to save start-up time.
+
+The trainer's engine is in this process, and vLLM actors are reused: each command begins by loading
+its own weights into them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ from keel.trainer.worker import shares
 
 
 class LocalLearner:
-    """One rank of the trainer in this process; `keel.trainer.learner.Learner` without Ray."""
+    """`keel.trainer.learner.Learner` without Ray: one rank in this process."""
 
     def __init__(self, model: str, config: Config) -> None:
         if not torch.cuda.is_available():
@@ -94,18 +96,17 @@ class LocalLearner:
 
 
 SHARE = 0.1
-"""Of a GPU, as Ray books it: engines of several kinds and the trainer are on the same."""
+"""Share of a GPU that Ray reserves for an engine."""
 
 
 class Engines:
-    """vLLM actors, of the last kinds that were needed: two on a CPU, more on a GPU, where they take
-    longer to start."""
+    """Cache of vLLM actors by kind: two on a CPU, more on a GPU, where they start slowly."""
 
     def __init__(self) -> None:
         self._pools: dict[EngineSpec, RayRolloutPool] = {}
 
     def ready(self, task: Task, model: str, learner: LocalLearner) -> RayRolloutPool:
-        """An engine for `task`, loaded with the learner's weights."""
+        """Return an engine for `task` with the learner's weights."""
         spec = EngineSpec.of(task.config, model)
         kind = kind_of(spec)
         if kind not in self._pools:
@@ -129,9 +130,10 @@ class Engines:
 
 
 def kind_of(spec: EngineSpec) -> EngineSpec:
-    """The spec without what a change of weights changes, and how is sampled, which each request
-    says; but an engine records sampling masks or does not. (Sampling seeds are then the same in all
-    runs; prompts and weights are each seed's own.)"""
+    """Reduce a spec to what an engine cannot change: not weights, seed and sampling parameters.
+
+    Sampling seeds are therefore the same in all runs.
+    """
     sampling = SamplingConfig(top_k=spec.config.sampling.top_k)
     config = replace(spec.config, sampling=sampling)
     return replace(spec, model_path="", tokenizer="", seed=0, config=config)
@@ -139,8 +141,10 @@ def kind_of(spec: EngineSpec) -> EngineSpec:
 
 @contextmanager
 def in_this_process() -> Iterator[None]:
-    """While open, `keel.trainer.cli.main` runs `train`, `sft` and `eval` so, on a CPU. Environments
-    are tried once, not by each command."""
+    """Let `keel.trainer.cli.main` run `train`, `sft` and `eval` in this process, on a CPU.
+
+    Environments are checked once, not by each command.
+    """
     engines, tried = Engines(), dict[str, dict[str, str]]()
 
     def check_environments(config: Config, chat: Any, dataset: Dataset) -> dict[str, str]:
