@@ -354,7 +354,7 @@ def recipe_error(arguments: argparse.Namespace) -> str:
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` do without
         return ""
     # OmegaConf: a tenth of a second
-    from keel.configs.load import load_config, load_distillation, load_synthesis  # noqa: PLC0415
+    from keel.configs.load import load_distillation, load_recipe, load_synthesis  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     others: dict[str, Callable[..., Any]] = {
@@ -362,12 +362,17 @@ def recipe_error(arguments: argparse.Namespace) -> str:
         "synthesize": load_synthesis,
     }
     try:
-        load = others.get(arguments.command, load_config)
-        config = load(arguments.recipe, getattr(arguments, "override", ()))
-        if arguments.command != "judge" and load is load_config:
-            from keel.trainer.recipes.named import check_named  # noqa: PLC0415  numpy
+        overrides = getattr(arguments, "override", ())
+        if load := others.get(arguments.command):
+            load(arguments.recipe, overrides)
+            return ""
+        config, left = load_recipe(arguments.recipe, overrides)
+        if arguments.command != "judge":
+            from keel.trainer.recipes.named import check_continued, check_named  # noqa: PLC0415  numpy
 
             check_named(config, arguments.command)
+            if arguments.command == "train":
+                check_continued(config, left)
     except ConfigError as error:
         return str(error)
     except OSError as error:  # a folder that may not be looked into, a name that is too long

@@ -86,8 +86,8 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     sets = subject.sets
     if not any(sets.values()):
         raise ConfigError(
-            "data.sources: no source has a holdout, so there is nothing to evaluate on. A file of "
-            "problems that is there for this alone has weight: 0, and holdout: their number"
+            "data.sources: no source has a holdout, so there is nothing to evaluate on. Name a "
+            "file of problems: --eval FILE; or set data.sources[].holdout"
         )
     if subject.count_tokens is not None:
         for variant in config.eval.each_variant:

@@ -26,8 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from keel.configs.diff import stepping
 from keel.configs.load import check_resumable, dump_config, load_config
 from keel.configs.schema import Config, ConfigError
+from keel.configs.shipped import find
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
 from keel.trainer.run.journal import lacking, metric_lines, to_disk
@@ -62,6 +64,8 @@ class RunFolder:
         """Where entering put what an earlier run wrote that cannot be continued."""
         self.base, self.tokenizer = base_of(config), tokenizer
         self._words: list[str] = []
+        self._changed: list[str] = []
+        """Knobs of the learning rate that differ from the run's last start."""
         self._ended = 0
         """Step of the newest checkpoint on entering, damaged ones included."""
         self._problems: dict[Path, list[str]] = {}
@@ -143,7 +147,9 @@ class RunFolder:
                 f"only be read on what wrote them: resume with {listed(stuck, 0)}"
             )
         if saved.exists():
-            check_resumable(load_config(saved), self._config, str(self.path), of=of)
+            before = load_config(saved)
+            check_resumable(before, self._config, str(self.path), of=of)
+            self._changed = stepping(before, self._config)
         elif state.config != checkpoint.config_digest(self._config):
             raise ConfigError(
                 f"run.dir = {self.path}: holds {self.latest.name} of a run with another config "
@@ -248,6 +254,9 @@ class RunFolder:
                 "written: what is sampled with it may not be what the run's policy says. Put the "
                 "model back as it was"
             )
+        if latest and self._changed:
+            first = checkpoint.step_of(latest) + 1
+            lines.append(f"from step {first} on: {', '.join(self._changed)}")
         if latest and (other := self._moved()):
             spread = any(knob.startswith("trainer.") for knob in other)
             lines.append(
@@ -368,7 +377,7 @@ class RunFolder:
 def check_recipe(recipe: str, overrides: Sequence[str], config: Config) -> None:
     """Raises ConfigError where a recipe is the `config.yaml` of a run in another folder than its
     `run.dir`, as after it was moved: the command would find no run there, or begin one."""
-    path = Path(recipe)
+    path = find(Path(recipe))
     there = path.name == "config.yaml" and (path.parent / MARK).exists()
     said = any(re.match(r"\s*run(\.dir\s*=|\s*=.*\bdir\b)", word) for word in overrides)
     own = Path(config.run.dir).expanduser().resolve()
