@@ -35,9 +35,10 @@ from keel.trainer.planning.lowering import Repeating
 from keel.trainer.planning.remembered import remember
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.replay import replay
+from keel.trainer.run import checkpoint
 from keel.trainer.run.batches import keep_batch
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
+from keel.trainer.run.interrupt import FIRST, NOTHING_YET, PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.ledger import Ledger
 from keel.trainer.run.restarts import Lost, Stuck
 from keel.trainer.run.saved import TokenFile, TokenTexts
@@ -256,7 +257,7 @@ def run(command: str, *arguments: Any) -> int:
         return said(error, error.exit_status)
     except KeyboardInterrupt:
         if not preempted():
-            return said("stopped at once; what was saved before is there", INTERRUPTED)
+            return said(f"stopped at once; {kept(command, *arguments)}", INTERRUPTED)
     except (ValueError, RuntimeError, OSError, RayError) as error:
         if os.environ.get("KEEL_TRACEBACK"):
             raise
@@ -269,6 +270,17 @@ def run(command: str, *arguments: Any) -> int:
     if signal := preempted():
         return said(f"stopped by {signal}; {SAME}", PREEMPTED)
     return ended(0)
+
+
+def kept(command: str, *arguments: Any) -> str:
+    """What a command that was interrupted leaves behind."""
+    if command not in ("train", "sft", "pretrain"):
+        return "what was finished is kept"
+    recipe, overrides, *_ = arguments
+    folder = Path(load_config(recipe, overrides).run.dir).expanduser()
+    if newest := checkpoint.latest(folder / "checkpoints"):
+        return f"rerun the same command to resume from {newest.name}"
+    return "nothing was saved yet, so the same command starts over"
 
 
 def keep_skipped(
@@ -337,7 +349,13 @@ def run_loop(
         if system.agents is not None:
             system.agents.say = view.say
         system.scorer.tell(view.say)
-        interrupt = stack.enter_context(Interrupt(view.say, grace_s=config.run.grace_s))
+
+        def first() -> str:
+            """Message at Ctrl-C. Before the first step there is only an evaluation to give up."""
+            return FIRST if start > 0 or journal.evaluated(0) or not heldout else NOTHING_YET
+
+        heldout = dataset.heldout if config.run.eval_every >= 0 else {}
+        interrupt = stack.enter_context(Interrupt(view.say, first, grace_s=config.run.grace_s))
         trained: loop.Learner = learner
         if (lowering := system.lowering) is not None:
             say = partial(journal.say, "out of memory")
@@ -349,12 +367,14 @@ def run_loop(
             rewards=system.scorer,
             learner=trained,
             journal=journal,
-            heldout=dataset.heldout if config.run.eval_every >= 0 else {},
+            heldout=heldout,
             save=save,
             stop=stop,
             keep=partial(keep_skipped, folder.path, view.say),
             account=ledger.account,
             hurry=system.attended(interrupt.hurry),
+            leave=interrupt,
+            decoded=lambda: system.pool.steps,
             whole=whole,
         )
         reached = loop.train(parts, config, start=start)

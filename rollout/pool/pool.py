@@ -88,6 +88,11 @@ class RolloutPool:
         """How often an engine had to be started again so far."""
         return self._fleet.restarts
 
+    @property
+    def steps(self) -> int:
+        """Decoding steps of all engines so far, a few seconds old."""
+        return self._pulses.steps
+
     def start(self) -> tuple[str, ...]:
         """Start all engines; what they warn of. Raises `EngineError` or `TimeoutError` if one does
         not come up."""

@@ -30,11 +30,15 @@ def closing_words(
             lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
     if reached < config.run.steps or preempted():  # the model is exported when it goes on
         called, again = again, again or shlex.join(["keel", *command])
-        lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
+        if reached:
+            lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
+        else:
+            lines.append(f"stopped before step 1; nothing was trained or saved. To begin: {again}")
         by_epochs = command[0] in ("sft", "pretrain") and config.sft.epochs > 0
         if reached and reached < config.run.steps and not by_epochs:
-            knob = f"the knob run.steps={reached}" if called else f"run.steps={reached}"
-            lines.append(f"to end there, with the model: the same, and {knob}")
+            knob = f"run.steps={reached}"
+            export = f"the same with the knob {knob}" if called else f"{again} {knob}"
+            lines.append(f"to export it now: {export}")
     else:
         lines.append(f"trained model   {folder.model}")
     lines += [
