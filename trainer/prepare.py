@@ -62,8 +62,8 @@ from keel.trainer.run.folder import check_recipe
 from keel.trainer.run.manifest import MANIFEST, check_exported
 
 UNKNOWN_GIB = (
-    "run.gpu_gib is not set and no GPU is here, so GPUs could not be planned: open knobs have their "
-    "values for a CPU. Set the memory of a GPU, for example run.gpu_gib=80"
+    "run.gpu_gib is not set and no GPU is here, so GPUs could not be planned: open knobs have "
+    "their values for a CPU. Set the memory of a GPU, for example run.gpu_gib=80"
 )
 SAMPLED = 32
 """Prompts of each source whose mean length stands for all."""

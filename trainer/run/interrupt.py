@@ -275,9 +275,9 @@ class Interrupt:
         preempted_first: str = PREEMPTED_FIRST,
         grace_s: float = 0.0,
     ) -> None:
-        """first: message at Ctrl-C, or what returns it then. preempted_first: message at a signal of
-        `PREEMPTION`. grace_s: seconds after such a signal until `Preempted` is raised wherever the
-        main thread then is; 0: never."""
+        """first: message at Ctrl-C, or a function that returns it. preempted_first: message at a
+        signal of `PREEMPTION`. grace_s: seconds after such a signal until `Preempted` is raised
+        wherever the main thread then is; 0: never."""
         self._say, self.first, self.preempted_first = say, first, preempted_first
         self.asked = False
         self.grace_s, self._end = grace_s, float("inf")

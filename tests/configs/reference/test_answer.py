@@ -23,7 +23,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("trainer.lr", ["trainer.lr\n  Learning rate", "default    1e-6", "must stay as it was"]),
+        ("trainer.lr", ["trainer.lr\n  Learning rate", "default    1e-6", "may have another value"]),
         ("lr", ["trainer.lr\n", "model.embedded.cold_start.lr\n", "lr (metric)\n"]),
         ("run.steps", ["may have another value", "docs/learning.md"]),
         ("data.sources[sums].size", ["data.sources[].size\n", "0 to 10000000"]),
