@@ -183,9 +183,9 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.75):
         paths = [path for path in everywhere if path.rpartition(".")[2] == close[0]]
         return f"did you mean {' or '.join(paths)}?"
-    if close := difflib.get_close_matches(key, {word.name for word in words()}, n=1, cutoff=0.85):
-        if said := _theirs(meant(close[0]), everywhere):
-            return said
+    close = difflib.get_close_matches(key, {word.name for word in words()}, n=1, cutoff=0.85)
+    if close and (said := _theirs(meant(close[0]), everywhere)):
+        return said
     if len(here) > MANY and prefix:
         close = difflib.get_close_matches(key, here, n=1, cutoff=0.4)
         nearest = f"the nearest is {prefix}{close[0]}; " if close else ""

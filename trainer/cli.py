@@ -50,6 +50,8 @@ CURE = (
 LIGHT = (
     *("compare", "distill", "doctor", "knobs", "new", "recipes", "report", "synthesize", "watch"),
 )
+EVALUATING = ("train", "check", "eval")
+"""Commands that take `--eval FILE`."""
 RUNS = "folder that `keel train` or `keel eval` has written, or is writing"
 NEW = "write a short recipe from a few questions or flags, and check it"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
@@ -121,6 +123,9 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("recipe", help="a YAML file, or the name of a recipe that comes along")
         command.add_argument("override", nargs="*", metavar="key=value", help="change a knob")
+        if name in EVALUATING:
+            help_ = "evaluate on this file, too (eval.file)"
+            command.add_argument("--eval", metavar="FILE", help=help_)
     text = "train once more on a batch that a run kept since its gradient was not finite"
     command = commands.add_parser("replay", help=text, description=text)
     command.add_argument("run", help="the run folder")
@@ -209,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command(argv: Sequence[str] | None, end: End) -> int:
     """As `main`. end: is told before the last words."""
     root = parser()
-    arguments = root.parse_args(argv)
+    arguments = root.parse_args(with_eval_file(sys.argv[1:] if argv is None else argv))
     if arguments.version:
         print(f"keel {metadata.version('keel-rl')}")
         return 0
@@ -321,6 +326,21 @@ def light(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"keel {arguments.command}: {error}", file=sys.stderr)
         return REFUSED
+
+
+def with_eval_file(argv: Sequence[str]) -> list[str]:
+    """`--eval FILE` of a recipe's command as the override that it stands for. (argparse loses the
+    overrides that follow an option.)"""
+    from keel.configs.dump import as_override  # noqa: PLC0415  YAML
+
+    words = list(argv)
+    for index, word in enumerate(words if words[:1] and words[0] in EVALUATING else ()):
+        option, equals, file = word.partition("=")
+        if option == "--eval" and (equals or index + 1 < len(words)):
+            rest = words[index + 1 :] if equals else words[index + 2 :]
+            file = file if equals else words[index + 1]
+            return with_eval_file([*words[:index], f"eval.file={as_override(file)}", *rest])
+    return words
 
 
 def step_or_override(word: str) -> int | str:

@@ -129,9 +129,10 @@ def layouts_of(task: Task | SftTask) -> Layouts:
     )
 
 
-def check(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel check`: validate everything that can be without starting anything: what `keel sft` or
-    `keel pretrain` would do with the recipe, and `keel train`."""
+def check(recipe: str, overrides: Sequence[str]) -> int:
+    """`keel check`: validate all that can be validated without starting anything, for `keel train`
+    and for `keel sft` or `keel pretrain`. Returns the exit status: 1 if a reward function fails on
+    a sample completion."""
     config = load_config(recipe, overrides)
     tasks: list[Task | SftTask] = []
     with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
@@ -152,6 +153,10 @@ def check(recipe: str, overrides: Sequence[str]) -> None:
         print(f"{folder.path} {standing}")
     for line in (*elsewhere, *folder.words()):
         print(f"{'warning':<12} {line}")
+    failed = [line for task in tasks if isinstance(task, Task) for line in task.failed]
+    for line in failed:
+        print(f"keel check: {line}", file=sys.stderr)
+    return FAILED if failed else 0
 
 
 def check_place(tasks: Sequence[Task | SftTask]) -> list[str]:
@@ -227,7 +232,7 @@ def judge(options: argparse.Namespace) -> None:
         raise RuntimeError(f"{failed} of {len(items)} answers could not be judged")
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Callable[..., int | None]] = {
     "train": train,
     "sft": sft,
     "pretrain": pretrain,
@@ -240,7 +245,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def run(command: str, *arguments: Any) -> int:
-    """Run a command; errors that a user can act on end in one message, not in a traceback."""
+    """Run a command and return its exit status; errors that a user can act on end in one message,
+    not in a traceback."""
 
     def ended(status: int) -> int:
         if lost() or hanging():  # their threads would not let this process end in peace
@@ -252,12 +258,13 @@ def run(command: str, *arguments: Any) -> int:
         return ended(status)
 
     try:
-        COMMANDS[command](*arguments)
+        status = COMMANDS[command](*arguments) or 0
     except ConfigError as error:
         return said(error, error.exit_status)
     except KeyboardInterrupt:
         if not preempted():
             return said(f"stopped at once; {kept(command, *arguments)}", INTERRUPTED)
+        status = 0
     except (ValueError, RuntimeError, OSError, RayError) as error:
         if os.environ.get("KEEL_TRACEBACK"):
             raise
@@ -269,7 +276,7 @@ def run(command: str, *arguments: Any) -> int:
         return said(text, FAILED)
     if signal := preempted():
         return said(f"stopped by {signal}; {SAME}", PREEMPTED)
-    return ended(0)
+    return ended(status)
 
 
 def kept(command: str, *arguments: Any) -> str:

@@ -90,6 +90,8 @@ class Task:
     tokenizer_digest: str = ""
     """`keel.model.load.digest_of_tokenizer`."""
     warnings: Sequence[str] = ()
+    failed: Sequence[str] = ()
+    """Reward functions that failed on a sample completion, among the warnings."""
 
     @property
     def gpu(self) -> bool:
@@ -194,6 +196,7 @@ def prepare(
         chat=chat,
         tokenizer_digest=digest_of_tokenizer(tokenizer),
         warnings=[*warnings, *small_lines(config, dataset), *failed],
+        failed=failed,
         programs={
             "chats": chat_note(config, tokenizer, chat),
             **{name: said for name, said in tried.items() if not said.startswith(FAILED)},

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shutil import which
 
 from keel.configs.schema import Config
 from keel.rl.metrics import MEASURES
@@ -29,7 +32,7 @@ def closing_words(
         if unscored:
             lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
     if reached < config.run.steps or preempted():  # the model is exported when it goes on
-        called, again = again, again or shlex.join(["keel", *command])
+        called, again = again, again or shlex.join([program(), *command])
         if reached:
             lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
         else:
@@ -42,13 +45,19 @@ def closing_words(
     else:
         lines.append(f"trained model   {folder.model}")
     lines += [
-        f"report          {shlex.join(['keel', 'report', str(path)])}",
+        f"report          {shlex.join([program(), 'report', str(path)])}",
         f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",
         f"numbers         {path / 'metrics.jsonl'}",
     ]
     if config.data.sources:
         lines.append(f"completions     {path / 'trajectories'}")
     return "\n".join(lines)
+
+
+def program() -> str:
+    """`keel`, or the path by which this process was started where that is not on PATH."""
+    started = Path(sys.argv[0])
+    return "keel" if started.name != "keel" or which("keel") else str(started)
 
 
 def _in_part(name: str, evaluations: Mapping[str, Sequence[tuple[int, float]]]) -> bool:
