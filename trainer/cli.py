@@ -178,8 +178,10 @@ def add_new(command: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, metavar="N", help="of a machine (default: those here; 0: none)")
     add("--nodes", type=int, default=1, metavar="N", help="machines")
     add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU, where none is here")
-    add("--steps", type=int, default=200, metavar="N", help="(default: 200)")
-    add("--max-tokens", type=int, metavar="N", help="longest completion (default: 1024, or 4096)")
+    add("--steps", type=int, metavar="N", help="(default: 200; 50 on a CPU)")
+    help_ = "longest completion (default: 1024, or 4096; 128, or 256 on a CPU)"
+    add("--max-tokens", type=int, metavar="N", help=help_)
+    add("--eval", metavar="FILE", help="evaluate on this file, in place of rows held out")
     add("--think", action="store_true", default=None, help="the policy thinks before it answers")
     add("--yes", action="store_true", help="ask nothing: take defaults for what is not given")
 
