@@ -89,7 +89,7 @@ def text_of(path: Path, folder: str) -> str:
             raise ConfigError(f"{path}: {what}; did you mean {' or '.join(near)}?")
         hint = f"; {there} has {', '.join(recipes[:8])}" if recipes and not ours else ""
         if path.is_dir() and not recipes:
-            hint = "; name a YAML file, or a recipe that comes along (keel recipes)"
+            hint = "; name a YAML file, or a bundled recipe (keel recipes)"
         raise ConfigError(f"{path}: {what}{hint}{hint_of(path, folder)}")
     if path.suffix in NO_RECIPES:
         raise ConfigError(

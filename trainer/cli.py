@@ -23,7 +23,7 @@ from keel.trainer.run.waits import waiting
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
   keel new                                  a recipe of your own, from a few questions
-  keel recipes                              those that come along, for models and machines
+  keel recipes                              bundled recipes, for models and machines
   keel sft sft-quickstart                   supervised fine-tuning; keel train goes on from there
   keel pretrain pretrain-dense              text; pretrain-warm-up and pretrain-sparse go on
   keel distill quickstart                   specialists, what they teach, mixed RL, and a table
@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         elif "unrecognized arguments: " in message:
             message += "; keel COMMAND --help says what it takes, and knobs are key=value"
         elif re.search(r"required: recipe\b", message):
-            message = "name a recipe: a YAML file, or one that comes along (keel recipes)"
+            message = "name a recipe: a YAML file, or a bundled one (keel recipes)"
         message = message.replace(", key=value", "")  # of which there may be none
         super().error(message)
 
@@ -121,7 +121,9 @@ def parser() -> argparse.ArgumentParser:
         ("distill", "specialists, supervised distillation and mixed RL as one chain of commands"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("recipe", help="a YAML file, or the name of a recipe that comes along")
+        command.add_argument(
+            "recipe", help="a YAML file, a run folder, or the name of a bundled recipe"
+        )
         command.add_argument("override", nargs="*", metavar="key=value", help="change a knob")
         if name in EVALUATING:
             help_ = "evaluate on this file, too (eval.file)"
@@ -137,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("first", "second"):
         command.add_argument(name, metavar="DIR", help="folder that `keel eval` has written")
     add_new(commands.add_parser("new", help=NEW, description=NEW))
-    text = "the recipes that come along: a line each, or the whole of one"
+    text = "list the bundled recipes, or print one"
     command = commands.add_parser("recipes", help=text, description=text)
     command.add_argument("name", nargs="?", default="", help="print this one")
     text = "what a knob or a metric means: type, default, unit, what a resume may change"

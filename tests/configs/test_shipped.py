@@ -30,7 +30,7 @@ def test_a_name_is_printed_whole_or_answered_with_the_nearest() -> None:
 def test_a_folder_is_no_recipe_unless_it_is_a_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r": is a folder; name a YAML file, or a recipe that com"):
+    with pytest.raises(ConfigError, match=r": is a folder; name a YAML file, or a bundled recipe"):
         load_config(tmp_path)
     (tmp_path / "list.yaml").touch()  # which is written much like it
     monkeypatch.chdir(tmp_path)

@@ -288,7 +288,7 @@ def test_a_start_says_whether_the_embedded_model_was_taught_or_found(
 
     monkeypatch.setattr("keel.trainer.system.ensure_embedded", taught)
     model_folder(task)
-    assert capsys.readouterr().out == "embedded model: taught now, kept in somewhere\n"
+    assert capsys.readouterr().out == "embedded model: cold start done; cached in somewhere\n"
     monkeypatch.setattr("keel.trainer.system.ensure_embedded", lambda *_, **__: Path("somewhere"))
     model_folder(task)
     assert capsys.readouterr().out == "embedded model: taught before, found in somewhere\n"

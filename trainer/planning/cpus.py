@@ -24,6 +24,8 @@ SHARE = 0.8
 135 M parameter model on two cores, to within a factor of two."""
 MEMORY_BYTES = 10e9
 """Nominal bytes per second that two or more cores read together."""
+LAYER_S = 3e-3
+"""Seconds that a decoding step takes per layer beside its GEMMs: kernel launches and attention."""
 ADAM_BYTES = 28
 """Bytes read and written per parameter by an AdamW update in float32."""
 ROWS, WIDTH, MEASURE_S = 512, 1024, 0.3
@@ -129,7 +131,7 @@ def cpu_time(
         completions = prompts * samples
         at_once = min(completions, config.rollout.max_num_seqs * config.rollout.engines)
         waves = completions / max(1, at_once)
-        step = max(weights, per_token * at_once / rate)
+        step = facts.layers * LAYER_S + max(weights, per_token * at_once / rate)
         return waves * longest * step + per_token * prompts * prompt_tokens / rate
 
     completions = algorithm.prompts_per_step * algorithm.group_size

@@ -186,7 +186,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def problems(folder: Path, *, bits: bool = True) -> list[str]:
-    """What is not as it was written, a line for each file: reads all of them, unless `bits` is
+    """What is damaged, a line for each file: reads all of them, unless `bits` is
     False. Of a checkpoint of an older release, which has no manifest, only what cannot be read."""
     found = damage(folder, extra=True, bits=bits) if has_manifest(folder) else []
     if not found:

@@ -198,7 +198,7 @@ class RunFolder:
 
     @property
     def latest(self) -> Path | None:
-        """Folder of the newest finished checkpoint that is as it was written."""
+        """Folder of the newest intact checkpoint."""
         for path in reversed(checkpoint.finished(self._checkpoints)):
             if path not in self._problems:
                 problems = checkpoint.problems(path)
@@ -247,7 +247,7 @@ class RunFolder:
         lines = [*self._words]
         lines += [f"{path} is damaged ({said(why)})" for path, why in self.damaged.items()]
         if lines and latest:
-            lines.append(f"{latest.name} before it is as it was written: the run resumes from that")
+            lines.append(f"the run resumes from {latest.name}, the newest intact checkpoint")
         if latest and (other := checkpoint.exchanged(latest, self.base, self.tokenizer)):
             lines.append(
                 f"model.path = {self._config.model.path!r} has {other} than when {latest.name} was "
@@ -266,8 +266,8 @@ class RunFolder:
             )
         if latest and not checkpoint.has_manifest(latest):
             lines.append(
-                f"{latest} was written by an older release, without digests: nobody can say "
-                "whether it is as it was written"
+                f"{latest} was written by an older release, without digests, so damage to "
+                "it cannot be detected"
             )
         if latest and (steps := lacking(self._metrics, checkpoint.step_of(latest))):
             lines.append(
@@ -302,7 +302,7 @@ class RunFolder:
         return self.path / "rewards"
 
     def check_model(self) -> None:
-        """Raises ConfigError if the exported model is not as it was written."""
+        """Raises ConfigError if the exported model is damaged."""
         check_exported(
             self.model, "move that folder away and start the run as before to write it again"
         )

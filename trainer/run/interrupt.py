@@ -2,7 +2,7 @@
 
 Ctrl-C            the first asks to stop after the step, with a checkpoint; the second stops at once
 SIGTERM, SIGHUP,  the machine is about to be taken away (a scheduler, `ray job stop`, a warning of
-SIGUSR1           Slurm's), or the terminal is gone: what is being sampled is given up, an optimizer
+SIGUSR1           Slurm's), or the terminal is gone: current rollouts are dropped, an optimizer
                   step under way may end, a checkpoint is written, all within `run.grace_s`
 
 Imports nothing heavy: signals are heeded from a command's first moment on (`watching`), also while

@@ -28,13 +28,15 @@ def test_a_run_that_stopped_says_how_to_go_on(tmp_path: Path) -> None:
         from_python = closing_words(folder, config, 1, command, again="make the same call again")
     assert "after step 1 of 60; to go on: keel train 'my recipe.yaml'\n" in said
     assert "after step 1 of 60; to go on: make the same call again\n" in from_python
-    assert "with the model: the same, and the knob run.steps=1\n" in from_python
-    end = "to end there, with the model: the same, and run.steps=1\n"
+    assert "to export it now: the same with the knob run.steps=1\n" in from_python
+    end = "to export it now: keel train 'my recipe.yaml' run.steps=1\n"
     assert end in said
+    with RunFolder(config) as folder:
+        assert "nothing was trained or saved" in closing_words(folder, config, 0, command)
     by_epochs = replace(config, sft=replace(config.sft, epochs=2.0))
     with RunFolder(config) as folder:
         assert end in closing_words(folder, by_epochs, 1, command)
-        assert end not in closing_words(folder, by_epochs, 1, ["sft", "my recipe.yaml"])
+        assert "export it" not in closing_words(folder, by_epochs, 1, ["sft", "my recipe.yaml"])
 
 
 def test_a_set_of_which_nothing_is_wholly_right_has_its_score_said(tmp_path: Path) -> None:
