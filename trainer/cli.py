@@ -343,7 +343,7 @@ def with_eval_file(argv: Sequence[str]) -> list[str]:
         if option == "--eval" and (equals or index + 1 < len(words)):
             rest = words[index + 1 :] if equals else words[index + 2 :]
             file = file if equals else words[index + 1]
-            return with_eval_file([*words[:index], f"eval.file={as_override(file)}", *rest])
+            return with_eval_file([*words[:index], *rest, f"eval.file={as_override(file)}"])
     return words
 
 

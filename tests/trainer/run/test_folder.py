@@ -272,10 +272,9 @@ def test_a_changed_learning_rate_is_named_with_its_first_step(tmp_path: Path) ->
         checkpoint(folder, made, 4)
     slower = replace(made, trainer=replace(made.trainer, lr=1e-9))
     with RunFolder(slower) as folder:
-        (line,) = folder.words()
-    assert line == f"from step 5 on: trainer.lr {made.trainer.lr} → 1e-09"
+        assert f"from step 5 on: trainer.lr {made.trainer.lr} → 1e-09" in folder.words()
     with RunFolder(slower) as folder:
-        assert folder.words() == [], "which the folder then has"
+        assert not [line for line in folder.words() if "trainer.lr" in line]
 
 
 def test_without_its_config_a_folder_is_known_by_its_checkpoint(tmp_path: Path) -> None:
