@@ -133,8 +133,9 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
     """Turn `eval.file` into a source that is held out as a whole, read as the first source of rows
     is."""
     section, data = tree.get("eval"), tree.get("data")
-    path = section.get("file") if isinstance(section, dict) else None
-    sources = data.get("sources") if isinstance(data, dict) else None
+    if not isinstance(section, dict) or not isinstance(data, dict):
+        return tree
+    path, sources = section.get("file"), data.get("sources")
     if not isinstance(path, str) or not path or not isinstance(sources, list):
         return tree
     others = [cast(dict[str, Any], one) for one in sources if isinstance(one, dict)]

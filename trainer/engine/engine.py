@@ -243,8 +243,11 @@ class TrainerEngine:
             # Adam's moments and weight decay would move the weights all the same. The version
             # counts, so that engines and trainer agree about what is published after a step.
             self._version += 1
-            skipped = {"train/skipped_steps": Sum(0.0), "train/skipped_no_signal": Sum(1.0)}
-            return skipped if self._rank == 0 else {}
+            counts: dict[str, Metric] = {
+                "train/skipped_steps": Sum(0.0),
+                "train/skipped_no_signal": Sum(1.0),
+            }
+            return counts if self._rank == 0 else {}
         seen: list[Callable[[], dict[str, Metric]]] = []
         self._offload.before_gradients()
         split = SplitGaps.begun(batch, self._device, self._scored)

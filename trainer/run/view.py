@@ -183,9 +183,9 @@ class LiveView:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         # The panel stays as a summary of a run that has got somewhere.
-        self._live.transient = self._step == 0 or kind is not None
+        self._live.transient = self._step == 0 or any(raised)
         self._live.stop()
 
     def _draw(self) -> RenderableType:

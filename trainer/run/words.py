@@ -44,6 +44,8 @@ def closing_words(
             lines.append(f"to export it now: {export}")
     else:
         lines.append(f"trained model   {folder.model}")
+    if not reached and not evaluations:
+        return "\n".join(lines)
     lines += [
         f"report          {shlex.join([program(), 'report', str(path)])}",
         f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",

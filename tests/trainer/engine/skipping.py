@@ -91,8 +91,8 @@ def told(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGroup]) -
 
 
 def without_signal(stage: int) -> Any:
-    """A step in which no group differs, after steps that have filled Adam's moments, and a resume
-    after it."""
+    """A step in which no group differs, after steps that have filled Adam's moments; and resumes
+    after it, one of them with a tenth of the learning rate."""
 
     def run(ranks: Ranks) -> dict[str, Any]:
         config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0)
@@ -114,6 +114,9 @@ def without_signal(stage: int) -> Any:
         torch.distributed.barrier()
         resumed = ranks.engine(config)
         resumed.load(folder)
+        slower = ranks.engine(replace(config, trainer=replace(config.trainer, lr=1e-3)))
+        slower.load(folder)
+        metrics_of_slower = ranks.merged(slower.step([good]))
         for engine in (straight, skipped, resumed):
             metrics_of_last = ranks.merged(engine.step([good]))
         return {
@@ -123,6 +126,8 @@ def without_signal(stage: int) -> Any:
             "straight": ranks.published(straight),
             "skipped": ranks.published(skipped),
             "resumed": ranks.published(resumed),
+            "slower": ranks.published(slower),
+            "slower metrics": metrics_of_slower,
             "counts": (resumed.steps, resumed.version),
         }
 

@@ -291,6 +291,20 @@ def test_a_step_without_a_signal_moves_no_weight(results: dict[str, Any], stage:
     assert result["counts"] == (3, 3)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_has_the_learning_rate_of_its_recipe(
+    results: dict[str, Any], stage: int
+) -> None:
+    result = results[f"without signal {stage}"]
+    assert values(result["slower metrics"])["lr"] == 1e-3
+    before = result["after"]
+    far, near = (
+        sum(float((result[name][key] - old).abs().sum()) for key, old in before.items())
+        for name in ("straight", "slower")
+    )
+    assert near == pytest.approx(far / 10, rel=0.02)
+
+
 @pytest.mark.parametrize("how", SKIPPING)
 def test_the_token_that_made_a_gradient_infinite_is_named(
     results: dict[str, Any], how: str
