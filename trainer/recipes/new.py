@@ -166,7 +166,9 @@ def filled(given: argparse.Namespace, ask: Questions) -> tuple[Path, str]:
     steps = given.steps
     if steps is None:
         steps = ask("Steps", f"{defaults['steps']}", at_least(1))
-    sources = [{**source, "thinking": None if embedded else think}]
+    about = "true: think before answering, in more tokens"
+    thinking = {"thinking": None if embedded else think, "about_thinking": about}
+    sources = [{**source, **thinking}]
     if given.eval:
         sources[0]["holdout"] = 0
         sources.append(evaluation(given.eval, sources[0], defaults, cpu=not gpus))
