@@ -135,6 +135,7 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
                     said=out.said,
                     stop=system.attended(stop),
                     say=partial(print, flush=True),
+                    decoded=decoded_by(system),
                 )
         print(out.finish())
 
@@ -329,7 +330,15 @@ def _ask(
             said=out.said,
             stop=system.attended(stop),
             say=partial(print, flush=True),
+            decoded=decoded_by(system),
         )
+
+
+def decoded_by(system: System | Remote) -> Callable[[], int] | None:
+    """What counts the decoding steps; None for an endpoint, and for episodes, whose number of turns
+    is not known in advance."""
+    pool = getattr(system, "pool", None)
+    return None if pool is None or system.agents is not None else lambda: pool.steps
 
 
 @contextmanager

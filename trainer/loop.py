@@ -22,7 +22,7 @@ from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.summary import sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
-from keel.trainer.feed import Abandoned, Feed, never, wait_for
+from keel.trainer.feed import Abandoned, Feed, decoding_steps, never, wait_for
 
 IDLE = ("rollout", "reward")
 """What the trainer waits for with nothing to do."""
@@ -263,15 +263,6 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
     return step == run.steps or (run.eval_every > 0 and step % run.eval_every == 0)
 
 
-def decoding_steps(config: Config, prompts: int) -> int:
-    """Decoding steps of all engines together for an evaluation, if every completion reaches its
-    limit."""
-    rollout, completions = config.rollout, prompts * config.eval.samples
-    engines = min(rollout.engines, completions)
-    waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
-    return engines * waves * rollout.sampling.max_tokens
-
-
 def evaluate(parts: Parts, config: Config) -> dict[str, Metric]:
     """Return `eval/<set>/pass@1`, `score` and `unscored` of every held-out set
     (`keel.rl.evaluation`). Raises `Abandoned` once `parts.hurry()` or `parts.leave()`."""
@@ -283,7 +274,10 @@ def evaluate(parts: Parts, config: Config) -> dict[str, Metric]:
     every = [future for futures in scored.values() for future in futures]
     # An episode's turns have no limit in common, so decoding steps say little there.
     decoded = None if config.with_agents else parts.decoded
-    before, most = decoded() if decoded else 0, decoding_steps(config, len(every))
+    before, most = (
+        decoded() if decoded else 0,
+        decoding_steps(config, len(every) * config.eval.samples),
+    )
 
     def tick() -> bool:
         """Show the count that is further on: all prompts may be at work before any is done."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keel.trainer.loop import decoding_steps
+from keel.trainer.feed import decoding_steps
 from tests.trainer.test_loop import FakeRun, config
 
 
@@ -64,14 +64,12 @@ def test_an_evaluation_counts_decoding_steps_before_any_prompt_is_done() -> None
     assert "1 of 1 prompts" in run.events
 
 
-@pytest.mark.parametrize(
-    ("prompts", "samples", "engines", "room", "waves"), [(8, 1, 1, 4, 2), (3, 2, 2, 4, 1)]
-)
+@pytest.mark.parametrize(("completions", "engines", "room", "waves"), [(8, 1, 4, 2), (6, 2, 4, 1)])
 def test_decoding_steps_come_in_waves(
-    prompts: int, samples: int, engines: int, room: int, waves: int
+    completions: int, engines: int, room: int, waves: int
 ) -> None:
     base = config()
     rollout = replace(base.rollout, engines=engines, max_num_seqs=room)
-    settings = replace(base, rollout=rollout, eval=replace(base.eval, samples=samples))
     longest = base.rollout.sampling.max_tokens
-    assert decoding_steps(settings, prompts) == engines * waves * longest
+    steps = decoding_steps(replace(base, rollout=rollout), completions)
+    assert steps == engines * waves * longest
