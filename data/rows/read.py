@@ -21,7 +21,6 @@ from keel.data.rows.tables import TABLES, table_rows
 
 LINES, LISTS, SHEETS = (".jsonl", ".ndjson"), (".json",), {".csv": ",", ".tsv": "\t"}
 KINDS = (*LINES, *LISTS, *SHEETS, *TABLES)
-TAB = "\t"
 UNCLOSED = "unexpected end of data"
 """How `csv` calls a quote that is open at the end of a file."""
 LONGEST_CELL = 1 << 30
@@ -163,8 +162,8 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
-    """Rows of a CSV file, each at the line that it begins in. Blanks around the columns' names are
-    no part of them."""
+    """Rows of a CSV file, each at the line that it begins in, without blanks around the columns'
+    names. A header of one cell that holds `;`, a tab or `|` is split there."""
     csv.field_size_limit(LONGEST_CELL)
     with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         rows = _cells(path, csv.reader(text, delimiter=delimiter, strict=True))
@@ -175,10 +174,8 @@ def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
         if twice := sorted({name for name in header if header.count(name) > 1}):
             raise ConfigError(f"{path}:1: several columns are called {twice[0]!r}; rename them")
         if len(header) == 1 and (other := next((c for c in ";\t|" if c in header[0]), "")):
-            raise ConfigError(
-                f"{path}:1: its columns are divided by {other!r}; save it with "
-                f"{delimiter!r} between them{' or call it .tsv' * (other == TAB)}"
-            )
+            yield from _sheet(path, other)
+            return
         for line, row in rows:
             record: dict[str, Any] | BadLine
             if isinstance(row, BadLine):

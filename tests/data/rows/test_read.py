@@ -52,6 +52,7 @@ TEXTS = {
     "line.json": json.dumps(ROWS),
     "lines.json": lines(),
     "rows.csv": '\ufeffprompt,answer,tolerance,hint\n1+1?,2,,"two\nlines"\r\n0.1?,0.1,0.01,\n',
+    "semi.csv": 'prompt;answer;tolerance;hint\n1+1?;2;;"two\nlines"\n0.1?;0.1;0.01;\n',
     "rows.tsv": 'prompt\tanswer\ttolerance\thint\n1+1?\t2\t\t"two\nlines"\n\n0.1?\t0.1\t0.01\t\n',
 }
 
@@ -139,10 +140,7 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     ),
     "open.csv": ('prompt,answer\na,1\n"b,2\nc,3\n', "open.csv:3: not CSV: a quote opens in this"),
     "header.csv": ('"prompt"x,answer\na,1\n', "header.csv:1: not CSV: "),
-    "semi.csv": (
-        "prompt;answer\na;2\n",
-        "semi.csv:1: its columns are divided by ';'; save it with ','",
-    ),
+    "semi.csv": ("prompt;answer\na;2;3\n", "semi.csv:2: has 3 cells, and the header 2"),
     "latin.csv": (b"prompt,answer\n\xff\xfe,2\n", "is not UTF-8 (byte 0xff); save it as UTF-8"),
     "number.csv": ("prompt,answer,tolerance\na,2,wide\n", "number.csv:2: `tolerance` must be JSON"),
     "plain.jsonl.gz": ('{"prompt": "a", "answer": "b"}', "Not a gzipped file"),
