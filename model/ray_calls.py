@@ -2,12 +2,13 @@
 
 Where Ray's node process (raylet) or its control service (GCS) has stopped, `ray.put`, `ray.nodes`
 and `ray.shutdown` never return, and heed no Ctrl-C; nor does an actor's method with large arguments
-(`method.remote`). So each call is made on a thread of its own, which is left behind where it does
-not come back.
+(`method.remote`). So each call is made on another thread, which is left behind if the call never
+returns.
 """
 
 from __future__ import annotations
 
+import queue
 import re
 import secrets
 import threading
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import ray
 from ray.exceptions import (
@@ -185,17 +186,10 @@ def bounded(call: Callable[[], T], seconds: float, what: str, *, last: bool = Fa
             raise RayLost(why)
 
     check()
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # the caller's
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="keel-ray-call", daemon=True).start()
+    task = _Task(call)
+    _Caller.run(task)
     patience = Patience(seconds, LOOK_S)
-    while not future.done():
+    while not task.done.is_set():
         left = patience.left()
         check()
         if not left:
@@ -203,8 +197,50 @@ def bounded(call: Callable[[], T], seconds: float, what: str, *, last: bool = Fa
                 f"waited {seconds:g} s for Ray to {what}: one of its processes does not answer "
                 "(raylet or gcs_server; their logs: session_latest/logs below RAY_TMPDIR)"
             )
-        futures.wait([future], min(left, LOOK_S))
-    return future.result()
+        task.done.wait(min(left, LOOK_S))
+    if task.error is not None:
+        raise task.error
+    return task.result
+
+
+class _Task:
+    """A call to make on another thread, and what came of it."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call, self.done = call, threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self.call()
+        except BaseException as error:  # raised to the caller
+            self.error = error
+        self.done.set()
+
+
+class _Caller:
+    """A daemon thread that makes one call after another; a call that hangs keeps its thread."""
+
+    _idle: ClassVar[list[_Caller]] = []
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name="keel-ray-call", daemon=True).start()
+
+    @classmethod
+    def run(cls, task: _Task) -> None:
+        """Start `task` on an idle thread, or on a new one."""
+        try:
+            caller = cls._idle.pop()
+        except IndexError:
+            caller = cls()
+        caller._tasks.put(task)
+
+    def _loop(self) -> None:
+        while True:
+            self._tasks.get().run()
+            self._idle.append(self)
 
 
 def awaited(future: Future[T]) -> T:

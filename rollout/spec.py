@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
 from keel.configs.schema import Config, Dtype, RolloutConfig
@@ -78,13 +79,16 @@ class EngineSpec:
         return self.config.gpu_memory_utilization * allowed
 
 
-class Started(NamedTuple):
-    """What a new engine says of itself."""
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Result of an engine's start."""
 
     pid: int
-    """Of its process."""
+    """Process id of the engine."""
     warnings: tuple[str, ...] = ()
-    """What Keel's own code warned of in there: what the engine does without."""
+    """Warnings that Keel logged in the engine's process, such as a missing fast path."""
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds spent in each phase of the start, by the phase's name."""
 
 
 class Progress(NamedTuple):

@@ -1,5 +1,6 @@
-"""Imports point one way without cycles, in-function imports included, and each heavy library has one
-owner."""
+"""Imports point one way without cycles, in-function imports included.
+
+Each heavy library has one owner."""
 
 from __future__ import annotations
 

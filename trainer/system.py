@@ -220,6 +220,9 @@ def running(
         with waiting(who, f"{who} of {config.model.path}, GPUs: {task.gpu}") as wait:
             how = {"engines_first": shared and not together, "warm": not sleep, "roomy": roomy}
             warnings = start_both(pool, ranks, both, watch, wait, **how)
+        phases = pool.start_seconds.items()
+        if phases:
+            say("engine start " + ", ".join(f"{phase} {taken:.0f} s" for phase, taken in phases))
         for line in warnings:
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:

@@ -1,10 +1,10 @@
 """FlashAttention-4's kernels for packed rows, as operators of PyTorch: for GPUs of Hopper's and
 Blackwell's generations, and a package of its own (flash-attn-4).
 
-They take half as long as PyTorch's own (flash attention 2) from some 16,000 tokens on, both ways
-(docs/performance-history.md), and heads whose keys and values differ in width. The package has an
-autograd function, which a compiled layer cannot hold in its graph: here its two halves are
-operators that it can. Nobody has promised these halves; `check_kernels` looks at them first.
+From about 16,000 tokens on they take half as long as PyTorch's own (flash attention 2), forward and
+backward, and they accept heads whose keys and values differ in width. The package's autograd
+function cannot be traced into a compiled layer, so its forward and backward halves are wrapped as
+operators. These halves are not public: `check_kernels` verifies them first.
 """
 
 from __future__ import annotations

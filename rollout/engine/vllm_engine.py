@@ -115,6 +115,11 @@ class VllmEngine:
             self.sleep()
 
     @property
+    def compile_seconds(self) -> float:
+        """Seconds that torch.compile took at the start; small when its cache was warm."""
+        return float(self._llm.vllm_config.compilation_config.compilation_time)
+
+    @property
     def busy(self) -> bool:
         """Whether a step would sample anything; never while weights are incomplete or gone."""
         return bool(self._jobs) and not self._updating

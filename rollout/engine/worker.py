@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Warnings(logging.Handler):
-    """Keeps them: what an actor logs does not reach the terminal."""
+    """Collects warnings, because an actor's log does not reach the terminal."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -39,21 +40,38 @@ class RolloutWorker:
         # has removed at the end, and every start compiles them again.
         kernels = Path(os.environ.get("TRITON_HOME", "~"), ".triton", "cache").expanduser()
         os.environ.setdefault("TRITON_CACHE_DIR", str(kernels))
+        begin = time.monotonic()
         # vLLM is loaded in the actor's process only, under its environment.
         with heavy_imports():
             from keel.rollout.engine.thread import EngineThread  # noqa: PLC0415
             from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
-        heard = _Warnings()
-        ours = logging.getLogger("keel")
-        ours.addHandler(heard)
-        self._engine = EngineThread(lambda: VllmEngine(spec), spec.config)
-        ours.removeHandler(heard)
-        self._warnings = tuple(dict.fromkeys(heard.lines))
+        loaded = time.monotonic()
+        handler = _Warnings()
+        logger = logging.getLogger("keel")
+        logger.addHandler(handler)
+        engines: list[VllmEngine] = []
+
+        def build() -> VllmEngine:
+            engines.append(VllmEngine(spec))
+            return engines[0]
+
+        self._engine = EngineThread(build, spec.config)
+        logger.removeHandler(handler)
+        compiling = engines[0].compile_seconds
+        self._started = Started(
+            pid=os.getpid(),
+            warnings=tuple(dict.fromkeys(handler.lines)),
+            seconds={
+                "loading libraries": loaded - begin,
+                "compiling": compiling,
+                "model, warm-up and CUDA graphs": time.monotonic() - loaded - compiling,
+            },
+        )
 
     async def ready(self) -> Started:
-        """Returns when the constructor is done."""
-        return Started(pid=os.getpid(), warnings=self._warnings)
+        """Return once the constructor has finished."""
+        return self._started
 
     async def generate(
         self, prompt: Prompt, group_size: int, sampling: SamplingConfig, record: bool, draw: int

@@ -69,6 +69,8 @@ class Fleet:
         self.resting: Future[None] | None = None
         self._config, self._build, self._deliver = config, build, deliver
         self._startup_s = startup_s
+        self.start_seconds: dict[str, float] = {}
+        """Seconds of each phase of the start, of the slowest engine."""
         self._over = False
         """Set by another thread than that of the start, which is not to outlive it."""
 
@@ -88,8 +90,9 @@ class Fleet:
         return "asleep" if self._config.sleep else "ready"
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines and wait for them; what they warn of, each line once. Raises
-        `EngineError` or `TimeoutError` if one does not come up."""
+        """Start all engines, wait for them, and return their warnings without duplicates.
+
+        Raises `EngineError` or `TimeoutError` if an engine does not start."""
         for index in range(self._config.engines):
             engine = self._build(index)
             deadline = time.monotonic() + self._startup_s
@@ -108,7 +111,10 @@ class Fleet:
             while not slot.pending.done() and (left := slot.deadline - time.monotonic()) > 0:
                 self._check_wanted(slot.engine)
                 wait([slot.pending], min(left, LOOK_S))
-            return list(slot.pending.result(timeout=0).warnings)
+            started = slot.pending.result(timeout=0)
+            for phase, seconds in started.seconds.items():
+                self.start_seconds[phase] = max(seconds, self.start_seconds.get(phase, 0.0))
+            return list(started.warnings)
         except TimeoutError:
             raise TimeoutError(
                 f"rollout engine {slot.index} was not ready within {self._startup_s:g} s "

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -89,13 +89,19 @@ class RolloutPool:
         return self._fleet.restarts
 
     @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """Seconds of each phase of the start, of the slowest engine."""
+        return self._fleet.start_seconds
+
+    @property
     def steps(self) -> int:
         """Decoding steps of all engines so far, a few seconds old."""
         return self._pulses.steps
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines; what they warn of. Raises `EngineError` or `TimeoutError` if one does
-        not come up."""
+        """Start all engines and return their warnings.
+
+        Raises `EngineError` or `TimeoutError` if an engine does not start."""
         warnings = self._fleet.start()
         if self._config.sleep:
             self._asleep = Future()

@@ -334,7 +334,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
 
     assert f"step_{steps:06d}" in said_by("eval")
     assert "raise run.steps" in said_by("train").lower()
-    assert "trainer.lr" in said_by("train", "trainer.lr=0.5", status=2)
+    assert "trainer.grad_clip" in said_by("train", "trainer.grad_clip=0.5", status=2)
 
     # Anything solves the first line, and nothing the second.
     lines = [

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,19 +207,25 @@ def test_an_actor_that_cannot_be_ended_hides_no_error_and_is_waited_for_once(
     assert asked == ["rank 0"] and "waited 0.01 s for Ray to end an actor" in lost()
 
 
-def test_a_process_that_was_stopped_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, there = [0.0], threading.Event()
+def test_time_while_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, resumed = iter([0.0, 0.0]), threading.Event()
+    clock = lambda: next(times, 1000.0)  # noqa: E731
+    monkeypatch.setattr(ray_calls, "Patience", lambda *of: Patience(*of, clock))
+    threading.Timer(3 * ray_calls.LOOK_S, resumed.set).start()
+    assert bounded(lambda: resumed.wait(PATIENCE_S), 60.0, "do something")
 
-    def wait(some: Any, seconds: float) -> Any:
-        if now[0]:
-            there.set()
-            return futures.wait(some, PATIENCE_S)
-        now[0] += 1000.0  # in a look of 0.2 s
-        return None
 
-    monkeypatch.setattr(ray_calls, "futures", SimpleNamespace(wait=wait))
-    monkeypatch.setattr(ray_calls, "Patience", lambda *of: Patience(*of, lambda: now[0]))
-    assert bounded(there.wait, 60.0, "do something")
+def test_calls_share_a_thread_that_returned() -> None:
+    threads = {bounded(threading.get_ident, PATIENCE_S, "say its thread") for _ in range(50)}
+    assert len(threads) <= 2
+
+
+def test_a_call_that_hangs_blocks_no_other() -> None:
+    release = threading.Event()
+    with pytest.raises(ray_calls.Unanswered):
+        bounded(lambda: release.wait(PATIENCE_S), 0.01, "hang")
+    assert bounded(lambda: 7, PATIENCE_S, "answer") == 7
+    release.set()
 
 
 def test_what_says_that_a_process_is_gone() -> None:

@@ -36,7 +36,7 @@ ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
 """Of an engine's memory beside the KV cache, which nobody has measured."""
 ENGINE_BEYOND_GIB = 1.0
 """What an engine takes beside its share once it samples, of CUDA graphs and buffers that vLLM does
-not count: 0.6 to 1.0 in four of five drawn workloads (docs/performance-history.md)."""
+not count: 0.6 to 1.0 in four of five drawn workloads."""
 TRAINER_UNUSED_GIB = 1.5
 """What PyTorch's allocator holds at most beside a step's tensors: 0.2 to 2.4 in the same steps."""
 SAMPLER_BYTES = 20

@@ -34,7 +34,7 @@ from keel.trainer.planning.memory import (
 IN_PIECES = 0.08
 """Of a GPU, while an engine samples: memory that is left in pieces in use in part, a sleeping
 engine's own, counted twice, and what is offloaded as a whole. 11 GiB of 140 in the one run that was
-looked at (docs/performance-history.md)."""
+looked at."""
 LEFT_GIB = 0.5
 """Of a rank that has offloaded all it can, in PyTorch's allocator: 0.3 to 0.8 in four drawn
 workloads."""

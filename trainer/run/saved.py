@@ -155,7 +155,8 @@ class TokenFile:
             for group in unique([group for group, _ in kept.text])
         ]
         fresh = path.with_suffix(".tmp")
-        fresh.write_bytes(gzip.compress("".join(line + "\n" for line in lines).encode(), mtime=0))
+        data = "".join(line + "\n" for line in lines).encode()
+        fresh.write_bytes(gzip.compress(data, compresslevel=1, mtime=0))
         fresh.replace(path)
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
