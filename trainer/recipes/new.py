@@ -513,7 +513,7 @@ def flow(value: object) -> str:
     """A value on one line, as YAML and OmegaConf read it back."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{scalar(str(k))}: {flow(v)}' for k, v in value.items())}}}"
-    if isinstance(value, float) and value < 1e-3:
+    if isinstance(value, float) and 0 < value < 1e-3:
         return f"{value:.1e}".replace("e-0", "e-")
     return scalar(value) if isinstance(value, str) else json.dumps(value)
 
