@@ -119,13 +119,18 @@ class Task:
         """Estimated times on a CPU; none for episodes, whose turns are not known in advance."""
         if self.gpu or self.config.with_agents:
             return []
-        prompts = [p for each in self.dataset.train.sources.values() for p in each[:SAMPLED]]
+        train, heldout = self.dataset.train.sources, self.dataset.heldout
+        prompts = [p for each in train.values() for p in each[:SAMPLED]]
+        # `keel eval` has a size, and may ask prompts to train on.
+        most = 0 if trains else self.config.eval.size
+        asks_train = not trains and self.config.eval.prompts == "train"
+        measured = train if asks_train else heldout
         lengths = [prompt_tokens(p, self.tokenizer, self.facts) for p in prompts]
         estimate = cpu_time(
             self.config,
             self.facts,
             prompt_tokens=fmean(lengths),
-            heldout=sum(map(len, self.dataset.heldout.values())),
+            heldout=sum(len(each[: most or None]) for each in measured.values()),
         )
         return estimate.lines(trains=trains)
 
