@@ -58,6 +58,8 @@ class Asked:
     """A reason for each completion that was asked for and did not come."""
     prompt: Sequence[Mapping[str, Any]] = ()
     """Its messages, as the recipe has them."""
+    expected: str = ""
+    """`Prompt.expected`."""
 
     @property
     def number(self) -> int:
@@ -121,6 +123,7 @@ def asked_of(
         samples=samples,
         missing=[reason for group in groups for reason in group.group.dropped],
         prompt=[dict(message) for message in prompt.messages],
+        expected=prompt.expected,
     )
 
 

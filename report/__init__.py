@@ -1,1 +1,1 @@
-"""What a run was like, as one page: `keel report` and `keel watch`."""
+"""The HTML page of a run: `keel report` and `keel watch`."""

@@ -1,10 +1,9 @@
-"""What an evaluation has written, line by line: each is read once, and again where its group is
-looked at."""
+"""Folders of evaluations as data for the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,70 +13,50 @@ from keel.data.evaluated import Asked
 from keel.data.evaluated import asked_in as as_asked
 from keel.data.results import results
 from keel.report.files import UNREADABLE, brief, loads
-from keel.report.knobs import settings_of
-from keel.report.shape import Chunks, Group, RunData, as_json, listed, packed
+from keel.report.knobs import changed, settings_of
+from keel.report.shape import Chunk, Chunks, RunData, as_json, listed, packed
 
 SAMPLES = "samples.jsonl"
 ONLY = "recipe"
 """The variant of an evaluation that has no others."""
+PACKED = 4
+"""About how many times smaller a chunk is than its lines."""
 PER_CHUNK = 20
 """Prompts of an evaluation that a page loads together."""
 
 
-@dataclass(slots=True)
-class Lines:
-    """Lines that are read, whole ones alone."""
-
-    ends: list[int] = field(default_factory=lambda: [0])
-    """Where the file begins, and each of them ends."""
-    last: bytes = b""
-    """By which the file is known again."""
-    asked: list[Asked] = field(default_factory=list[Asked])
-    """With what results are made of alone."""
-    groups: list[Group] = field(default_factory=list[Group])
-
-    def read(self, path: Path) -> None:
-        """Those that have come since; all of another file. Raises ConfigError, OSError."""
-        with path.open("rb") as file:
-            file.seek(self.ends[-1] - len(self.last))
-            data = file.read()
-            if not data.startswith(self.last):
-                self.ends, self.last, self.asked, self.groups = [0], b"", [], []
-                file.seek(0)
-                data = file.read()
-        for line in data.removeprefix(self.last).split(b"\n")[:-1]:
-            at = len(self.asked)
-            try:
-                asked = asked_in(line)
-                group = listed(group_of(asked), 0, chunk_name(at), at % PER_CHUNK)
-                self.asked.append(counted(asked))
-            except UNREADABLE as error:
-                said = f"no line of an evaluation: {brief(error)}"
-                raise ConfigError(f"{path}:{at + 1}: {said}") from error
-            self.groups.append(group)
-            self.ends.append(self.ends[-1] + len(line) + 1)
-            self.last = line + b"\n"
-
-
-def read_evaluated(folder: Path, lines: Lines) -> tuple[RunData, Chunks]:
-    """Raises ConfigError naming file and line."""
+def read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
+    """Read what `keel eval` has written so far. Raises ConfigError naming file and line."""
     run = RunData(name=folder.resolve().name, kind="evaluation", path=str(folder))
-    lines.read(path := folder / SAMPLES)
     run.knobs = settings_of(folder / "settings.json", run.notes)
+    run.changed = changed(run.knobs)
     if not (folder / "results.json").exists():
         run.notes.append("the evaluation has not ended: this is what there is so far")
-    for variant, sets in results([one for one in lines.asked if one.number], (1,)).items():
+    path, asked, ends = folder / SAMPLES, list[Asked](), [0]
+    with path.open("rb") as file:
+        for at, line in enumerate(file):
+            if not line.endswith(b"\n"):  # it is being written
+                break
+            try:
+                one = asked_in(line)
+                run.groups.append(listed(group_of(one), 0, chunk_name(at), at % PER_CHUNK))
+                asked.append(counted(one))
+            except UNREADABLE as error:
+                text = f"no line of an evaluation: {brief(error)}"
+                raise ConfigError(f"{path}:{at + 1}: {text}") from error
+            ends.append(ends[-1] + len(line))
+    for variant, sets in results([one for one in asked if one.number], (1,)).items():
         for name, of in sets.items():
             low, high = of["pass@1_interval"]
             label = f"pass@1 {name}" if variant == ONLY else f"pass@1 {variant}: {name}"
             run.summary[label] = (
                 f"{of['pass@1']:.3f} ({low:.3f}–{high:.3f}), {of['prompts']} prompts"
             )
-    run.groups = list(lines.groups)
-    chunks = Chunks()
-    for first in range(0, len(lines.asked), PER_CHUNK):
-        begin, *_, end = lines.ends[first : first + PER_CHUNK + 1]
-        chunks.add(chunk_name(first), partial(chunk_of, path, begin, end))
+    chunks: Chunks = {}
+    for first in range(0, len(asked), PER_CHUNK):
+        begin, *_, end = ends[first : first + PER_CHUNK + 1]
+        read = partial(read_chunk, path, begin, end)
+        chunks[chunk_name(first)] = Chunk(read, (end - begin) // PACKED)
     return run, chunks
 
 
@@ -85,8 +64,8 @@ def chunk_name(at: int) -> str:
     return f"prompts_{at - at % PER_CHUNK:06d}"
 
 
-def chunk_of(path: Path, begin: int, end: int) -> bytes:
-    """The lines between. Ends in `UNREADABLE`."""
+def read_chunk(path: Path, begin: int, end: int) -> bytes:
+    """Pack the lines between two places of the file. Raises one of `UNREADABLE`."""
     with path.open("rb") as file:
         file.seek(begin)
         lines = file.read(end - begin).split(b"\n")[:-1]
@@ -98,7 +77,7 @@ def asked_in(line: bytes) -> Asked:
 
 
 def counted(asked: Asked) -> Asked:
-    """Without what was said. Ends in `UNREADABLE`."""
+    """Keep the numbers that results are made of, and no text. Raises one of `UNREADABLE`."""
     samples = [
         {
             "correct": float(sample["correct"] or 0),
@@ -120,12 +99,12 @@ def counted(asked: Asked) -> Asked:
 
 
 def group_of(asked: Asked) -> dict[str, Any]:
-    """As `keel.trainer.run.saved` writes a group."""
+    """A group in the form that `keel.trainer.run.saved` writes."""
     return {
         "prompt": asked.id,
         "domain": f"{asked.domain} · {asked.variant}",
         "messages": asked.prompt,
-        "reference": "",
+        "reference": asked.expected,
         "dropped": asked.missing,
         "trajectories": [trajectory(at, sample) for at, sample in enumerate(asked.samples)],
     }
@@ -138,6 +117,7 @@ def trajectory(at: int, sample: Mapping[str, Any]) -> dict[str, Any]:
         "parts": {"correct": sample["correct"], **sample.get("parts", {})},
         "finish": sample["finish_reason"],
         "tokens": sample["tokens"],
+        "answer": sample.get("answer", ""),
         "messages": sample["messages"],
         "opening": 0,
         "contexts": [],

@@ -1,10 +1,10 @@
-"""Files that may be being written, damaged, or a stranger's: what cannot be read is left out."""
+"""Readers of files that may be incomplete, damaged or untrusted; they skip unreadable parts."""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -13,18 +13,18 @@ UNREADABLE = (
     *(OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError),
     *(OverflowError, RecursionError),
 )
-"""What reading ends in where a file is damaged, has something else in it, or is gone."""
+"""Errors of reading a file that is damaged, has other content, or is gone."""
 UNKNOWN = ("NaN", "Infinity")
-"""What Python writes for numbers that JSON does not know."""
+"""Python's notation for numbers that JSON does not know."""
 
 
 def loads(text: str | bytes) -> Any:
-    """As Python writes JSON: None for `UNKNOWN`. Ends in `UNREADABLE`."""
+    """Parse Python's JSON, with None for `UNKNOWN`. Raises one of `UNREADABLE`."""
     return json.loads(text, parse_constant=lambda _: None)
 
 
 def number(value: object) -> float | None:
-    """None for what is no number, or none that a page can draw."""
+    """Return `value` as a finite float, or None if it is none."""
     try:
         found = float(value) if isinstance(value, int | float) else None
     except OverflowError:  # of hundreds of digits
@@ -33,17 +33,9 @@ def number(value: object) -> float | None:
 
 
 def json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
-    """The objects of a file that may be being written: a last line without an end is left for
-    later. Lines that cannot be read are left out, and `notes` says so."""
-    if path.exists():
-        yield from objects(path.read_bytes().split(b"\n")[:-1], path, notes)
-
-
-def objects(
-    lines: Sequence[bytes], path: Path, notes: list[str], first: int = 1
-) -> Iterator[Mapping[str, Any]]:
-    """Of lines of a file, of which `first` is the number of the first."""
-    for at, text in enumerate(lines, start=first):
+    """Yield the objects of a JSON lines file, without an incomplete last line. Unreadable lines are
+    skipped and listed in `notes`."""
+    for at, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
             value = loads(text)
         except (ValueError, RecursionError):
@@ -55,7 +47,7 @@ def objects(
 
 
 def brief(error: BaseException) -> str:
-    """Its first line, or what it is called; of a key that is not there, which."""
+    """The first line of an error, its type if there is none, or the missing key."""
     if isinstance(error, KeyError):
         return f"missing {error}"
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,25 +1,30 @@
-"""Knobs of runs and evaluations as text, written alike, so that they can be compared."""
+"""Knobs of runs and evaluations as text in one notation, so that they can be compared."""
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
-from functools import lru_cache
+import re
+from collections.abc import Collection, Mapping
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
+from keel.configs.dump import dump_config
 from keel.configs.hostile import tree_of
+from keel.configs.schema import Config, ConversationsConfig, DataConfig, SftConfig, SourceConfig
 from keel.report.files import UNREADABLE, brief, loads
 
+ENTRY = re.compile(r"\[[^\]]*\]")
+"""The name of a list's entry in a knob: `[spiral]` of `data.sources[spiral].size`."""
 NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
-"""What Python ends in where a text is no value of its own."""
+"""Errors of `ast.literal_eval` for a text that is no literal."""
 
 
 def knobs_of(path: Path, notes: list[str]) -> dict[str, str]:
-    """As written, whatever release wrote it: names and values alone are compared."""
+    """Read a config.yaml of any release: knob → value in JSON. A failure is noted."""
     try:
         return dict(knobs_in(path.read_text(encoding="utf-8")))
     except (*UNREADABLE, yaml.YAMLError) as error:
@@ -35,8 +40,41 @@ def knobs_in(text: str) -> dict[str, str]:
     return flat
 
 
+def chosen_in(folder: Path) -> Mapping[str, Any]:
+    """Knobs whose value Keel has chosen for the hardware, from the run's chosen.json."""
+    try:
+        return dict(loads((folder / "chosen.json").read_bytes())["values"])
+    except UNREADABLE:
+        return {}
+
+
+def changed(knobs: Mapping[str, str], chosen: Collection[str] = ()) -> list[str]:
+    """Names of the knobs that differ from their defaults, without `chosen` and names of sources."""
+    return [
+        name
+        for name, value in knobs.items()
+        if name not in chosen
+        and not name.endswith("].name")
+        and defaults().get(ENTRY.sub("[]", name)) != value
+    ]
+
+
+@cache
+def defaults() -> Mapping[str, str]:
+    """Knob → default as text; entries of a list are written `data.sources[]`."""
+    source = SourceConfig(name="a", source="jsonl", path="a")
+    lesson = ConversationsConfig(name="a", source="jsonl", path="a")
+    config = Config(data=DataConfig(sources=(source,)), sft=SftConfig(sources=(lesson,)))
+    flat: dict[str, str] = {}
+    flatten(yaml.safe_load(dump_config(config)), "", flat)
+    required = {"path": '""', "source": ""}  # a source's kind is never a default
+    empty = {f"{place}.sources": "[]" for place in ("data", "sft")}
+    named = {f"{place}.sources[].{k}": v for place in ("data", "sft") for k, v in required.items()}
+    return {**{ENTRY.sub("[]", name): value for name, value in flat.items()}, **empty, **named}
+
+
 def flatten(value: Any, path: str, flat: dict[str, str]) -> None:
-    """`a.b` → value; sources by name, as in `keel.configs.diff`."""
+    """Fill `flat` with `a.b` → value; entries of lists by name, as in `keel.configs.diff`."""
     if isinstance(value, dict) and value:
         for key, item in cast(dict[Any, Any], value).items():
             flatten(item, f"{path}.{key}".lstrip("."), flat)
@@ -56,7 +94,7 @@ def written(value: Any) -> str:
 
 
 def settings_of(path: Path, notes: list[str]) -> dict[str, str]:
-    """Of an evaluation, which writes down its knobs by their `repr`."""
+    """Read an evaluation's settings.json, which holds the `repr` of each knob."""
     try:
         settings: Mapping[str, Any] = loads(path.read_bytes())
         return {str(name): as_knob(str(value)) for name, value in settings.items()}
@@ -66,7 +104,7 @@ def settings_of(path: Path, notes: list[str]) -> dict[str, str]:
 
 
 def as_knob(text: str) -> str:
-    """A value's `repr` as `config.yaml` has the value; other text as it is."""
+    """Turn a value's `repr` into JSON; leave other text unchanged."""
     try:
         return written(ast.literal_eval(text))
     except NO_LITERAL:

@@ -1,7 +1,7 @@
-"""One HTML file that opens without a network, and lets nothing that a policy wrote run.
+"""`keel report`: one HTML file that opens without a network and runs nothing that a policy wrote.
 
-What a run has written stands in the page as JSON and base64 in elements that no browser executes,
-with every `<` escaped; `report.js` shows it by `textContent` alone; and a Content-Security-Policy
+The run's files stand in the page as JSON and base64 in elements that no browser executes, with
+every `<` escaped; the scripts show it by `textContent` alone; and a Content-Security-Policy
 names the digests of our own scripts, so that no other would run even if it got into the page.
 """
 
@@ -12,21 +12,23 @@ import hashlib
 import html
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
-from itertools import zip_longest
 from pathlib import Path
 
 from keel.configs.schema import ConfigError
-from keel.report.curves import thin
 from keel.report.folders import read_folder
-from keel.report.progress import Progress
-from keel.report.shape import Chunks, Extent, RunData, as_json
+from keel.report.shape import Chunks, RunData, as_json
 
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 """In `report/page`, in the order in which they run."""
 MOST_BYTES = 64 * 2**20
-"""Of compressed trajectories in one page."""
+"""Compressed trajectories in one page."""
+PARTS = 500
+"""Parts of a curve that keep their extremes: about as many as it has pixels."""
+STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
+"""Drawn one above the other, so where one of them has a value the others need theirs."""
 SELF, NOBODY = "'self'", "'none'"
 CURE = "pip install plotly"
 
@@ -43,21 +45,19 @@ def library() -> str:
 
 
 def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
-    """live: chunks and news are fetched from where the page came from."""
+    """The whole page. live: trajectories and news are fetched from where the page came from."""
     parts = files("keel.report") / "page"
     scripts = [library(), *((parts / name).read_text(encoding="utf-8") for name in SCRIPTS)]
     if not live:
-        runs = thinned(runs)
-        for run, _ in runs:
-            thin(run)
+        runs = fewer_trajectories(runs)
     chunks = [
         f'<script type="text/plain" data-run="{number}" data-chunk="{html.escape(name)}">'
-        f"{base64.b64encode(data).decode()}</script>"
+        f"{base64.b64encode(chunk.data()).decode()}</script>"
         for number, (_, some) in enumerate(runs)
-        for name, data in some.items()
+        for name, chunk in some.items()
         if not live
     ]
-    data = embedded(state(runs, live=live))
+    data = state(runs, live=live).replace("<", "\\u003c")  # cannot end its element
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -75,23 +75,15 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
     )
 
 
-def state(
-    runs: Sequence[tuple[RunData, Chunks]], *, live: bool, known: Sequence[Extent] = ()
-) -> str:
-    """JSON: what the page shows, but for the trajectories themselves. known: what it has of each
-    of the runs, which does not come again."""
-    plain = [run.plain(has) for (run, _), has in zip_longest(runs, known[: len(runs)])]
+def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
+    """JSON of everything on the page but the trajectories."""
+    plain = [fewer_points(run).plain() for run, _ in runs]
     return as_json({"live": live, "written": time.time(), "runs": plain})
 
 
-def embedded(text: str) -> str:
-    """JSON that cannot end the element it stands in."""
-    return text.replace("<", "\\u003c")
-
-
 def policy(scripts: Sequence[str], *, live: bool) -> str:
-    """The page's own scripts run and nothing else, and it speaks to nobody (but, `live`, to the
-    process that it came from). plotly.js writes styles of its own."""
+    """The Content-Security-Policy: only the page's own scripts run, and only a live page connects,
+    to where it came from. plotly.js writes inline styles."""
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     ours = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
@@ -100,36 +92,60 @@ def policy(scripts: Sequence[str], *, live: bool) -> str:
     )
 
 
-def thinned(runs: Sequence[tuple[RunData, Chunks]]) -> list[tuple[RunData, Chunks]]:
-    """Without some of their trajectories, evenly, where a page would be too large for a browser."""
-    total = sum(chunks.size(name) for _, chunks in runs for name in chunks)
+def fewer_points(run: RunData) -> RunData:
+    """Leave the lowest and highest value of each of `PARTS` parts of each curve, at their steps."""
+    kept = {name: extremes(values) for name, values in run.metrics.items()}
+    stacked = set[int]().union(*(kept.get(name, ()) for name in STACKED))
+    kept |= {name: stacked for name in STACKED if name in kept}
+    metrics = {
+        name: [value if at in kept[name] else None for at, value in enumerate(values)]
+        for name, values in run.metrics.items()
+    }
+    if metrics == run.metrics:
+        return run
+    text = f"curves of {len(run.steps):,} steps show the extremes of each of {PARTS} parts"
+    return replace(run, metrics=metrics, notes=[*run.notes, text])
+
+
+def extremes(values: Sequence[float | None]) -> set[int]:
+    """Places of the extremes of each part, and of the first and the last value."""
+    known = {at: value for at, value in enumerate(values) if value is not None}
+    places = [*known]
+    if len(places) <= 2 * PARTS:
+        return {*places}
+    kept = {places[0], places[-1]}
+    for part in range(PARTS):
+        some = places[part * len(places) // PARTS : (part + 1) * len(places) // PARTS]
+        kept |= {min(some, key=known.__getitem__), max(some, key=known.__getitem__)}
+    return kept
+
+
+def fewer_trajectories(
+    runs: Sequence[tuple[RunData, Chunks]],
+) -> Sequence[tuple[RunData, Chunks]]:
+    """Leave every n-th chunk where all of them would be more than `MOST_BYTES`."""
+    total = sum(chunk.size for _, chunks in runs for chunk in chunks.values())
     every = -(-total // MOST_BYTES)
-    if every <= 1:
-        return list(runs)
-    for run, chunks in runs:
-        names = list(chunks)
-        kept = {name for at, name in enumerate(reversed(names)) if at % every == 0}
-        if len(kept) == len(names):
-            continue
-        for name in names:
-            if name not in kept:
+    for run, chunks in runs if every > 1 else ():
+        names, before = list(chunks), len(run.groups)
+        for at, name in enumerate(reversed(names)):  # the last stays
+            if at % every:
                 del chunks[name]
-        groups = [group for group in run.groups if group.chunk in kept]
-        some = f"{len(kept)} of {len(names)} steps"
+        run.groups = [group for group in run.groups if group.chunk in chunks]
+        some = f"{len(chunks)} of {len(names)} steps"
         if run.kind == "evaluation":
-            some = f"{len(groups)} of {len(run.groups)} prompts"
-        run.groups = groups
-        run.notes.append(
-            f"trajectories of {some} are in this page, which would be "
-            f"too large with all of them; `keel watch {run.path}` shows every one"
-        )
-    return list(runs)
+            some = f"{len(run.groups)} of {before} prompts"
+        if len(chunks) < len(names):
+            run.notes.append(
+                f"trajectories of {some} are in this page, which would be "
+                f"too large with all of them; `keel watch {run.path}` shows every one"
+            )
+    return runs
 
 
 def report(folders: Sequence[str], out: str | None) -> str:
-    """`keel report`: write the page, and say where. Raises ConfigError."""
-    tell = Progress()
-    runs = [read_folder(Path(folder), tell=tell) for folder in folders]
+    """`keel report`: write the page, and return what to print. Raises ConfigError."""
+    runs = [read_folder(Path(folder)) for folder in folders]
     name_apart([run for run, _ in runs])
     path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"
     if path.is_dir():
@@ -147,12 +163,12 @@ def report(folders: Sequence[str], out: str | None) -> str:
         raise ConfigError(f"{path}: cannot be written ({why}); --out names another") from error
     notes = [f"{run.name}: {note}" for run, _ in runs for note in run.notes]
     size = path.stat().st_size / 2**20
-    said = "\n".join([*notes, f"{path} ({size:.1f} MiB): open it in a browser"])
-    return said.encode(errors="replace").decode()
+    text = "\n".join([*notes, f"{path} ({size:.1f} MiB): open it in a browser"])
+    return text.encode(errors="replace").decode()
 
 
 def name_apart(runs: Sequence[RunData]) -> None:
-    """Runs of the same name by their paths."""
+    """Name runs of the same name by their paths."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

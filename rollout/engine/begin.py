@@ -1,4 +1,4 @@
-"""How requests begin: vLLM's own way, and a shorter one for turns of conversations.
+"""A shorter way to add requests to vLLM, for turns of conversations.
 
 `LLMEngine.add_request` checks a request, copies its parameters deeply and hashes each block of its
 prompt, which is most of what a turn costs the host. Almost all of it is the same for all turns: the
@@ -10,7 +10,6 @@ conversation and taken over for as many ids as are still the same.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from copy import copy
@@ -45,36 +44,11 @@ class Asked:
     params: Callable[[], SamplingParams]
 
 
-class Begin(ABC):
-    """Of one engine."""
+class BeginLikeTheLast:
+    """Adds requests to one engine, copying what the first request of each kind went through."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-
-    @abstractmethod
-    def begin(self, asked: Asked) -> str:
-        """vLLM's own name for it. Raises `ValueError` for what vLLM refuses."""
-        ...
-
-    @abstractmethod
-    def ended(self, internal: str) -> None:
-        """A request has ended, or was given up."""
-        ...
-
-
-class BeginAsVllm(Begin):
-    def begin(self, asked: Asked) -> str:
-        return self._engine.add_request(
-            asked.name, {"prompt_token_ids": _listed(asked.ids)}, asked.params()
-        )
-
-    def ended(self, internal: str) -> None:
-        pass
-
-
-class BeginLikeTheLast(Begin):
-    def __init__(self, engine: LLMEngine) -> None:
-        super().__init__(engine)
         self._core: Any = engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
         self._kinds: dict[Hashable, Any] = {}
         """vLLM's `EngineCoreRequest` of the first of each kind."""
@@ -87,6 +61,7 @@ class BeginLikeTheLast(Begin):
             self._core.request_block_hasher = partial(self._hash, hasher)
 
     def begin(self, asked: Asked) -> str:
+        """Add a request and return vLLM's own id for it. Raises ValueError for a bad request."""
         ids = np.asarray(asked.ids, np.int32)
         listed = _listed(asked.ids)
         if (first := self._kinds.get(asked.kind)) is None:
@@ -119,6 +94,7 @@ class BeginLikeTheLast(Begin):
         return asked.name
 
     def ended(self, internal: str) -> None:
+        """Note that a request has finished or was aborted."""
         if (of := self._open.pop(internal, None)) is not None:
             conversation, prompt, made = of
             sampled = np.array(list(made.output_token_ids), np.int32)

@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm.model_executor.layers import layernorm, linear
 
 from keel.model.invariant import ways
+from keel.rollout.vllm_pin import check_parameters
 
 norms: Any = layernorm
 gemms: Any = linear
@@ -22,7 +23,9 @@ _rms_norm: Any = norms.rms_norm_batch_invariant
 
 
 def install() -> None:
-    """For engines that are built in this process from now on."""
+    """Replace the kernels for engines built in this process from now on."""
+    check_parameters(_linear, "input weight bias")
+    check_parameters(_rms_norm, "input weight eps residual")
     gemms.linear_batch_invariant = _linear_sooner
     norms.rms_norm_batch_invariant = _rms_norm_sooner
 

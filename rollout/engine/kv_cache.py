@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from vllm.v1.engine import core as engine_core
 
+from keel.rollout.vllm_pin import check_parameters
+
 core: Any = engine_core
 
 SPARE = 1.25
@@ -44,6 +46,7 @@ class Bound:
 def bounded(conversations: int = 0) -> Iterator[Bound]:
     """For engines that are built in here, in this process; `conversations` as in `EngineSpec`."""
     original, bound = core.get_kv_cache_configs, Bound()
+    check_parameters(original, "vllm_config kv_cache_specs available_memory")
 
     def get_kv_cache_configs(
         vllm_config: Any, kv_cache_specs: list[dict[str, Any]], available_memory: list[int]

@@ -16,6 +16,8 @@ from torch import nn
 from vllm import ModelRegistry, SamplingParams
 from vllm.model_executor.warmup import kernel_warmup
 
+from keel.rollout.vllm_pin import check_parameters
+
 params: Any = SamplingParams
 kernels: Any = kernel_warmup
 
@@ -41,6 +43,8 @@ def plain_warm_up() -> Iterator[None]:
             routers(model)
 
     sampling, routers = params.for_sampler_warmup, kernels._warmup_ll_bf16_router_gemm
+    check_parameters(sampling, "")
+    check_parameters(routers, "model")
     params.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=1.0, seed=0))
     kernels._warmup_ll_bf16_router_gemm = routers_alone
     try:

@@ -19,6 +19,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from keel.rollout.vllm_pin import check_parameters
+
 
 def install() -> tuple[str, ...]:
     """Patch this process once; returns the names of the shims in force.
@@ -42,6 +44,7 @@ def prepack_experts() -> bool:
     reads plain weights as packed ones: every expert is silently wrong.
     """
     original = UnquantizedFusedMoEMethod._setup_kernel
+    check_parameters(original, "self layer w13 w2")
     if hasattr(original, "keel_shim"):
         return True
 
@@ -68,6 +71,7 @@ def rotate_3d_queries() -> bool:
     if _rotates_3d_correctly():
         return False
     original = RotaryEmbedding.forward_cpu
+    check_parameters(original, "self positions query key")
 
     def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
         rotate = self.forward_native if query.dim() == 3 else lambda *args: original(self, *args)
@@ -109,6 +113,7 @@ def keep_seeded_streams() -> bool:
     completion does not depend on how the prompt was cut.
     """
     original = CPUModelRunner.sample_tokens
+    check_parameters(original, "self grammar_output")
     if hasattr(original, "keel_shim"):
         return True
     try:

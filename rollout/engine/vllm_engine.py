@@ -6,6 +6,7 @@ different groups are batched together as they come and go. Importing this module
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,35 +24,30 @@ from keel.model.weight_transfer.buckets import Bucket
 from keel.model.weight_transfer.channel import Rendezvous
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Prompt
+from keel.rollout.engine.begin import BeginLikeTheLast
 from keel.rollout.engine.conversion import (
     check_fits,
     decode_all,
     render_prompt,
     sibling_seed,
 )
-from keel.rollout.engine.fallbacks import (
-    begin_requests,
-    bounds_kv_cache,
-    choose_recorder,
+from keel.rollout.engine.jobs import Job, Result, Sampled, group_job, turn_job
+from keel.rollout.engine.kv_cache import bounded
+from keel.rollout.engine.patches import (
     invariant_layers,
-    no_copies,
     quick_start,
-    require,
     residual_layers,
     share_prompts,
-    takes_bursts,
-    takes_over_rows,
-    warn_of_large_cache,
-    warn_of_small_share,
 )
-from keel.rollout.engine.jobs import Job, Result, Sampled, group_job, turn_job
 from keel.rollout.engine.vllm_args import asked, engine_args
-from keel.rollout.recording.base import Recorder, RecorderName, Wanted
+from keel.rollout.recording.base import Recorder, RecorderName, Wanted, recorder_name
 from keel.rollout.spec import EngineError, EngineSpec, RecordingError
 from keel.rollout.vllm_internals import cut_short, pause, resume, scheduler_of
+from keel.rollout.vllm_pin import require_version
 from keel.rollout.weight_loading.manifest import Manifest
 from keel.rollout.weight_loading.workers import have_workers
 
+_LOG = logging.getLogger(__name__)
 DISCARD = 2
 """vLLM's level of sleep that keeps nothing: the next weights come from the trainer."""
 NEVER_BEGUN = "late: had no token when the time of its group was up (rollout.deadline_s)"
@@ -66,7 +62,7 @@ class VllmEngine:
         """Loads the model. Raises `ValueError` for what cannot be recorded."""
         self.spec = spec
         cpu = current_platform.is_cpu()
-        require("engine", "updates", *(("shims", "v1") if cpu else ()))
+        require_version()
         if cpu:
             from keel.rollout.engine import shims  # noqa: PLC0415
 
@@ -86,11 +82,11 @@ class VllmEngine:
         moe = is_moe(text)
         self._routes = spec.keep_routing and moe
         self._kept = spec.keep_sampling_mask
-        name = choose_recorder(spec.config, gpu=not cpu, full_attention=full_attention(text))
+        name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
         self._recorder = build_recorder(
             name, routes=self._routes, kept=self._kept and spec.config.sampling.truncated
         )
-        self._no_copies = no_copies(spec.config)
+        self._no_copies = "" if spec.config.copy_weights else "it is switched off"
         invariant_layers(spec)
         together = share_prompts(spec, name)
         if name == "packed":
@@ -104,9 +100,9 @@ class VllmEngine:
             self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
-        if name == "packed" and takes_over_rows():
-            self._llm.collective_rpc("keel_steps", args=(takes_bursts(),))
-        self._begins = begin_requests(self._llm)
+        if name == "packed":
+            self._llm.collective_rpc("keel_steps")
+        self._begins = BeginLikeTheLast(self._llm)
         self._manifest = Manifest.of(spec.model_path, text)
         self._llm.collective_rpc("keel_name_loaders")
         if cpu and moe:
@@ -385,15 +381,16 @@ def build_recorder(name: RecorderName, *, routes: bool, kept: bool) -> Recorder:
 
 
 def _build(args: EngineArgs, conversations: int) -> LLMEngine:
-    """With a KV cache that is no larger than it can use, if vLLM lets us."""
-    if not bounds_kv_cache():
-        return LLMEngine.from_engine_args(args)
-    from keel.rollout.engine.kv_cache import bounded  # noqa: PLC0415
-
+    """Build an engine whose KV cache is no larger than its completions can fill."""
     with bounded(conversations) as bound:
         engine = LLMEngine.from_engine_args(args)
     if bound.added_gib:
-        warn_of_small_share(bound.added_gib)
+        _LOG.warning(
+            "rollout.gpu_memory_utilization left no room for the keys and values of one "
+            "completion, so the KV cache takes %.1f GiB more, which was free on the GPU. Raise "
+            "the knob by as much, or leave it out",
+            bound.added_gib,
+        )
     if not bound.asked:
-        warn_of_large_cache("vLLM did not ask for the size of its KV cache where it used to")
+        raise RuntimeError("vLLM did not call get_kv_cache_configs, which Keel patches")
     return engine

@@ -105,11 +105,11 @@ class RoutesExtension(WeightsExtension):
         if kept_sampler.install(self.model_runner):
             sample_graphs.install(self.model_runner)
 
-    def keel_steps(self, bursts: bool) -> None:
-        """Take over steps with the rows of the one before; `bursts`: several at once, too."""
+    def keel_steps(self) -> None:
+        """Reuse the preparation of a decoding step for the next one with the same rows."""
         from keel.rollout.fastpath import steady_steps  # noqa: PLC0415  (as above)
 
-        steady_steps.install(self.model_runner, bursts=bursts)
+        steady_steps.install(self.model_runner, bursts=True)
 
     def keel_routes(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
         """[tokens − first, L, K] of a request that has these cache blocks."""

@@ -35,6 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 from keel.rollout.fastpath.bursts import MOST, Burst, Pace, as_scheduled, steps_in
 from keel.rollout.fastpath.decode_run import DecodeRun, Step, only_decodes, together
 from keel.rollout.fastpath.step_arrays import Packed
+from keel.rollout.vllm_pin import check_parameters
 
 JOIN_COST = 1.0
 """What a step in which others begin costs above one of the run alone, in such steps."""
@@ -48,10 +49,21 @@ AHEAD = 4
 """KV blocks that a request is given at once, where twice as many are free for every one of them."""
 
 
+PARAMETERS = {
+    "schedule": "self throttle_prefills",
+    "update_from_output": "self scheduler_output model_runner_output",
+    "finish_requests": "self request_ids finished_status",
+    "_update_request_with_output": "self request new_token_ids is_stale",
+}
+"""Methods of vLLM's scheduler that are overridden or called, and their parameters."""
+
+
 class _FastPath(Scheduler):
     """See the module. `recordings` and `finished_blocks` belong to the recorder."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for method, parameters in PARAMETERS.items():
+            check_parameters(getattr(Scheduler, method), parameters)
         super().__init__(*args, **kwargs)
         self.recordings: dict[str, Packed] = {}
         """Requests whose log-probabilities and sampling masks stay here."""

@@ -36,50 +36,71 @@ _ERROR = re.compile(
 """An exception's own line, bare or as vLLM's processes log it."""
 
 
-class JudgeProcess:
-    """A server of `config.model` in a process of its own, with a guard
-    (`keel.rollout.judge.reaper`) that ends it when this process ends in any way."""
+class VllmServer:
+    """A vLLM server in a child process.
 
-    def __init__(self, config: JudgeConfig, *, gpu: bool, host: str, key: str, log: Path) -> None:
-        """Starts it. host: address to listen at; key: what clients have to send as their API key;
-        log: where its output goes."""
-        self._name, self._host, self._log = config.model, host, log
+    A guard (`keel.rollout.judge.reaper`) ends it when this process ends in any way."""
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str],
+        *,
+        host: str,
+        log: Path,
+        port: int = 0,
+        key: str = "",
+    ) -> None:
+        """Start it.
+
+        name: the server's name in error messages. options: vLLM's, by their names there.
+        environment: variables added to this process's. host, port: address to listen at; port 0
+        takes a free one. log: receives the server's output. key: API key that clients have to send;
+        empty: `VLLM_API_KEY` of the environment, if set.
+        Raises OSError if the address cannot be bound.
+        """
+        self._name, self._host, self._log = name, host, log
         # Bound and not listening, it keeps others off the port until the server listens there.
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind((host, 0))
+        try:
+            self._port.bind((host, port))
+        except BaseException:
+            self._port.close()
+            raise
         self._number = int(self._port.getsockname()[1])
-        server = [sys.executable, "-m", MODULE, *arguments(config, gpu=gpu)]
-        address = ["--host", host, "--port", str(self._number)]
+        address = {"host": host, "port": self._number}
+        command = [sys.executable, "-m", MODULE, *flags({**options, **address})]
+        keys = {"VLLM_API_KEY": key} if key else {}
         with log.open("ab") as output:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", reaper.__file__, *server, *address],
+                [sys.executable, "-I", "-S", reaper.__file__, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the driver
-                env={**os.environ, **environment(config, gpu=gpu), "VLLM_API_KEY": key},
+                env={**os.environ, **environment, **keys},
             )
 
     @property
     def url(self) -> str:
         return f"http://{self._host}:{self._number}/v1"
 
-    def wait(self, deadline_s: float) -> None:
-        """Until it answers. Raises RuntimeError with the end of its log if it does not."""
+    def wait(self, deadline_s: float, knob: str = "") -> None:
+        """Wait until the server answers. knob: the setting that `deadline_s` comes from. Raises
+        RuntimeError with the end of the log if the server does not start."""
         end = time.monotonic() + deadline_s
         while not self._healthy():
             why = self.ended()
             if not why and time.monotonic() > end:
                 why = (
-                    f"no answer within rewards.judge.server.startup_deadline_s = {deadline_s:g}\n"
+                    f"no answer within {f'{knob} = ' * bool(knob)}{deadline_s:g} s\n"
                     f"{log_excerpt(self._log)}"
                 )
             if why:
                 self.stop()
-                raise RuntimeError(
-                    f"rewards.judge.model = {self._name!r}: its server did not start: {why}"
-                )
+                raise RuntimeError(f"{self._name}: its server did not start: {why}")
             time.sleep(PAUSE_S)
         self._port.close()
 
@@ -119,34 +140,57 @@ class JudgeProcess:
             connection.close()
 
 
-def arguments(config: JudgeConfig, *, gpu: bool) -> list[str]:
-    """Command-line arguments of the server, without its address."""
+class JudgeProcess(VllmServer):
+    """A vLLM server of the judge `config.model`."""
+
+    def __init__(self, config: JudgeConfig, *, gpu: bool, host: str, key: str, log: Path) -> None:
+        super().__init__(
+            f"rewards.judge.model = {config.model!r}",
+            options(config, gpu=gpu),
+            environment(gpu=gpu, threads=config.server.threads),
+            host=host,
+            key=key,
+            log=log,
+        )
+
+
+def options(config: JudgeConfig, *, gpu: bool) -> dict[str, Any]:
+    """vLLM options of the judge's server, without its address."""
     server = config.server
-    options: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         "model": config.model,
         "served_model_name": config.model,
         "dtype": server.dtype,
         "max_num_seqs": config.max_concurrent,
         # A weak judge would rather write white space for ever than the next brace.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        "disable_log_stats": True,
-        "disable_uvicorn_access_log": True,
     }
     if server.max_model_len:
-        options["max_model_len"] = server.max_model_len
+        chosen["max_model_len"] = server.max_model_len
     if gpu:
-        options |= {
+        chosen |= {
             "gpu_memory_utilization": server.gpu_memory_utilization,
             "tensor_parallel_size": server.tensor_parallel,
         }
-    else:
-        options |= {
-            "kv_cache_memory_bytes": int(server.kv_cache_gib * GIB),
-            "enforce_eager": True,  # compiling takes a minute
-            "distributed_executor_backend": "uni",
-        }
-    given = {**options, **server.options}.items()
-    return [word for name, value in given for word in _flag(name, value)]
+    return {**common_options(gpu=gpu, kv_cache_gib=server.kv_cache_gib), **chosen, **server.options}
+
+
+def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
+    """vLLM options of every server that Keel starts. kv_cache_gib: KV cache on a CPU."""
+    quiet = {"disable_log_stats": True, "disable_uvicorn_access_log": True}
+    if gpu:
+        return quiet
+    return {
+        **quiet,
+        "kv_cache_memory_bytes": int(kv_cache_gib * GIB),
+        "enforce_eager": True,  # compiling takes a minute
+        "distributed_executor_backend": "uni",
+    }
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Command-line arguments of vLLM's server for `options`."""
+    return [word for name, value in options.items() for word in _flag(name, value)]
 
 
 def _flag(name: str, value: Any) -> Iterator[str]:
@@ -158,8 +202,8 @@ def _flag(name: str, value: Any) -> Iterator[str]:
         yield json.dumps(value) if isinstance(value, (Mapping, list, tuple)) else str(value)
 
 
-def environment(config: JudgeConfig, *, gpu: bool) -> dict[str, str]:
-    """What the server's environment has besides its parent's."""
+def environment(*, gpu: bool, threads: int) -> dict[str, str]:
+    """Variables added to the server's environment. threads: CPU threads of a server without GPU."""
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if gpu:
         return common
@@ -169,7 +213,7 @@ def environment(config: JudgeConfig, *, gpu: bool) -> dict[str, str]:
         # Allows the engine to compute in its own process, in place of a third one.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(config.server.threads),
+        "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
 

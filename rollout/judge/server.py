@@ -53,7 +53,7 @@ class JudgeActor:
 
     def start(self) -> str:
         """The server's URL, when it answers."""
-        self._process.wait(self._deadline_s)
+        self._process.wait(self._deadline_s, "rewards.judge.server.startup_deadline_s")
         return self._process.url
 
     def ended(self) -> str:

@@ -56,7 +56,7 @@ def read_back(folder: Path, *, resumed: int, steps: int) -> None:
     assert {group.step for group in run.groups} == set(range(1, steps + 1))
     first, fresh = (f"step_{step:06d}.tokens.jsonl.gz" for step in (1, resumed + 1))
     for chunk in (first, fresh):  # steps whose engines had exactly the trainer's weights
-        groups = map(json.loads, gzip.decompress(chunks[chunk]).splitlines())
+        groups = map(json.loads, gzip.decompress(chunks[chunk].data()).splitlines())
         sampled = [
             part
             for group in groups

@@ -174,6 +174,7 @@ def write_evaluation(folder: Path, prompts: int = 2) -> Path:
             samples=samples,
             missing=["cut off"],
             prompt=[{"role": "user", "content": ATTACKS[0]}],
+            expected="2",
         )
         for number in range(prompts)
     ]

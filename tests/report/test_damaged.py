@@ -60,7 +60,7 @@ def test_what_is_nested_deep_beside_numbers_that_json_does_not_know(tmp_path: Pa
     path.write_bytes(gzip.compress(json.dumps(group).encode()))
     run, chunks = read_folder(folder)
     assert run.groups[0].rewards == [0.0]
-    assert b"[[null]]" in gzip.decompress(chunks[path.name])
+    assert b"[[null]]" in gzip.decompress(chunks[path.name].data())
 
 
 @pytest.mark.parametrize(

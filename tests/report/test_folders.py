@@ -10,8 +10,9 @@ import pytest
 
 from keel.configs.load import dump_config, load_config
 from keel.configs.schema import ConfigError
+from keel.report import folders
 from keel.report.folders import read_folder
-from keel.report.progress import EVERY_S, Progress
+from keel.report.shape import listed
 from tests.report.runs import ATTACKS, KINDS, write_evaluation, write_run, write_step
 
 
@@ -27,7 +28,7 @@ def test_a_run_as_data(tmp_path: Path) -> None:
     assert run.summary["steps"] == "3 of 60"
     assert len(run.groups) == 3 * (len(ATTACKS) + 1) and len(chunks) == 3
     for group in run.groups:  # where the list says is what it says
-        line = json.loads(gzip.decompress(chunks[group.chunk]).splitlines()[group.line])
+        line = json.loads(gzip.decompress(chunks[group.chunk].data()).splitlines()[group.line])
         assert (line["prompt"], line["domain"]) == (group.prompt, group.domain)
         assert [one["reward"] for one in line["trajectories"]] == group.rewards
 
@@ -92,7 +93,7 @@ def test_numbers_that_json_does_not_know_reach_no_browser(tmp_path: Path) -> Non
     path = folder / "trajectories" / "step_000001.tokens.jsonl.gz"
     path.write_bytes(gzip.compress(line.encode()))
     _, chunks = read_folder(folder)
-    assert b"NaN" not in gzip.decompress(chunks[path.name])
+    assert b"NaN" not in gzip.decompress(chunks[path.name].data())
 
 
 def test_a_list_without_items_is_a_knob(tmp_path: Path) -> None:
@@ -137,21 +138,21 @@ def test_a_run_that_samples_nothing_has_no_cure_for_it(tmp_path: Path) -> None:
     (folder / "config.yaml").write_text(dump_config(load_config("sft-quickstart")))
     run, _ = read_folder(folder)
     assert run.notes == []
-    assert run.summary["held-out sums/loss"] == "2.000 → 1.500"
+    assert run.summary["held-out sums/loss"] == "2.000 → 1.500 (-0.500)"
     (folder / "metrics.jsonl").unlink()
     (folder / "config.yaml").write_text("data: {sources: []}")
     write_step(folder, 1, [])
     assert read_folder(folder)[0].notes == []
 
 
-def test_whoever_waits_is_told_how_far_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_long_read_prints_its_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_run(tmp_path / "run", steps=5)
-    now = iter([at * EVERY_S / 2 for at in range(6)])
-    read_folder(folder, tell=Progress(lambda: next(now)))
-    said = [f"{folder}: read {done} of 5 step files" for done in (2, 4)]
-    assert capsys.readouterr().err.splitlines() == said
+    folder, known = write_run(tmp_path / "run", steps=3), dict[Path, folders.StepFile]()
+    monkeypatch.setattr(folders, "PROGRESS_S", 0.0)
+    read_folder(folder, known)
+    lines = [f"{folder}: read {done} of 3 step files" for done in (1, 2, 3)]
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 def test_an_evaluation_as_data(tmp_path: Path) -> None:
@@ -160,10 +161,11 @@ def test_an_evaluation_as_data(tmp_path: Path) -> None:
     assert run.notes == ["the evaluation has not ended: this is what there is so far"]
     assert run.summary["pass@1 sums"].startswith("0.333 (0.")
     group = run.groups[44]
-    line = json.loads(gzip.decompress(chunks[group.chunk]).splitlines()[group.line])
+    line = json.loads(gzip.decompress(chunks[group.chunk].data()).splitlines()[group.line])
     assert line["prompt"] == group.prompt == "sums/44"
     assert line["trajectories"][1]["messages"][0]["reasoning_content"] == "hm"
     assert line["dropped"] == ["cut off"]
+    assert line["reference"] == "2" and line["trajectories"][0]["answer"] == "1"
 
 
 def test_an_evaluation_of_an_older_release_as_data(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_an_evaluation_of_an_older_release_as_data(tmp_path: Path) -> None:
         ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run, chunks = read_folder(path.parent)
-    group = json.loads(gzip.decompress(chunks[run.groups[1].chunk]).splitlines()[1])
+    group = json.loads(gzip.decompress(chunks[run.groups[1].chunk].data()).splitlines()[1])
     assert [one["parts"] for one in group["trajectories"]] == [{"correct": 0.0}, {"correct": 1.0}]
 
 
@@ -190,13 +192,54 @@ def test_a_folder_that_is_no_run_is_named_with_the_cure(
     file = tmp_path / "runs" / "a" / "metrics.jsonl"
     for folder, said in (
         (tmp_path / "nowhere", "does not exist; give the folder .* eval.dir; there are .*/runs/a$"),
-        (tmp_path / "runs" / "aa", "does not exist; did you mean .*/runs/a"),
-        (tmp_path / "run.steps=3", "does not exist; this command takes folders alone, and no knob"),
-        (file, "is a file; give the folder it is in, .*/runs/a$"),
+        (tmp_path / "runs" / "aa", "does not exist; .* there are .*/runs/a$"),
+        (file, "is a file; .*/runs/a$"),
         (tmp_path / "recipe.yaml", "is a file; give the folder that the recipe calls run.dir, or"),
         (tmp_path / "empty", "holds no run .* run.dir, or eval.dir"),
-        (tmp_path / "runs", f"Those inside it do: {tmp_path / 'runs' / 'a'}$"),
-        (tmp_path / "runs" / "a" / "trajectories", f"It lies in the run {tmp_path}/runs/a"),
+        (tmp_path / "runs", f"holds no run .* there are {tmp_path / 'runs' / 'a'}$"),
+        (tmp_path / "runs" / "a" / "trajectories", f"there are {tmp_path}/runs/a"),
     ):
         with pytest.raises(ConfigError, match=said):
             read_folder(folder)
+
+
+def test_the_summary_says_what_came_of_a_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=40)
+    write_step(folder, 40, [], **{"eval/sums/pass@1": 0.75})
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"step": 30, "time": 1, "kind": "alarm", "text": "entropy fell"}\n')
+    summary = read_folder(folder)[0].summary
+    assert summary["model"] == "embedded" and summary["trained on"] == "spelling, spiral"
+    assert summary["time"] == "40 min"
+    assert summary["held-out sums/pass@1"] == "0.250 → 0.750 (+0.500)"
+    assert summary["reward"] == "0.015 → 0.385 (means of 4 steps)"  # of steps 0 to 3, 37 to 40
+    assert summary["alarms"].startswith("2, ") and "entropy fell" in summary["alarms"]
+
+
+def test_changed_knobs_are_those_of_the_recipe(tmp_path: Path) -> None:
+    run, _ = read_folder(write_run(tmp_path / "run", "trainer.lr=3e-4", steps=1))
+    assert {"trainer.lr", "run.dir", "data.sources[spiral].task"} <= {*run.changed}
+    assert not {"sft.sources", "data.sources[spiral].path", "algorithm.group_size"} & {*run.changed}
+    assert len(run.changed) < 40 < len(run.knobs)
+    chosen = {"values": {"rollout.engines": 2}}
+    (tmp_path / "run" / "chosen.json").write_text(json.dumps(chosen))
+    again, _ = read_folder(tmp_path / "run")
+    assert {*run.changed} - {*again.changed} == {"rollout.engines"}
+
+
+@pytest.mark.parametrize(
+    ("content", "question"),
+    [
+        ("What is\n 2 + 2?", "What is 2 + 2?"),
+        ("x " * 400 + "the end", "x " * 35 + "… " + "x " * 21 + "the end"),
+        ("字" * 400, "字" * 70 + " … " + "字" * 50),
+        ([{"type": "text", "text": "hm"}], '[{"type":"text","text":"hm"}]'),
+        (None, ""),
+    ],
+)
+def test_a_group_is_listed_by_its_question(content: object, question: str) -> None:
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
+    one = {"reward": 1, "tokens": 1, "messages": [*said, {"role": "assistant"}], "opening": 2}
+    for messages in (said, []):  # an episode's prompt is in its transcript
+        group = {"prompt": "p", "domain": "d", "messages": messages, "trajectories": [one]}
+        assert listed(group, 1, "c", 0).question == question

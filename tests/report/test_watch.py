@@ -15,10 +15,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import ConfigError
-from keel.data.evaluated import Asked
-from keel.report import evaluations, files, folders, progress
-from keel.report.evaluations import asked_in
-from keel.report.files import loads
+from keel.report import folders
 from keel.report.shape import Group, listed
 from keel.report.watch import HOST, Follower, Server, chunk
 from tests.report.runs import group_of, write_evaluation, write_run, write_step
@@ -82,40 +79,15 @@ def test_it_follows_the_run(server: Server, folder: Path) -> None:
     assert status == 200 and json.loads(gzip.decompress(body))["prompt"] == "new"
 
 
-def test_news_are_read_and_sent_without_what_was_there_before(
-    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[bytes] = []
-
-    def counted(text: bytes) -> Any:
-        read.append(text)
-        return loads(text)
-
-    monkeypatch.setattr(files, "loads", counted)
-    _, body, mark = get(server, "/data?token={token}")
-    (whole,) = json.loads(body)["runs"]
-    groups, events = len(whole["groups"]), len(whole["events"])
-    assert whole["after"] == {"steps": 0, "events": 0, "groups": 0} and groups and events
-    write_step(folder, 4, [group_of("new", ["a", "b"], [1, 0])], **{"brand/new": 3.0})
-    _, body, after = get(server, f"/data?token={{token}}&since={mark}")
-    (news,) = json.loads(body)["runs"]
-    assert sum(b'"brand/new"' in line or b'"step": 1,' in line for line in read) == 1
-    assert news["after"] == {"steps": 4, "events": events, "groups": groups}
-    assert news["steps"] == [4] and news["events"] == [] and len(news["groups"]) == 1
-    assert news["metrics"]["brand/new"] == [3.0] and news["metrics"]["time/sync"] == [None]
-    # An evaluation that comes late changes a step that was sent; a resume takes some back.
+def test_a_late_evaluation_and_a_resume_are_seen(server: Server, folder: Path) -> None:
     write_step(folder, 3, [], **{"eval/sums/pass@1": 0.5})
-    _, body, later = get(server, f"/data?token={{token}}&since={after}")
-    (news,) = json.loads(body)["runs"]
-    assert news["after"]["steps"] == 0 and news["steps"] == [0, 1, 2, 3, 4]
-    assert news["metrics"]["eval/sums/pass@1"] == [0.25, None, None, 0.5, None]
+    (run,) = json.loads(get(server, "/data?token={token}")[1])["runs"]
+    assert run["steps"] == [0, 1, 2, 3]
+    assert run["metrics"]["eval/sums/pass@1"] == {"at": [0, 3], "values": [0.25, 0.5]}
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:2]))
-    _, body, _ = get(server, f"/data?token={{token}}&since={later}")
-    (news,) = json.loads(body)["runs"]
-    assert news["steps"] == [0, 1] and "brand/new" not in news["metrics"]
-    _, body, _ = get(server, "/data?token={token}&since=17")
-    assert json.loads(body)["runs"][0]["after"]["groups"] == 0
+    (run,) = json.loads(get(server, "/data?token={token}")[1])["runs"]
+    assert run["steps"] == [0, 1]
 
 
 def test_files_of_trajectories_are_read_once_and_not_kept(
@@ -151,46 +123,18 @@ def test_files_of_trajectories_are_read_once_and_not_kept(
     assert chunk(runs, {"run": "0", "chunk": third})
 
 
-def test_progress_is_said_at_the_start_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    follower = Follower([str(folder)])
-    assert "read 3 of 3 step files" in capsys.readouterr().err
-    write_step(folder, 4, [group_of("new", ["a"], [1])])
-    assert follower.runs()[0][0][0].steps[-1] == 4
-    assert capsys.readouterr().err == ""
-
-
-def test_lines_of_an_evaluation_are_read_once_and_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_is_followed(tmp_path: Path) -> None:
     path = write_evaluation(tmp_path / "eval", prompts=25) / "samples.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    read: list[bytes] = []
-
-    def counted(line: bytes) -> Asked:
-        read.append(line)
-        return asked_in(line)
-
-    monkeypatch.setattr(evaluations, "asked_in", counted)
     follower = Follower([str(path.parent)])
-    assert len(read) == 25
-    read.clear()
-    more = lines[0].replace(b"sums/0", b"sums/new")
     with path.open("ab") as file:
-        file.write(more + lines[1][:-9])  # and one that is being written
+        file.write(lines[0].replace(b"sums/0", b"sums/new") + lines[1][:-9])  # one being written
     run, chunks = follower.runs()[0][0]
-    assert read == [more.rstrip(b"\n")]
     assert [group.prompt for group in run.groups[24:]] == ["sums/24", "sums/new"]
     assert "26 prompts" in run.summary["pass@1 sums"]
-    read.clear()
     group = run.groups[25]
-    found = gzip.decompress(chunks[group.chunk]).splitlines()
-    assert json.loads(found[group.line])["prompt"] == "sums/new" and len(found) == len(read) == 6
-    path.write_bytes(lines[3] * 2)  # another evaluation
-    run, _ = follower.runs()[0][0]
-    assert [group.prompt for group in run.groups] == ["sums/3", "sums/3"]
+    there = gzip.decompress(chunks[group.chunk].data()).splitlines()
+    assert json.loads(there[group.line])["prompt"] == "sums/new" and len(there) == 6
     path.unlink()
     assert chunk([(run, chunks)], {"run": "0", "chunk": group.chunk}) is None
 

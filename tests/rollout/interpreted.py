@@ -45,13 +45,13 @@ def install(recorder: str) -> None:
     Call it before vLLM is imported."""
     lend_triton()
 
-    from keel.rollout.engine import fallbacks  # noqa: PLC0415
     from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
+    from keel.rollout.recording import base  # noqa: PLC0415
     from keel.rollout.recording import packed as recorder_packed  # noqa: PLC0415
 
     if recorder == "packed":
         _steps_again_without_graphs()
-    fallbacks.recorder_name = lambda *_, **__: recorder  # type: ignore[assignment]
+    base.recorder_name = lambda *_, **__: recorder  # type: ignore[assignment]
     arguments = recorder_packed.PackedRecorder.engine_args
 
     def one_after_the_other(self: Any) -> dict[str, Any]:

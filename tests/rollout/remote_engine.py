@@ -22,7 +22,6 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineSpec, environment
 from keel.rollout.vllm_internals import scheduler_of
-from tests import vllm_changes
 from tests.buckets import pack_buckets
 from tests.forked import forked_from
 from tests.rollout import interpreted, plain_weights
@@ -91,7 +90,6 @@ def _start(
     blocks: int | None,
     kind: Kind,
     amx: bool | None,
-    changes: Sequence[vllm_changes.Change],
 ) -> tuple[str, ...]:
     global _ENGINE
     if amx is not None:
@@ -100,12 +98,11 @@ def _start(
         interpreted.install(kind)
     if kind == "plain":
         plain_weights.install()
-    vllm_changes.make(changes)
     # vLLM stays out of pytest's process.
-    from keel.rollout.engine import fallbacks, shims, vllm_engine  # noqa: PLC0415
+    from keel.rollout.engine import shims, vllm_engine  # noqa: PLC0415
     from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
 
-    logging.getLogger(fallbacks.__name__).addHandler(Heard())
+    logging.getLogger(vllm_engine.__name__).addHandler(Heard())
     if without:
         setattr(shims, without, lambda: False)
 
@@ -182,14 +179,13 @@ def _updates() -> list[str]:
 
 def _stop_copying() -> None:
     """As with `copy_weights: false` from the start."""
-    from keel.rollout.engine.fallbacks import SWITCHED_OFF  # noqa: PLC0415
 
     def forget(wrapper: Any) -> None:
         worker = wrapper.worker
         worker.keel_plan, worker.keel_recorder, worker.keel_decided = None, None, False
 
     def stop(engine: Any) -> None:
-        engine._no_copies = SWITCHED_OFF
+        engine._no_copies = "it is switched off"
         engine._llm.collective_rpc(forget)
 
     _ENGINE._ask(stop).result(timeout=DEADLINE_S)
@@ -375,7 +371,6 @@ def running_engine(
     variables: Mapping[str, str] | None = None,
     kind: Kind = "",
     amx: bool | None = None,
-    changes: Sequence[vllm_changes.Change] = (),
 ) -> Iterator[RemoteEngine]:
     """An engine in a process of its own.
 
@@ -383,7 +378,7 @@ def running_engine(
     added to the environment. On a CPU, `kind` may be "fast" (the V1 recorder with the scheduler
     of the packed one), the name of a recorder for GPUs, whose kernels are then interpreted, or
     "plain" (tests/plain_weights.py). `amx`: whether vLLM is told that the CPU has AMX; None: the
-    truth. `changes`: how vLLM is another one than Keel was written for (tests/vllm_changes.py).
+    truth.
     """
     saved = dict(os.environ)
     # Read by torch and vLLM when they are imported there.
@@ -393,7 +388,7 @@ def running_engine(
     forked = not (gpu or variables or special)
     context = forked_from("tests.rollout.preloaded") if forked else get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-        started = process.submit(_start, spec, without, blocks, kind, amx, changes)
+        started = process.submit(_start, spec, without, blocks, kind, amx)
         os.environ.clear()
         os.environ.update(saved)
         sleeps = spec.config.sleep or not gpu

@@ -97,11 +97,9 @@ def test_a_mistyped_command_line_says_what_was_meant(
     ],
 )
 def test_an_evaluation_file_is_an_override(words: list[str], overrides: list[str]) -> None:
-    arguments = cli.parser().parse_args(cli.with_eval_file(words))
+    arguments = cli.parsed(cli.parser(), words)
     assert arguments.recipe == "r.yaml"
     assert sorted(arguments.override) == sorted(["run.steps=3", *overrides])
-    new = ["new", "--eval", "t.jsonl"]
-    assert cli.with_eval_file(new) == new, "has an option of its own"
 
 
 @pytest.mark.parametrize(

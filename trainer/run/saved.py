@@ -3,7 +3,7 @@
 A line of `step_000001.tokens.jsonl.gz` is a group. (`step_000001.jsonl` is for `keel sft`, a
 trajectory a line.) What stands there of each of its trajectories:
 
-always                     what it was worth, by parts, and why; its length and how it ended
+always                     its reward, by parts, and why; its answer, its length and how it ended
 in the text, or budgeted   its messages
 within `run.save_tokens`   its tokens as text; of sampled ones log-probability, ratio, size of the
                            sampling mask, routing overlap and version of the weights
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import RunConfig
-from keel.rl.types import ScoredGroup, Segment, TokenNumbers
+from keel.rl.types import ScoredGroup, Segment, TokenNumbers, Trajectory
 
 TOKENS = ".tokens.jsonl.gz"
 """What the file's name ends with: unpacked, it is not taken for what `keel sft` learns from."""
@@ -34,7 +34,7 @@ PARTIAL = "\N{REPLACEMENT CHARACTER}"
 LONGEST_CHARACTER = 4
 """Bytes of one in UTF-8, and so tokens that may share it."""
 REFERENCE = 2_000
-"""Characters of a reference answer that are kept."""
+"""Characters of a reference answer, and of an extracted one, that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,10 @@ class TokenFile:
         run: RunConfig,
         texts: TokenTexts,
         numbers: Callable[[], Mapping[int, TokenNumbers]],
+        answer: Callable[[Trajectory], str] = lambda _: "",
     ) -> None:
-        self._run, self._texts, self._numbers = run, texts, numbers
+        """answer: extracts the answer of a completion; "" if there is none."""
+        self._run, self._texts, self._numbers, self._answer = run, texts, numbers, answer
 
     def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:
         """Whole or not at all: others may be reading along. Raises OSError."""
@@ -151,7 +153,7 @@ class TokenFile:
             first += len(segments)
         text = {(id(group), index) for group, index in kept.text}
         lines = [
-            json.dumps(described(group, text, contexts), default=str)  # ASCII: surrogates too
+            json.dumps(described(group, text, contexts, self._answer), default=str)  # in ASCII
             for group in unique([group for group, _ in kept.text])
         ]
         fresh = path.with_suffix(".tmp")
@@ -192,6 +194,7 @@ def described(
     scored: ScoredGroup,
     text: set[tuple[int, int]],
     contexts: Mapping[tuple[int, int], list[list[Any]]],
+    answer: Callable[[Trajectory], str],
 ) -> dict[str, Any]:
     """A line of the file. text, contexts: by `id` of the group, and trajectory."""
     prompt, group = scored.group.prompt, scored.group
@@ -204,6 +207,7 @@ def described(
             "parts": {name: round(value, 6) for name, value in scored.parts_G[index].items()},
             "finish": trajectory.finish_reason,
             "tokens": trajectory.sampled_tokens,
+            "answer": answer(trajectory)[:REFERENCE],
         }
         if scored.notes_G and scored.notes_G[index]:
             about["notes"] = dict(scored.notes_G[index])
@@ -219,7 +223,7 @@ def described(
         "prompt": prompt.prompt_id,
         "domain": prompt.domain,
         "messages": () if prompt.environment else prompt.messages,
-        "reference": str(prompt.reward.get("answer") or "")[:REFERENCE],
+        "reference": prompt.expected[:REFERENCE],
         "dropped": group.dropped,
         "trajectories": trajectories,
     }

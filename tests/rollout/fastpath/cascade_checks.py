@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from keel.configs.schema import RolloutConfig
-from keel.rollout.engine import fallbacks
+from keel.rollout.engine import patches
 from keel.rollout.fastpath.cascade import backend
 from keel.rollout.spec import EngineSpec
 
@@ -168,30 +168,18 @@ def where_it_is_not_wanted_nothing_is_replaced(logged: list[logging.LogRecord]) 
         {"tensor_parallel": 2},
     ):
         other = replace(SPEC, config=RolloutConfig(**changes))
-        assert not fallbacks.share_prompts(other, "packed")
-    assert not fallbacks.share_prompts(SPEC, "native")
-    assert not fallbacks.share_prompts(replace(SPEC, batch_invariant=True), "packed")
-    assert not fallbacks.share_prompts(replace(SPEC, dtype="float32"), "packed")
+        assert not patches.share_prompts(other, "packed")
+    assert not patches.share_prompts(SPEC, "native")
+    assert not patches.share_prompts(replace(SPEC, batch_invariant=True), "packed")
+    assert not patches.share_prompts(replace(SPEC, dtype="float32"), "packed")
     assert AttentionBackendEnum.FLASH_ATTN.get_class() is theirs
     assert not logged
     try:
-        assert fallbacks.share_prompts(SPEC, "packed")
+        assert patches.share_prompts(SPEC, "packed")
         assert AttentionBackendEnum.FLASH_ATTN.get_class() is backend.CascadeBackend
         assert backend.CascadeBackend.get_impl_cls() is backend.CascadeImpl
         assert backend.CascadeBackend.get_builder_cls() is backend.CascadeBuilder
-        assert not fallbacks.share_prompts(SPEC, "native")
+        assert not patches.share_prompts(SPEC, "native")
         assert AttentionBackendEnum.FLASH_ATTN.get_class() is theirs
     finally:
         AttentionBackendEnum.FLASH_ATTN.clear_override()
-
-
-def where_vllm_has_changed_its_own_attention_is_used(
-    patch: Any, logged: list[logging.LogRecord]
-) -> None:
-    theirs = AttentionBackendEnum.FLASH_ATTN.get_class()
-    patch.setattr(fallbacks, "changes", lambda part: [f"{part} is another"])
-    assert not fallbacks.share_prompts(SPEC, "packed")
-    assert AttentionBackendEnum.FLASH_ATTN.get_class() is theirs
-    (record,) = logged
-    said = record.getMessage()
-    assert "cascade is another" in said and "rollout.cascade_attention" in said

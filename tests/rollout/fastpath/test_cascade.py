@@ -33,9 +33,3 @@ def test_where_it_is_not_wanted_nothing_is_replaced(
     checks: Any, logged: list[logging.LogRecord]
 ) -> None:
     checks.where_it_is_not_wanted_nothing_is_replaced(logged)
-
-
-def test_where_vllm_has_changed_its_own_attention_is_used(
-    checks: Any, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
-) -> None:
-    checks.where_vllm_has_changed_its_own_attention_is_used(monkeypatch, logged)

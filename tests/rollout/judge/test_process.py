@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from keel.configs.schema import JudgeConfig, JudgeServerConfig
-from keel.rollout.judge.process import arguments, environment, log_excerpt
+from keel.rollout.judge.process import environment, flags, log_excerpt, options
 
 SERVER = JudgeServerConfig(
     tensor_parallel=2,
@@ -15,12 +15,12 @@ SERVER = JudgeServerConfig(
 CONFIG = JudgeConfig(model="a/judge", serve=True, max_concurrent=7, server=SERVER)
 
 
-def flags(*, gpu: bool) -> list[str]:
-    return " ".join(arguments(CONFIG, gpu=gpu)).removeprefix("--").split(" --")
+def arguments(*, gpu: bool) -> list[str]:
+    return " ".join(flags(options(CONFIG, gpu=gpu))).removeprefix("--").split(" --")
 
 
 def test_the_knobs_become_options_of_vllm() -> None:
-    found = flags(gpu=True)
+    found = arguments(gpu=True)
     for wanted in (
         "model a/judge",
         "served-model-name a/judge",
@@ -34,12 +34,12 @@ def test_the_knobs_become_options_of_vllm() -> None:
         'hf-overrides {"a": [1]}',
     ):
         assert wanted in found
-    assert "kv-cache-memory-bytes 536870912" in flags(gpu=False)
+    assert "kv-cache-memory-bytes 536870912" in arguments(gpu=False)
 
 
 def test_a_server_on_a_cpu_has_its_threads() -> None:
-    assert environment(CONFIG, gpu=False)["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in environment(CONFIG, gpu=True)
+    assert environment(gpu=False, threads=3)["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in environment(gpu=True, threads=3)
 
 
 def test_the_cause_is_found_in_the_log(tmp_path: Path) -> None:

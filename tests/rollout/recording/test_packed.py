@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.recording.contract import RecorderContract
-from tests.rollout.recording.reference import Reference, Tolerance, check_groups
+from tests.rollout.recording.reference import Reference, Tolerance
 from tests.rollout.remote_engine import (
-    TRUNCATED,
     RemoteEngine,
     engine_spec,
-    prompts,
     running_engine,
 )
 from tests.rollout.tiny_model import make_model
@@ -71,16 +69,3 @@ class TestPackedRecorder:
     test_cut_across = RecorderContract.test_answers_are_cut_while_weights_change
     test_weight_update = RecorderContract.test_weight_update
     test_not_finite = RecorderContract.test_completions_that_are_not_finite_are_dropped
-
-
-def test_where_vllm_has_changed_under_it_the_engine_is_native(
-    folder: Path, reference: Reference, tolerance: Tolerance
-) -> None:
-    changes = [("vllm.v1.core.sched.scheduler:Scheduler.finish_requests", "another signature")]
-    spec = engine_spec(folder)
-    with running_engine(spec, gpu=False, kind="packed", changes=changes) as engine:
-        (said,) = engine.warnings()
-        assert "Scheduler.finish_requests takes" in said and "takes native" in said
-        groups = engine.sample(prompts(2, shared=0, own=9, tag="n"), group_size=2)
-        check_groups(groups, reference, TRUNCATED, tolerance)
-        assert engine.watch().fast_steps == 0

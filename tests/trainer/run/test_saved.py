@@ -98,6 +98,29 @@ def test_a_token_stands_beside_its_own_numbers(tmp_path: Path) -> None:
     assert summed_up["reward"] == 0.5 and summed_up["tokens"] == 4
 
 
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ({"answer": 7}, "7"),
+        ({"entry": {"answer": "a b"}, "kind": "reasoning_gym"}, "a b"),
+        ({"entry": {"answer": None}}, ""),
+        ({"tests": "assert f(1)"}, ""),
+    ],
+)
+def test_answers_stand_beside_the_expected_one(
+    tmp_path: Path, reward: dict[str, Any], expected: str
+) -> None:
+    one = group(40, [1, 0])
+    prompt = replace(one.group.prompt, reward=reward)
+    one = replace(one, group=replace(one.group, prompt=prompt))
+    path = tmp_path / "step_000001.tokens.jsonl.gz"
+    numbered = TokenFile(run(), TokenTexts(Bytes()), dict, lambda one: f"answer {one.sibling}")
+    numbered.write(path, [one])
+    (line,) = read(path)
+    assert line["reference"] == expected
+    assert [one["answer"] for one in line["trajectories"]] == ["answer 0", "answer 1"]
+
+
 def test_what_cannot_be_written_as_utf_8_or_json_does_not_end_the_run(tmp_path: Path) -> None:
     one = group(40, [1, 0])
     said = ({"role": "assistant", "content": "a\ud83d", "extra": {1, 2}},)
