@@ -16,8 +16,8 @@ SAMPLING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/truncated_fraction",
             "share, 0 to 1",
-            "Completions that were cut off, by whatever limit; those whose environment was lost "
-            "are `agents/crashes`.",
+            "Completions that hit a limit (max_tokens, a deadline); those whose environment was "
+            "lost are `agents/crashes`.",
             "near 0",
             "alarms",
         ),

@@ -340,6 +340,12 @@ def hardware_said(config: Config) -> Hardware:
         nodes = idle_nodes(run.nodes, run.gpus_per_node)
         notes.insert(0, "as run.gpus_per_node and run.nodes say")
     assumed = not nodes
+    if assumed and not run.speaks_of_gpus:
+        raise ConfigError(
+            "run.device = gpu: this machine has no GPU and RAY_ADDRESS is not set. To plan for "
+            "another machine, set run.gpus_per_node and run.gpu_gib (GPUs and their memory); to "
+            "run here, set run.device: cpu"
+        )
     if assumed:
         nodes = assumed_nodes(config, node_gpus=Machine().node_gpus)
         notes.insert(0, "by rule, as no GPU is here and no RAY_ADDRESS (run.gpus_per_node)")

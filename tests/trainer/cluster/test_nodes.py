@@ -218,7 +218,9 @@ def sizes(hardware: Hardware) -> tuple[list[int], float]:
 
 def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, gpus=0, gib=0.0)
-    wide = recipe(engines=2, tensor_parallel=8)
+    with pytest.raises(ConfigError, match=r"run\.device = gpu: this machine has no GPU"):
+        hardware_said(recipe())
+    wide = recipe(replace(GPUS, gpu_gib=80.0), engines=2, tensor_parallel=8)
     rule = hardware_said(wide)
     assert "by rule, as no GPU is here and no RAY_ADDRESS" in str(rule)
     assert not rule.found
@@ -270,7 +272,6 @@ def test_what_may_start_on_fewer_ranks_is_planned_as_a_whole(
         (("auto", 139, 0, 1), (0, 0.0), ([8], 139.0), ([], 139.0)),
         (("auto", 139, 4, 2), (0, 0.0), ([4, 4], 139.0), ([], 139.0)),
         (("auto", 0, 4, 1), (0, 0.0), ([4], 0.0), ([], 0.0)),
-        (("gpu", 0, 0, 1), (0, 0.0), ([8], 0.0), ([], 0.0)),
         # A run has no more than there is, and no more than the recipe says.
         (("auto", 139, 8, 1), (2, 80.0), ([8], 139.0), ([2], 80.0)),
         (("auto", 40, 1, 1), (2, 80.0), ([1], 40.0), ([1], 40.0)),
