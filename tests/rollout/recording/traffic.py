@@ -54,7 +54,7 @@ class Seen:
 
 
 def traffic(seed: int, actions: int, tokens: int, updates: Sequence[Sequence[Any]]) -> Seen:
-    """Act at least `actions` times, and on until there is enough to judge, however slow the machine.
+    """Act at least `actions` times, and on until there is enough to judge on any machine.
 
     Enough are `tokens` sampled for the record, a preemption and a cancelled answer. `updates` holds
     the buckets of each weight update, which come at drawn times among the first actions.
