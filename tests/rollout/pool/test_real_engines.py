@@ -20,12 +20,11 @@ import ray
 from keel.configs.schema import SamplingConfig
 from keel.rollout.pool import pulse
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
-from keel.trainer.cluster.ray_internals import without_unused_processes
 from tests.buckets import pack_buckets
 from tests.rollout.pool.fake_engines import generate
 from tests.rollout.remote_engine import TRUNCATED, engine_spec, prompts
 from tests.rollout.tiny_model import checkpoint_tensors, make_model
-from tests.waiting import PATIENCE_S, patiently, wait_for
+from tests.waiting import PATIENCE_S, start_local_ray, wait_for
 
 pytestmark = pytest.mark.e2e
 START_S = 600
@@ -43,9 +42,7 @@ def buckets(folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def pool(folder: Path, buckets: list[Any]) -> Iterator[RayRolloutPool]:
-    with without_unused_processes():
-        local = {"address": "local", "include_dashboard": False, "log_to_driver": False}
-        patiently(lambda: ray.init(num_cpus=2, **local), ray.shutdown)
+    start_local_ray(num_cpus=2)
     spec = engine_spec(folder, engines=2, deadline_s=2 * PATIENCE_S, update_deadline_s=PATIENCE_S)
     pool = ray_pool(spec, gpu=False, startup_deadline_s=START_S)
     pool.start()
