@@ -125,10 +125,12 @@ def test_a_function_that_is_not_there(tmp_path: Path, target: str, why: str) -> 
 
 
 def test_a_script_names_its_interpreter_in_its_first_line(tmp_path: Path) -> None:
-    (tmp_path / "tool").write_text(f"#!{sys.executable}\nimport a_package_of_its_own\n")
+    own = tmp_path / "python"  # a first line has no room for a space in a path
+    own.symlink_to(sys.executable)
+    (tmp_path / "tool").write_text(f"#!{own}\nimport a_package_of_its_own\n")
     (tmp_path / "tool").chmod(0o755)
     command = command_of("./tool", python=sys.executable, folder=tmp_path)
-    with pytest.raises(ValueError, match=f"{sys.executable} -m pip install a_package_of_its_own"):
+    with pytest.raises(ValueError, match=f"{own} -m pip install a_package_of_its_own"):
         tried("", tmp_path, command=command)
 
 

@@ -57,7 +57,7 @@ def test_the_best_k_hold_no_less_than_any_others() -> None:
     for k in TOP_K:
         best = shares.mean(k, "best")
         assert shares.mean(k, "indexer") == pytest.approx(best)
-        assert all(shares.mean(k, way) <= best + 1e-9 for way in LOOKED)
+        assert all(shares.mean(k, way) <= best + 1e-5 for way in LOOKED)  # of float32
 
 
 @pytest.mark.parametrize("name", ["typing_extensions", "sys", "no_such_package"])

@@ -371,12 +371,13 @@ def test_a_raylet_has_no_agent_of_the_dashboard_beside_it(monkeypatch: pytest.Mo
     assert getattr(services, STARTS) is own
     ((program, session, line, node),) = commands
     assert (program, session, node) == ("raylet", "--session_dir=/s", "--node_id=7")
-    assert line.startswith("--dashboard_agent_command=")
-    assert line.endswith(f"-I -S {NO_AGENT} /s 7") and NO_AGENT.is_file()
+    words = shlex.split(line.removeprefix("--dashboard_agent_command="))
+    assert words == [sys.executable, "-I", "-S", str(NO_AGENT), "/s", "7"] and NO_AGENT.is_file()
     other = f"{RUNTIME_AGENT}='/a b/python' other.py"
     bound = lighter(["--session_dir=/s", agent, other, "--node_id=7"])[2]
-    assert bound.startswith(f"{RUNTIME_AGENT}={sys.executable} -I -S {BOUND} ")
-    assert bound.endswith(" '/a b/python' other.py") and BOUND.is_file()
+    words = shlex.split(bound.removeprefix(f"{RUNTIME_AGENT}="))
+    assert words[:4] == [sys.executable, "-I", "-S", str(BOUND)] and BOUND.is_file()
+    assert words[-2:] == ["/a b/python", "other.py"]
     workers = f"{WORKERS}='/a b/python' /ray/workers/setup_worker.py '/a b/default_worker.py' --x=1"
     setting = lighter(["--session_dir=/s", agent, workers, "--node_id=7"])[2]
     assert shlex.split(setting.partition("=")[2]) == [
