@@ -27,6 +27,9 @@ _context: Any = mpmath.mp.clone()  # pyright: ignore[reportUnknownMemberType, re
 _context.dps = _DIGITS
 _ALIKE = _context.mpf(10) ** -30
 _RESIDUE = _context.mpf(10) ** -40
+"""Rounding errors of numbers of ordinary size are smaller."""
+_LOST = _context.mpf(10) ** -65
+"""A term is no rounding error if it is smaller than this share of a sum, and the sum loses it."""
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\[A-Za-z]+|\\[|])"
@@ -49,7 +52,7 @@ _LISTS: dict[str, Callable[..., Any]] = {
     "max": max, "min": min, "gcd": math.gcd, "lcm": math.lcm,
 }  # fmt: skip
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
-_FUNCTIONS = frozenset("fghFGP")
+_FUNCTIONS = frozenset("fghEFGP")
 """Letters before a bracket that are functions; `x(x+1)` and `n(n+1)` are products."""
 
 
@@ -147,8 +150,8 @@ def read(text: str) -> Formula:
     reader = _Reader(text)
     try:
         node = reader.sum()
-    except RecursionError as error:
-        raise Unreadable("it is nested too deeply") from error
+    except (ValueError, RecursionError) as error:  # CPython's limits on digits and depth
+        raise Unreadable(str(error)) from error
     if reader.kind:
         raise Unreadable(f"unexpected {reader.token!r}")
     return Formula(node, text, reader.names, reader.work, reader.imaginary)
@@ -159,7 +162,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
-        self.at = self.depth = self.bars = 0
+        self.at = self.depth = self.bars = self.symbols = 0
         self.degrees = self.imaginary = False
         self.names: set[str] = set()
         self.work: set[str] = set()
@@ -221,7 +224,7 @@ class _Reader:
         return kind == "name" or token in ("(", "[", "{") or (token == "|" and not self.bars)
 
     def power(self) -> Node:
-        start, names = self.at, len(self.names)
+        start, symbols = self.at, self.symbols
         base = self.atom()
         mixed = self.mixed(start)
         if mixed is not None:
@@ -232,7 +235,7 @@ class _Reader:
                 double = self.token == "!"
                 if double and self.take() == self.token:
                     raise Unreadable("a factorial of a factorial needs brackets")
-                self.worked("!", names)
+                self.worked("!", symbols)
                 base = _apply(_double_factorial if double else _factorial, base)
             elif mark == "%":
                 base = _apply(lambda value: value / 100, base)
@@ -307,12 +310,12 @@ class _Reader:
             return self.group()
         if token == "|":
             self.take()
-            names = len(self.names)
+            symbols = self.symbols
             self.bars += 1
             node = self.sum()
             self.bars -= 1
             self.take("|")
-            self.worked("abs", names)
+            self.worked("abs", symbols)
             return _apply(abs, node)
         if kind == "command":
             return self.command(self.take()[1:])
@@ -334,9 +337,9 @@ class _Reader:
             return self.function(name)
         if name in ("lfloor", "lceil"):
             self.at -= 1
-            names = len(self.names)
+            symbols = self.symbols
             node = _apply(_floor if name == "lfloor" else _ceiling, self.group())
-            self.worked(name, names)
+            self.worked(name, symbols)
             return node
         if name in ("overline", "bar") and not self.plain_group():
             return _apply(_conjugate, self.argument())
@@ -363,16 +366,16 @@ class _Reader:
             if depth == 0:
                 return "".join(token for _, token in self.tokens[start + 1 : self.at - 1])
 
-    def worked(self, name: str, names: int) -> None:
-        """Note an operation on what has been read since there were so many names."""
-        if len(self.names) == names:
+    def worked(self, name: str, symbols: int) -> None:
+        """Note an operation unless symbols have been read since there were so many."""
+        if self.symbols == symbols:
             self.work.add(name)
 
     def several(self, name: str) -> Node:
-        names = len(self.names)
+        symbols = self.symbols
         if name == "binom":
             node = _apply(_binomial, self.argument(), self.argument())
-            self.worked(name, names)
+            self.worked(name, symbols)
             return node
         opening = self.take()
         if opening not in ("(", "{"):
@@ -382,7 +385,7 @@ class _Reader:
             self.take()
             nodes.append(self.sum())
         self.take(_CLOSING[opening])
-        self.worked(name, names)
+        self.worked(name, symbols)
         return _apply(lambda *values: Fraction(_LISTS[name](*map(_whole_or_real, values))), *nodes)
 
     def function(self, name: str) -> Node:
@@ -402,10 +405,10 @@ class _Reader:
             else:
                 raise Unreadable(f"an index of {name}")
         before, self.degrees = self.degrees, True
-        names = len(self.names)
+        symbols = self.symbols
         node = self.group() if self.token in _CLOSING else self.product(argument=True)
         if name != "exp":
-            self.worked("log" if name in ("ln", "log", "lg") else "trigonometry", names)
+            self.worked("log" if name in ("ln", "log", "lg") else "trigonometry", symbols)
         self.degrees = before
         if name in ("log", "lg"):
             base = base or (lambda _: Fraction(10))
@@ -426,6 +429,7 @@ class _Reader:
         while self.token == "'":
             name += self.take()
         self.names.add(name)
+        self.symbols += 1
         if self.token == "(" and name.rstrip("'")[:1] in _FUNCTIONS:
             bracket = self.group()
 
@@ -473,7 +477,7 @@ def _addition(one: Value, two: Value) -> Value:
         return _sized(one + two)
     one, two = inexact(one), inexact(two)
     small, large = sorted((abs(one), abs(two)))
-    if 0 < small < large * _RESIDUE:
+    if 0 < small < large * _LOST:
         raise Unreadable("a sum that one of its terms is lost in")
     return one + two
 
@@ -508,7 +512,9 @@ def _root(index: Value, value: Value) -> Value:
         sign = -1 if value < 0 and index % 2 else 1
         size = sign * value
         if size >= 0:
-            roots = [round(inexact(part) ** (1 / inexact(index))) for part in size.as_integer_ratio()]
+            roots = [
+                round(inexact(part) ** (1 / inexact(index))) for part in size.as_integer_ratio()
+            ]
             if index < 100 and Fraction(roots[0], roots[1] or 1) ** int(index) == size:
                 return sign * Fraction(*roots)
             return sign * inexact(size) ** (1 / inexact(index))

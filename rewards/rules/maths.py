@@ -20,7 +20,7 @@ from typing import Any, cast
 from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.rules import formula
 from keel.rewards.rules.formula import Formula, Point, Unreadable
-from keel.rewards.text import BOXED, WRAPPED, marked_answer, normalise, raised
+from keel.rewards.text import BOXED, marked_answer, normalise, raised
 
 MAX_CHARACTERS = 2_048
 """A longer answer is wrong, unless the right one is about that long."""
@@ -83,7 +83,7 @@ def mathematical(
         if len(text if marked is None else marked) > longest:
             return False
         if marked is not None:
-            return judge(marked)
+            return not _mark_denied(text, marked) and judge(marked)
         if words:
             return _asserts(text, words)
         return any(judge(statement) for statement in _statements(text, exclaims="!" in right))
@@ -97,7 +97,7 @@ def _is_share(value: Any) -> bool:
 
 # --- The dress of an answer: Markdown, delimiters, "The answer is" ---
 
-_BOLD = re.compile(r"(?<![\w)}\]*])\*\*(?![\s*])([^*\n]+?)(?<!\s)\*\*(?![\w({\[*])|`+")
+_BOLD = re.compile(r"(?<![\w)}\]*])(\*{1,3})(?![\s*])([^*\n]+?)(?<!\s)\1(?![\w({\[*])|`+")
 _LEAD = re.compile(
     r"\s*(?:\\text\w*\s*\{\s*)?(?:(?:so|thus|hence|therefore|then),?\s+)?(?:the\s+|my\s+)?"
     r"(?:final\s+|correct\s+|right\s+)?answer(?:\s+is\b\s*:?|\s*:)\s*\}?\s*",
@@ -107,12 +107,17 @@ _STYLED = re.compile(
     r"\\(?:boxed|text|textbf|mathbf|boldsymbol|bm|pmb|underline|mathrm|displaystyle)\s*"
     r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 )
-_DELIMITED = re.compile(r"\$\$?([^$]*)\$\$?|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]", re.S)
+_DELIMITED = re.compile(
+    r"\$\$?([^$]*)\$\$?|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]", re.S
+)
+
+
+_WRAPPED = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]*)\}")
 
 
 def _undressed(text: str) -> str:
     """The answer without what people put around one."""
-    text = _BOLD.sub(r"\1", text).strip()
+    text = _BOLD.sub(r"\2", text).strip()
     text = text[match.end() :] if (match := _LEAD.match(text)) else text
     for _ in range(6):
         before, text = text, text.strip()
@@ -127,7 +132,7 @@ def _undressed(text: str) -> str:
 
 def _spelled(text: str) -> str:
     """The answer as it reads when typeset."""
-    text = WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
+    text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
     text = normalise(re.sub(r"[$\\]\s|[~$]", " ", text)).casefold()
     return text.rstrip("." if any(map(str.isdigit, text)) else ".!").strip()
 
@@ -152,7 +157,18 @@ _COMMANDS |= {"dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac", "dbinom":
 _COMMANDS |= {"cdot": "*", "times": "*", "ast": "*", "imath": "i", "degree": "^\\circ "}
 _COMMANDS |= {"displaystyle": "", "textstyle": "", "limits": "", "lg": "\\log", "tg": "\\tan"}
 _COMMANDS |= dict.fromkeys("left right big Big bigg Bigg bigl bigr Bigl Bigr".split(), "")
-_COMMANDS |= {"$": "", ",": " ", ";": " ", ":": " ", "!": "", " ": " ", ">": " "}
+_COMMANDS |= {
+    "dots": "\\ldots",
+    "cdots": "\\ldots",
+    "dotsc": "\\ldots",
+    "$": "",
+    ",": " ",
+    ";": " ",
+    ":": " ",
+    "!": "",
+    " ": " ",
+    ">": " ",
+}
 _COMMAND = re.compile(r"\\([A-Za-z]+)[ \t]*|\\([^A-Za-z])")
 _UPRIGHT = re.compile(
     r"\\(?:mathrm|text(?:rm|bf|it|normal)?|rm|operatorname\*?|mathit|mathsf|mbox)\s*\{([^{}]*)\}"
@@ -192,6 +208,13 @@ _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))|(?<![\\a-z])sqrt\s*\(([^()]*)\)")
 _CONJUNCTION = re.compile(r"(?<![A-Za-z\\])(and|or)(?![A-Za-z])")
 _BARE_NAME = re.compile(r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp|infinity|inf)(?![A-Za-z])")
+_COLOR = re.compile(r"\\(?:text)?color\s*\{\w*\}")
+_LABEL = re.compile(r"^\s*\\text\s*\{[^{}\d]*:\s*\}")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose\s?([^{}]*)\}")
+_COMPOUND = re.compile(
+    r"(\d\s*(?:\\text\{[^{}]*\}|(?:hours?|hrs?|minutes?|min|days?|weeks?|years?|months?|feet|ft|pounds?|lbs?"
+    r"|dollars?|h|m|km|kg)\b))(?:\s|\\ ){0,3}(?=\d)"
+)
 _DEGREES = re.compile(
     r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*(?:[CF](?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})"
 )
@@ -206,18 +229,21 @@ def plain(text: str) -> str:
     if _VECTORS.search(text):  # two products
         text = text.replace("\\times", "\\cross")
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
-    if "\\" in text or not text.isascii() or re.search(r"[^\W\d_]{2}|[$%*(=]", text):
+    if "\\" in text or "{" in text or not text.isascii() or re.search(r"[^\W\d_]{2}|[$%*(=]", text):
         text = _PERCENT.sub("%", _MONEY.sub("", _SIGNED.sub("-", _ORDINAL.sub("", text))))
         text = _RATIO.sub(":", _MANY.sub(_counted, text))
         text = _REPEATING.sub(_repeating, text.replace("{:}", ":").replace("~", " "))
-        text = _UPRIGHT.sub(_upright, text)
+        text = _LABEL.sub("", _COLOR.sub("", _CHOOSE.sub(r"\\binom{\1}{\2}", text)))
+        text = _COMPOUND.sub(r"\1, ", _UPRIGHT.sub(_upright, text))
         text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
         text = _DEGREES.sub(r"\1", _COMMAND.sub(_sign, text)).replace("$", "")
         text = _SHORT_FRACTION.sub(_braced, _SHORT_FRACTION.sub(_braced, text))
         text = _CONJUNCTION.sub(lambda match: "∧" if match[1] == "and" else "∨", text)
         text = _BARE_NAME.sub(lambda match: _COMMANDS.get(match[1], f"\\{match[1]} "), text)
         text = text.replace("**", "^").replace("ℝ", "\\mathbb{R}")
-        text = text.replace("=>", "→").replace(">=", "≥").replace("<=", "≤")
+        text = (
+            text.replace("...", "\\ldots ").replace("=>", "→").replace(">=", "≥").replace("<=", "≤")
+        )
     return _MIXED.sub(r"\1\\frac{\2}{\3}", text).strip(" $;,")
 
 
@@ -237,15 +263,32 @@ def _upright(match: re.Match[str]) -> str:
     word = content.strip(" ,;.").lower()
     if word in ("and", "or"):
         return " ∧ " if word == "and" else " ∨ "
-    if _FUNCTION.fullmatch(content):
-        return f"\\{content} "
-    if content in ("e", "i", "d", "π") and (not match[1][:1].isspace() or content != "d"):
-        return content
-    if len(content) == 1 and content.isalpha() and not _AFTER_VALUE.search(match.string, 0, match.start()):
-        return content
+    after_value = _AFTER_VALUE.search(match.string, 0, match.start())
+    if _FUNCTION.fullmatch(content) and not (after_value and content in ("min", "sec")):
+        return f" \\{content} "
+    if content in ("e", "i", "d"):
+        return f" {content} "
+    if len(content) == 1 and content.isalpha() and not after_value:
+        return f" {content} "
+    before = match.string[max(0, match.start() - 2) : match.start()]
     if any(character.isdigit() for character in content) and "_" not in content:
         return f" {content} "
+    if before == "_{":
+        return _BASES.get(word, rf"\text{{{content}}}")
+    if joined := _JOINED.fullmatch(content):  # 3 red and, before 4 blue
+        return (
+            rf"\text{{{joined[1]}}}{' ∧ ' if joined[2] == 'and' else ' ∨ ' if joined[2] else ', '}"
+        )
     return rf"\text{{{content}}}"
+
+
+_JOINED = re.compile(r"(.*[^\s,;])(?:\s*[,;]|[\s,;]+(and|or))")
+_BASES = {
+    word: str(base)
+    for base, word in enumerate(
+        "two three four five six seven eight nine ten eleven twelve".split(), 2
+    )
+}
 
 
 def _braced(match: re.Match[str]) -> str:
@@ -330,12 +373,12 @@ class Text:
 End = Formula | Infinity
 Answer = Number | Infinity | Formula | Several | Region | Relation | Named | Text
 
-_INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,400}"
+_INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,4000}"
 _NUMBER = re.compile(
-    rf"\s*(?P<sign>[+-]?)\s*(?:(?P<whole>{_INTEGER})?(?P<decimals>\.\d{{0,400}})?(?P<exponent>[eE][+-]?\d{{1,4}})?"
+    rf"\s*(?P<sign>[+-]?)\s*(?:(?=\.?\d)(?P<whole>{_INTEGER})?(?P<decimals>\.\d{{0,400}})?(?P<exponent>[eE][+-]?\d{{1,4}})?"
     r"(?:\s?\*\s?10\s?\^\s?(?:(?P<ten>\d)|\{\s*(?P<tens>[+-]?\d{1,4})\s*\}))?"
-    r"|(?P<mixed>\d{1,40})?\s?\\frac\s?\{\s*(?P<minus>-?)\s*(?P<top>\d{1,400})\s*\}\s?\{\s*(?P<bottom>\d{1,400})\s*\}"
-    r"|(?P<left>\d{1,400})\s?/\s?(?P<right>\d{1,400})"
+    r"|(?P<mixed>\d{1,40})?\s?\\frac\s?\{\s*(?P<minus>-?)\s*(?P<top>\d{1,4000})\s*\}\s?\{\s*(?P<bottom>\d{1,4000})\s*\}"
+    r"|(?P<left>\d{1,4000})\s?/\s?(?P<right>\d{1,4000})"
     r"|(?P<first>\d{1,40})\s?:\s?(?P<second>\d{1,40}))\s*(?P<percent>%?)(?P<degrees>\s?\^\s?(?:\\circ|\{\s?\\circ\s?\}))?\.?\s*"
 )
 
@@ -362,7 +405,9 @@ def _number(match: re.Match[str]) -> Number | Text:
     form = "decimal" if decimals.strip(".") or exponent < 0 else "integer"
     if ten := match["ten"] or match["tens"]:
         exponent, form = exponent + int(ten), "scientific"
-    value = Fraction(f"{whole or 0}{decimals if len(decimals) > 1 else ''}") * Fraction(10) ** exponent
+    value = (
+        Fraction(f"{whole or 0}{decimals if len(decimals) > 1 else ''}") * Fraction(10) ** exponent
+    )
     return Number(sign * value, form, percent)
 
 
@@ -378,7 +423,7 @@ def parse(text: str, depth: int = 0) -> Answer:
     text = text.strip()
     if (match := _NUMBER.fullmatch(text)) and match[0].strip(" .+-%"):
         return _number(match)
-    if not text or depth > 6 or "\\ldots" in text or "..." in text or "\\cdots" in text or "\\dots" in text:
+    if not text or depth > 6 or "\\ldots" in text:
         return Text(text)
     if text.lstrip("+-") == "∞":
         return Infinity(-1 if text[0] == "-" else 1)
@@ -395,15 +440,15 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 def _split(text: str, marks: str) -> tuple[list[str], list[str]]:
     """The parts of `text` between marks outside brackets, and these marks."""
     parts, found, depth, start = list[str](), list[str](), 0, 0
-    for place, character in enumerate(text):
-        if character in _OPENING:
+    for match in re.finditer(rf"[(\[{{⦃⟨]|[)\]}}⦄⟩]|[{marks}]", text):
+        if match[0] in _OPENING:
             depth += 1
-        elif character in _CLOSING:
+        elif match[0] in _CLOSING:
             depth -= 1
-        elif depth == 0 and character in marks:
-            parts.append(text[start:place].strip())
-            found.append(character)
-            start = place + 1
+        elif depth == 0:
+            parts.append(text[start : match.start()].strip())
+            found.append(match[0])
+            start = match.end()
     return [*parts, text[start:].strip()], found
 
 
@@ -436,7 +481,17 @@ def _listed(text: str, depth: int) -> Answer | None:
         return Text(text)
     items = tuple(parse(part, depth + 1) for part in parts)
     regions = [item for item in items if isinstance(item, Region)]
-    if len(regions) == len(items):
+    if regions and set(marks) == {"∨"}:  # x > 2 or x = 0
+        regions = [
+            region
+            for item in items
+            if (
+                region := _region(
+                    Several("⦃", "⦄", (item.value,)) if isinstance(item, Named) else item
+                )
+            )
+        ]
+    if regions and len(regions) == len(items):
         if "∨" in marks:
             return Region(tuple(part for region in regions for part in region.parts))
         return _intersection(regions)
@@ -474,7 +529,7 @@ def _member(text: str, depth: int) -> Answer | None:
 
 
 def _either(text: str, depth: int) -> Answer | None:
-    if "±" not in text and "∓" not in text:
+    if not _split(text, "±∓")[1]:
         return None
     signs = (text.translate({177: one, 8723: two}) for one, two in ("+-", "-+"))
     values = tuple(parse(sign, depth + 1) for sign in signs)
@@ -505,15 +560,33 @@ def _related(text: str, depth: int) -> Answer | None:
         return parse(sides[-1], depth + 1) if arrow == len(signs) else Text(text)
     if set(signs) <= {"=", "≈"}:
         value = parse(sides[-1], depth + 1)
-        constants = [constant for side in sides if (constant := _constant(side)) is not None]
+        constants = [
+            formula.inexact(constant) for side in sides if (constant := _constant(side)) is not None
+        ]
         if any(abs(one - constants[-1]) > abs(constants[-1]) / 100 for one in constants):
             return Text(text)
         if len(constants) == len(sides) and set(signs) == {"="}:
             return value
-        if len(sides) > 2 or _NAME.fullmatch(sides[0]) or "≈" in signs or isinstance(value, (Region, Several)):
+        if (
+            len(sides) > 2
+            or _NAME.fullmatch(sides[0])
+            or "≈" in signs
+            or isinstance(value, (Region, Several))
+        ):
             named = _TUPLE.fullmatch(sides[0])
-            if named and isinstance(value, Several) and len(named[1].split(",")) == len(value.items):
-                return Several(",", "", tuple(Named(name.strip(), item, relation) for name, item in zip(named[1].split(","), value.items, strict=True)))
+            if (
+                named
+                and isinstance(value, Several)
+                and len(named[1].split(",")) == len(value.items)
+            ):
+                return Several(
+                    ",",
+                    "",
+                    tuple(
+                        Named(name.strip(), item, relation)
+                        for name, item in zip(named[1].split(","), value.items, strict=True)
+                    ),
+                )
             return Named(sides[0], value, relation)
         return relation
     return _inequality(relation) or relation
@@ -539,7 +612,9 @@ def _inequality(relation: Relation) -> Region | None:
         flipped = str.maketrans("<>≤≥", "><≥≤")
         sides, signs = sides[::-1], tuple("".join(signs).translate(flipped))[::-1]
     place = next((n for n, side in enumerate(sides) if _NAME.fullmatch(side)), -1)
-    if place < 0 or not set(signs) <= ({"≠"} if len(sides) == 2 and signs[0] == "≠" else {"<", "≤"}):
+    if place < 0 or not set(signs) <= (
+        {"≠"} if len(sides) == 2 and signs[0] == "≠" else {"<", "≤"}
+    ):
         return None
     ends = [_end(side) for n, side in enumerate(sides) if n != place]
     if len(sides) > 3 or any(end is None for end in ends) or (len(sides) == 3 and place != 1):
@@ -564,7 +639,7 @@ def _other_than(end: Formula) -> Region:
 
 
 def _bracketed(text: str, depth: int) -> Answer | None:
-    if text[0] not in _OPENING or text[-1] not in _CLOSING or _split(text[:-1] + ")", "")[0] == []:
+    if text[0] not in _OPENING or text[-1] not in _CLOSING:
         return None
     level = 0
     for place, character in enumerate(text):
@@ -573,7 +648,9 @@ def _bracketed(text: str, depth: int) -> Answer | None:
             return None
     inside = text[1:-1]
     if text[0] == "⦃":
-        if match := re.fullmatch(r"\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)", inside, re.S):
+        if match := re.fullmatch(
+            r"\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)", inside, re.S
+        ):
             answer = parse(match[1], depth + 1)
             return answer if isinstance(answer, Region) else Text(text)
     parts, marks = _split(inside, ",;")
@@ -621,6 +698,7 @@ _UNITS = {
     )
     for name in names.split()
 }  # fmt: skip
+_KNOWN_UNITS = frozenset(_UNITS.values())
 _DENIED = re.compile(
     r"n['’]t\b(?!\s+matter)|\b(?:wrong|false|incorrect|invalid|except|never)\b"
     r"|\bnot\b(?!\s+(?!it|that|this|the|right|correct|true|a|an|sure|certain|possible|valid|so|be)[a-z]{3,})",
@@ -640,15 +718,17 @@ def _measured(text: str, depth: int) -> Answer:
         if all(name.lower() in _SHORT_UNITS for name in names):
             read = _number(number)
             return replace(read, unit=_unit(match["unit"])) if isinstance(read, Number) else read
+    if text.replace(" ", "") == "\\mathbb{R}":
+        return Region(((Infinity(-1), False, Infinity(1), False),))
     try:
         return formula.read(text)
     except Unreadable:
         pass
-    if text == "\\mathbb{R}" or text == "\\mathbb {R}":
-        return Region(((Infinity(-1), False, Infinity(1), False),))
     if text == "∅":
         return Several("⦃", "⦄", ())
-    if match := re.fullmatch(r"(.+?)\s*\(?\s*\\pmod\s*\{?\s*(\d{1,15})\s*\}?\s*\)?|(.+?)\\bmod", text):
+    if match := re.fullmatch(
+        r"(.+?)\s*\(?\s*\\pmod\s*\{?\s*(\d{1,15})\s*\}?\s*\)?|(.+?)\\bmod", text
+    ):
         residue = parse(match[1] or "", depth + 1)
         if isinstance(residue, Number) and match[2] and 0 <= residue.value < int(match[2]):
             return replace(residue, unit=f"mod {match[2]}")
@@ -672,8 +752,8 @@ def _measured(text: str, depth: int) -> Answer:
 
 
 def _unit(words: str) -> str:
-    words = words.lower().strip(" .")
-    return _UNITS.get(words) or _UNITS.get(words.removesuffix("s"), "")
+    words = words.lower().strip(" .").removesuffix("s")
+    return _UNITS.get(words, words)
 
 
 # --- Comparison ---
@@ -707,10 +787,11 @@ def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
         case Infinity():
             return gold == given
         case Text():
-            return isinstance(given, Text) and _squeezed(gold.text) == _squeezed(given.text)
+            return isinstance(given, Text) and squeezed(gold.text) == squeezed(given.text)
 
 
-def _squeezed(text: str) -> str:
+def squeezed(text: str) -> str:
+    """A text in plain notation without white space and needless braces."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     return re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text).casefold()
 
@@ -740,7 +821,11 @@ def _same_scalar(gold: Number | Formula, given: Answer, tolerance: float | None)
         return False
     if tolerance is not None and _near(_value(gold), _value(given), tolerance):
         return True
-    alike = gold.text.isalpha() and len(gold.text) == 1 and gold.text.casefold() == given.text.casefold()
+    alike = (
+        gold.text.isalpha()
+        and len(gold.text) == 1
+        and gold.text.casefold() == given.text.casefold()
+    )
     return alike or formula.equal(gold, given)
 
 
@@ -758,7 +843,8 @@ def _value(answer: Answer) -> Any:
 
 
 def _same_number(gold: Number, given: Number | Text, tolerance: float | None) -> bool:
-    if isinstance(given, Text) or (gold.unit and given.unit and gold.unit != given.unit):
+    units = {gold.unit, given.unit} if isinstance(given, Number) else {""}
+    if isinstance(given, Text) or (len(units) == 2 and units <= _KNOWN_UNITS):
         return False
     if gold.unit[:3] == "mod" != given.unit[:3]:
         return False
@@ -771,7 +857,11 @@ def _same_number(gold: Number, given: Number | Text, tolerance: float | None) ->
         return False
     if given.form == gold.form == "ratio" and gold.lowest != given.lowest:
         return False
-    if given.form == "scientific" and gold.form not in ("scientific", "decimal") and not gold.percent:
+    if (
+        given.form == "scientific"
+        and gold.form not in ("scientific", "decimal")
+        and not gold.percent
+    ):
         return gold.form == "scientific"
     values = [given.value / (100 if given.percent else 1)]
     right = gold.value / (100 if gold.percent else 1)
@@ -833,38 +923,51 @@ def _same_several(gold: Several, given: Answer) -> bool:
     return _in_order(gold.items, given.items)
 
 
+def _same_item(one: Answer, other: Answer) -> bool:
+    """In a list units tell values apart: 3 red and 4 blue, 4 red and 3 blue."""
+    if isinstance(one, Number) and isinstance(other, Number) and one.unit and other.unit:
+        return one.unit == other.unit and _same(one, other)
+    return _same(one, other)
+
+
 def _in_order(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
     return len(gold) == len(given) and all(
-        _same(one, other) for one, other in zip(gold, given, strict=True)
+        _same_item(one, other) for one, other in zip(gold, given, strict=True)
     )
 
 
-def _in_any_order(
-    gold: Sequence[Answer], given: Sequence[Answer], *, collapse: bool
-) -> bool:
+def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, collapse: bool) -> bool:
     """collapse: repeated values count once."""
     if not collapse:
         remaining = list(given)
         for one in gold:
-            place = next((n for n, two in enumerate(remaining) if _same(one, two)), None)
+            place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
             if place is None:
                 return False
             del remaining[place]
         return not remaining
-    return all(any(_same(one, two) for two in given) for one in gold) and all(
-        any(_same(one, two) for one in gold) for two in given
+    return all(any(_same_item(one, two) for two in given) for one in gold) and all(
+        any(_same_item(one, two) for one in gold) for two in given
     )
 
 
 def _same_names(gold: Several, given: Several) -> bool:
     """Values of several names: by name, or in order where one side has none."""
-    named = [{item.name: item.value for item in one.items if isinstance(item, Named)} for one in (gold, given)]
+    named = [
+        {item.name: item.value for item in one.items if isinstance(item, Named)}
+        for one in (gold, given)
+    ]
     if all(len(names) == len(one.items) for names, one in zip(named, (gold, given), strict=True)):
         return named[0].keys() == named[1].keys() and all(
             _same(value, named[1][name]) for name, value in named[0].items()
         )
-    bare = [[item.value if isinstance(item, Named) else item for item in one.items] for one in (gold, given)]
-    if all(named) or not any(len(names) == len(one.items) for names, one in zip(named, (gold, given), strict=True)):
+    bare = [
+        [item.value if isinstance(item, Named) else item for item in one.items]
+        for one in (gold, given)
+    ]
+    if all(named) or not any(
+        len(names) == len(one.items) for names, one in zip(named, (gold, given), strict=True)
+    ):
         return len(gold.items) == len(given.items) and _in_order(gold.items, given.items)
     if "⦃" in (gold.opening, given.opening):
         return False
@@ -879,7 +982,9 @@ def _same_relation(gold: Relation, given: Relation) -> bool:
     """Equations are equal up to a factor; chains of inequalities are equal side by side."""
     sides = [_side_formulas(relation) for relation in (gold, given)]
     if not sides[0] or not sides[1]:
-        return [*map(_squeezed, gold.sides)] == [*map(_squeezed, given.sides)] and gold.signs == given.signs
+        return [*map(squeezed, gold.sides)] == [
+            *map(squeezed, given.sides)
+        ] and gold.signs == given.signs
     signs = [gold.signs, given.signs]
     if set(gold.signs) == set(given.signs) == {"="} and len(gold.signs) == len(given.signs) == 1:
         try:
@@ -892,12 +997,20 @@ def _same_relation(gold: Relation, given: Relation) -> bool:
     ways = [(sides[1], signs[1])]
     ways.append((sides[1][::-1], tuple("".join(signs[1]).translate(flipped))[::-1]))
     for other, marks in ways:
-        if marks == signs[0] and len(other) == len(sides[0]) and all(map(formula.equal, sides[0], other)):
+        if (
+            marks == signs[0]
+            and len(other) == len(sides[0])
+            and all(map(formula.equal, sides[0], other))
+        ):
             return True
     if len(signs[0]) == len(signs[1]) == 1 and signs[0][0] in "<>≤≥≠":
         left = f"({gold.sides[0]})-({gold.sides[1]})"
-        for other, marks, template in zip((given.sides, given.sides[::-1]), (signs[1], ways[1][1]), ("", ""), strict=True):
-            if marks == signs[0] and formula.equal(formula.read(left), formula.read(f"({other[0]})-({other[1]}){template}")):
+        for other, marks, template in zip(
+            (given.sides, given.sides[::-1]), (signs[1], ways[1][1]), ("", ""), strict=True
+        ):
+            if marks == signs[0] and formula.equal(
+                formula.read(left), formula.read(f"({other[0]})-({other[1]}){template}")
+            ):
                 return True
     return False
 
@@ -929,7 +1042,10 @@ def _region(answer: Answer) -> Region | None:
     if isinstance(low, Formula) and isinstance(high, Formula):
         if not low.names and not high.names and not _place(low) < _place(high):
             return None
-    closed = (answer.opening == "[" and isinstance(low, Formula), answer.closing == "]" and isinstance(high, Formula))
+    closed = (
+        answer.opening == "[" and isinstance(low, Formula),
+        answer.closing == "]" and isinstance(high, Formula),
+    )
     return Region(((low, closed[0], high, closed[1]),))
 
 
@@ -949,8 +1065,12 @@ def _intersection(regions: Sequence[Region]) -> Region:
         both: list[tuple[End, bool, End, bool]] = []
         for one in parts[:_MOST_ITEMS]:
             for two in region.parts[:_MOST_ITEMS]:
-                low, _, low_closed = max((_place(p[0]), not p[1], n) for n, p in enumerate((one, two)))
-                high, _, high_closed = min((_place(p[2]), p[3], n) for n, p in enumerate((one, two)))
+                low, _, low_closed = max(
+                    (_place(p[0]), not p[1], n) for n, p in enumerate((one, two))
+                )
+                high, _, high_closed = min(
+                    (_place(p[2]), p[3], n) for n, p in enumerate((one, two))
+                )
                 if low < high:
                     first, last = (one, two)[low_closed], (one, two)[high_closed]
                     both.append((first[0], first[1], last[2], last[3]))
@@ -961,9 +1081,14 @@ def _intersection(regions: Sequence[Region]) -> Region:
 def _same_region(gold: Region | None, given: Region | None) -> bool:
     if gold is None or given is None or len(gold.parts) != len(given.parts):
         return False
-    ordered = [sorted(one.parts, key=lambda part: (_place(part[0]), _place(part[2]))) for one in (gold, given)]
+    ordered = [
+        sorted(one.parts, key=lambda part: (_place(part[0]), _place(part[2])))
+        for one in (gold, given)
+    ]
     return all(
-        (one[1], one[3]) == (two[1], two[3]) and _same_end(one[0], two[0]) and _same_end(one[2], two[2])
+        (one[1], one[3]) == (two[1], two[3])
+        and _same_end(one[0], two[0])
+        and _same_end(one[2], two[2])
         for one, two in zip(*ordered, strict=True)
     )
 
@@ -974,7 +1099,7 @@ def _same_end(one: End, two: End) -> bool:
     return two.work <= one.work and formula.equal(one, two)
 
 
-_CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vmatrix\}|\\frac\s*\{d")
+_CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vmatrix\}")
 
 
 def _worked_out(text: str) -> Answer:
@@ -994,13 +1119,35 @@ def _worked_out(text: str) -> Answer:
     return Text(text) if imaginary else answer
 
 
-# --- Answers that are not marked ---
+# --- What is asserted ---
+
+_BEFORE_MARK = re.compile(
+    r"(?:(?:\bnot|n['’]t|\bnever|\banything\s+but|\bthan|\bdoubt\w*(?:\s+\w+){0,4})(?:\s+(?:be|equal\s+to|the|an?))*"
+    r"|(\\boxed\b.*)\bor)[\s$*(\\\[]*\Z",
+    re.IGNORECASE | re.S,
+)
+_AFTER_MARK = re.compile(
+    r"[\s$*)\\\]}]*(?:\?|(?:is|was|are)\s*(?:n['’]t|\s+not|\s+wrong|\s+incorrect|\s+false)\b"
+    r"|(?:cannot|can['’]t|could\s+not)\s+be\b|or\s+\$?\\?\w)",
+    re.IGNORECASE,
+)
+
+
+def _mark_denied(text: str, marked: str) -> bool:
+    """Whether the words around the last mark say that it is not the answer."""
+    start = text.rfind(BOXED)
+    if start < 0:
+        return False
+    after = text[text.find(marked, start) + len(marked) :].lstrip()[1:]
+    before = text[max(0, start - 80) : start]
+    return bool(_BEFORE_MARK.search(before) or _AFTER_MARK.match(after))
+
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z(\\$*])|\n+")
 _ANSWER = re.compile(r"\banswer(?:\s+\w+){0,4}?(?:\s+is\b\s*:?|\s*:)[\s*>]*(?=\S)", re.IGNORECASE)
 _DOUBT = re.compile(
     r"\?|\b(?:not|never|neither|nor|cannot|except|wrong|false|incorrect|either|maybe|perhaps|might|could"
-    r"|possibly|probably|unlikely|doubt\w*|unsure|less|more|greater|fewer|larger|smaller|other|rather|under|over|below"
+    r"|possibly|probably|unlikely|(?<!no\s)doubt\w*|unsure|less|more|greater|fewer|larger|smaller|other|rather|under|over|below"
     r"|above|nearly|almost|least|most|say|says|said|claims?|guess|although|though|but|unless|between|least"
     r"|from|wait|actually|instead|or)\b|n['’]t\b|\banything\b|\ball\s+but\b",
     re.IGNORECASE,
@@ -1022,31 +1169,50 @@ _FORMULA = re.compile(
 )
 
 
+_DISPLAY = re.compile(r"\s*(?:\\\[(?:(?!\\[\[\]]).)*\\\]|\$\$[^$]*\$\$)", re.S)
+_ASIDE = re.compile(
+    r",?\s+(?:which|because|since|(?:and\s+)?not\s(?=[^;]*\d)|rather\s+than|instead\s+of)\b(?!.*\bbut\b)[^;]*$"
+    r"|\bnot\s+[^\s,]+\s*,?\s+but(?:\s+rather)?\b",
+    re.IGNORECASE,
+)
+
+
 def _statements(text: str, *, exclaims: bool) -> list[str]:
     """Readings of what an unmarked text asserts; none if it leaves a doubt."""
-    text = _SIGNED.sub("-", _BOLD.sub(r"\1", text)).strip().removeprefix("```").removesuffix("```").strip()
+    text = (
+        _SIGNED.sub("-", _BOLD.sub(r"\2", text))
+        .strip()
+        .removeprefix("```")
+        .removesuffix("```")
+        .strip()
+    )
     if text.count("$") % 2:  # money
         text = text.replace("\\$", "").replace("$", "")
     text = text if exclaims else text.rstrip("! ")
+    text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
     rest = ""
     if leads := list(_ANSWER.finditer(text)):
         claim, _, rest = text[leads[-1].end() :].partition("\n")
+        before = re.split(
+            r"[.!?]\s|\n|,\s+(?:so|thus|hence|therefore|and)\b", text[: leads[-1].start()]
+        )[-1]
         sentence, *more = _SENTENCE.split(claim.strip())
         rest = " ".join([*more, rest])
-        if _DOUBT.search(rest):
+        if _DOUBT.search(rest) or _DOUBT.search(before):
             return []
+        sentence = _set_aside(sentence)
         if not _PROSE.search(sentence):
             return [sentence]
     elif not _PROSE.search(text):
         return [text]
     else:
         sentences = [part for part in _SENTENCE.split(text) if part.strip()]
-        sentence = sentences[-1].lstrip("> ")
+        sentence = _set_aside(sentences[-1].lstrip("># "))
     if not _PROSE.search(sentence):
         return [sentence]
     conclusion = re.split(r"[,;:]\s+(?:so|thus|hence|therefore)\b,?", sentence)[-1]
     if _DOUBT.search(conclusion):
-        return [sentence] if leads and not _DOUBT.search(WRAPPED.sub("", sentence)) else []
+        return [sentence] if leads and not _DOUBT.search(_WRAPPED.sub("", sentence)) else []
     verbs = list(_VERB.finditer(conclusion))
     tail = conclusion[verbs[-1].end() :].strip() if verbs else ""
     if tail and not _PROSE.search(tail):
@@ -1054,6 +1220,14 @@ def _statements(text: str, *, exclaims: bool) -> list[str]:
     formulas = [match[0] for match in _FORMULA.finditer(conclusion) if re.search(r"\d", match[0])]
     last = formulas[-1].strip(" ,:=") if formulas else ""
     return [part for part in (tail, last) if part]
+
+
+def _set_aside(sentence: str) -> str:
+    """A sentence without what its value is not: `26, not 25`, `not 30 but 31`."""
+    match = _ASIDE.search(sentence)
+    if match is None or not re.search(r"\d", sentence[: match.start()] + sentence[match.end() :]):
+        return sentence
+    return sentence[: match.start()] + sentence[match.end() :]
 
 
 # --- Answers in words ---
@@ -1070,14 +1244,16 @@ def _words(right: str) -> str:
 
 def _asserts(text: str, words: str) -> bool:
     """Whether the last sentence of a text ends with these words, and says so without a doubt."""
-    text = _BOLD.sub(r"\1", text).strip()
+    text = _BOLD.sub(r"\2", text).strip()
     if leads := list(_ANSWER.finditer(text)):
         text = text[leads[-1].end() :]
     sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n+", text) if part.strip()]
     if not sentences or (leads and _DOUBT.search(" ".join(sentences[1:]))):
         return False
     sentence = _undressed(sentences[0 if leads else -1].lstrip("> ").rstrip("!"))
-    while (match := re.search(r"(\$[^$]+\$|\\\(.+\\\)|\\\[.+\\\])$", sentence)) and "\\" in sentence:
+    while (
+        match := re.search(r"(\$[^$]+\$|\\\(.+\\\)|\\\[.+\\\])$", sentence)
+    ) and "\\" in sentence:
         sentence = sentence[: match.start()] + f" {_undressed(match[0])}"
     spelled = _spelled(sentence)
     if spelled == words:
@@ -1085,5 +1261,5 @@ def _asserts(text: str, words: str) -> bool:
     before = spelled.removesuffix(f" {words}")
     if before == spelled or _DOUBT.search(before):
         return False
-    previous = WRAPPED.sub(r" \1 ", sentence).split()[: len(before.split())]
+    previous = _WRAPPED.sub(r" \1 ", sentence).split()[: len(before.split())]
     return len(previous) < 2 or not previous[-1][:1].isupper()
