@@ -1023,7 +1023,7 @@ def _side_formulas(relation: Relation) -> list[Formula]:
 def _as_formula(answer: Answer) -> Formula | None:
     if isinstance(answer, Number):
         value = answer.value / (100 if answer.percent else 1)
-        return Formula(lambda _: value, str(value))
+        return Formula(lambda _: value, "")
     return answer if isinstance(answer, Formula) else None
 
 
@@ -1251,10 +1251,7 @@ def _asserts(text: str, words: str) -> bool:
     if not sentences or (leads and _DOUBT.search(" ".join(sentences[1:]))):
         return False
     sentence = _undressed(sentences[0 if leads else -1].lstrip("> ").rstrip("!"))
-    while (
-        match := re.search(r"(\$[^$]+\$|\\\(.+\\\)|\\\[.+\\\])$", sentence)
-    ) and "\\" in sentence:
-        sentence = sentence[: match.start()] + f" {_undressed(match[0])}"
+    sentence = re.sub(r"\$|\\[()\[\]]", "", sentence)
     spelled = _spelled(sentence)
     if spelled == words:
         return True
