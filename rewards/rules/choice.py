@@ -22,7 +22,9 @@ _STATED = re.compile(
     re.IGNORECASE,
 )
 # "The answer is A? No, C." and "The least likely answer is A."
-_CORRECTION = re.compile(r"\?\W{0,3}(?:no|wait|actually|rather)\b\W{0,3}(?:it(?:\s+is|['’]s))?", re.I)
+_CORRECTION = re.compile(
+    r"\?\W{0,3}(?:no|wait|actually|rather)\b\W{0,3}(?:it(?:\s+is|['’]s))?", re.I
+)
 _OPPOSITE = re.compile(
     r"\b(?:least|worst|wrong|incorrect|false|unlikely|impossible)\s(?:\w{1,20}\s){0,2}?"
     r"(?:answer|option|choice|one)\b",
@@ -86,7 +88,7 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
         fragment = _one_line(WRAPPED.sub(r"\1", fragment))
         bare = _BRACED.fullmatch(fragment)  # {5}, and the end of {"answer": 5}
         fragment = bare[1] if bare is not None else fragment
-        if letter := by_text.get(_plain(fragment)):
+        if not fragment.rstrip().endswith("!") and (letter := by_text.get(_plain(fragment))):
             return {letter}
         fragment = ruled_out.sub("…", fragment)
         lone = _LONE.fullmatch(fragment)
@@ -108,7 +110,9 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
         if not marked:
             text = text[max((m.end() for m in _CORRECTION.finditer(text)), default=0) :]
             sentences = re.split(r"(?<=[.!?\n])", text)
-            text = "".join(part for part in sentences if not _OPPOSITE.search(part))
+            text = "".join(
+                part for part in sentences if not _OPPOSITE.search(part) and part[-1:] != "?"
+            )
         stated = marked or [match[1] for match in _STATED.finditer(text)]
         if stated:
             return set[str]().union(*map(reasoned, stated)) == {right}
