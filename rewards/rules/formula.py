@@ -1,83 +1,73 @@
-r"""Values of LaTeX formulas: read once, then evaluated at sample points with a bound on every number.
+r"""Values of LaTeX formulas, read once and then evaluated at sample points.
 
 A formula is read only if the grammar covers all of it, in time linear in its length. Two formulas
-are equal if they agree to 30 digits at points whose coordinates are drawn from the names of the
-symbols. Rational constants are exact. Nothing is expanded, so `(x+y+z)^{500}` costs one power.
+are equal if they agree to 80 digits at points whose coordinates are drawn from the names of their
+symbols. Nothing is expanded and every number is bounded, so `(x+y+z)^{500}` costs one power.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from fractions import Fraction
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from zlib import crc32
 
 import mpmath  # pyright: ignore[reportMissingTypeStubs]
 
-MOST_BITS = 20_000
-"""Size limit of an exact rational; larger constants are evaluated to 50 digits."""
+_DIGITS = 100
+_context: Any = mpmath.mp.clone()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_context.dps = _DIGITS
+_MOST_DIGITS = 1_500
+"""Precision for sums of very different terms."""
 _LARGEST = 10**15
 """Limit for exponents and for arguments of functions."""
 _DEEPEST = 40
-_DIGITS = 50
-_context: Any = mpmath.mp.clone()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-_context.dps = _DIGITS
-_ALIKE = _context.mpf(10) ** -30
-_RESIDUE = _context.mpf(10) ** -40
-"""Rounding errors of numbers of ordinary size are smaller."""
-_LOST = _context.mpf(10) ** -65
-"""A term is no rounding error if it is smaller than this share of a sum, and the sum loses it."""
-
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\[A-Za-z]+|\\[|])"
     r"|(?P<word>[a-z]{4,})|(?P<name>[A-Z]{2,}(?![a-z_'])|[A-Za-z])|(?P<other>\S))"
 )
-_GREEK = frozenset(
+_SYMBOLS = frozenset(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho"
     " sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi"
     " Omega ell hbar".split()
 )
 _OPAQUE = frozenset(
-    "vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot".split()
+    "vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline bar".split()
 )
-_TRIGONOMETRY = {
-    **{name: name for name in "sin cos tan sec csc cot sinh cosh tanh coth".split()},
-    **{name: name.replace("arc", "a") for name in "arcsin arccos arctan arccot".split()},
-}
-_INVERSE = {name: f"a{name}" for name in "sin cos tan cot sec csc sinh cosh tanh".split()}
-_LISTS: dict[str, Callable[..., Any]] = {
-    "max": max, "min": min, "gcd": math.gcd, "lcm": math.lcm,
-}  # fmt: skip
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
-_FUNCTIONS = frozenset("fghEFGP")
+_OPENS_FUNCTION = frozenset("fghEFGP")
 """Letters before a bracket that are functions; `x(x+1)` and `n(n+1)` are products."""
+
+Value = Any
+"""A number of mpmath."""
+Node = Callable[["Point"], Value]
 
 
 class Unreadable(ValueError):
     """The text is not a formula of this grammar, or it has no bounded value."""
 
 
-Value = Any
-"""A Fraction, or a number of mpmath."""
-Node = Callable[["Point"], Value]
+class LostTerm(Unreadable):
+    """A term of a sum is too small for the precision."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Coordinates of every symbol, derived from its name."""
+    """Coordinates of every symbol, derived from its name: positive at point 0."""
 
     number: int
 
     def of(self, name: str) -> Value:
         drawn = crc32(f"{self.number} {name}".encode())
         sign = -1 if self.number and drawn >> 8 & 1 else 1
-        return sign * (Fraction(drawn % 100_003, 50_000) + Fraction(1, 3))
+        return sign * (_context.mpf(drawn % 100_003) / 50_000 + _context.mpf(1) / 3)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Formula:
     """A formula that has been read.
 
@@ -85,64 +75,84 @@ class Formula:
     """
 
     node: Node
-    text: str
-    names: set[str] = field(default_factory=set[str])
-    work: set[str] = field(default_factory=set[str])
+    text: str = ""
+    names: frozenset[str] = frozenset()
+    work: frozenset[str] = frozenset()
     imaginary: bool = False
 
     def at(self, point: Point) -> Value:
         """The value at a point. Raises Unreadable where there is none, or none within bounds."""
         try:
             value = self.node(point)
-            if _is_exact(value) or not 0 < abs(value) < _RESIDUE:
-                return value
-            with _context.workdps(3 * _DIGITS):  # a rounding error shrinks, and a value does not
-                return value if abs(self.node(point)) > abs(value) * _RESIDUE else Fraction(0)
+            if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
+                with _context.workdps(2 * _context.dps):
+                    return value if abs(self.node(point)) > abs(value) / 2 else value * 0
+            return value
+        except LostTerm:
+            raise
         except (ArithmeticError, ValueError, TypeError, RecursionError) as error:
             raise Unreadable(str(error)) from error
 
     def constant(self) -> Value | None:
         """The value of a formula without symbols; None for others."""
-        return None if self.names else self.at(Point(0))
+        try:
+            return None if self.names else self.at(Point(0))
+        except Unreadable:
+            return None
+
+
+def number(value: Any) -> Value:
+    """A fraction as a number of mpmath."""
+    return _context.mpf(value.numerator) / value.denominator
+
+
+def close(left: Value, right: Value) -> bool:
+    """Whether two values agree to all digits of the larger one but 20."""
+    larger = max(abs(left), abs(right))
+    return bool(
+        left == right or abs(left - right) <= larger * _digit(20 - _context.dps) < _context.inf
+    )
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
     """Whether two formulas have the same value at all points; with ratio, whether they are
-    non-zero multiples of each other."""
-    agreed, factors = 0, list[Value]()
-    for number in range(3 if one.names or other.names else 1):
-        point = Point(number)
+    multiples of each other."""
+    try:
+        return _agree(one, other, ratio=ratio)
+    except LostTerm:  # as in 3^{2020}-1
+        if one.names or other.names or one.work or other.work:
+            return False
+    with _context.workdps(_MOST_DIGITS):
+        try:
+            return _agree(one, other, ratio=ratio)
+        except LostTerm:
+            return False
+
+
+def _agree(one: Formula, other: Formula, *, ratio: bool) -> bool:
+    factors: list[Value] = []
+    for point in map(Point, range(3 if one.names or other.names else 1)):
         try:
             left = one.at(point)
+        except LostTerm:
+            raise
         except Unreadable:
             continue
-        if number and not one.imaginary and not _is_real(left):
+        if point.number and not one.imaginary and _context.im(left):
             continue  # outside the domain of a real formula
         try:
             right = other.at(point)
+        except LostTerm:
+            raise
         except Unreadable:
             return False
-        if ratio:
-            if not close(left, 0) and not close(right, 0):
-                factors.append(_division(right, left))
-                agreed += close(factors[0], factors[-1])
-                if not close(factors[0], factors[-1]):
-                    return False
-            elif close(left, 0) != close(right, 0):
-                return False
-        elif not close(left, right):
+        if bool(left) != bool(right) or not (ratio or close(left, right)):
             return False
-        else:
-            agreed += 1
-    return agreed > 0
-
-
-def close(left: Value, right: Value) -> bool:
-    """Whether two values agree to 30 digits of the larger one."""
-    if isinstance(left, Fraction | int) and isinstance(right, Fraction | int):
-        return left == right
-    left, right = inexact(left), inexact(right)
-    return abs(left - right) <= max(abs(left), abs(right)) * _ALIKE
+        if ratio and left:
+            factors.append(right / left)
+        elif not ratio:
+            factors.append(1)
+    return bool(factors) and all(close(factors[0], factor) for factor in factors)
 
 
 def read(text: str) -> Formula:
@@ -152,9 +162,9 @@ def read(text: str) -> Formula:
         node = reader.sum()
     except (ValueError, RecursionError) as error:  # CPython's limits on digits and depth
         raise Unreadable(str(error)) from error
-    if reader.kind:
+    if reader.token:
         raise Unreadable(f"unexpected {reader.token!r}")
-    return Formula(node, text, reader.names, reader.work, reader.imaginary)
+    return Formula(node, text, frozenset(reader.names), frozenset(reader.work), reader.imaginary)
 
 
 class _Reader:
@@ -182,18 +192,26 @@ class _Reader:
         self.at += 1
         return token
 
+    def skip(self, *tokens: str) -> bool:
+        """Take these tokens if they come next."""
+        if [token for _, token in self.tokens[self.at : self.at + len(tokens)]] != [*tokens]:
+            return False
+        self.at += len(tokens)
+        return True
+
+    def sign(self) -> int:
+        sign = 1
+        while self.token in ("+", "-"):
+            sign *= -1 if self.take() == "-" else 1
+        return sign
+
     def sum(self) -> Node:
         self.depth += 1
         if self.depth > _DEEPEST:
             raise Unreadable("it is nested too deeply")
-        total: Node | None = None
-        while total is None or self.token in ("+", "-"):
-            sign = 1
-            while self.token in ("+", "-"):
-                sign *= -1 if self.take() == "-" else 1
-            part = self.product()
-            signed = part if sign > 0 else _apply(lambda value: -value, part)
-            total = signed if total is None else _apply(_addition, total, signed)
+        total = _signed(self.sign(), self.product())
+        while self.token in ("+", "-"):
+            total = _apply(_addition, total, _signed(self.sign(), self.product()))
         self.depth -= 1
         return total
 
@@ -202,94 +220,68 @@ class _Reader:
         result = self.power()
         while True:
             if self.token in ("*", "/") and not argument:
-                operation = _product if self.take() == "*" else _division
-                sign = 1
-                while self.token in ("+", "-"):
-                    sign *= -1 if self.take() == "-" else 1
-                part = self.power()
-                part = part if sign > 0 else _apply(lambda value: -value, part)
-                result = _apply(operation, result, part)
+                operation = operator.mul if self.take() == "*" else operator.truediv
+                result = _apply(operation, result, _signed(self.sign(), self.power()))
             elif self.starts_factor(argument=argument):
-                result = _apply(_product, result, self.power())
+                result = _apply(operator.mul, result, self.power())
             else:
                 return result
 
     def starts_factor(self, *, argument: bool) -> bool:
-        kind, token = self.kind, self.token
-        if kind == "command":
-            name = token[1:]
-            if argument and (name in _TRIGONOMETRY or name in ("ln", "log", "lg", "exp")):
-                return False
-            return token not in ("\\rfloor", "\\rceil", "\\circ", "\\|")
-        return kind == "name" or token in ("(", "[", "{") or (token == "|" and not self.bars)
+        if self.kind == "command":
+            ends = ("\\rfloor", "\\rceil", "\\circ", "\\|")
+            return self.token not in ends and not (argument and self.token[1:] in _FUNCTIONS)
+        return (
+            self.kind == "name"
+            or self.token in ("(", "[", "{")
+            or (self.token == "|" and not self.bars)
+        )
 
     def power(self) -> Node:
-        start, symbols = self.at, self.symbols
+        symbols, whole = self.symbols, self.token
+        if whole.isdecimal() and (part := self.mixed()):
+            return _apply(operator.add, _constant(whole), part)
         base = self.atom()
-        mixed = self.mixed(start)
-        if mixed is not None:
-            return mixed
-        while self.token in ("^", "!", "%", "_"):
+        while self.token in ("^", "!", "%"):
             mark = self.take()
-            if mark == "!":
-                double = self.token == "!"
-                if double and self.take() == self.token:
+            if mark == "%":
+                base = _apply(operator.truediv, base, _constant(100))
+            elif mark == "!":
+                double = self.skip("!")
+                if self.token == "!":
                     raise Unreadable("a factorial of a factorial needs brackets")
-                self.worked("!", symbols)
-                base = _apply(_double_factorial if double else _factorial, base)
-            elif mark == "%":
-                base = _apply(lambda value: value / 100, base)
-            elif mark == "_":
-                raise Unreadable("an index after what is no name")
-            elif self.token == "\\circ" or [t for _, t in self.tokens[self.at : self.at + 3]] == [
-                *("{", "\\circ", "}")
-            ]:
-                self.at += 1 if self.token == "\\circ" else 3
-                if self.degrees:
-                    base = _apply(_radians, base)
+                base = self.worked("!", symbols, _apply(_double if double else _factorial, base))
+            elif self.skip("\\circ") or self.skip("{", "\\circ", "}"):
+                base = _apply(_context.radians, base) if self.degrees else base
             else:
                 base = _apply(_power, base, self.exponent())
         return base
 
     def exponent(self) -> Node:
         if self.token in ("+", "-"):
-            sign = -1 if self.take() == "-" else 1
-            node = self.exponent()
-            return node if sign > 0 else _apply(lambda value: -value, node)
+            return _signed(self.sign(), self.exponent())
         node = self.argument()
-        if self.token == "^":  # towers are read from the top
-            self.take()
-            return _apply(_power, node, self.exponent())
-        return node
+        # Towers are read from the top.
+        return _apply(_power, node, self.exponent()) if self.skip("^") else node
 
-    def mixed(self, start: int) -> Node | None:
-        r"""`2\frac{1}{3}` is 2 + 1/3."""
-        texts = [token for _, token in self.tokens[start : start + 8]]
-        kinds = [kind for kind, _ in self.tokens[start : start + 8]]
-        if texts[1:3] != ["\\frac", "{"] or texts[4:6] != ["}", "{"] or texts[7:] != ["}"]:
+    def mixed(self) -> Node | None:
+        r"""The fraction of `2\frac{1}{3}`, which is 2 + 1/3."""
+        after = self.tokens[self.at + 1 : self.at + 8]
+        texts = [text for _, text in after]
+        if "".join(texts[:2] + texts[3:5] + texts[6:]) != "\\frac{}{}":
             return None
-        if any(kinds[index] != "number" or "." in texts[index] for index in (0, 3, 6)):
+        if not texts[2].isdecimal() or not texts[5].isdecimal() or int(texts[2]) >= int(texts[5]):
             return None
-        whole, top, bottom = (int(texts[index]) for index in (0, 3, 6))
-        if not 0 < top < bottom:
-            return None
-        self.at = start + 8
-        value = whole + Fraction(top, bottom)
-        return lambda _: value
+        self.at += 8
+        return _apply(operator.truediv, _constant(texts[2]), _constant(texts[5]))
 
     def argument(self) -> Node:
         r"""A group in braces, or one token as in `\frac12` and `x^2`."""
-        if self.token == "{":
-            return self.group()
-        if self.kind == "number":
-            text = self.token
-            if len(text) > 1:  # \frac12 is a half, and x^10 is x^1 times 0
-                self.tokens[self.at : self.at + 1] = [("number", digit) for digit in text]
+        if self.kind == "number" and len(self.token) > 1:
             if not self.token.isdecimal():
                 raise Unreadable("a decimal without braces")
-            value = Fraction(self.take())
-            return lambda _: value
-        return self.atom()
+            self.tokens[self.at : self.at + 1] = [("number", digit) for digit in self.token]
+        return self.group() if self.token == "{" else self.atom()
 
     def group(self) -> Node:
         opening = self.take()
@@ -300,121 +292,96 @@ class _Reader:
         return node
 
     def atom(self) -> Node:
-        kind, token = self.kind, self.token
-        if kind == "number":
-            value = Fraction(self.take())
-            return lambda _: value
-        if kind == "name":
-            return self.name(self.take())
-        if token in ("(", "[", "{"):
+        symbols = self.symbols
+        if self.kind == "number":
+            return _constant(self.take())
+        if self.token in ("(", "[", "{"):
             return self.group()
-        if token == "|":
-            self.take()
-            symbols = self.symbols
+        if self.skip("|"):
             self.bars += 1
             node = self.sum()
             self.bars -= 1
             self.take("|")
-            self.worked("abs", symbols)
-            return _apply(abs, node)
-        if kind == "command":
+            return self.worked("abs", symbols, _apply(abs, node))
+        if self.token in ("\\lfloor", "\\lceil"):
+            operation = _context.floor if self.token == "\\lfloor" else _context.ceil
+            return self.worked("floor", symbols, _apply(operation, self.group()))
+        if self.kind == "name":
+            return self.name(self.take())
+        if self.token == "∞":
+            self.take()
+            return lambda _: _context.inf
+        if self.kind == "command":
             return self.command(self.take()[1:])
-        raise Unreadable(f"unexpected {token!r}")
+        raise Unreadable(f"unexpected {self.token!r}")
 
     def command(self, name: str) -> Node:
+        symbols = self.symbols
         if name == "frac":
-            if [token for _, token in self.tokens[self.at : self.at + 2]] == ["{", "d"]:
+            if self.skip("{", "d"):
                 raise Unreadable("a derivative")
-            return _apply(_division, self.argument(), self.argument())
+            return _apply(operator.truediv, self.argument(), self.argument())
         if name == "sqrt":
-            index: Node = lambda _: Fraction(2)  # noqa: E731
-            if self.token == "[":
-                index = self.group()
-            return _apply(_root, index, self.argument())
-        if name in ("binom", "max", "min", "gcd", "lcm"):
-            return self.several(name)
-        if name in _TRIGONOMETRY or name in ("ln", "log", "lg", "exp"):
+            index = self.group() if self.token == "[" else _constant(2)
+            return _apply(_root, self.argument(), index)
+        if name == "binom":
+            node = _apply(_binomial, self.argument(), self.argument())
+            return self.worked(name, symbols, node)
+        if name in _LISTS:
+            closing = _CLOSING.get(self.take(), "")
+            nodes = [self.sum()]
+            while self.skip(","):
+                nodes.append(self.sum())
+            self.take(closing or "brackets")
+            return self.worked(name, symbols, _apply(_LISTS[name], *nodes))
+        if name in _FUNCTIONS:
             return self.function(name)
-        if name in ("lfloor", "lceil"):
-            self.at -= 1
-            symbols = self.symbols
-            node = _apply(_floor if name == "lfloor" else _ceiling, self.group())
-            self.worked(name, symbols)
-            return node
-        if name in ("overline", "bar") and not self.plain_group():
-            return _apply(_conjugate, self.argument())
-        if name in _OPAQUE or name in ("overline", "bar"):
+        inside = [kind for kind, _ in self.tokens[self.at : self.at + 3]]
+        if name in ("overline", "bar") and inside[:1] != ["name"] and inside[1::2] != ["name"]:
+            return _apply(_context.conj, self.argument())
+        if inside[:1] != ["name"] and inside != ["other", "name", "other"] and name in _OPAQUE:
+            raise Unreadable(f"{name} of more than a name")
+        if name in _OPAQUE:
             return self.name(f"{name} {self.raw()}")
         if name == "pi":
             return lambda _: +_context.pi
-        if name in _GREEK:
+        if name in _SYMBOLS:
             return self.name(name)
         raise Unreadable(f"unknown command {name!r}")
 
-    def plain_group(self) -> bool:
-        """Whether the next group holds a name alone, as in `\\overline{AB}`."""
-        inside = [kind for kind, _ in self.tokens[self.at : self.at + 3]]
-        return inside[:1] == ["name"] or inside == ["other", "name", "other"]
-
     def raw(self) -> str:
-        """The text of the next group or token, as the name of a symbol."""
-        if self.token != "{":
-            return self.take()
+        """The text of the next group or token, as a part of a name."""
         start, depth = self.at, 0
         while True:
             depth += {"{": 1, "}": -1}.get(self.take(), 0)
             if depth == 0:
-                return "".join(token for _, token in self.tokens[start + 1 : self.at - 1])
+                return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
 
-    def worked(self, name: str, symbols: int) -> None:
+    def worked(self, name: str, symbols: int, node: Node) -> Node:
         """Note an operation unless symbols have been read since there were so many."""
         if self.symbols == symbols:
             self.work.add(name)
-
-    def several(self, name: str) -> Node:
-        symbols = self.symbols
-        if name == "binom":
-            node = _apply(_binomial, self.argument(), self.argument())
-            self.worked(name, symbols)
-            return node
-        opening = self.take()
-        if opening not in ("(", "{"):
-            raise Unreadable(f"{name} without brackets")
-        nodes = [self.sum()]
-        while self.token == ",":
-            self.take()
-            nodes.append(self.sum())
-        self.take(_CLOSING[opening])
-        self.worked(name, symbols)
-        return _apply(lambda *values: Fraction(_LISTS[name](*map(_whole_or_real, values))), *nodes)
+        return node
 
     def function(self, name: str) -> Node:
         exponent: Node | None = None
-        base: Node | None = None
+        base, operation = _constant(10), _FUNCTIONS[name]
         while self.token in ("^", "_"):
-            mark = self.take()
-            if mark == "^":
-                inverse = [token for _, token in self.tokens[self.at : self.at + 4]]
-                if inverse == ["{", "-", "1", "}"] and name in _INVERSE:
-                    self.at += 4
-                    name = _INVERSE[name]
-                else:
-                    exponent = self.argument()
-            elif name == "log":
+            if self.take() == "_":
+                if name != "log":
+                    raise Unreadable(f"an index of {name}")
                 base = self.argument()
+            elif f"arc{name}" in _FUNCTIONS and self.skip("{", "-", "1", "}"):
+                operation = _FUNCTIONS[f"arc{name}"]
             else:
-                raise Unreadable(f"an index of {name}")
-        before, self.degrees = self.degrees, True
-        symbols = self.symbols
+                exponent = self.argument()
+        symbols, degrees = self.symbols, self.degrees
+        self.degrees = True
         node = self.group() if self.token in _CLOSING else self.product(argument=True)
+        self.degrees = degrees
         if name != "exp":
-            self.worked("log" if name in ("ln", "log", "lg") else "trigonometry", symbols)
-        self.degrees = before
-        if name in ("log", "lg"):
-            base = base or (lambda _: Fraction(10))
-            node = _apply(_logarithm, node, base)
-        else:
-            node = _apply(_FUNCTION_OF.get(name) or _named(_TRIGONOMETRY.get(name, name)), node)
+            self.worked("log" if name in ("ln", "log") else "trigonometry", symbols, node)
+        node = _apply(operation, node, base) if name == "log" else _apply(operation, node)
         return node if exponent is None else _apply(_power, node, exponent)
 
     def name(self, name: str) -> Node:
@@ -423,21 +390,17 @@ class _Reader:
         if name == "i" and self.token != "_":
             self.imaginary = True
             return lambda _: _context.mpc(0, 1)
-        if self.token == "_":
-            self.take()
+        if self.skip("_"):
             name = f"{name}_{self.raw()}"
         while self.token == "'":
             name += self.take()
         self.names.add(name)
         self.symbols += 1
-        if self.token == "(" and name.rstrip("'")[:1] in _FUNCTIONS:
-            bracket = self.group()
-
-            def applied(point: Point) -> Value:
-                value = _bounded(inexact(bracket(point)))
-                return _context.sin(value * point.of(name)) + point.of(name)
-
-            return applied
+        if self.token == "(" and name[0] in _OPENS_FUNCTION and name.rstrip("'") == name[0]:
+            # An unknown function is a wave whose frequency is drawn from its name.
+            return _apply_at(
+                lambda point, value: _context.sin(_bounded(value) * point.of(name)), self.group()
+            )
         return lambda point: point.of(name)
 
 
@@ -445,135 +408,86 @@ def _apply(operation: Callable[..., Value], *nodes: Node) -> Node:
     return lambda point: operation(*(node(point) for node in nodes))
 
 
-def inexact(value: Value) -> Any:
-    """The value as a number of mpmath."""
-    if isinstance(value, Fraction):
-        return _context.mpf(value.numerator) / value.denominator
-    return _context.mpmathify(value)
+def _apply_at(operation: Callable[..., Value], node: Node) -> Node:
+    return lambda point: operation(point, node(point))
 
 
-def _is_real(value: Value) -> bool:
-    return isinstance(value, Fraction | int) or abs(_context.im(value)) <= abs(
-        value
-    ) * _context.mpf(10) ** (10 - _DIGITS)
+def _signed(sign: int, node: Node) -> Node:
+    return node if sign > 0 else _apply(operator.neg, node)
 
 
-def _is_exact(*values: Value) -> bool:
-    return all(isinstance(value, Fraction) for value in values)
+def _constant(text: str | int) -> Node:
+    return lambda _: _context.mpf(text)
 
 
-def _bits(value: Fraction) -> int:
-    return value.numerator.bit_length() + value.denominator.bit_length()
+def _digit(place: int) -> Value:
+    return _context.mpf(10) ** place
 
 
 def _bounded(value: Value) -> Value:
-    if abs(value) > _LARGEST:
+    if not abs(value) <= _LARGEST:
         raise Unreadable("the number is too large")
     return value
 
 
 def _addition(one: Value, two: Value) -> Value:
-    if _is_exact(one, two):
-        return _sized(one + two)
-    one, two = inexact(one), inexact(two)
     small, large = sorted((abs(one), abs(two)))
-    if 0 < small < large * _LOST:
-        raise Unreadable("a sum that one of its terms is lost in")
+    # A larger one is a rounding error, as of the cosine of 90 degrees.
+    if 0 < small < large * _digit(-15 - _context.dps) < _context.inf:
+        raise LostTerm("a sum loses one of its terms")
     return one + two
 
 
-def _product(one: Value, two: Value) -> Value:
-    return _sized(one * two) if _is_exact(one, two) else inexact(one) * inexact(two)
-
-
-def _division(one: Value, two: Value) -> Value:
-    return _sized(one / two) if _is_exact(one, two) else inexact(one) / inexact(two)
-
-
-def _sized(value: Fraction) -> Value:
-    return value if _bits(value) <= MOST_BITS else inexact(value)
-
-
 def _power(base: Value, exponent: Value) -> Value:
-    if _is_exact(base, exponent) and exponent.denominator == 1:
-        if _bits(base) * abs(exponent) <= MOST_BITS:
-            return base**exponent.numerator
-        if base in (0, 1, -1):
-            return base ** (2 + exponent.numerator % 2)
-    exponent = _bounded(inexact(exponent))
-    base = inexact(base)
-    if base == 0 and not exponent > 0:
-        raise Unreadable("a power of zero")
-    return base**exponent
+    return base ** _bounded(exponent)
 
 
-def _root(index: Value, value: Value) -> Value:
-    if _is_exact(index, value) and index.denominator == 1 and index > 0 and _bits(value) < 2_000:
-        sign = -1 if value < 0 and index % 2 else 1
-        size = sign * value
-        if size >= 0:
-            roots = [
-                round(inexact(part) ** (1 / inexact(index))) for part in size.as_integer_ratio()
-            ]
-            if index < 100 and Fraction(roots[0], roots[1] or 1) ** int(index) == size:
-                return sign * Fraction(*roots)
-            return sign * inexact(size) ** (1 / inexact(index))
-    value, index = inexact(value), _bounded(inexact(index))
-    return value ** (1 / index)
+def _root(value: Value, index: Value) -> Value:
+    if _context.im(value) == 0 > _context.re(value) and index % 2 == 1:
+        return -_root(-value, index)
+    return (
+        _context.root(value, int(index))
+        if index in range(2, 100)
+        else value ** (1 / _bounded(index))
+    )
 
 
 def _factorial(value: Value) -> Value:
-    if _is_exact(value) and value.denominator == 1 and 0 <= value <= 1_000:
-        return Fraction(math.factorial(int(value)))
-    return _context.factorial(_bounded(inexact(value)))
+    return _context.factorial(_bounded(value))
 
 
-def _double_factorial(value: Value) -> Value:
-    return _context.fac2(_bounded(inexact(value)))
+def _double(value: Value) -> Value:
+    return _context.fac2(_bounded(value))
 
 
 def _binomial(n: Value, k: Value) -> Value:
-    if _is_exact(n, k) and n.denominator == k.denominator == 1 and 0 <= k <= n <= 1_000:
-        return Fraction(math.comb(int(n), int(k)))
-    return _context.binomial(_bounded(inexact(n)), _bounded(inexact(k)))
+    return _context.binomial(_bounded(n), _bounded(k))
 
 
 def _logarithm(value: Value, base: Value) -> Value:
-    return _context.log(inexact(value)) / _context.log(inexact(base))
+    return _context.log(value) / _context.log(base)
 
 
-def _floor(value: Value) -> Value:
-    return Fraction(math.floor(value) if _is_exact(value) else int(_context.floor(_bounded(value))))
+def _whole(operation: Callable[..., int], *values: Value) -> Value:
+    if any(value != int(_bounded(value)) for value in values):
+        raise Unreadable("the numbers are not whole")
+    return _context.mpf(operation(*map(int, values)))
 
 
-def _ceiling(value: Value) -> Value:
-    return -_floor(-value)
-
-
-def _conjugate(value: Value) -> Value:
-    return value if _is_exact(value) else _context.conj(value)
-
-
-def _radians(value: Value) -> Value:
-    return inexact(value) * _context.pi / 180
-
-
-def _exponential(value: Value) -> Value:
-    return _context.exp(_bounded(inexact(value)))
-
-
-def _whole_or_real(value: Value) -> Value:
-    if _is_exact(value):
-        return value if value.denominator > 1 else int(value)
-    return value
-
-
-def _named(name: str) -> Callable[[Value], Value]:
+def _bound(name: str) -> Callable[[Value], Value]:
     function = getattr(_context, name)
-    return lambda value: function(_bounded(inexact(value)))
+    return lambda value: function(_bounded(value))
 
 
-_FUNCTION_OF: dict[str, Callable[[Value], Value]] = {
-    "exp": _exponential,
-    "ln": lambda value: _context.log(inexact(value)),
+_LISTS: dict[str, Callable[..., Value]] = {
+    **{"max": max, "min": min},
+    **{"gcd": partial(_whole, math.gcd), "lcm": partial(_whole, math.lcm)},
+}
+_FUNCTIONS: dict[str, Callable[..., Value]] = {
+    **{name: _bound(name) for name in "exp sin cos tan sec csc cot sinh cosh tanh coth".split()},
+    **{
+        f"arc{name}": _bound(f"a{name}")
+        for name in "sin cos tan cot sec csc sinh cosh tanh".split()
+    },
+    **{"ln": _context.log, "log": _logarithm},
 }

@@ -10,17 +10,17 @@ the known answer, once; never of a completion.
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.rules import formula
 from keel.rewards.rules.formula import Formula, Point, Unreadable
-from keel.rewards.text import BOXED, marked_answer, normalise, raised
+from keel.rewards.rules.notation import SIGNED_WORD, plain, squeezed
+from keel.rewards.text import BOXED, marked_answer, normalise
 
 MAX_CHARACTERS = 2_048
 """A longer answer is wrong, unless the right one is about that long."""
@@ -137,230 +137,61 @@ def _spelled(text: str) -> str:
     return text.rstrip("." if any(map(str.isdigit, text)) else ".!").strip()
 
 
-# --- One notation ---
-
-_SIGNS = str.maketrans(
-    {"−": "-", "⁄": "/", "∕": "/", "×": "*", "·": "*", "⋅": "*", "÷": "/", "°": "^\\circ ", "π": "\\pi ",
-     "–": "-", "\u200b": "", "≅": "≈", "。": "."}
-)  # fmt: skip
-_CHARACTERS = {
-    "≤": "le leq leqslant leqq", "≥": "ge geq geqslant geqq", "≠": "ne neq", "<": "lt", ">": "gt",
-    "≈": "approx simeq", "∪": "cup bigcup", "∩": "cap", "∖": "setminus backslash smallsetminus",
-    "∈": "in", "±": "pm", "∓": "mp", "∞": "infty infinity", "∅": "emptyset varnothing",
-    "∣": "mid", "⟨": "langle", "⟩": "rangle", "∧": "land wedge", "∨": "lor vee", "|": "lvert rvert vert",
-    "→": "to rightarrow implies Rightarrow", "%": "%", "/": "div", "{": "lbrace", "}": "rbrace",
-    "; ": "quad qquad",
-}  # fmt: skip
-_COMMANDS = {name: sign for sign, names in _CHARACTERS.items() for name in names.split()}
-_COMMANDS |= {name: "⦃" for name in ("{", "lbrace")} | {name: "⦄" for name in ("}", "rbrace")}
-_COMMANDS |= {"dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac", "dbinom": "\\binom"}
-_COMMANDS |= {"cdot": "*", "times": "*", "ast": "*", "imath": "i", "degree": "^\\circ "}
-_COMMANDS |= {"displaystyle": "", "textstyle": "", "limits": "", "lg": "\\log", "tg": "\\tan"}
-_COMMANDS |= dict.fromkeys("left right big Big bigg Bigg bigl bigr Bigl Bigr".split(), "")
-_COMMANDS |= {
-    "dots": "\\ldots",
-    "cdots": "\\ldots",
-    "dotsc": "\\ldots",
-    "$": "",
-    ",": " ",
-    ";": " ",
-    ":": " ",
-    "!": "",
-    " ": " ",
-    ">": " ",
-}
-_COMMAND = re.compile(r"\\([A-Za-z]+)[ \t]*|\\([^A-Za-z])")
-_UPRIGHT = re.compile(
-    r"\\(?:mathrm|text(?:rm|bf|it|normal)?|rm|operatorname\*?|mathit|mathsf|mbox)\s*\{([^{}]*)\}"
-)
-_FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan|cot)h?|sec|csc|ln|log|lg|exp|max|min|gcd|lcm|det")
-_GROUPED = re.compile(
-    r"(?<![\w.,])\d{1,3}(?:(?:\{,\}|,?\\!\s*|\\[,;: ]|[ ~\u00a0\u2009\u202f])\s?\d{3}"
-    r"|(?:,\\!\s*|\{,\})\d{3})+(?!\w|[.,]?\d)"
-)
-_ORDINAL = re.compile(
-    r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm|textit|rm)\s*\{\s*)?(?:st|nd|rd|th)\b\s*\}{0,2}(?!\w)"
-)
-_MONEY = re.compile(
-    r"(?:\\\$|[$€£¥]|\\text\s*\{\s*(?:USD|EUR|GBP|INR|Rs\.?|US\s?\$|\\?\$)\s*\}|\b(?:USD|EUR|Rs\.?)(?=\s?\d))"
-    r"\s*(?=[\d.])|(?<=\d)\s*[€£¥]"
-)
-_PERCENT = re.compile(
-    r"\s*(?:\\[,;: ]\s*)?(?:\\?%|\\(?:text|mathrm)\s*\{\s*(?:\\?%|percent|per\s+cent)\s*\}"
-    r"|(?<=[\d\s}])per\s?cent\b)",
-    re.IGNORECASE,
-)
-_SIGNED = re.compile(r"\b(?:negative|minus)\s+(?=[\d\\.])", re.IGNORECASE)
-_MANY = re.compile(
-    r"(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?(?:\\(?:text|mathrm)\s*\{\s*)?"
-    r"(hundred|thousand|million|billion|trillion)\b\s*\}?",
-    re.IGNORECASE,
-)
-_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_MIXED = re.compile(r"(?<![\w.,/^{}])(\d{1,15})[ ~]\s*(\d{1,15})/(\d{1,15})(?![\w/.]*\d)")
-_REPEATING = re.compile(
-    r"(?<![\w.,])(\d{0,15})\.(\d{0,15})"
-    r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)"
-)
-_SHORT_FRACTION = re.compile(r"\\(frac|binom)\s*(\{[^{}]*\}|\w)\s*(\{|\w)")
-_RATIO = re.compile(r"(?<=\d)\s+(?:\\text\{\s*to\s*\}|to)\s+(?=\d)")
-_VULGAR = re.compile("[¼-¾⅐-⅞]")
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))|(?<![\\a-z])sqrt\s*\(([^()]*)\)")
-_CONJUNCTION = re.compile(r"(?<![A-Za-z\\])(and|or)(?![A-Za-z])")
-_BARE_NAME = re.compile(r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp|infinity|inf)(?![A-Za-z])")
-_COLOR = re.compile(r"\\(?:text)?color\s*\{\w*\}")
-_LABEL = re.compile(r"^\s*\\text\s*\{[^{}\d]*:\s*\}")
-_CHOOSE = re.compile(r"\{([^{}]*)\\choose\s?([^{}]*)\}")
-_COMPOUND = re.compile(
-    r"(\d\s*(?:\\text\{[^{}]*\}|(?:hours?|hrs?|minutes?|min|days?|weeks?|years?|months?|feet|ft|pounds?|lbs?"
-    r"|dollars?|h|m|km|kg)\b))(?:\s|\\ ){0,3}(?=\d)"
-)
-_DEGREES = re.compile(
-    r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*(?:[CF](?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})"
-)
-_VECTORS = re.compile(r"\\(?:vec|mathbf|overrightarrow|boldsymbol)(?![A-Za-z])")
-
-
-def plain(text: str) -> str:
-    """Write an answer in one notation: signs for commands, upright letters as the usual ones, and
-    numbers in digits."""
-    vulgar = _VULGAR.sub(lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
-    text = unicodedata.normalize("NFKC", raised(vulgar)).translate(_SIGNS).strip()
-    if _VECTORS.search(text):  # two products
-        text = text.replace("\\times", "\\cross")
-    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
-    if "\\" in text or "{" in text or not text.isascii() or re.search(r"[^\W\d_]{2}|[$%*(=]", text):
-        text = _PERCENT.sub("%", _MONEY.sub("", _SIGNED.sub("-", _ORDINAL.sub("", text))))
-        text = _RATIO.sub(":", _MANY.sub(_counted, text))
-        text = _REPEATING.sub(_repeating, text.replace("{:}", ":").replace("~", " "))
-        text = _LABEL.sub("", _COLOR.sub("", _CHOOSE.sub(r"\\binom{\1}{\2}", text)))
-        text = _COMPOUND.sub(r"\1, ", _UPRIGHT.sub(_upright, text))
-        text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
-        text = _DEGREES.sub(r"\1", _COMMAND.sub(_sign, text)).replace("$", "")
-        text = _SHORT_FRACTION.sub(_braced, _SHORT_FRACTION.sub(_braced, text))
-        text = _CONJUNCTION.sub(lambda match: "∧" if match[1] == "and" else "∨", text)
-        text = _BARE_NAME.sub(lambda match: _COMMANDS.get(match[1], f"\\{match[1]} "), text)
-        text = text.replace("**", "^").replace("ℝ", "\\mathbb{R}")
-        text = (
-            text.replace("...", "\\ldots ").replace("=>", "→").replace(">=", "≥").replace("<=", "≤")
-        )
-    return _MIXED.sub(r"\1\\frac{\2}{\3}", text).strip(" $;,")
-
-
-_AFTER_VALUE = re.compile(r"[\d})](?:\s|\\[,;:! ]|~){0,4}\Z")
-
-
-def _sign(match: re.Match[str]) -> str:
-    name = match[1] or match[2]
-    if name not in _COMMANDS:
-        return match[0]
-    sign = _COMMANDS[name]
-    return f"{sign} " if sign[:1] == "\\" and match[1] else sign
-
-
-def _upright(match: re.Match[str]) -> str:
-    content = match[1].strip()
-    word = content.strip(" ,;.").lower()
-    if word in ("and", "or"):
-        return " ∧ " if word == "and" else " ∨ "
-    after_value = _AFTER_VALUE.search(match.string, 0, match.start())
-    if _FUNCTION.fullmatch(content) and not (after_value and content in ("min", "sec")):
-        return f" \\{content} "
-    if content in ("e", "i", "d"):
-        return f" {content} "
-    if len(content) == 1 and content.isalpha() and not after_value:
-        return f" {content} "
-    before = match.string[max(0, match.start() - 2) : match.start()]
-    if any(character.isdigit() for character in content) and "_" not in content:
-        return f" {content} "
-    if before == "_{":
-        return _BASES.get(word, rf"\text{{{content}}}")
-    if joined := _JOINED.fullmatch(content):  # 3 red and, before 4 blue
-        return (
-            rf"\text{{{joined[1]}}}{' ∧ ' if joined[2] == 'and' else ' ∨ ' if joined[2] else ', '}"
-        )
-    return rf"\text{{{content}}}"
-
-
-_JOINED = re.compile(r"(.*[^\s,;])(?:\s*[,;]|[\s,;]+(and|or))")
-_BASES = {
-    word: str(base)
-    for base, word in enumerate(
-        "two three four five six seven eight nine ten eleven twelve".split(), 2
-    )
-}
-
-
-def _braced(match: re.Match[str]) -> str:
-    top = match[2] if match[2][0] == "{" else f"{{{match[2]}}}"
-    bottom = match[3] if match[3] == "{" else f"{{{match[3]}}}"
-    return f"\\{match[1]}{top}{bottom}"
-
-
-def _counted(match: re.Match[str]) -> str:
-    value = Fraction(match[1]) * 10 ** _ZEROS[match[2].lower()]
-    return str(value) if value.denominator == 1 else str(float(value))
-
-
-def _repeating(match: re.Match[str]) -> str:
-    once, again = match[2], match[3] or match[4] or match[5]
-    value = Fraction(f"{match[1] or 0}.{once or 0}")
-    value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
 # --- What an answer says ---
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A rational number as it was written."""
+    """A rational number as it was written.
+
+    form: integer, decimal, fraction, ratio or scientific. lowest: of a fraction, whether it is in
+    lowest terms. unit: the words after it, in the singular.
+    """
 
     value: Fraction
     form: str = "integer"
-    """integer, decimal, fraction, ratio or scientific."""
-    percent: bool = False
     lowest: bool = True
-    """Whether a fraction is in lowest terms."""
+    percent: bool = False
     unit: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class Infinity:
-    sign: int
+    @property
+    def share(self) -> Fraction:
+        """The value, a hundredth of it for a percentage."""
+        return self.value / 100 if self.percent else self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Values in brackets; opening is "," for a list without any, and "matrix" for rows."""
+    """Values in brackets; "," opens a list without any, "∨" alternatives, "matrix" rows."""
 
     opening: str
     closing: str
     items: tuple[Answer, ...]
 
 
+Interval = tuple[Formula, bool, Formula, bool]
+"""The low end, whether it is included, and the same of the high end. An end may be infinite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A union of intervals of real numbers: low end, whether closed, high end, whether closed."""
+    """A union of intervals of real numbers."""
 
-    parts: tuple[tuple[End, bool, End, bool], ...]
+    parts: tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Sides and the signs between them."""
+    """Sides and the signs between them.
+
+    name: the first side where it is a name, as in `x = 3` and `f(x) = x^2`; else empty.
+    """
 
     sides: tuple[str, ...]
-    signs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """The value of a name, such as 3 of `x = 3`."""
-
+    signs: str
     name: str
     value: Answer
-    relation: Relation
+    """The last side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,45 +201,39 @@ class Text:
     text: str
 
 
-End = Formula | Infinity
-Answer = Number | Infinity | Formula | Several | Region | Relation | Named | Text
+Answer = Number | Formula | Several | Region | Relation | Text
 
 _INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,4000}"
+_FRACTION = (
+    r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}\s?\{\s*(?P<bottom>\d{1,4000})\s*\}"
+)
 _NUMBER = re.compile(
-    rf"\s*(?P<sign>[+-]?)\s*(?:(?=\.?\d)(?P<whole>{_INTEGER})?(?P<decimals>\.\d{{0,400}})?(?P<exponent>[eE][+-]?\d{{1,4}})?"
-    r"(?:\s?\*\s?10\s?\^\s?(?:(?P<ten>\d)|\{\s*(?P<tens>[+-]?\d{1,4})\s*\}))?"
-    r"|(?P<mixed>\d{1,40})?\s?\\frac\s?\{\s*(?P<minus>-?)\s*(?P<top>\d{1,4000})\s*\}\s?\{\s*(?P<bottom>\d{1,4000})\s*\}"
-    r"|(?P<left>\d{1,4000})\s?/\s?(?P<right>\d{1,4000})"
-    r"|(?P<first>\d{1,40})\s?:\s?(?P<second>\d{1,40}))\s*(?P<percent>%?)(?P<degrees>\s?\^\s?(?:\\circ|\{\s?\\circ\s?\}))?\.?\s*"
+    rf"\s*(?P<sign>[+-]?)\s*(?:(?=\.?\d)(?P<whole>{_INTEGER})?(?P<decimals>\.\d{{0,4000}})?"
+    r"(?:[eE](?P<exponent>[+-]?\d{1,4}))?(?:\s?\*\s?10\s?\^\s?\{?\s*(?P<ten>[+-]?\d{1,4})\s*\}?)?"
+    rf"|(?P<mixed>\d{{1,40}})?\s?{_FRACTION}"
+    r"|(?P<left>\d{1,4000})\s?(?P<over>[/:])\s?(?P<right>\d{1,4000}))"
+    r"\s*(?P<percent>%?)(?:\s?\^\s?(?:\\circ|\{\s?\\circ\s?\}))?\.?\s*"
 )
 
 
 def _number(match: re.Match[str]) -> Number | Text:
     sign = -1 if (match["sign"] == "-") != (match["minus"] == "-") else 1
-    percent = bool(match["percent"])
-    top, bottom = match["top"] or match["left"], match["bottom"] or match["right"]
-    if top:
-        if not int(bottom):
+    if top := match["top"] or match["left"]:
+        bottom = int(match["bottom"] or match["right"])
+        if not bottom:
             return Text(match[0])
-        part = Fraction(int(top), int(bottom))
-        lowest = part.denominator == int(bottom) > 1 and (not match["mixed"] or part < 1)
-        return Number(sign * (int(match["mixed"] or 0) + part), "fraction", percent, lowest)
-    if match["first"]:
-        if not int(match["second"]) or sign < 0:
-            return Text(match[0])
-        value = Fraction(int(match["first"]), int(match["second"]))
-        return Number(value, "ratio", percent, value.denominator == int(match["second"]))
-    whole, decimals = (match["whole"] or "").replace(",", ""), match["decimals"] or ""
-    if not whole and len(decimals) < 2:
-        return Text(match[0])
-    exponent = int((match["exponent"] or "e0")[1:])
-    form = "decimal" if decimals.strip(".") or exponent < 0 else "integer"
-    if ten := match["ten"] or match["tens"]:
-        exponent, form = exponent + int(ten), "scientific"
-    value = (
-        Fraction(f"{whole or 0}{decimals if len(decimals) > 1 else ''}") * Fraction(10) ** exponent
-    )
-    return Number(sign * value, form, percent)
+        part = Fraction(int(top), bottom)
+        lowest = part.denominator == bottom and (bottom > 1 or match["over"] == ":")
+        lowest = lowest and (not match["mixed"] or part < 1)
+        form = "ratio" if match["over"] == ":" else "fraction"
+        value = sign * (int(match["mixed"] or 0) + part)
+        return Number(value, form, lowest, bool(match["percent"]))
+    decimals, exponent = (match["decimals"] or "").rstrip("."), int(match["exponent"] or 0)
+    form = "decimal" if decimals or exponent < 0 else "integer"
+    if match["ten"]:
+        exponent, form = exponent + int(match["ten"]), "scientific"
+    value = Fraction((match["whole"] or "0").replace(",", "") + decimals) * Fraction(10) ** exponent
+    return Number(sign * value, form, percent=bool(match["percent"]))
 
 
 def _ungrouped(text: str) -> Answer | None:
@@ -421,25 +246,34 @@ def _ungrouped(text: str) -> Answer | None:
 def parse(text: str, depth: int = 0) -> Answer:
     """Read all of an answer in plain notation. What is not read is a Text."""
     text = text.strip()
-    if (match := _NUMBER.fullmatch(text)) and match[0].strip(" .+-%"):
+    if match := _NUMBER.fullmatch(text):
         return _number(match)
     if not text or depth > 6 or "\\ldots" in text:
         return Text(text)
-    if text.lstrip("+-") == "∞":
-        return Infinity(-1 if text[0] == "-" else 1)
-    for reader in (_matrix, _listed, _union, _member, _either, _related, _bracketed):
-        answer = reader(text, depth)
+    for reader in (
+        _matrix,
+        _listed,
+        _united,
+        _member,
+        _either,
+        _related,
+        _bracketed,
+        _constant_set,
+    ):
+        answer = reader(text, depth + 1)
         if answer is not None:
             return answer
-    return _measured(text, depth)
+    return _measured(text, depth + 1)
 
 
 _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
+_ENDLESS = formula.read("∞")
+_MINUS_ENDLESS = formula.read("-∞")
 
 
-def _split(text: str, marks: str) -> tuple[list[str], list[str]]:
+def _split(text: str, marks: str) -> tuple[list[str], str]:
     """The parts of `text` between marks outside brackets, and these marks."""
-    parts, found, depth, start = list[str](), list[str](), 0, 0
+    parts, found, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨]|[)\]}}⦄⟩]|[{marks}]", text):
         if match[0] in _OPENING:
             depth += 1
@@ -447,7 +281,7 @@ def _split(text: str, marks: str) -> tuple[list[str], list[str]]:
             depth -= 1
         elif depth == 0:
             parts.append(text[start : match.start()].strip())
-            found.append(match[0])
+            found += match[0]
             start = match.end()
     return [*parts, text[start:].strip()], found
 
@@ -462,88 +296,75 @@ def _matrix(text: str, depth: int) -> Answer | None:
     if match is None:
         return None
     if match[1] in ("cases", "aligned"):
-        return parse(match[2].replace("\\\\", ";").replace("&", " "), depth + 1)
+        return parse(match[2].replace("\\\\", ";").replace("&", " "), depth)
     if match[1] == "vmatrix" or "\\begin" in match[2]:
         return Text(text)
     rows = [row.split("&") for row in match[2].strip().removesuffix("\\\\").split("\\\\")]
-    lines = [Several("row", "", tuple(parse(cell, depth + 1) for cell in row)) for row in rows]
+    lines = [Several("row", "", tuple(parse(cell, depth) for cell in row)) for row in rows]
     return Several("matrix", "", tuple(lines))
 
 
 def _listed(text: str, depth: int) -> Answer | None:
     parts, marks = _split(text.replace("\\\\", ";"), ",;∧∨")
+    parts = [part for part in parts if part]
     if not marks:
         return None
-    parts = [part for part in parts if part]
-    if len(parts) < 2:
-        return parse(parts[0], depth + 1) if parts else Text(text)
-    if len(parts) > _MOST_ITEMS:
-        return Text(text)
-    items = tuple(parse(part, depth + 1) for part in parts)
-    regions = [item for item in items if isinstance(item, Region)]
-    if regions and set(marks) == {"∨"}:  # x > 2 or x = 0
-        regions = [
-            region
-            for item in items
-            if (
-                region := _region(
-                    Several("⦃", "⦄", (item.value,)) if isinstance(item, Named) else item
-                )
-            )
-        ]
-    if regions and len(regions) == len(items):
-        if "∨" in marks:
-            return Region(tuple(part for region in regions for part in region.parts))
-        return _intersection(regions)
+    if not 1 < len(parts) <= _MOST_ITEMS:
+        return parse(parts[0], depth) if len(parts) == 1 else Text(text)
+    items = [parse(part, depth) for part in parts]
+    regions = [_region(item.value if _names(item) else item, point=True) for item in items]
+    if all(regions) and any(isinstance(item, Region) for item in items):
+        found = [region for region in regions if region]
+        return _joined(found) if "∨" in marks else _intersection(found)
     if any(isinstance(item, Text) and not item.text.startswith("\\text") for item in items):
         return Text(text)
-    first = items[0]
-    if isinstance(first, Named) and not any(isinstance(item, Named) for item in items[1:]):
-        items = (first.value, *items[1:])  # x = 1, 2
-    names = [item.name for item in items if isinstance(item, Named)]
-    if len(set(names)) == 1 and len(names) == len(items):
-        items = tuple(item.value for item in items if isinstance(item, Named))
-    return Several("∨" if set(marks) == {"∨"} else ",", "", items)
+    names = [item.name if isinstance(item, Relation) else "" for item in items]
+    if names[0] and (not any(names[1:]) or len(set(names)) == 1):  # x = 1, 2 and x = 1, x = 2
+        items = [item.value if isinstance(item, Relation) else item for item in items]
+    return Several("∨" if set(marks) == {"∨"} else ",", "", tuple(items))
 
 
-def _union(text: str, depth: int) -> Answer | None:
+def _names(answer: Answer) -> TypeGuard[Relation]:
+    return isinstance(answer, Relation) and bool(answer.name)
+
+
+def _united(text: str, depth: int) -> Answer | None:
     parts, marks = _split(text, "∪∖")
     if not marks:
         return None
-    regions = [_region(parse(part, depth + 1)) for part in parts]
-    if set(marks) == {"∪"} and all(regions):
-        return Region(tuple(part for region in regions if region for part in region.parts))
-    removed = parse(parts[-1], depth + 1)
-    if marks == ["∖"] and regions[0] and isinstance(removed, Several) and removed.opening == "⦃":
-        ends = [_as_formula(item) for item in removed.items]
-        if all(ends):
-            return _intersection([regions[0], *(_other_than(end) for end in ends if end)])
-    return Text(text)
+    regions = [region for part in parts if (region := _region(parse(part, depth), point=True))]
+    if len(regions) < len(parts):
+        return Text(text)
+    if set(marks) == {"∪"}:
+        return _joined(regions)
+    points = [part for region in regions[1:] for part in region.parts]
+    if marks != "∖" or any(low is not high for low, _, high, _ in points):
+        return Text(text)
+    return _intersection([regions[0], *(_other_than(low) for low, _, _, _ in points)])
 
 
 def _member(text: str, depth: int) -> Answer | None:
     parts, marks = _split(text, "∈")
     if len(marks) != 1:
         return None
-    return parse(parts[1], depth + 1) if _NAME.fullmatch(parts[0]) else Text(text)
+    return parse(parts[1], depth) if _NAME.fullmatch(parts[0]) else Text(text)
 
 
 def _either(text: str, depth: int) -> Answer | None:
     if not _split(text, "±∓")[1]:
         return None
-    signs = (text.translate({177: one, 8723: two}) for one, two in ("+-", "-+"))
-    values = tuple(parse(sign, depth + 1) for sign in signs)
-    name = next((value.name for value in values if isinstance(value, Named)), "")
-    if name:
-        values = tuple(value.value for value in values if isinstance(value, Named))
-    return Several(",", "", values)
+    signs = (text.translate({0xB1: one, 0x2213: two}) for one, two in ("+-", "-+"))
+    values = [parse(sign, depth) for sign in signs]
+    return Several(",", "", tuple(value.value if _names(value) else value for value in values))
 
 
 _NAME = re.compile(
-    r"(?![ei]$|\\pi\s*$)(?:\\text\{[^{}]*\}|[A-Za-z]|[A-Z]{2,6}|\|[A-Z]{2}\||\\(?:angle|triangle)?\s?[A-Za-z]+"
+    r"(?![ei]$|\\pi\s*$)(?:\\text\{[^{}]*\}|[A-Za-z]|[A-Z]{2,6}|\|[A-Z]{2}\|"
+    r"|\\(?:angle|triangle)?\s?[A-Za-z]+"
     r"|\\(?:overline|overrightarrow|vec|hat|bar|mathbf|mathcal|dot)\s*\{\w+\})"
     r"(?:_\w|_\{[^{}]*\})?'{0,3}(?:\([^()=]*\))?"
 )
+_FLIPPED = str.maketrans("<>≤≥", "><≥≤")
 
 
 def _related(text: str, depth: int) -> Answer | None:
@@ -551,91 +372,63 @@ def _related(text: str, depth: int) -> Answer | None:
     if not signs:
         return None
     if signs[0] == "≈" and not sides[0]:
-        return parse("≈".join(sides[1:]), depth + 1)
+        return parse(text.strip()[1:], depth)
     if not all(sides):
         return Text(text)
-    relation = Relation(tuple(sides), tuple(signs))
-    if "→" in signs:
-        arrow = len(signs) - signs[::-1].index("→")
-        return parse(sides[-1], depth + 1) if arrow == len(signs) else Text(text)
-    if set(signs) <= {"=", "≈"}:
-        value = parse(sides[-1], depth + 1)
-        constants = [
-            formula.inexact(constant) for side in sides if (constant := _constant(side)) is not None
-        ]
-        if any(abs(one - constants[-1]) > abs(constants[-1]) / 100 for one in constants):
-            return Text(text)
-        if len(constants) == len(sides) and set(signs) == {"="}:
-            return value
-        if (
-            len(sides) > 2
-            or _NAME.fullmatch(sides[0])
-            or "≈" in signs
-            or isinstance(value, (Region, Several))
-        ):
-            named = _TUPLE.fullmatch(sides[0])
-            if (
-                named
-                and isinstance(value, Several)
-                and len(named[1].split(",")) == len(value.items)
-            ):
-                return Several(
-                    ",",
-                    "",
-                    tuple(
-                        Named(name.strip(), item, relation)
-                        for name, item in zip(named[1].split(","), value.items, strict=True)
-                    ),
-                )
-            return Named(sides[0], value, relation)
-        return relation
-    return _inequality(relation) or relation
-
-
-_TUPLE = re.compile(r"\(([\w\s,]+)\)")
+    value = parse(sides[-1], depth)
+    if signs[-1] == "→":
+        return value
+    name = sides[0] if _NAME.fullmatch(sides[0]) or len(sides) > 2 or "≈" in signs else ""
+    if not set(signs) <= {"=", "≈"}:
+        relation = Relation(tuple(sides), signs, "", value)
+        return _inequality(relation) or relation
+    constants = [c for side in sides if (c := _constant(side)) is not None]
+    if any(abs(one - constants[-1]) > abs(constants[-1]) / 100 for one in constants):
+        return Text(text)  # 7 = 3.14
+    if len(constants) == len(sides) and "≈" not in signs:
+        return value
+    names = re.fullmatch(r"\(([\w\s,]+)\)", sides[0])
+    if names and isinstance(value, Several) and names[1].count(",") == len(value.items) - 1:
+        pairs = zip(names[1].split(","), value.items, strict=True)
+        relations = [Relation(tuple(sides), signs, one.strip(), item) for one, item in pairs]
+        return Several(",", "", tuple(relations))
+    name = sides[0] if isinstance(value, Region | Several) else name
+    return Relation(tuple(sides), signs, name, value)
 
 
 def _constant(text: str) -> Any:
     answer = parse(text, 5)
-    if isinstance(answer, Number):
-        return answer.value / (100 if answer.percent else 1)
-    try:
-        return answer.constant() if isinstance(answer, Formula) else None
-    except Unreadable:
-        return None
+    return formula.number(answer.share) if isinstance(answer, Number) else _value(answer)
 
 
 def _inequality(relation: Relation) -> Region | None:
     """The numbers that one name may have."""
     sides, signs = relation.sides, relation.signs
     if signs[0] in ">≥":
-        flipped = str.maketrans("<>≤≥", "><≥≤")
-        sides, signs = sides[::-1], tuple("".join(signs).translate(flipped))[::-1]
+        sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
     place = next((n for n, side in enumerate(sides) if _NAME.fullmatch(side)), -1)
-    if place < 0 or not set(signs) <= (
-        {"≠"} if len(sides) == 2 and signs[0] == "≠" else {"<", "≤"}
-    ):
+    ends = [_as_formula(parse(side, 5)) for n, side in enumerate(sides) if n != place]
+    if place < 0 or not all(ends) or (len(sides) > 2 and (place, len(sides)) != (1, 3)):
         return None
-    ends = [_end(side) for n, side in enumerate(sides) if n != place]
-    if len(sides) > 3 or any(end is None for end in ends) or (len(sides) == 3 and place != 1):
+    low, high = cast(Formula, ends[0]), cast(Formula, ends[-1])
+    if signs == "≠":
+        return _other_than(low)
+    if not set(signs) <= {"<", "≤"}:
         return None
-    low, high = cast(End, ends[0]), cast(End, ends[-1])
-    if signs[0] == "≠":
-        return _other_than(low) if isinstance(low, Formula) else None
     if len(sides) == 3:
         return Region(((low, signs[0] == "≤", high, signs[1] == "≤"),))
-    if place:
-        return Region(((low, signs[0] == "≤", Infinity(1), False),))
-    return Region(((Infinity(-1), False, high, signs[0] == "≤"),))
-
-
-def _end(text: str) -> End | None:
-    answer = parse(text, 5)
-    return answer if isinstance(answer, Infinity) else _as_formula(answer)
+    return Region(
+        ((low, signs == "≤", _ENDLESS, False),)
+        if place
+        else ((_MINUS_ENDLESS, False, high, signs == "≤"),)
+    )
 
 
 def _other_than(end: Formula) -> Region:
-    return Region(((Infinity(-1), False, end, False), (end, False, Infinity(1), False)))
+    return Region(((_MINUS_ENDLESS, False, end, False), (end, False, _ENDLESS, False)))
+
+
+_SUCH_THAT = re.compile(r"\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)", re.S)
 
 
 def _bracketed(text: str, depth: int) -> Answer | None:
@@ -646,29 +439,31 @@ def _bracketed(text: str, depth: int) -> Answer | None:
         level += (character in _OPENING) - (character in _CLOSING)
         if level == 0 and place < len(text) - 1:
             return None
-    inside = text[1:-1]
-    if text[0] == "⦃":
-        if match := re.fullmatch(
-            r"\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)", inside, re.S
-        ):
-            answer = parse(match[1], depth + 1)
-            return answer if isinstance(answer, Region) else Text(text)
+    inside = text[1:-1].strip()
+    if text[0] == "⦃" and (match := _SUCH_THAT.fullmatch(inside)):
+        answer = parse(match[1], depth)
+        return answer if isinstance(answer, Region) else Text(text)
     parts, marks = _split(inside, ",;")
-    if text[0] == "{" and not marks:
-        return parse(inside, depth + 1)
-    if text[0] in "([" and not marks:
-        return parse(inside, depth + 1) if text[0] == "(" and text[-1] == ")" else None
-    parts = [] if not inside.strip() else parts
+    if not marks and text[0] in "([{":
+        return parse(inside, depth) if text[0] + text[-1] in ("()", "{}") else None
     if len(parts) > _MOST_ITEMS:
         return Text(text)
     items: list[Answer] = []
-    for part in parts:
-        item = parse(part, depth + 1)
-        signed = isinstance(item, Several) and item.opening == "," and ("±" in part or "∓" in part)
+    for part in parts if inside else []:
+        item = parse(part, depth)
+        signed = isinstance(item, Several) and re.search("[±∓]", part) and item.opening == ","
         items += item.items if signed and isinstance(item, Several) else [item]
     if any(isinstance(item, Text) for item in items):
         return Text(text)
-    return Several({"{": "⦃"}.get(text[0], text[0]), text[-1], tuple(items))
+    return Several(text[0].replace("{", "⦃"), text[-1], tuple(items))
+
+
+def _constant_set(text: str, _: int) -> Answer | None:
+    if text == "∅":
+        return Several("⦃", "⦄", ())
+    if text.replace(" ", "") == "\\mathbb{R}":
+        return Region(((_MINUS_ENDLESS, False, _ENDLESS, False),))
+    return None
 
 
 _WORD = r"[A-Za-z][A-Za-z.'-]*"
@@ -677,9 +472,14 @@ _TRAILING = re.compile(
     rf"{_WORD}(?:\s{_WORD}){{0,3}}(?:/{_WORD})?))(?P<power>\s*\^\s*\{{?-?\d\}}?)?",
     re.S,
 )
+_LETTERS = r"[A-Za-z]{1,3}(?:\^\{?[23]\}?)?"
+_SHORT = re.compile(
+    rf"(?P<number>[+-]?[\d.,]+)(?:\s+|(?=[ckm]?m\b|kg\b|ft\b))(?P<unit>{_LETTERS}(?:\s?/\s?{_LETTERS})?)"
+)
+_MODULO = re.compile(r"([^\\]+)\(?\s*\\(pmod|bmod)\s*\{?\s*(\d{1,15})\s*\}?\s*\)?")
 _SHORT_UNITS = frozenset(
-    "m s g h l j n w v k c f cm mm km kg mg ml ft in yd mi lb oz hr min sec mph rpm kmh rad deg th am pm"
-    " m/s km/h ft/s m^2 hz pa kpa nm".split()
+    "m s g h l j n w v k c f cm mm km kg mg ml ft in yd mi lb oz hr min sec mph rpm kmh rad deg am pm"
+    " hz pa kpa nm".split()
 )
 _MEANINGS = frozenset(
     "hundred thousand million billion trillion dozen dozens wrong false incorrect invalid never except"
@@ -692,59 +492,55 @@ _NOT_UNITS = (FUNCTION_WORDS | KEYWORDS | _MEANINGS) - frozenset(
 _UNITS = {
     name: names.split()[0]
     for names in (
-        "cm centimeter centimetre", "mm millimeter millimetre", "m meter metre", "km kilometer kilometre",
-        "ft foot feet", "in inch inche", "mi mile", "yd yard", "g gram", "kg kilogram", "s sec second",
-        "min minute", "h hr hour", "day", "week", "month", "year", "am a.m", "pm p.m", "dollar", "cent",
+        *("cm centimeter centimetre", "mm millimeter millimetre", "m meter metre", "ft foot feet"),
+        *("km kilometer kilometre", "in inch inche", "mi mile", "yd yard", "g gram", "kg kilogram"),
+        *(
+            "s sec second",
+            "min minute",
+            "h hr hour",
+            "day",
+            "week",
+            "month",
+            "year",
+            "dollar",
+            "cent",
+        ),
+        *("am a.m", "pm p.m"),
     )
     for name in names.split()
-}  # fmt: skip
-_KNOWN_UNITS = frozenset(_UNITS.values())
+}
 _DENIED = re.compile(
-    r"n['’]t\b(?!\s+matter)|\b(?:wrong|false|incorrect|invalid|except|never)\b"
-    r"|\bnot\b(?!\s+(?!it|that|this|the|right|correct|true|a|an|sure|certain|possible|valid|so|be)[a-z]{3,})",
+    r"n['’]t\b(?!\s+matter)|\b(?:wrong|false|incorrect|invalid|except|never)\b|\bnot\b(?!\s+"
+    r"(?!it|that|this|the|right|correct|true|a|an|sure|certain|possible|valid|so|be)[a-z]{3,})",
     re.IGNORECASE,
-)
-
-
-_SHORT = re.compile(
-    r"(?P<number>[+-]?[\d.,]+)(?P<unit>(?:\s+|(?=[ckm]?m\b|kg\b|ft\b))(?:[A-Za-z]{1,3})(?:\^\{?[23]\}?)?(?:\s?/\s?[A-Za-z]{1,3}(?:\^\{?[23]\}?)?)?)"
 )
 
 
 def _measured(text: str, depth: int) -> Answer:
     """A formula, or a value with a unit or a remark after it."""
     if (match := _SHORT.fullmatch(text)) and (number := _NUMBER.fullmatch(match["number"])):
-        names = re.findall(r"[A-Za-z]+", match["unit"])
-        if all(name.lower() in _SHORT_UNITS for name in names):
-            read = _number(number)
-            return replace(read, unit=_unit(match["unit"])) if isinstance(read, Number) else read
-    if text.replace(" ", "") == "\\mathbb{R}":
-        return Region(((Infinity(-1), False, Infinity(1), False),))
+        value = _number(number)
+        units = re.findall(r"[a-z]+", match["unit"].lower())
+        if isinstance(value, Number) and _SHORT_UNITS.issuperset(units):
+            return replace(value, unit=_unit(match["unit"]))
     try:
         return formula.read(text)
     except Unreadable:
         pass
-    if text == "∅":
-        return Several("⦃", "⦄", ())
-    if match := re.fullmatch(
-        r"(.+?)\s*\(?\s*\\pmod\s*\{?\s*(\d{1,15})\s*\}?\s*\)?|(.+?)\\bmod", text
-    ):
-        residue = parse(match[1] or "", depth + 1)
-        if isinstance(residue, Number) and match[2] and 0 <= residue.value < int(match[2]):
-            return replace(residue, unit=f"mod {match[2]}")
-        return Text(text)
+    if match := _MODULO.fullmatch(text):
+        value = parse(match[1], depth)
+        if isinstance(value, Number) and match[2] == "pmod" and 0 <= value.value < int(match[3]):
+            return replace(value, unit=f"mod {match[3]}")
     match = _TRAILING.fullmatch(text)
     if match is None:
         return Text(text)
-    words = (match["text"] if match["text"] is not None else match["bare"]).strip()
-    remark = words[:1] == "(" or match["text"] == ""
-    value = parse(match["value"], depth + 1)
-    if remark:
+    words = (match["bare"] if match["text"] is None else match["text"]).strip()
+    value = parse(match["value"], depth)
+    if words[:1] in ("(", ""):
         return Text(text) if _DENIED.search(words) else value
-    single = words.lower().replace(" ", "")
-    known = all(word.lower() not in _NOT_UNITS for word in re.findall(r"[A-Za-z]+", words))
+    known = _NOT_UNITS.isdisjoint(re.findall(r"[a-z]+", words.lower()))
     long = match["text"] is not None or len(words) > 2
-    if not words or not (single in _SHORT_UNITS or (known and long)):
+    if words.lower() not in _SHORT_UNITS and not (known and long):
         return Text(text)
     if isinstance(value, Number):
         return value if value.unit else replace(value, unit=_unit(words) + (match["power"] or ""))
@@ -752,7 +548,7 @@ def _measured(text: str, depth: int) -> Answer:
 
 
 def _unit(words: str) -> str:
-    words = words.lower().strip(" .").removesuffix("s")
+    words = words.lower().strip(" .").removesuffix("s") or words
     return _UNITS.get(words, words)
 
 
@@ -763,160 +559,127 @@ def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
     """Whether two answers say the same."""
     if isinstance(given, Several) and given.opening == "∨" and not isinstance(gold, Several):
         return all(_same(gold, item) for item in given.items)  # 1/2 or 0.5
-    if isinstance(given, Named) and not isinstance(gold, Named | Relation):
-        if "≈" in given.relation.signs and not isinstance(gold, Number):
-            before = given.relation.sides[given.relation.signs.index("≈")]
-            if _same(gold, parse(before, 1), tolerance):
-                return True
-        return not _several_named(gold) and _same(gold, given.value, tolerance)
+    if (
+        isinstance(given, Relation)
+        and not isinstance(gold, Relation)
+        and set(given.signs) <= {"=", "≈"}
+    ):
+        if isinstance(gold, Several) and any(map(_names, gold.items)):
+            return False
+        before = given.signs.find("≈")
+        if before >= 0 and isinstance(gold, Formula) and _same(gold, parse(given.sides[before], 1)):
+            return True
+        return _same(gold, given.value, tolerance)
     match gold:
-        case Number() | Formula():
-            return _same_scalar(gold, given, tolerance)
-        case Named():
-            if isinstance(given, Named) and given.name == gold.name:
-                return _same(gold.value, given.value, tolerance)
-            if isinstance(given, Named | Relation):
-                return _same_relation(gold.relation, _relation_of(given))
-            return _same(gold.value, given, tolerance)
+        case Number():
+            return _same_number(gold, given, tolerance)
+        case Formula():
+            return _same_formula(gold, given, tolerance)
         case Relation():
-            return isinstance(given, Named | Relation) and _same_relation(gold, _relation_of(given))
+            if isinstance(given, Relation):
+                named = gold.name and gold.name == given.name
+                return (
+                    _same(gold.value, given.value, tolerance)
+                    if named
+                    else _same_relation(gold, given)
+                )
+            return bool(gold.name) and _same(gold.value, given, tolerance)
         case Several():
             return _same_several(gold, given)
         case Region():
             return _same_region(gold, _region(given))
-        case Infinity():
-            return gold == given
         case Text():
             return isinstance(given, Text) and squeezed(gold.text) == squeezed(given.text)
-
-
-def squeezed(text: str) -> str:
-    """A text in plain notation without white space and needless braces."""
-    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text).casefold()
-
-
-def _same_scalar(gold: Number | Formula, given: Answer, tolerance: float | None) -> bool:
-    if isinstance(given, Relation) and set(given.signs) == {"="} and not isinstance(gold, Relation):
-        given = parse(given.sides[-1], 1)  # x + y = 3
-    if isinstance(gold, Number):
-        if isinstance(given, Number):
-            return _same_number(gold, given, tolerance)
-        if tolerance is None or not isinstance(given, Formula) or not _PI.fullmatch(given.text):
-            return False
-        return _near(gold.value, _value(given), tolerance)
-    if isinstance(given, Number):
-        value = _value(gold)
-        if gold.names or value is None:
-            given = cast(Formula, _as_formula(given))
-            return formula.equal(gold, given)
-        exact = given.value / (100 if given.percent else 1)
-        if tolerance is not None and _near(value, exact, tolerance):
-            return True
-        return formula.close(value, exact) or (given.form == "decimal" and _rounded(value, exact))
-    if not isinstance(given, Formula):
-        return False
-    polar = {"trigonometry"} if gold.imaginary and given.imaginary else set[str]()
-    if not given.work <= gold.work | polar:
-        return False
-    if tolerance is not None and _near(_value(gold), _value(given), tolerance):
-        return True
-    alike = (
-        gold.text.isalpha()
-        and len(gold.text) == 1
-        and gold.text.casefold() == given.text.casefold()
-    )
-    return alike or formula.equal(gold, given)
 
 
 _PI = re.compile(r"-?(?:\d+(?:\.\d+)?)?\s?\\pi")
 
 
-def _value(answer: Answer) -> Any:
-    """Of a constant; None for anything else."""
-    if isinstance(answer, Number):
-        return answer.value
-    try:
-        return answer.constant() if isinstance(answer, Formula) else None
-    except Unreadable:
-        return None
-
-
-def _same_number(gold: Number, given: Number | Text, tolerance: float | None) -> bool:
-    units = {gold.unit, given.unit} if isinstance(given, Number) else {""}
-    if isinstance(given, Text) or (len(units) == 2 and units <= _KNOWN_UNITS):
-        return False
-    if gold.unit[:3] == "mod" != given.unit[:3]:
-        return False
-    if given.form == "fraction" and gold.form in ("integer", "decimal", "scientific"):
-        if not given.lowest:
-            return False
-    if given.form == "ratio" and gold.form not in ("fraction", "ratio"):
-        return False
-    if given.form == "ratio" and not given.lowest and gold != given:
-        return False
-    if given.form == gold.form == "ratio" and gold.lowest != given.lowest:
-        return False
-    if (
-        given.form == "scientific"
-        and gold.form not in ("scientific", "decimal")
-        and not gold.percent
+def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
+    """A number has to be written as one: in lowest terms, and in powers of ten only if `gold` is."""
+    if not isinstance(given, Number):
+        multiple = tolerance and isinstance(given, Formula) and _PI.fullmatch(given.text)
+        return bool(multiple) and _near(formula.number(gold.value), _value(given), tolerance)
+    units = {gold.unit, given.unit}
+    if (len(units) > 1 and units <= {*_UNITS.values()}) or (
+        gold.unit[:3] == "mod" and gold.unit != given.unit
     ):
-        return gold.form == "scientific"
-    values = [given.value / (100 if given.percent else 1)]
-    right = gold.value / (100 if gold.percent else 1)
-    if gold.percent and not given.percent:
-        values.append(given.value / 100)
-    decimal = "decimal" in (gold.form, given.form)
-    if tolerance is not None and any(_near(right, value, tolerance) for value in values):
+        return False
+    if given.form not in ("integer", "decimal", gold.form):
+        ratio, fraction = given.form == "ratio", given.form == "fraction"
+        allowed = ("fraction",) if ratio else ("ratio", "percent") if fraction else ("decimal",)
+        if gold.form not in allowed and not (fraction and given.lowest):
+            return False
+    if given.form == "ratio" and given.lowest != gold.lowest:
+        return False
+    values = (
+        [given.share, given.value / 100] if gold.percent and not given.percent else [given.share]
+    )
+    if gold.share in values:
         return True
-    if right in values:
+    exact = any(one.form == "integer" and not one.percent for one in (gold, given))
+    rounds = "decimal" in (gold.form, given.form) and not exact
+    right = formula.number(gold.share)
+    return any(
+        _near(right, formula.number(value), tolerance)
+        or (rounds and _rounded(right, formula.number(value)))
+        for value in values
+    )
+
+
+def _same_formula(gold: Formula, given: Answer, tolerance: float | None) -> bool:
+    value, decimal = gold.constant(), isinstance(given, Number) and given.form == "decimal"
+    answer = _as_formula(given)
+    if answer is None:
+        return False
+    polar = {"trigonometry"} if gold.imaginary and answer.imaginary else set[str]()
+    if not answer.work <= gold.work | polar:
+        return False
+    if len(gold.text) == 1 and gold.text.casefold() == answer.text.casefold():
         return True
-    whole = any(one.form == "integer" and not one.percent for one in (gold, given))
-    return decimal and not whole and any(_rounded(right, value) for value in values)
+    other = answer.constant()
+    if (
+        value is not None
+        and other is not None
+        and (_near(value, other, tolerance) or (decimal and _rounded(value, other)))
+    ):
+        return True
+    return formula.equal(gold, answer)
+
+
+def _value(answer: Answer) -> Any:
+    """The value of a constant formula; None for anything else."""
+    return answer.constant() if isinstance(answer, Formula) else None
 
 
 def _rounded(right: Any, given: Any) -> bool:
     """Whether two numbers are equal as six places show them, or six digits of tiny ones."""
-    if not (isinstance(right, Fraction) or getattr(right, "imag", 0) == 0):
-        return False
-    right, given = formula.inexact(right), formula.inexact(given)
     difference, larger = abs(right - given), max(abs(right), abs(given))
     if larger * 10**5 < 1:
         return bool(difference * 10**_PLACES <= larger)
     return bool(difference * 2 * 10**_PLACES <= 1)
 
 
-def _near(right: Any, given: Any, tolerance: float) -> bool:
-    if right is None or given is None:
+def _near(right: Any, given: Any, tolerance: float | None) -> bool:
+    if tolerance is None or given is None:
         return False
-    right, given = formula.inexact(right), formula.inexact(given)
     return bool(abs(right - given) <= tolerance * (abs(right) or 1))
 
 
-def _several_named(answer: Answer) -> bool:
-    return isinstance(answer, Several) and any(isinstance(item, Named) for item in answer.items)
-
-
 def _same_several(gold: Several, given: Answer) -> bool:
-    if isinstance(given, Relation):
-        return False
+    if isinstance(given, Region):
+        return _same_region(_region(gold), given)
     if not isinstance(given, Several):
-        region = _region(gold)
-        if isinstance(given, Region) and region is not None:
-            return _same_region(region, given)
         return len(gold.items) == 1 and gold.opening == "⦃" and _same(gold.items[0], given)
-    if _several_named(gold) or _several_named(given):
+    if any(map(_names, (*gold.items, *given.items))):
         return _same_names(gold, given)
     one, two = gold.opening, given.opening
-    lists = (",", "∨")
-    if one in lists or two in lists or one == two == "⦃":
-        if one in "[⟨" or two in "[⟨" or "matrix" in (one, two):
+    if one in ",∨" or two in ",∨" or one == two == "⦃":
+        if not {one, two} <= {*",∨⦃("}:
             return False
         if one == "(":
             return _in_order(gold.items, given.items)
-        collapse = "⦃" in (one, two)
-        return _in_any_order(gold.items, given.items, collapse=collapse)
+        return _in_any_order(gold.items, given.items, once="⦃" in (one, two))
     vectors = {one + gold.closing, two + given.closing} <= {"()", "⟨⟩"}
     if not vectors and (one, gold.closing) != (two, given.closing):
         return _same_region(_region(gold), _region(given))
@@ -931,172 +694,141 @@ def _same_item(one: Answer, other: Answer) -> bool:
 
 
 def _in_order(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
-    return len(gold) == len(given) and all(
-        _same_item(one, other) for one, other in zip(gold, given, strict=True)
-    )
+    return len(gold) == len(given) and all(map(_same_item, gold, given))
 
 
-def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, collapse: bool) -> bool:
-    """collapse: repeated values count once."""
-    if not collapse:
-        remaining = list(given)
-        for one in gold:
-            place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
-            if place is None:
+def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool) -> bool:
+    """once: values may be repeated, as in a set."""
+    remaining = list(given)
+    for one in gold:
+        place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
+        if place is None:
+            if not (once and any(_same_item(one, two) for two in given)):
                 return False
+        else:
             del remaining[place]
-        return not remaining
-    return all(any(_same_item(one, two) for two in given) for one in gold) and all(
-        any(_same_item(one, two) for one in gold) for two in given
-    )
+    return all(once and any(_same_item(one, two) for one in gold) for two in remaining)
 
 
 def _same_names(gold: Several, given: Several) -> bool:
     """Values of several names: by name, or in order where one side has none."""
-    named = [
-        {item.name: item.value for item in one.items if isinstance(item, Named)}
-        for one in (gold, given)
-    ]
-    if all(len(names) == len(one.items) for names, one in zip(named, (gold, given), strict=True)):
+    named = [{item.name: item.value for item in one.items if _names(item)} for one in (gold, given)]
+    complete = [len(one) == len(side.items) for one, side in zip(named, (gold, given), strict=True)]
+    if all(complete):
         return named[0].keys() == named[1].keys() and all(
             _same(value, named[1][name]) for name, value in named[0].items()
         )
-    bare = [
-        [item.value if isinstance(item, Named) else item for item in one.items]
-        for one in (gold, given)
-    ]
-    if all(named) or not any(
-        len(names) == len(one.items) for names, one in zip(named, (gold, given), strict=True)
-    ):
-        return len(gold.items) == len(given.items) and _in_order(gold.items, given.items)
-    if "⦃" in (gold.opening, given.opening):
-        return False
-    return _in_order(*bare)
-
-
-def _relation_of(answer: Named | Relation) -> Relation:
-    return answer.relation if isinstance(answer, Named) else answer
+    if all(named) or not any(complete):
+        return _in_order(gold.items, given.items)
+    bare = [[item.value if _names(item) else item for item in one.items] for one in (gold, given)]
+    return "⦃" not in (gold.opening, given.opening) and _in_order(*bare)
 
 
 def _same_relation(gold: Relation, given: Relation) -> bool:
     """Equations are equal up to a factor; chains of inequalities are equal side by side."""
-    sides = [_side_formulas(relation) for relation in (gold, given)]
-    if not sides[0] or not sides[1]:
-        return [*map(squeezed, gold.sides)] == [
-            *map(squeezed, given.sides)
-        ] and gold.signs == given.signs
-    signs = [gold.signs, given.signs]
-    if set(gold.signs) == set(given.signs) == {"="} and len(gold.signs) == len(given.signs) == 1:
-        try:
-            left, right = (formula.read(f"({r.sides[0]})-({r.sides[1]})") for r in (gold, given))
-        except Unreadable:
-            return False
-        if formula.equal(left, right, ratio=True):
-            return True
-    flipped = str.maketrans("<>≤≥", "><≥≤")
-    ways = [(sides[1], signs[1])]
-    ways.append((sides[1][::-1], tuple("".join(signs[1]).translate(flipped))[::-1]))
-    for other, marks in ways:
-        if (
-            marks == signs[0]
-            and len(other) == len(sides[0])
-            and all(map(formula.equal, sides[0], other))
-        ):
-            return True
-    if len(signs[0]) == len(signs[1]) == 1 and signs[0][0] in "<>≤≥≠":
-        left = f"({gold.sides[0]})-({gold.sides[1]})"
-        for other, marks, template in zip(
-            (given.sides, given.sides[::-1]), (signs[1], ways[1][1]), ("", ""), strict=True
-        ):
-            if marks == signs[0] and formula.equal(
-                formula.read(left), formula.read(f"({other[0]})-({other[1]}){template}")
-            ):
+    sides = [[_as_formula(parse(side, 1)) for side in one.sides] for one in (gold, given)]
+    if not all(map(all, sides)):
+        alike = [*map(squeezed, gold.sides)] == [*map(squeezed, given.sides)]
+        return alike and gold.signs == given.signs
+    ways = [(given.sides, given.signs), (given.sides[::-1], given.signs.translate(_FLIPPED)[::-1])]
+    for others, signs in ways:
+        if signs != gold.signs or len(others) != len(gold.sides):
+            continue
+        if len(signs) > 1 or set(signs) > {"=", "≠"}:
+            pairs = zip(gold.sides, others, strict=True)
+            if all(_same_difference(one, "0", other, "0") for one, other in pairs):
                 return True
+        elif _same_difference(*gold.sides, *others, ratio=signs in "=≠"):
+            return True
+        elif signs == "=" and all(
+            _same_difference(a, "0", b, "0") for a, b in zip(gold.sides, others, strict=True)
+        ):
+            return True
     return False
 
 
-def _side_formulas(relation: Relation) -> list[Formula]:
-    formulas = [_as_formula(parse(side, 1)) for side in relation.sides]
-    return [one for one in formulas if one] if all(formulas) else []
+def _same_difference(one: str, two: str, three: str, four: str, *, ratio: bool = False) -> bool:
+    try:
+        left, right = formula.read(f"({one})-({two})"), formula.read(f"({three})-({four})")
+    except Unreadable:
+        return False
+    return formula.equal(left, right, ratio=ratio)
 
 
 def _as_formula(answer: Answer) -> Formula | None:
     if isinstance(answer, Number):
-        value = answer.value / (100 if answer.percent else 1)
-        return Formula(lambda _: value, "")
+        value = formula.number(answer.share)
+        return Formula(lambda _: value)
     return answer if isinstance(answer, Formula) else None
 
 
-def _region(answer: Answer) -> Region | None:
-    """An interval in brackets as a region. A point is a set of one, as in `(1,2) ∪ {3}`."""
+def _region(answer: Answer, *, point: bool = False) -> Region | None:
+    """An interval in brackets as a region; with point, also a number or a set of numbers."""
     if isinstance(answer, Region):
         return answer
-    if not isinstance(answer, Several) or _several_named(answer):
+    if point and (end := _as_formula(answer)):
+        return Region(((end, True, end, True),))
+    if not isinstance(answer, Several):
         return None
-    ends = [item if isinstance(item, Infinity) else _as_formula(item) for item in answer.items]
-    if answer.opening == "⦃" and all(isinstance(end, Formula) for end in ends):
-        return Region(tuple((end, True, end, True) for end in ends if end))
-    if answer.opening not in "([" or answer.closing not in ")]" or len(ends) != 2 or not all(ends):
+    ends = [end for item in answer.items if (end := _as_formula(item))]
+    if len(ends) < len(answer.items):
         return None
-    low, high = cast(list[End], ends)
-    if isinstance(low, Formula) and isinstance(high, Formula):
-        if not low.names and not high.names and not _place(low) < _place(high):
-            return None
-    closed = (
-        answer.opening == "[" and isinstance(low, Formula),
-        answer.closing == "]" and isinstance(high, Formula),
+    if answer.opening == "⦃":
+        return Region(tuple((end, True, end, True) for end in ends))
+    if answer.opening not in "([" or answer.closing not in ")]" or len(ends) != 2:
+        return None
+    low, high = ends
+    if not low.names and not high.names and not _place(low) < _place(high):
+        return None
+    finite = [abs(_place(end)) != float("inf") for end in ends]
+    return Region(
+        ((low, answer.opening == "[" and finite[0], high, answer.closing == "]" and finite[1]),)
     )
-    return Region(((low, closed[0], high, closed[1]),))
 
 
-def _place(end: End) -> float:
-    if isinstance(end, Infinity):
-        return end.sign * float("inf")
+def _place(end: Formula) -> float:
     try:
-        value = end.at(Point(0))
-        return float(value) if isinstance(value, Fraction) else float(value.real)
+        return float(end.at(Point(0)).real)
     except (Unreadable, OverflowError):
         return float("nan")
+
+
+def _joined(regions: Sequence[Region]) -> Region:
+    return Region(tuple(part for region in regions for part in region.parts))
 
 
 def _intersection(regions: Sequence[Region]) -> Region:
     parts = regions[0].parts
     for region in regions[1:]:
-        both: list[tuple[End, bool, End, bool]] = []
-        for one in parts[:_MOST_ITEMS]:
-            for two in region.parts[:_MOST_ITEMS]:
-                low, _, low_closed = max(
-                    (_place(p[0]), not p[1], n) for n, p in enumerate((one, two))
-                )
-                high, _, high_closed = min(
-                    (_place(p[2]), p[3], n) for n, p in enumerate((one, two))
-                )
-                if low < high:
-                    first, last = (one, two)[low_closed], (one, two)[high_closed]
-                    both.append((first[0], first[1], last[2], last[3]))
-        parts = tuple(both)
+        pairs = [(one, two) for one in parts for two in region.parts][: _MOST_ITEMS**2]
+        ends = [
+            (
+                max(pair, key=lambda part: (_place(part[0]), not part[1])),
+                min(pair, key=lambda part: (_place(part[2]), part[3])),
+            )
+            for pair in pairs
+        ]
+        parts = tuple(
+            (low[0], low[1], high[2], high[3])
+            for low, high in ends
+            if _place(low[0]) < _place(high[2])
+        )
     return Region(parts)
 
 
 def _same_region(gold: Region | None, given: Region | None) -> bool:
     if gold is None or given is None or len(gold.parts) != len(given.parts):
         return False
-    ordered = [
+    ordered = (
         sorted(one.parts, key=lambda part: (_place(part[0]), _place(part[2])))
         for one in (gold, given)
-    ]
+    )
     return all(
         (one[1], one[3]) == (two[1], two[3])
-        and _same_end(one[0], two[0])
-        and _same_end(one[2], two[2])
+        and _same_formula(one[0], two[0], None)
+        and _same_formula(one[2], two[2], None)
         for one, two in zip(*ordered, strict=True)
     )
-
-
-def _same_end(one: End, two: End) -> bool:
-    if isinstance(one, Infinity) or isinstance(two, Infinity):
-        return one == two
-    return two.work <= one.work and formula.equal(one, two)
 
 
 _CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vmatrix\}")
@@ -1109,14 +841,13 @@ def _worked_out(text: str) -> Answer:
     from latex2sympy2_extended import latex2sympy  # noqa: PLC0415  # pyright: ignore
     from sympy import latex  # noqa: PLC0415  # pyright: ignore
 
-    index = re.search(r"_\s*\{\s*i\s*=", text)  # an index, and not the imaginary unit
     try:
         value = cast(Any, latex2sympy(text, is_real=None)).doit()
         answer = parse(plain(cast(str, latex(value))))
     except Exception:  # whatever the library cannot read is compared as text
         return Text(text)
-    imaginary = index and isinstance(answer, Formula) and answer.imaginary
-    return Text(text) if imaginary else answer
+    index = re.search(r"_\s*\{\s*i\s*=", text)  # an index, and not the imaginary unit
+    return Text(text) if index and isinstance(answer, Formula) and answer.imaginary else answer
 
 
 # --- What is asserted ---
@@ -1180,7 +911,7 @@ _ASIDE = re.compile(
 def _statements(text: str, *, exclaims: bool) -> list[str]:
     """Readings of what an unmarked text asserts; none if it leaves a doubt."""
     text = (
-        _SIGNED.sub("-", _BOLD.sub(r"\2", text))
+        SIGNED_WORD.sub("-", _BOLD.sub(r"\2", text))
         .strip()
         .removeprefix("```")
         .removesuffix("```")
