@@ -30,14 +30,13 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\[A-Za-z]+|\\[|])"
     r"|(?P<word>[a-z]{4,})|(?P<name>[A-Z]{2,}(?![a-z_'])|[A-Za-z])|(?P<other>\S))"
 )
-_SYMBOLS = frozenset(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho"
-    " sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi"
-    " Omega ell hbar".split()
-)
-_OPAQUE = frozenset(
-    "vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline bar".split()
-)
+_GREEK = """
+alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho
+sigma tau upsilon phi varphi chi psi omega ell hbar
+Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega
+"""
+_OPAQUE = "vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline bar"
+"""Commands whose argument is a part of a name."""
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _OPENS_FUNCTION = frozenset("fghEFGP")
 """Letters before a bracket that are functions; `x(x+1)` and `n(n+1)` are products."""
@@ -238,10 +237,7 @@ class _Reader:
         )
 
     def power(self) -> Node:
-        symbols, whole = self.symbols, self.token
-        if whole.isdecimal() and (part := self.mixed()):
-            return _apply(operator.add, _constant(whole), part)
-        base = self.atom()
+        symbols, base = self.symbols, self.atom()
         while self.token in ("^", "!", "%"):
             mark = self.take()
             if mark == "%":
@@ -250,7 +246,9 @@ class _Reader:
                 double = self.skip("!")
                 if self.token == "!":
                     raise Unreadable("a factorial of a factorial needs brackets")
-                base = self.worked("!", symbols, _apply(_double if double else _factorial, base))
+                base = self.worked(
+                    "!", symbols, _apply(_DOUBLE_FACTORIAL if double else _FACTORIAL, base)
+                )
             elif self.skip("\\circ") or self.skip("{", "\\circ", "}"):
                 base = _apply(_context.radians, base) if self.degrees else base
             else:
@@ -263,17 +261,6 @@ class _Reader:
         node = self.argument()
         # Towers are read from the top.
         return _apply(_power, node, self.exponent()) if self.skip("^") else node
-
-    def mixed(self) -> Node | None:
-        r"""The fraction of `2\frac{1}{3}`, which is 2 + 1/3."""
-        after = self.tokens[self.at + 1 : self.at + 8]
-        texts = [text for _, text in after]
-        if "".join(texts[:2] + texts[3:5] + texts[6:]) != "\\frac{}{}":
-            return None
-        if not texts[2].isdecimal() or not texts[5].isdecimal() or int(texts[2]) >= int(texts[5]):
-            return None
-        self.at += 8
-        return _apply(operator.truediv, _constant(texts[2]), _constant(texts[5]))
 
     def argument(self) -> Node:
         r"""A group in braces, or one token as in `\frac12` and `x^2`."""
@@ -325,7 +312,7 @@ class _Reader:
             index = self.group() if self.token == "[" else _constant(2)
             return _apply(_root, self.argument(), index)
         if name == "binom":
-            node = _apply(_binomial, self.argument(), self.argument())
+            node = _apply(_BINOMIAL, self.argument(), self.argument())
             return self.worked(name, symbols, node)
         if name in _LISTS:
             closing = _CLOSING.get(self.take(), "")
@@ -339,13 +326,17 @@ class _Reader:
         inside = [kind for kind, _ in self.tokens[self.at : self.at + 3]]
         if name in ("overline", "bar") and inside[:1] != ["name"] and inside[1::2] != ["name"]:
             return _apply(_context.conj, self.argument())
-        if inside[:1] != ["name"] and inside != ["other", "name", "other"] and name in _OPAQUE:
+        if (
+            inside[:1] != ["name"]
+            and inside != ["other", "name", "other"]
+            and name in _OPAQUE.split()
+        ):
             raise Unreadable(f"{name} of more than a name")
-        if name in _OPAQUE:
+        if name in _OPAQUE.split():
             return self.name(f"{name} {self.raw()}")
         if name == "pi":
             return lambda _: +_context.pi
-        if name in _SYMBOLS:
+        if name in _GREEK.split():
             return self.name(name)
         raise Unreadable(f"unknown command {name!r}")
 
@@ -397,19 +388,14 @@ class _Reader:
         self.names.add(name)
         self.symbols += 1
         if self.token == "(" and name[0] in _OPENS_FUNCTION and name.rstrip("'") == name[0]:
+            argument = self.group()
             # An unknown function is a wave whose frequency is drawn from its name.
-            return _apply_at(
-                lambda point, value: _context.sin(_bounded(value) * point.of(name)), self.group()
-            )
+            return lambda point: _context.sin(_bounded(argument(point)) * point.of(name))
         return lambda point: point.of(name)
 
 
 def _apply(operation: Callable[..., Value], *nodes: Node) -> Node:
     return lambda point: operation(*(node(point) for node in nodes))
-
-
-def _apply_at(operation: Callable[..., Value], node: Node) -> Node:
-    return lambda point: operation(point, node(point))
 
 
 def _signed(sign: int, node: Node) -> Node:
@@ -452,18 +438,6 @@ def _root(value: Value, index: Value) -> Value:
     )
 
 
-def _factorial(value: Value) -> Value:
-    return _context.factorial(_bounded(value))
-
-
-def _double(value: Value) -> Value:
-    return _context.fac2(_bounded(value))
-
-
-def _binomial(n: Value, k: Value) -> Value:
-    return _context.binomial(_bounded(n), _bounded(k))
-
-
 def _logarithm(value: Value, base: Value) -> Value:
     return _context.log(value) / _context.log(base)
 
@@ -474,20 +448,20 @@ def _whole(operation: Callable[..., int], *values: Value) -> Value:
     return _context.mpf(operation(*map(int, values)))
 
 
-def _bound(name: str) -> Callable[[Value], Value]:
+def _within_bounds(name: str) -> Callable[..., Value]:
     function = getattr(_context, name)
-    return lambda value: function(_bounded(value))
+    return lambda *values: function(*map(_bounded, values))
 
 
+_FACTORIAL, _DOUBLE_FACTORIAL, _BINOMIAL = map(_within_bounds, ("factorial", "fac2", "binomial"))
 _LISTS: dict[str, Callable[..., Value]] = {
     **{"max": max, "min": min},
     **{"gcd": partial(_whole, math.gcd), "lcm": partial(_whole, math.lcm)},
 }
+_BOUNDED = "exp sin cos tan sec csc cot sinh cosh tanh coth"
+_INVERTIBLE = "sin cos tan cot sec csc sinh cosh tanh"
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
-    **{name: _bound(name) for name in "exp sin cos tan sec csc cot sinh cosh tanh coth".split()},
-    **{
-        f"arc{name}": _bound(f"a{name}")
-        for name in "sin cos tan cot sec csc sinh cosh tanh".split()
-    },
+    **{name: _within_bounds(name) for name in _BOUNDED.split()},
+    **{f"arc{name}": _within_bounds(f"a{name}") for name in _INVERTIBLE.split()},
     **{"ln": _context.log, "log": _logarithm},
 }

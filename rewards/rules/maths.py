@@ -1,10 +1,10 @@
 r"""Whether an answer has the value of a known one: `\frac12`, `1/2` and `0.5` are one value.
 
 Both texts go the same way: `plain` writes them in one notation, `parse` reads the whole of it as a
-number, formula, list, tuple, set, region or relation, or else leaves it a text, and `_same` compares
-two readings. Plain numbers are exact fractions, `keel.rewards.rules.formula` evaluates formulas, and
-a text equals nothing but itself. math-verify's parser works out sums, integrals and determinants of
-the known answer, once; never of a completion.
+number, formula, list, set, region or relation, or else leaves it a text, and `_same` compares two
+readings. Plain numbers are exact fractions, `keel.rewards.rules.formula` evaluates formulas, and a
+text equals only itself. math-verify's parser works out sums, integrals and determinants of the
+known answer, once, and never of a completion.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def mathematical(
         return _ungrouped(plain(right))
 
     def judge(answer: str) -> bool:
-        if (number := _NUMBER.fullmatch(answer)) and not words:
-            if isinstance(expected := gold(), Number):
-                return _same_number(expected, _number(number), tolerance)
+        number = None if words else _NUMBER.fullmatch(answer)
+        if number and isinstance(expected := gold(), Number):
+            return _same_number(expected, _number(number), tolerance)
         answer = _undressed(answer)
         if not answer:
             return False
@@ -371,7 +371,7 @@ def _related(text: str, depth: int) -> Answer | None:
     sides, signs = _split(text, "=<>≤≥≠≈→")
     if not signs:
         return None
-    if signs[0] == "≈" and not sides[0]:
+    if signs[0] in "=≈" and not sides[0]:
         return parse(text.strip()[1:], depth)
     if not all(sides):
         return Text(text)
@@ -477,18 +477,18 @@ _SHORT = re.compile(
     rf"(?P<number>[+-]?[\d.,]+)(?:\s+|(?=[ckm]?m\b|kg\b|ft\b))(?P<unit>{_LETTERS}(?:\s?/\s?{_LETTERS})?)"
 )
 _MODULO = re.compile(r"([^\\]+)\(?\s*\\(pmod|bmod)\s*\{?\s*(\d{1,15})\s*\}?\s*\)?")
-_SHORT_UNITS = frozenset(
-    "m s g h l j n w v k c f cm mm km kg mg ml ft in yd mi lb oz hr min sec mph rpm kmh rad deg am pm"
-    " hz pa kpa nm".split()
-)
-_MEANINGS = frozenset(
-    "hundred thousand million billion trillion dozen dozens wrong false incorrect invalid never except"
-    " mod modulo base pi percent factorial squared cubed times plus minus infinity half pair pairs unknown"
-    " maybe perhaps probably approximately about nearly almost".split()
-)
-_NOT_UNITS = (FUNCTION_WORDS | KEYWORDS | _MEANINGS) - frozenset(
-    "byte long of per in short double till de e a".split()
-)
+_SHORT_UNITS = """
+m s g h l j n w v k c f cm mm km kg mg ml ft in yd mi lb oz hr min sec mph rpm kmh rad deg am pm hz
+pa kpa nm
+"""
+_MEANINGS = """
+hundred thousand million billion trillion dozen dozens wrong false incorrect invalid never except
+mod modulo base pi percent factorial squared cubed times plus minus infinity half pair pairs unknown
+maybe perhaps probably approximately about nearly almost
+"""
+_LIKE_FUNCTION_WORDS = "byte long of per in short double till de e a"
+_NOT_UNITS = FUNCTION_WORDS | KEYWORDS | {*_MEANINGS.split()}
+_NOT_UNITS -= {*_LIKE_FUNCTION_WORDS.split()}
 _UNITS = {
     name: names.split()[0]
     for names in (
@@ -521,7 +521,7 @@ def _measured(text: str, depth: int) -> Answer:
     if (match := _SHORT.fullmatch(text)) and (number := _NUMBER.fullmatch(match["number"])):
         value = _number(number)
         units = re.findall(r"[a-z]+", match["unit"].lower())
-        if isinstance(value, Number) and _SHORT_UNITS.issuperset(units):
+        if isinstance(value, Number) and {*_SHORT_UNITS.split()}.issuperset(units):
             return replace(value, unit=_unit(match["unit"]))
     try:
         return formula.read(text)
@@ -540,7 +540,7 @@ def _measured(text: str, depth: int) -> Answer:
         return Text(text) if _DENIED.search(words) else value
     known = _NOT_UNITS.isdisjoint(re.findall(r"[a-z]+", words.lower()))
     long = match["text"] is not None or len(words) > 2
-    if words.lower() not in _SHORT_UNITS and not (known and long):
+    if words.lower() not in _SHORT_UNITS.split() and not (known and long):
         return Text(text)
     if isinstance(value, Number):
         return value if value.unit else replace(value, unit=_unit(words) + (match["power"] or ""))
@@ -732,18 +732,13 @@ def _same_relation(gold: Relation, given: Relation) -> bool:
         return alike and gold.signs == given.signs
     ways = [(given.sides, given.signs), (given.sides[::-1], given.signs.translate(_FLIPPED)[::-1])]
     for others, signs in ways:
-        if signs != gold.signs or len(others) != len(gold.sides):
-            continue
-        if len(signs) > 1 or set(signs) > {"=", "≠"}:
+        if signs == gold.signs and len(others) == len(gold.sides):
             pairs = zip(gold.sides, others, strict=True)
             if all(_same_difference(one, "0", other, "0") for one, other in pairs):
                 return True
-        elif _same_difference(*gold.sides, *others, ratio=signs in "=≠"):
-            return True
-        elif signs == "=" and all(
-            _same_difference(a, "0", b, "0") for a, b in zip(gold.sides, others, strict=True)
-        ):
-            return True
+            factor = signs in "=≠"
+            if len(signs) == 1 and _same_difference(*gold.sides, *others, ratio=factor):
+                return True
     return False
 
 
@@ -850,11 +845,11 @@ def _worked_out(text: str) -> Answer:
     return Text(text) if index and isinstance(answer, Formula) and answer.imaginary else answer
 
 
-# --- What is asserted ---
+# --- What a text asserts ---
 
 _BEFORE_MARK = re.compile(
-    r"(?:(?:\bnot|n['’]t|\bnever|\banything\s+but|\bthan|\bdoubt\w*(?:\s+\w+){0,4})(?:\s+(?:be|equal\s+to|the|an?))*"
-    r"|(\\boxed\b.*)\bor)[\s$*(\\\[]*\Z",
+    r"(?:(?:\bnot|n['’]t|\bnever|\banything\s+but|\bthan|\bdoubt\w*(?:\s+\w+){0,4})"
+    r"(?:\s+(?:be|equal\s+to|the|an?))*|(\\boxed\b.*)\bor)[\s$*(\\\[]*\Z",
     re.IGNORECASE | re.S,
 )
 _AFTER_MARK = re.compile(
@@ -862,10 +857,42 @@ _AFTER_MARK = re.compile(
     r"|(?:cannot|can['’]t|could\s+not)\s+be\b|or\s+\$?\\?\w)",
     re.IGNORECASE,
 )
+_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z(\\$*])|\n+")
+_ANSWER = re.compile(r"\banswer(?:\s+\w+){0,4}?(?:\s+is\b\s*:?|\s*:)[\s*>]*(?=\S)", re.IGNORECASE)
+_CLAUSE = re.compile(r"[.!?]\s|\n|,\s+(?:so|thus|hence|therefore|and)\b")
+_CONCLUSION = re.compile(r"[,;:]\s+(?:so|thus|hence|therefore)\b,?")
+_DOUBT = re.compile(
+    r"\?|\b(?:not|never|neither|nor|cannot|except|wrong|false|incorrect|either|maybe|perhaps|might"
+    r"|could|possibly|probably|unlikely|(?<!no\s)doubt\w*|unsure|less|more|greater|fewer|larger"
+    r"|smaller|other|rather|under|over|below|above|nearly|almost|least|most|say|says|said|claims?"
+    r"|guess|although|though|but|unless|between|from|wait|actually|instead|or)\b"
+    r"|n['’]t\b|\banything\b|\ball\s+but\b",
+    re.IGNORECASE,
+)
+_ASIDE = re.compile(
+    r",?\s+(?:which|because|since|(?:and\s+)?not\s(?=[^;]*\d)|rather\s+than|instead\s+of)\b"
+    r"(?!.*\bbut\b)[^;]*$|\bnot\s+[^\s,]+\s*,?\s+but(?:\s+rather)?\b",
+    re.IGNORECASE,
+)
+_VERB = re.compile(
+    r"\b(?:is|are|be|was|were|equals?|equal\s+to|makes?|gives?|gets?|becomes?|has|have|so|thus|hence"
+    r"|therefore|obtain|yields?|leaves?|costs?)\b[:,]?|=>|⇒|→|\\(?:implies|Rightarrow)\b|:(?=\s)",
+    re.IGNORECASE,
+)
+_PROSE = re.compile(
+    r"(?<![\\A-Za-z])(?:(?!(?:sqrt|sin|cos|tan|log|exp|and|mod|inf|infinity)\b)[^\W\d_]{3,}"
+    r"|(?i:is|it|so|we|he|be|by|as|at|an|on|of|to|if|my|no|do)\b)"
+)
+_DISPLAY = re.compile(r"\s*(?:\\\[(?:(?!\\[\[\]]).)*\\\]|\$\$[^$]*\$\$)", re.S)
+_FORMULA = re.compile(
+    r"\$[^$]+\$|\\\(.+?\\\)|(?:(?<![A-Za-z])[b-zB-HJ-Z](?![A-Za-z])|\\[A-Za-z]+|\\[%$]"
+    r"|[\d.,+\-*/^=()\[\]{}<>!%√π°×·÷−|_:²³€£]|(?<=\S)[ \t])+",
+    re.S,
+)
 
 
 def _mark_denied(text: str, marked: str) -> bool:
-    """Whether the words around the last mark say that it is not the answer."""
+    """Whether the words around the last box say that it is not the answer."""
     start = text.rfind(BOXED)
     if start < 0:
         return False
@@ -874,94 +901,43 @@ def _mark_denied(text: str, marked: str) -> bool:
     return bool(_BEFORE_MARK.search(before) or _AFTER_MARK.match(after))
 
 
-_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z(\\$*])|\n+")
-_ANSWER = re.compile(r"\banswer(?:\s+\w+){0,4}?(?:\s+is\b\s*:?|\s*:)[\s*>]*(?=\S)", re.IGNORECASE)
-_DOUBT = re.compile(
-    r"\?|\b(?:not|never|neither|nor|cannot|except|wrong|false|incorrect|either|maybe|perhaps|might|could"
-    r"|possibly|probably|unlikely|(?<!no\s)doubt\w*|unsure|less|more|greater|fewer|larger|smaller|other|rather|under|over|below"
-    r"|above|nearly|almost|least|most|say|says|said|claims?|guess|although|though|but|unless|between|least"
-    r"|from|wait|actually|instead|or)\b|n['’]t\b|\banything\b|\ball\s+but\b",
-    re.IGNORECASE,
-)
-_VERB = re.compile(
-    r"\b(?:is|are|be|was|were|equals?|equal\s+to|makes?|gives?|gets?|becomes?|has|have|so|thus|hence|therefore"
-    r"|obtain|yields?|leaves?|costs?)\b[:,]?|=>|⇒|→|\\(?:implies|Rightarrow)\b|:(?=\s)",
-    re.IGNORECASE,
-)
-_PROSE = re.compile(
-    r"(?<![\\A-Za-z])(?:(?!(?:sqrt|sin|cos|tan|log|exp|and|mod|inf|infinity)\b)[^\W\d_]{3,}"
-    r"|(?i:is|it|so|we|he|be|by|as|at|an|on|of|to|if|my|no|do)\b)"
-)
-_FORMULA = re.compile(
-    r"\$\$?[^$]+\$\$?|\\\(.+?\\\)|\\\[.+?\\\]"
-    r"|(?:(?<![A-Za-z])[b-zB-HJ-Z](?![A-Za-z])|\\[A-Za-z]+|\\?%|\\\$|[\d.,+\-*/^=()\[\]{}<>!√π°×·÷−|_:²³€£]"
-    r"|(?<=\S)[ \t])+",
-    re.S,
-)
-
-
-_DISPLAY = re.compile(r"\s*(?:\\\[(?:(?!\\[\[\]]).)*\\\]|\$\$[^$]*\$\$)", re.S)
-_ASIDE = re.compile(
-    r",?\s+(?:which|because|since|(?:and\s+)?not\s(?=[^;]*\d)|rather\s+than|instead\s+of)\b(?!.*\bbut\b)[^;]*$"
-    r"|\bnot\s+[^\s,]+\s*,?\s+but(?:\s+rather)?\b",
-    re.IGNORECASE,
-)
+def _claim(text: str) -> tuple[str, bool]:
+    """The sentence that states the answer, and whether the text around it leaves a doubt."""
+    text = _BOLD.sub(r"\2", text).strip(" \n")
+    if leads := list(_ANSWER.finditer(text)):
+        line, _, rest = text[leads[-1].end() :].partition("\n")
+        sentence, *more = _SENTENCE.split(line.strip())
+        before = _CLAUSE.split(text[: leads[-1].start()])[-1]
+        return sentence, any(map(_DOUBT.search, (before, rest, *more)))
+    sentences = [part for part in _SENTENCE.split(text) if part.strip()]
+    return sentences[-1].lstrip("># ") if sentences else "", False
 
 
 def _statements(text: str, *, exclaims: bool) -> list[str]:
     """Readings of what an unmarked text asserts; none if it leaves a doubt."""
-    text = (
-        SIGNED_WORD.sub("-", _BOLD.sub(r"\2", text))
-        .strip()
-        .removeprefix("```")
-        .removesuffix("```")
-        .strip()
-    )
     if text.count("$") % 2:  # money
         text = text.replace("\\$", "").replace("$", "")
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
-    rest = ""
-    if leads := list(_ANSWER.finditer(text)):
-        claim, _, rest = text[leads[-1].end() :].partition("\n")
-        before = re.split(
-            r"[.!?]\s|\n|,\s+(?:so|thus|hence|therefore|and)\b", text[: leads[-1].start()]
-        )[-1]
-        sentence, *more = _SENTENCE.split(claim.strip())
-        rest = " ".join([*more, rest])
-        if _DOUBT.search(rest) or _DOUBT.search(before):
-            return []
-        sentence = _set_aside(sentence)
-        if not _PROSE.search(sentence):
-            return [sentence]
-    elif not _PROSE.search(text):
-        return [text]
-    else:
-        sentences = [part for part in _SENTENCE.split(text) if part.strip()]
-        sentence = _set_aside(sentences[-1].lstrip("># "))
-    if not _PROSE.search(sentence):
-        return [sentence]
-    conclusion = re.split(r"[,;:]\s+(?:so|thus|hence|therefore)\b,?", sentence)[-1]
-    if _DOUBT.search(conclusion):
-        return [sentence] if leads and not _DOUBT.search(_WRAPPED.sub("", sentence)) else []
+    text = SIGNED_WORD.sub("-", text)
+    if not _PROSE.search(text):
+        return [text.strip("`\n ")]
+    sentence, doubt = _claim(text)
+    aside = _ASIDE.search(sentence)
+    if aside and re.search(r"\d", kept := sentence[: aside.start()] + sentence[aside.end() :]):
+        sentence = kept  # 26, not 25
+    if doubt or not _PROSE.search(sentence):
+        return [] if doubt else [sentence]
+    conclusion = _CONCLUSION.split(sentence)[-1]
+    if _DOUBT.search(conclusion):  # but not for the words of a remark in the formula
+        return [] if _DOUBT.search(_WRAPPED.sub("", sentence)) else [sentence]
     verbs = list(_VERB.finditer(conclusion))
     tail = conclusion[verbs[-1].end() :].strip() if verbs else ""
-    if tail and not _PROSE.search(tail):
-        return [tail]
     formulas = [match[0] for match in _FORMULA.finditer(conclusion) if re.search(r"\d", match[0])]
-    last = formulas[-1].strip(" ,:=") if formulas else ""
-    return [part for part in (tail, last) if part]
+    if formulas and (not tail or _PROSE.search(tail)):
+        return [tail, formulas[-1].strip(" ,:=")]
+    return [tail]
 
-
-def _set_aside(sentence: str) -> str:
-    """A sentence without what its value is not: `26, not 25`, `not 30 but 31`."""
-    match = _ASIDE.search(sentence)
-    if match is None or not re.search(r"\d", sentence[: match.start()] + sentence[match.end() :]):
-        return sentence
-    return sentence[: match.start()] + sentence[match.end() :]
-
-
-# --- Answers in words ---
 
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 
@@ -974,20 +950,14 @@ def _words(right: str) -> str:
 
 
 def _asserts(text: str, words: str) -> bool:
-    """Whether the last sentence of a text ends with these words, and says so without a doubt."""
-    text = _BOLD.sub(r"\2", text).strip()
-    if leads := list(_ANSWER.finditer(text)):
-        text = text[leads[-1].end() :]
-    sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n+", text) if part.strip()]
-    if not sentences or (leads and _DOUBT.search(" ".join(sentences[1:]))):
-        return False
-    sentence = _undressed(sentences[0 if leads else -1].lstrip("> ").rstrip("!"))
-    sentence = re.sub(r"\$|\\[()\[\]]", "", sentence)
+    """Whether the sentence that states the answer ends with these words, without a doubt."""
+    sentence, doubt = _claim(text.rstrip("! "))
+    sentence = _undressed(re.sub(r"\$|\\[()\[\]]", "", sentence))
     spelled = _spelled(sentence)
-    if spelled == words:
-        return True
+    if doubt or spelled == words:
+        return not doubt
     before = spelled.removesuffix(f" {words}")
     if before == spelled or _DOUBT.search(before):
         return False
     previous = _WRAPPED.sub(r" \1 ", sentence).split()[: len(before.split())]
-    return len(previous) < 2 or not previous[-1][:1].isupper()
+    return len(previous) < 2 or not previous[-1][:1].isupper()  # New York is not York

@@ -14,26 +14,36 @@ from fractions import Fraction
 from keel.rewards.text import raised
 
 _SIGNS = str.maketrans(
-    {"−": "-", "⁄": "/", "∕": "/", "×": "*", "·": "*", "⋅": "*", "÷": "/", "°": "^\\circ ", "π": "\\pi ",
-     "–": "-", "\u200b": "", "≅": "≈", "。": "."}
-)  # fmt: skip
+    {
+        **{"−": "-", "–": "-", "⁄": "/", "∕": "/", "÷": "/", "×": "*", "·": "*", "⋅": "*"},
+        **{"°": "^\\circ ", "π": "\\pi ", "\u200b": "", "≅": "≈", "。": "."},
+    }
+)
 _CHARACTERS = {
-    "≤": "le leq leqslant leqq", "≥": "ge geq geqslant geqq", "≠": "ne neq", "<": "lt", ">": "gt",
-    "≈": "approx simeq", "∪": "cup bigcup", "∩": "cap", "∖": "setminus backslash smallsetminus",
-    "∈": "in", "±": "pm", "∓": "mp", "∞": "infty infinity", "∅": "emptyset varnothing",
-    "∣": "mid", "⟨": "langle", "⟩": "rangle", "∧": "land wedge", "∨": "lor vee", "|": "lvert rvert vert",
-    "→": "to rightarrow implies Rightarrow", "%": "%", "/": "div", "{": "lbrace", "}": "rbrace",
-    "; ": "quad qquad",
-}  # fmt: skip
+    **{
+        "≤": "le leq leqslant leqq",
+        "≥": "ge geq geqslant geqq",
+        "≠": "ne neq",
+        "<": "lt",
+        ">": "gt",
+    },
+    **{"≈": "approx simeq", "∪": "cup bigcup", "∩": "cap", "∖": "setminus backslash smallsetminus"},
+    **{"∈": "in", "±": "pm", "∓": "mp", "∞": "infty infinity", "∅": "emptyset varnothing"},
+    **{"∣": "mid", "⟨": "langle", "⟩": "rangle", "∧": "land wedge", "∨": "lor vee", "%": "%"},
+    **{
+        "→": "to rightarrow implies Rightarrow",
+        "|": "lvert rvert vert",
+        "/": "div",
+        "; ": "quad qquad",
+    },
+}
 _COMMANDS = {name: sign for sign, names in _CHARACTERS.items() for name in names.split()}
-_COMMANDS |= {name: "⦃" for name in ("{", "lbrace")} | {name: "⦄" for name in ("}", "rbrace")}
+_COMMANDS |= {"{": "⦃", "lbrace": "⦃", "}": "⦄", "rbrace": "⦄", "lg": "\\log", "tg": "\\tan"}
 _COMMANDS |= {"dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac", "dbinom": "\\binom"}
 _COMMANDS |= {"cdot": "*", "times": "*", "ast": "*", "imath": "i", "degree": "^\\circ "}
-_COMMANDS |= {"lg": "\\log", "tg": "\\tan"}
-_COMMANDS |= dict.fromkeys(
-    "displaystyle textstyle limits $ ! left right big Big bigg Bigg bigl bigr Bigl Bigr".split(), ""
-)
-_COMMANDS |= dict.fromkeys("dots cdots dotsc".split(), "\\ldots") | dict.fromkeys(",;: >", " ")
+_COMMANDS |= {"dots": "\\ldots", "cdots": "\\ldots", "dotsc": "\\ldots"}
+_LAYOUT = "$ ! left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits"
+_COMMANDS |= dict.fromkeys(_LAYOUT.split(), "") | dict.fromkeys(",;: >", " ")
 _COMMAND = re.compile(r"\\([A-Za-z]+)[ \t]*|\\([^A-Za-z])")
 _UPRIGHT = re.compile(
     r"\\(?:mathrm|text(?:rm|bf|it|normal)?|rm|operatorname\*?|mathit|mathsf|mbox)\s*\{([^{}]*)\}"
@@ -55,7 +65,10 @@ _PERCENT = re.compile(
     r"|(?<=[\d\s}])per\s?cent\b)",
     re.IGNORECASE,
 )
-SIGNED_WORD = re.compile(r"\b(?:negative|minus)\s+(?=[\d\\.])", re.IGNORECASE)
+SIGNED_WORD = re.compile(
+    r"(?:\b(?:negative|minus)\s+|\\text\s*\{\s*(?:negative|minus)\s*\}\s*)(?=[\d\\.])",
+    re.IGNORECASE,
+)
 _MANY = re.compile(
     r"(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?(?:\\(?:text|mathrm)\s*\{\s*)?"
     r"(hundred|thousand|million|billion|trillion)\b\s*\}?",
@@ -68,7 +81,7 @@ _REPEATING = re.compile(
     r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)"
 )
 _SHORT_FRACTION = re.compile(r"\\(frac|binom)\s*(\{[^{}]*\}|\w)\s*(\{|\w)")
-_RATIO = re.compile(r"(?<=\d)\s+(?:\\text\{\s*to\s*\}|to)\s+(?=\d)")
+_RATIO = re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))|(?<![\\a-z])sqrt\s*\(([^()]*)\)")
 _CONJUNCTION = re.compile(r"(?<![A-Za-z\\])(and|or)(?![A-Za-z])")
@@ -148,12 +161,8 @@ def _upright(match: re.Match[str]) -> str:
 
 
 _JOINED = re.compile(r"(.*[^\s,;])(?:\s*[,;]|[\s,;]+(and|or))")
-_BASES = {
-    word: str(base)
-    for base, word in enumerate(
-        "two three four five six seven eight nine ten eleven twelve".split(), 2
-    )
-}
+_NUMERALS = "two three four five six seven eight nine ten eleven twelve"
+_BASES = {word: str(base) for base, word in enumerate(_NUMERALS.split(), 2)}
 
 
 def _braced(match: re.Match[str]) -> str:
