@@ -295,9 +295,6 @@ class _Reader:
             return self.worked("floor", symbols, _apply(operation, self.group()))
         if self.kind == "name":
             return self.name(self.take())
-        if self.token == "∞":
-            self.take()
-            return lambda _: _context.inf
         if self.kind == "command":
             return self.command(self.take()[1:])
         raise Unreadable(f"unexpected {self.token!r}")
@@ -465,3 +462,6 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     **{f"arc{name}": _within_bounds(f"a{name}") for name in _INVERTIBLE.split()},
     **{"ln": _context.log, "log": _logarithm},
 }
+
+INFINITE = Formula(lambda _: _context.inf, "∞")
+MINUS_INFINITE = Formula(lambda _: -_context.inf, "-∞")

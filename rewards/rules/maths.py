@@ -18,7 +18,7 @@ from typing import Any, TypeGuard, cast
 
 from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.rules import formula
-from keel.rewards.rules.formula import Formula, Point, Unreadable
+from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, Point, Unreadable
 from keel.rewards.rules.notation import SIGNED_WORD, plain, squeezed
 from keel.rewards.text import BOXED, marked_answer, normalise
 
@@ -258,7 +258,7 @@ def parse(text: str, depth: int = 0) -> Answer:
         _either,
         _related,
         _bracketed,
-        _constant_set,
+        _constant_sign,
     ):
         answer = reader(text, depth + 1)
         if answer is not None:
@@ -267,8 +267,6 @@ def parse(text: str, depth: int = 0) -> Answer:
 
 
 _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
-_ENDLESS = formula.read("∞")
-_MINUS_ENDLESS = formula.read("-∞")
 
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
@@ -418,14 +416,14 @@ def _inequality(relation: Relation) -> Region | None:
     if len(sides) == 3:
         return Region(((low, signs[0] == "≤", high, signs[1] == "≤"),))
     return Region(
-        ((low, signs == "≤", _ENDLESS, False),)
+        ((low, signs == "≤", INFINITE, False),)
         if place
-        else ((_MINUS_ENDLESS, False, high, signs == "≤"),)
+        else ((MINUS_INFINITE, False, high, signs == "≤"),)
     )
 
 
 def _other_than(end: Formula) -> Region:
-    return Region(((_MINUS_ENDLESS, False, end, False), (end, False, _ENDLESS, False)))
+    return Region(((MINUS_INFINITE, False, end, False), (end, False, INFINITE, False)))
 
 
 _SUCH_THAT = re.compile(r"\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)", re.S)
@@ -458,11 +456,13 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     return Several(text[0].replace("{", "⦃"), text[-1], tuple(items))
 
 
-def _constant_set(text: str, _: int) -> Answer | None:
+def _constant_sign(text: str, _: int) -> Answer | None:
+    if text.lstrip("+-") == "∞":
+        return MINUS_INFINITE if text[0] == "-" else INFINITE
     if text == "∅":
         return Several("⦃", "⦄", ())
     if text.replace(" ", "") == "\\mathbb{R}":
-        return Region(((_MINUS_ENDLESS, False, _ENDLESS, False),))
+        return Region(((MINUS_INFINITE, False, INFINITE, False),))
     return None
 
 
@@ -596,7 +596,7 @@ _PI = re.compile(r"-?(?:\d+(?:\.\d+)?)?\s?\\pi")
 
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
-    """A number has to be written as one: in lowest terms, and in powers of ten only if `gold` is."""
+    """A number has to be written as one; in powers of ten only if `gold` is."""
     if not isinstance(given, Number):
         multiple = tolerance and isinstance(given, Formula) and _PI.fullmatch(given.text)
         return bool(multiple) and _near(formula.number(gold.value), _value(given), tolerance)
@@ -891,6 +891,12 @@ _FORMULA = re.compile(
 )
 
 
+_OPERATOR = re.compile(
+    r"\d\W{0,2}\s(?:plus|minus|times|by|over|mod|modulo|(?:multiplied|divided)\s+by)\s*$",
+    re.IGNORECASE,
+)
+
+
 def _mark_denied(text: str, marked: str) -> bool:
     """Whether the words around the last box say that it is not the answer."""
     start = text.rfind(BOXED)
@@ -921,7 +927,7 @@ def _statements(text: str, *, exclaims: bool) -> list[str]:
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
     text = SIGNED_WORD.sub("-", text)
     if not _PROSE.search(text):
-        return [text.strip("`\n ")]
+        return [text.strip("`\n #")]
     sentence, doubt = _claim(text)
     aside = _ASIDE.search(sentence)
     if aside and re.search(r"\d", kept := sentence[: aside.start()] + sentence[aside.end() :]):
@@ -933,9 +939,14 @@ def _statements(text: str, *, exclaims: bool) -> list[str]:
         return [] if _DOUBT.search(_WRAPPED.sub("", sentence)) else [sentence]
     verbs = list(_VERB.finditer(conclusion))
     tail = conclusion[verbs[-1].end() :].strip() if verbs else ""
-    formulas = [match[0] for match in _FORMULA.finditer(conclusion) if re.search(r"\d", match[0])]
+    formulas = [match for match in _FORMULA.finditer(conclusion) if re.search(r"\d", match[0])]
     if formulas and (not tail or _PROSE.search(tail)):
-        return [tail, formulas[-1].strip(" ,:=")]
+        before, after = conclusion[: formulas[-1].start()], conclusion[formulas[-1].end() :]
+        word = after.lower().split(maxsplit=1)[0].strip(".,") if after.strip() else ""
+        if word not in _MEANINGS.split() and not _OPERATOR.search(
+            before
+        ):  # not 5 million, 3 plus 5
+            return [tail, formulas[-1][0].strip(" ,:=")]
     return [tail]
 
 
