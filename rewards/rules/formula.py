@@ -47,11 +47,11 @@ Node = Callable[["Point"], Value]
 
 
 class Unreadable(ValueError):
-    """The text is not a formula of this grammar, or it has no bounded value."""
+    """Raised for text outside the grammar, and for formulas without a bounded value."""
 
 
 class LostTerm(Unreadable):
-    """A term of a sum is too small for the precision."""
+    """Raised if a term of a sum is too small for the precision."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def number(value: Any) -> Value:
 
 
 def close(left: Value, right: Value) -> bool:
-    """Whether two values agree to all digits of the larger one but 20."""
+    """Compare two values up to the last 20 digits of the larger one."""
     larger = max(abs(left), abs(right))
     return bool(
         left == right or abs(left - right) <= larger * _digit(20 - _context.dps) < _context.inf
@@ -114,8 +114,7 @@ def close(left: Value, right: Value) -> bool:
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
-    """Whether two formulas have the same value at all points; with ratio, whether they are
-    multiples of each other."""
+    """Compare two formulas by their values at sample points. ratio: up to a constant factor."""
     try:
         return _agree(one, other, ratio=ratio)
     except LostTerm:  # as in 3^{2020}-1
@@ -167,7 +166,7 @@ def read(text: str) -> Formula:
 
 
 class _Reader:
-    """Recursive descent over the tokens; each method returns the node of what it has read."""
+    """Recursive descent over the tokens. Each method returns the node of the text it has read."""
 
     def __init__(self, text: str) -> None:
         self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]

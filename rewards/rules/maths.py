@@ -1,7 +1,7 @@
-r"""Whether an answer has the value of a known one: `\frac12`, `1/2` and `0.5` are one value.
+r"""Comparison of an answer with the known one by value: `\frac12`, `1/2` and `0.5` are equal.
 
 Both texts go the same way: `plain` writes them in one notation, `parse` reads the whole of it as a
-number, formula, list, set, region or relation, or else leaves it a text, and `_same` compares two
+number, formula, list, set, region or relation, or else keeps it as text, and `_same` compares two
 readings. Plain numbers are exact fractions, `keel.rewards.rules.formula` evaluates formulas, and a
 text equals only itself. math-verify's parser works out sums, integrals and determinants of the
 known answer, once, and never of a completion.
@@ -17,10 +17,10 @@ from functools import cache
 from typing import Any, TypeGuard, cast
 
 from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
-from keel.rewards.rules import formula
+from keel.rewards.rules import formula, statements
 from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, Point, Unreadable
-from keel.rewards.rules.notation import SIGNED_WORD, plain, squeezed
-from keel.rewards.text import BOXED, marked_answer, normalise
+from keel.rewards.rules.notation import plain, squeezed
+from keel.rewards.text import BOXED, marked_answer
 
 MAX_CHARACTERS = 2_048
 """A longer answer is wrong, unless the right one is about that long."""
@@ -46,35 +46,25 @@ def mathematical(
     """
     if tolerance is not None and not _is_share(tolerance):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
-    right = _undressed(right)
-    gold = cache(lambda: _worked_out(plain(right)))
-    spelled, words = _spelled(right), _words(right)
+    right = statements.undressed(right)
+    spelling, words = statements.spelled(right), statements.words_of(right)
     longest = max(MAX_CHARACTERS, 4 * len(right))
+    gold = cache(lambda: [_worked_out(plain(right)), *_ungrouped(plain(right))])
     if ready and not words:
         gold()
 
-    @cache
-    def grouped() -> Answer | None:
-        return _ungrouped(plain(right))
-
     def judge(answer: str) -> bool:
         number = None if words else _NUMBER.fullmatch(answer)
-        if number and isinstance(expected := gold(), Number):
+        if number and isinstance(expected := gold()[0], Number):
             return _same_number(expected, _number(number), tolerance)
-        answer = _undressed(answer)
-        if not answer:
-            return False
-        if _spelled(answer) == spelled:
-            return True
+        answer = statements.undressed(answer)
+        if not answer or statements.spelled(answer) == spelling:
+            return bool(answer)
         if words:
             return False
         answer = plain(answer)
-        if _same(gold(), parse(answer), tolerance):
-            return True
-        other = _ungrouped(answer)  # 100,200 may be one number, or two
-        return (other is not None and _same(gold(), other)) or (
-            grouped() is not None and _same(cast(Answer, grouped()), other or parse(answer))
-        )
+        readings = [parse(answer), *_ungrouped(answer)]
+        return any(_same(one, other, tolerance) for one in gold() for other in readings)
 
     def verify(text: str) -> bool:
         marked = marked_answer(text)
@@ -83,10 +73,12 @@ def mathematical(
         if len(text if marked is None else marked) > longest:
             return False
         if marked is not None:
-            return not _mark_denied(text, marked) and judge(marked)
+            return not statements.mark_denied(text, marked) and judge(marked)
         if words:
-            return _asserts(text, words)
-        return any(judge(statement) for statement in _statements(text, exclaims="!" in right))
+            return statements.asserts(text, words)
+        return any(
+            judge(statement) for statement in statements.statements(text, exclaims="!" in right)
+        )
 
     return verify
 
@@ -95,54 +87,12 @@ def _is_share(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1
 
 
-# --- The dress of an answer: Markdown, delimiters, "The answer is" ---
-
-_BOLD = re.compile(r"(?<![\w)}\]*])(\*{1,3})(?![\s*])([^*\n]+?)(?<!\s)\1(?![\w({\[*])|`+")
-_LEAD = re.compile(
-    r"\s*(?:\\text\w*\s*\{\s*)?(?:(?:so|thus|hence|therefore|then),?\s+)?(?:the\s+|my\s+)?"
-    r"(?:final\s+|correct\s+|right\s+)?answer(?:\s+is\b\s*:?|\s*:)\s*\}?\s*",
-    re.IGNORECASE,
-)
-_STYLED = re.compile(
-    r"\\(?:boxed|text|textbf|mathbf|boldsymbol|bm|pmb|underline|mathrm|displaystyle)\s*"
-    r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-)
-_DELIMITED = re.compile(
-    r"\$\$?([^$]*)\$\$?|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]", re.S
-)
-
-
-_WRAPPED = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]*)\}")
-
-
-def _undressed(text: str) -> str:
-    """The answer without what people put around one."""
-    text = _BOLD.sub(r"\2", text).strip()
-    text = text[match.end() :] if (match := _LEAD.match(text)) else text
-    for _ in range(6):
-        before, text = text, text.strip()
-        if text[-1:] in ".,;" and text[-2:] not in ("\\,", "\\;"):
-            text = text[:-1]
-        if match := _DELIMITED.fullmatch(text) or _STYLED.fullmatch(text):
-            text = match[match.lastindex or 0]
-        if text == before:
-            break
-    return text
-
-
-def _spelled(text: str) -> str:
-    """The answer as it reads when typeset."""
-    text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
-    text = normalise(re.sub(r"[$\\]\s|[~$]", " ", text)).casefold()
-    return text.rstrip("." if any(map(str.isdigit, text)) else ".!").strip()
-
-
-# --- What an answer says ---
+# --- Reading ---
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A rational number as it was written.
+    """A rational number and its spelling.
 
     form: integer, decimal, fraction, ratio or scientific. lowest: of a fraction, whether it is in
     lowest terms. unit: the words after it, in the singular.
@@ -184,19 +134,18 @@ class Region:
 class Relation:
     """Sides and the signs between them.
 
-    name: the first side where it is a name, as in `x = 3` and `f(x) = x^2`; else empty.
+    name: the first side if it is a name, as in `x = 3` and `f(x) = x^2`. value: the last side.
     """
 
     sides: tuple[str, ...]
     signs: str
     name: str
     value: Answer
-    """The last side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """An answer that is not read."""
+    """An answer outside this grammar, compared as text."""
 
     text: str
 
@@ -236,15 +185,14 @@ def _number(match: re.Match[str]) -> Number | Text:
     return Number(sign * value, form, percent=bool(match["percent"]))
 
 
-def _ungrouped(text: str) -> Answer | None:
-    """An answer in which commas between digits may separate numbers, read like that."""
-    if not re.search(r"\d,\d{3}(?!\d)", text):
-        return None
-    return parse(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text))
+def _ungrouped(text: str) -> list[Answer]:
+    """The list in `100,200`, which may also be one number."""
+    spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
+    return [] if spaced == text else [parse(spaced)]
 
 
 def parse(text: str, depth: int = 0) -> Answer:
-    """Read all of an answer in plain notation. What is not read is a Text."""
+    """Read all of an answer in plain notation, or return it as Text."""
     text = text.strip()
     if match := _NUMBER.fullmatch(text):
         return _number(match)
@@ -270,7 +218,7 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
-    """The parts of `text` between marks outside brackets, and these marks."""
+    """Split at marks outside brackets. Returns the parts and the marks between them."""
     parts, found, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨]|[)\]}}⦄⟩]|[{marks}]", text):
         if match[0] in _OPENING:
@@ -400,7 +348,7 @@ def _constant(text: str) -> Any:
 
 
 def _inequality(relation: Relation) -> Region | None:
-    """The numbers that one name may have."""
+    """The region of one name, as in `1 < x < 2` and `x \\ne 3`."""
     sides, signs = relation.sides, relation.signs
     if signs[0] in ">≥":
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
@@ -481,13 +429,8 @@ _SHORT_UNITS = """
 m s g h l j n w v k c f cm mm km kg mg ml ft in yd mi lb oz hr min sec mph rpm kmh rad deg am pm hz
 pa kpa nm
 """
-_MEANINGS = """
-hundred thousand million billion trillion dozen dozens wrong false incorrect invalid never except
-mod modulo base pi percent factorial squared cubed times plus minus infinity half pair pairs unknown
-maybe perhaps probably approximately about nearly almost
-"""
 _LIKE_FUNCTION_WORDS = "byte long of per in short double till de e a"
-_NOT_UNITS = FUNCTION_WORDS | KEYWORDS | {*_MEANINGS.split()}
+_NOT_UNITS = FUNCTION_WORDS | KEYWORDS | {*statements.MEANINGS.split()}
 _NOT_UNITS -= {*_LIKE_FUNCTION_WORDS.split()}
 _UNITS = {
     name: names.split()[0]
@@ -556,7 +499,7 @@ def _unit(words: str) -> str:
 
 
 def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
-    """Whether two answers say the same."""
+    """Compare two answers."""
     if isinstance(given, Several) and given.opening == "∨" and not isinstance(gold, Several):
         return all(_same(gold, item) for item in given.items)  # 1/2 or 0.5
     if (
@@ -596,7 +539,7 @@ _PI = re.compile(r"-?(?:\d+(?:\.\d+)?)?\s?\\pi")
 
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
-    """A number has to be written as one; in powers of ten only if `gold` is."""
+    """Compare with a number, which must be written as one, in powers of ten only if `gold` is."""
     if not isinstance(given, Number):
         multiple = tolerance and isinstance(given, Formula) and _PI.fullmatch(given.text)
         return bool(multiple) and _near(formula.number(gold.value), _value(given), tolerance)
@@ -653,7 +596,7 @@ def _value(answer: Answer) -> Any:
 
 
 def _rounded(right: Any, given: Any) -> bool:
-    """Whether two numbers are equal as six places show them, or six digits of tiny ones."""
+    """Compare two numbers to six decimal places, tiny ones to six digits."""
     difference, larger = abs(right - given), max(abs(right), abs(given))
     if larger * 10**5 < 1:
         return bool(difference * 10**_PLACES <= larger)
@@ -687,7 +630,7 @@ def _same_several(gold: Several, given: Answer) -> bool:
 
 
 def _same_item(one: Answer, other: Answer) -> bool:
-    """In a list units tell values apart: 3 red and 4 blue, 4 red and 3 blue."""
+    """Compare two values of lists, whose units must agree: 3 red and 4 blue."""
     if isinstance(one, Number) and isinstance(other, Number) and one.unit and other.unit:
         return one.unit == other.unit and _same(one, other)
     return _same(one, other)
@@ -698,7 +641,7 @@ def _in_order(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
 
 
 def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool) -> bool:
-    """once: values may be repeated, as in a set."""
+    """Compare two lists in any order. once: repeated values count once, as in a set."""
     remaining = list(given)
     for one in gold:
         place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
@@ -711,7 +654,7 @@ def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool
 
 
 def _same_names(gold: Several, given: Several) -> bool:
-    """Values of several names: by name, or in order where one side has none."""
+    """Compare the values of several names, in order if one side has no names."""
     named = [{item.name: item.value for item in one.items if _names(item)} for one in (gold, given)]
     complete = [len(one) == len(side.items) for one, side in zip(named, (gold, given), strict=True)]
     if all(complete):
@@ -725,7 +668,7 @@ def _same_names(gold: Several, given: Several) -> bool:
 
 
 def _same_relation(gold: Relation, given: Relation) -> bool:
-    """Equations are equal up to a factor; chains of inequalities are equal side by side."""
+    """Compare equations up to a factor, and chains of inequalities side by side."""
     sides = [[_as_formula(parse(side, 1)) for side in one.sides] for one in (gold, given)]
     if not all(map(all, sides)):
         alike = [*map(squeezed, gold.sides)] == [*map(squeezed, given.sides)]
@@ -830,7 +773,7 @@ _CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vm
 
 
 def _worked_out(text: str) -> Answer:
-    """The known answer; sums, integrals, limits and determinants in it are worked out by sympy."""
+    """Read the known answer, with its sums, integrals, limits and determinants evaluated."""
     if not _CALCULUS.search(text):
         return parse(text)
     from latex2sympy2_extended import latex2sympy  # noqa: PLC0415  # pyright: ignore
@@ -843,132 +786,3 @@ def _worked_out(text: str) -> Answer:
         return Text(text)
     index = re.search(r"_\s*\{\s*i\s*=", text)  # an index, and not the imaginary unit
     return Text(text) if index and isinstance(answer, Formula) and answer.imaginary else answer
-
-
-# --- What a text asserts ---
-
-_BEFORE_MARK = re.compile(
-    r"(?:(?:\bnot|n['’]t|\bnever|\banything\s+but|\bthan|\bdoubt\w*(?:\s+\w+){0,4})"
-    r"(?:\s+(?:be|equal\s+to|the|an?))*|(\\boxed\b.*)\bor)[\s$*(\\\[]*\Z",
-    re.IGNORECASE | re.S,
-)
-_AFTER_MARK = re.compile(
-    r"[\s$*)\\\]}]*(?:\?|(?:is|was|are)\s*(?:n['’]t|\s+not|\s+wrong|\s+incorrect|\s+false)\b"
-    r"|(?:cannot|can['’]t|could\s+not)\s+be\b|or\s+\$?\\?\w)",
-    re.IGNORECASE,
-)
-_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z(\\$*])|\n+")
-_ANSWER = re.compile(r"\banswer(?:\s+\w+){0,4}?(?:\s+is\b\s*:?|\s*:)[\s*>]*(?=\S)", re.IGNORECASE)
-_CLAUSE = re.compile(r"[.!?]\s|\n|,\s+(?:so|thus|hence|therefore|and)\b")
-_CONCLUSION = re.compile(r"[,;:]\s+(?:so|thus|hence|therefore)\b,?")
-_DOUBT = re.compile(
-    r"\?|\b(?:not|never|neither|nor|cannot|except|wrong|false|incorrect|either|maybe|perhaps|might"
-    r"|could|possibly|probably|unlikely|(?<!no\s)doubt\w*|unsure|less|more|greater|fewer|larger"
-    r"|smaller|other|rather|under|over|below|above|nearly|almost|least|most|say|says|said|claims?"
-    r"|guess|although|though|but|unless|between|from|wait|actually|instead|or)\b"
-    r"|n['’]t\b|\banything\b|\ball\s+but\b",
-    re.IGNORECASE,
-)
-_ASIDE = re.compile(
-    r",?\s+(?:which|because|since|(?:and\s+)?not\s(?=[^;]*\d)|rather\s+than|instead\s+of)\b"
-    r"(?!.*\bbut\b)[^;]*$|\bnot\s+[^\s,]+\s*,?\s+but(?:\s+rather)?\b",
-    re.IGNORECASE,
-)
-_VERB = re.compile(
-    r"\b(?:is|are|be|was|were|equals?|equal\s+to|makes?|gives?|gets?|becomes?|has|have|so|thus|hence"
-    r"|therefore|obtain|yields?|leaves?|costs?)\b[:,]?|=>|⇒|→|\\(?:implies|Rightarrow)\b|:(?=\s)",
-    re.IGNORECASE,
-)
-_PROSE = re.compile(
-    r"(?<![\\A-Za-z])(?:(?!(?:sqrt|sin|cos|tan|log|exp|and|mod|inf|infinity)\b)[^\W\d_]{3,}"
-    r"|(?i:is|it|so|we|he|be|by|as|at|an|on|of|to|if|my|no|do)\b)"
-)
-_DISPLAY = re.compile(r"\s*(?:\\\[(?:(?!\\[\[\]]).)*\\\]|\$\$[^$]*\$\$)", re.S)
-_FORMULA = re.compile(
-    r"\$[^$]+\$|\\\(.+?\\\)|(?:(?<![A-Za-z])[b-zB-HJ-Z](?![A-Za-z])|\\[A-Za-z]+|\\[%$]"
-    r"|[\d.,+\-*/^=()\[\]{}<>!%√π°×·÷−|_:²³€£]|(?<=\S)[ \t])+",
-    re.S,
-)
-
-
-_OPERATOR = re.compile(
-    r"\d\W{0,2}\s(?:plus|minus|times|by|over|mod|modulo|(?:multiplied|divided)\s+by)\s*$",
-    re.IGNORECASE,
-)
-
-
-def _mark_denied(text: str, marked: str) -> bool:
-    """Whether the words around the last box say that it is not the answer."""
-    start = text.rfind(BOXED)
-    if start < 0:
-        return False
-    after = text[text.find(marked, start) + len(marked) :].lstrip()[1:]
-    before = text[max(0, start - 80) : start]
-    return bool(_BEFORE_MARK.search(before) or _AFTER_MARK.match(after))
-
-
-def _claim(text: str) -> tuple[str, bool]:
-    """The sentence that states the answer, and whether the text around it leaves a doubt."""
-    text = _BOLD.sub(r"\2", text).strip(" \n")
-    if leads := list(_ANSWER.finditer(text)):
-        line, _, rest = text[leads[-1].end() :].partition("\n")
-        sentence, *more = _SENTENCE.split(line.strip())
-        before = _CLAUSE.split(text[: leads[-1].start()])[-1]
-        return sentence, any(map(_DOUBT.search, (before, rest, *more)))
-    sentences = [part for part in _SENTENCE.split(text) if part.strip()]
-    return sentences[-1].lstrip("># ") if sentences else "", False
-
-
-def _statements(text: str, *, exclaims: bool) -> list[str]:
-    """Readings of what an unmarked text asserts; none if it leaves a doubt."""
-    if text.count("$") % 2:  # money
-        text = text.replace("\\$", "").replace("$", "")
-    text = text if exclaims else text.rstrip("! ")
-    text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
-    text = SIGNED_WORD.sub("-", text)
-    if not _PROSE.search(text):
-        return [text.strip("`\n #")]
-    sentence, doubt = _claim(text)
-    aside = _ASIDE.search(sentence)
-    if aside and re.search(r"\d", kept := sentence[: aside.start()] + sentence[aside.end() :]):
-        sentence = kept  # 26, not 25
-    if doubt or not _PROSE.search(sentence):
-        return [] if doubt else [sentence]
-    conclusion = _CONCLUSION.split(sentence)[-1]
-    if _DOUBT.search(conclusion):  # but not for the words of a remark in the formula
-        return [] if _DOUBT.search(_WRAPPED.sub("", sentence)) else [sentence]
-    verbs = list(_VERB.finditer(conclusion))
-    tail = conclusion[verbs[-1].end() :].strip() if verbs else ""
-    formulas = [match for match in _FORMULA.finditer(conclusion) if re.search(r"\d", match[0])]
-    if formulas and (not tail or _PROSE.search(tail)):
-        before, after = conclusion[: formulas[-1].start()], conclusion[formulas[-1].end() :]
-        word = after.lower().split(maxsplit=1)[0].strip(".,") if after.strip() else ""
-        if word not in _MEANINGS.split() and not _OPERATOR.search(
-            before
-        ):  # not 5 million, 3 plus 5
-            return [tail, formulas[-1][0].strip(" ,:=")]
-    return [tail]
-
-
-_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
-
-
-def _words(right: str) -> str:
-    """The words of an answer that has nothing else in it; "" for others."""
-    spelled = _spelled(right)
-    is_words = _WORDS.fullmatch(spelled) and not re.search(r"\\(?!text|math)", right)
-    return spelled if is_words and not right.isupper() else ""
-
-
-def _asserts(text: str, words: str) -> bool:
-    """Whether the sentence that states the answer ends with these words, without a doubt."""
-    sentence, doubt = _claim(text.rstrip("! "))
-    sentence = _undressed(re.sub(r"\$|\\[()\[\]]", "", sentence))
-    spelled = _spelled(sentence)
-    if doubt or spelled == words:
-        return not doubt
-    before = spelled.removesuffix(f" {words}")
-    if before == spelled or _DOUBT.search(before):
-        return False
-    previous = _WRAPPED.sub(r" \1 ", sentence).split()[: len(before.split())]
-    return len(previous) < 2 or not previous[-1][:1].isupper()  # New York is not York

@@ -1,8 +1,8 @@
 r"""One notation for the many ways to write an answer.
 
 `plain` writes signs for commands (`\\leq` is ≤, `\\{` is ⦃), upright letters and functions as the
-usual ones, numbers in digits, and no layout. What is left are the formulas of
-`keel.rewards.rules.formula` between signs that `keel.rewards.rules.maths` splits at.
+usual ones, numbers in digits, and no layout. The result consists of formulas
+(`keel.rewards.rules.formula`) between the signs that `keel.rewards.rules.maths` splits at.
 """
 
 from __future__ import annotations
@@ -186,4 +186,5 @@ def _repeating(match: re.Match[str]) -> str:
 def squeezed(text: str) -> str:
     """A text in plain notation without white space and needless braces, for comparing texts."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text).casefold()
+    text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
+    return text if "\\" in text else text.casefold()
