@@ -432,25 +432,31 @@ pa kpa nm
 _LIKE_FUNCTION_WORDS = "byte long of per in short double till de e a"
 _NOT_UNITS = FUNCTION_WORDS | KEYWORDS | {*statements.MEANINGS.split()}
 _NOT_UNITS -= {*_LIKE_FUNCTION_WORDS.split()}
+_UNIT_NAMES = """
+mm millimeter millimetre
+cm centimeter centimetre
+m meter metre
+km kilometer kilometre
+in inch inche
+ft foot feet
+yd yard
+mi mile
+g gram
+kg kilogram
+s sec second
+min minute
+h hr hour
+day
+week
+month
+year
+dollar
+cent
+am a.m
+pm p.m
+"""
 _UNITS = {
-    name: names.split()[0]
-    for names in (
-        *("cm centimeter centimetre", "mm millimeter millimetre", "m meter metre", "ft foot feet"),
-        *("km kilometer kilometre", "in inch inche", "mi mile", "yd yard", "g gram", "kg kilogram"),
-        *(
-            "s sec second",
-            "min minute",
-            "h hr hour",
-            "day",
-            "week",
-            "month",
-            "year",
-            "dollar",
-            "cent",
-        ),
-        *("am a.m", "pm p.m"),
-    )
-    for name in names.split()
+    name: line.split()[0] for line in _UNIT_NAMES.strip().splitlines() for name in line.split()
 }
 _DENIED = re.compile(
     r"n['’]t\b(?!\s+matter)|\b(?:wrong|false|incorrect|invalid|except|never)\b|\bnot\b(?!\s+"

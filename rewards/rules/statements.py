@@ -1,7 +1,7 @@
 r"""Extraction of the answer that a text asserts.
 
 `undressed` strips Markdown, delimiters and "The answer is". For text without a mark, `statements`
-extracts the number or formula and `asserts` compares words. A negation, an alternative or a question
+extracts a number or formula, and `asserts` compares words. A negation, an alternative or a question
 means that there is no answer.
 """
 
