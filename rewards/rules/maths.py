@@ -307,7 +307,8 @@ def _either(text: str, depth: int) -> Answer | None:
 _NAME = re.compile(
     r"(?![ei]$|\\pi\s*$)(?:\\text\{[^{}]*\}|[A-Za-z]|[A-Z]{2,6}|\|[A-Z]{2}\|"
     r"|\\(?:angle|triangle)?\s?[A-Za-z]+"
-    r"|\\(?:overline|overrightarrow|vec|hat|bar|mathbf|mathcal|dot)\s*\{\w+\})"
+    r"|\\(?:overline|overrightarrow|vec|hat|bar|mathbf|mathcal|dot)\s*\{\w+\}"
+    r"|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d\w\s*\})"
     r"(?:_\w|_\{[^{}]*\})?'{0,3}(?:\([^()=]*\))?"
 )
 _FLIPPED = str.maketrans("<>≤≥", "><≥≤")

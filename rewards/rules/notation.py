@@ -187,4 +187,5 @@ def squeezed(text: str) -> str:
     """A text in plain notation without white space and needless braces, for comparing texts."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
-    return text if "\\" in text else text.casefold()
+    words = "\\" not in text and re.search(r"[^\W\d_]{2}", text)
+    return text.casefold() if words else text

@@ -54,7 +54,8 @@ def spelled(text: str) -> str:
     """Return the answer as it reads when typeset."""
     text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
     text = normalise(re.sub(r"[$\\]\s|[~$]", " ", text))
-    text = text if "\\" in text else text.casefold()  # \Delta is not \delta
+    if "\\" not in text and re.search(r"[^\W\d_]{2}", text):  # \Delta is not \delta, nor R r
+        text = text.casefold()
     return text.rstrip("." if any(map(str.isdigit, text)) else ".!").strip()
 
 
