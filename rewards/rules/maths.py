@@ -29,6 +29,9 @@ _PLACES = 6
 """Decimals are compared after rounding to so many places; below 1e-5, to so many digits."""
 
 
+_ASSIGNED = re.compile(r"\A\s*[a-df-hj-zA-Z]\s*=")
+
+
 def mathematical(
     right: str, *, tolerance: float | None = None, ready: bool = True
 ) -> Callable[[str], bool]:
@@ -54,7 +57,7 @@ def mathematical(
         gold()
 
     def judge(answer: str) -> bool:
-        number = None if words else _NUMBER.fullmatch(answer)
+        number = None if words else _NUMBER.fullmatch(_ASSIGNED.sub("", answer))
         if number and isinstance(expected := gold()[0], Number):
             return _same_number(expected, _number(number), tolerance)
         answer = statements.undressed(answer)

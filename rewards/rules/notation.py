@@ -99,6 +99,11 @@ _DEGREES = re.compile(
 _VECTORS = re.compile(r"\\(?:vec|mathbf|overrightarrow|boldsymbol)(?![A-Za-z])")
 
 
+_LETTERS = re.compile(r"[^\W\d_]{2}")
+_UNUSUAL = re.compile(r"[^\W\d_]{2}|[${%*(=>.]")
+_SPELLINGS = {"**": "^", "ℝ": "\\mathbb{R}", "...": "\\ldots ", "=>": "→", ">=": "≥", "<=": "≤"}
+
+
 def plain(text: str) -> str:
     """Write an answer in one notation: signs for commands, upright letters as the usual ones, and
     numbers in digits."""
@@ -107,21 +112,23 @@ def plain(text: str) -> str:
     if _VECTORS.search(text):  # two products
         text = text.replace("\\times", "\\cross")
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
-    if "\\" in text or "{" in text or not text.isascii() or re.search(r"[^\W\d_]{2}|[$%*(=]", text):
-        text = _PERCENT.sub("%", _MONEY.sub("", SIGNED_WORD.sub("-", _ORDINAL.sub("", text))))
-        text = _RATIO.sub(":", _MANY.sub(_counted, text))
+    if _LETTERS.search(text):
+        text = _MANY.sub(_counted, SIGNED_WORD.sub("-", _ORDINAL.sub("", text)))
+        text = _RATIO.sub(":", _LABEL.sub("", _COLOR.sub("", text)))
+    if "\\" in text or not text.isascii() or _UNUSUAL.search(text):
+        text = _PERCENT.sub("%", _MONEY.sub("", text))
         text = _REPEATING.sub(_repeating, text.replace("{:}", ":").replace("~", " "))
-        text = _LABEL.sub("", _COLOR.sub("", _CHOOSE.sub(r"\\binom{\1}{\2}", text)))
-        text = _COMPOUND.sub(r"\1, ", _UPRIGHT.sub(_upright, text))
+        if _LETTERS.search(text):
+            text = _UPRIGHT.sub(_upright, _CHOOSE.sub(r"\\binom{\1}{\2}", text))
+            text = _COMPOUND.sub(r"\1, ", text)
         text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
         text = _DEGREES.sub(r"\1", _COMMAND.sub(_sign, text)).replace("$", "")
         text = _SHORT_FRACTION.sub(_braced, _SHORT_FRACTION.sub(_braced, text))
-        text = _CONJUNCTION.sub(lambda match: "∧" if match[1] == "and" else "∨", text)
-        text = _BARE_NAME.sub(lambda match: _COMMANDS.get(match[1], f"\\{match[1]} "), text)
-        text = text.replace("**", "^").replace("ℝ", "\\mathbb{R}")
-        text = (
-            text.replace("...", "\\ldots ").replace("=>", "→").replace(">=", "≥").replace("<=", "≤")
-        )
+        if _LETTERS.search(text):
+            text = _CONJUNCTION.sub(lambda match: "∧" if match[1] == "and" else "∨", text)
+            text = _BARE_NAME.sub(lambda match: _COMMANDS.get(match[1], f"\\{match[1]} "), text)
+        for spelling, sign in _SPELLINGS.items():
+            text = text.replace(spelling, sign)
     return _MIXED.sub(r"\1\\frac{\2}{\3}", text).strip(" $;,")
 
 
