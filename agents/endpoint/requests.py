@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ _NOT_HERE = {
     "audio": "the policy writes text",
     "web_search_options": "the endpoint has no search; give the policy a tool",
 }
+MOST_TOOLS = 256 << 10
+"""Characters of a request's tools as JSON. Checking schemas takes a second for each 30,000."""
 MOST_DEEP = 120
 """Levels of a request."""
 MOST_VALUES = 1 << 20
@@ -39,6 +42,10 @@ MiB."""
 MOST_WARNINGS = 50
 _DISTRIBUTION = (
     "it would change the distribution that is sampled from, and what is recorded is trained on"
+)
+_STRUCTURED = (
+    "structured output is not supported: tokens are sampled without a grammar, since the grammar's "
+    "masks are not recorded. Ask for the format in the prompt and read the text"
 )
 _ROLES = {"developer": "system"}
 """OpenAI's newer name for it."""
@@ -77,10 +84,13 @@ class Asked:
             + sum(len(json.dumps(one, ensure_ascii=False)) for one in (*written, *offered))
         )
 
-    def check_tools(self) -> None:
-        """Raises Refused for tools that could not be called. It takes a millisecond for each."""
+    async def check_tools(self) -> None:
+        """Raise Refused for tools that could not be called. Runs on a thread: large schemas take a
+        while."""
+        if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > MOST_TOOLS:
+            raise wrong("tools", f"must have at most {MOST_TOOLS:,} characters as JSON")
         try:
-            arguments_of(self.tools)
+            await asyncio.to_thread(arguments_of, self.tools)
         except ValueError as error:
             raise wrong("tools", str(error)) from error
 
@@ -139,8 +149,9 @@ def _refuse(fields: Mapping[str, Any]) -> None:
     if fields.get("logit_bias"):
         raise wrong("logit_bias", f"is not supported: {_DISTRIBUTION}")
     kind = _object("response_format", fields.get("response_format", {})).get("type", "text")
-    if kind != "text":
-        raise wrong("response_format", f"{kind} is not supported: {_DISTRIBUTION}")
+    structured = [name for name in fields if name.startswith(("guided_", "structured_outputs"))]
+    for name in ["response_format"] * (kind != "text") + structured:
+        raise wrong(name, _STRUCTURED)
     if fields.get("logprobs") or fields.get("top_logprobs"):
         raise wrong("logprobs", "are recorded, and not handed out")
     if fields.get("modalities", ["text"]) != ["text"]:

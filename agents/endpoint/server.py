@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from keel.agents.endpoint import replies
 from keel.agents.endpoint.errors import Refused
@@ -21,8 +23,10 @@ from keel.agents.endpoint.requests import Asked, Warnings, asked_of
 from keel.agents.endpoint.tools import Tools
 from keel.agents.inside.sockets import socket_folder
 
-MOST_BYTES = 64 << 20
-"""Of one request."""
+MOST_BYTES = 16 << 20
+"""Bytes of one request: twelve are enough for a window of 131,072 tokens, however it is escaped."""
+MOST_OF_ONE, MOST_OF_ALL = 2 * MOST_BYTES, 16 * MOST_BYTES
+"""Bytes of requests that are being received at once, of one trajectory and of all."""
 READ_S = 60.0
 """Longest wait for the rest of a request, and for a client to take an answer."""
 ENDING_S = 5.0
@@ -111,24 +115,33 @@ class Endpoint:
         self._port, self._most = port, most
         self._open: dict[str, tuple[str, Recording, Tools | None]] = {}
         self._warnings = Warnings()
+        self._receiving: Counter[str] = Counter()
+        """Bytes of requests on their way, by trajectory."""
         self._runner: web.AppRunner | None = None
         self._connections: Connections | None = None
         self._listening: list[asyncio.Server] = []
         self._folder = ""
 
     async def __aenter__(self) -> Endpoint:
-        app = web.Application(
-            client_max_size=MOST_BYTES, middlewares=[self._counted, _in_their_format]
-        )
+        app = web.Application(middlewares=[self._counted, self._in_their_format])
         app.router.add_get("/t/{name}/v1/models", self._models)
         app.router.add_get("/t/{name}/v1/models/{model:.+}", self._model)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
         app.router.add_post("/t/{name}/mcp/{key}", self._tools)
         app.router.add_route("*", "/t/{name}/mcp/{key}", _no_stream)
-        app.router.add_route("*", "/{path:.*}", _unknown)
-        # A client that goes away cancels its turn.
+        app.router.add_route("*", "/t/{name}/{path:.*}", self._unknown)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
+        logger = logging.getLogger(f"{__name__}.http")
+        logger.addFilter(_of_ours)
+        # A client that goes away cancels its turn. What is compressed is not unpacked: a small
+        # body may hold gigabytes.
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=ENDING_S
+            app,
+            handler_cancellation=True,
+            auto_decompress=False,
+            access_log=None,
+            logger=logger,
+            shutdown_timeout=ENDING_S,
         )
         self._folder = socket_folder("keel-endpoint-", SOCKET)
         try:
@@ -191,6 +204,54 @@ class Endpoint:
         with self._connections.request(request.protocol, request.match_info.get("name", "")):
             return await handler(request)
 
+    @web.middleware
+    async def _in_their_format(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return errors as OpenAI does."""
+        try:
+            return await handler(request)
+        except Refused as error:
+            refused = error
+        except web.HTTPException as error:
+            refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}")
+        except Exception as error:
+            logging.getLogger(__name__).exception("%s %s failed", request.method, request.path)
+            refused = Refused(500, f"the endpoint failed: {error!r}", code="internal_error")
+            if trajectory := self._open.get(request.match_info.get("name", "")):
+                trajectory[1].refused(refused)
+        return web.json_response(refused.body(), status=refused.status)
+
+    @asynccontextmanager
+    async def _body_of(self, request: web.Request) -> AsyncGenerator[bytes]:
+        """Receive a request; its bytes count as being received until they have been read. Raises
+        Refused for one that is too large, too slow or compressed, or that comes beside too many."""
+        if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+            message = f"Content-Encoding {encoding[:50]} is not supported: send the body as it is"
+            raise Refused(400, message, code="unsupported_encoding")
+        place, chunks, size = request.match_info["name"], list[bytes](), 0
+        try:
+            async with asyncio.timeout(READ_S):
+                async for chunk in request.content.iter_any():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    self._receiving[place] += len(chunk)
+                    if max(size, request.content_length or 0) > MOST_BYTES:
+                        message = f"a request may have {MOST_BYTES >> 20} MiB"
+                        raise Refused(413, message, code="too_large")
+                    if (
+                        self._receiving[place] > MOST_OF_ONE
+                        or self._receiving.total() > MOST_OF_ALL
+                    ):
+                        message = "too many large requests at once; ask again later"
+                        raise Refused(429, message, code="too_many_bytes")
+            yield b"".join(chunks)
+        except TimeoutError as error:
+            message = f"the request did not come within {READ_S:g} s"
+            raise Refused(408, message, code="too_slow") from error
+        finally:
+            self._receiving[place] -= size
+            if not self._receiving[place]:
+                del self._receiving[place]
+
     def _recording(self, request: web.Request) -> Recording:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         return self._found(request, given.strip() if scheme.lower() == "bearer" else "")[0]
@@ -212,11 +273,11 @@ class Endpoint:
         recording, tools = self._found(request, request.match_info["key"])
         if tools is None:
             raise Refused(404, "there are no tools", code="unknown_url")
-        body = await _body_of(request)
-        try:
-            answer = await tools.answer(body)
-        except (ValueError, RecursionError) as error:
-            raise Refused(400, f"no JSON-RPC message: {error}") from error
+        async with self._body_of(request) as body:
+            try:
+                answer = await tools.answer(body)
+            except (ValueError, RecursionError) as error:
+                raise Refused(400, f"no JSON-RPC message: {error}") from error
         recording.over = tools.over
         if answer is None:
             return web.Response(status=202)
@@ -230,15 +291,26 @@ class Endpoint:
         self._recording(request)
         return web.json_response(replies.model(request.match_info["model"]))
 
+    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+        refused = Refused(
+            404,
+            f"{request.method} {request.path.rpartition('/v1/')[2]}: the endpoint serves "
+            "chat/completions and models alone. Set the program's client to chat completions",
+            code="unknown_url",
+        )
+        if trajectory := self._open.get(request.match_info.get("name", "")):
+            trajectory[1].refused(refused)
+        raise refused
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         recording = self._recording(request)
-        body = await _body_of(request)
         # OpenAI's own clients count.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
-            asked = asked_of(body, self._warnings, is_retry=is_retry)
-        except Refused as refused:
-            recording.refusal = refused.message
+            async with self._body_of(request) as body:
+                asked = asked_of(body, self._warnings, is_retry=is_retry)
+        except Refused as error:
+            recording.refused(error)
             raise
         reply = await recording.turn(asked)
         try:
@@ -254,14 +326,6 @@ class Endpoint:
         except asyncio.CancelledError:
             recording.lose(reply)
             raise
-
-
-async def _body_of(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(READ_S):
-            return await request.read()
-    except TimeoutError as error:
-        raise Refused(408, f"the request did not come within {READ_S:g} s") from error
 
 
 async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> web.StreamResponse:
@@ -280,27 +344,11 @@ async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> w
     return response
 
 
-@web.middleware
-async def _in_their_format(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors as OpenAI has them."""
-    try:
-        return await handler(request)
-    except Refused as refused:
-        return web.json_response(refused.body(), status=refused.status)
-    except web.HTTPRequestEntityTooLarge:
-        refused = Refused(413, f"a request may have {MOST_BYTES >> 20} MiB", code="too_large")
-        return web.json_response(refused.body(), status=413)
+def _of_ours(record: logging.LogRecord) -> bool:
+    """Whether a message of aiohttp's server is about more than a client's malformed HTTP."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
 
 
 async def _no_stream(request: web.Request) -> web.StreamResponse:
     raise web.HTTPMethodNotAllowed(request.method, ["POST"])
-
-
-async def _unknown(request: web.Request) -> web.StreamResponse:
-    raise Refused(
-        404,
-        f"{request.method} {request.path}: there are chat/completions and models alone; a program "
-        "that uses another of OpenAI's interfaces (responses, completions) must be told to use "
-        "chat completions",
-        code="unknown_url",
-    )
