@@ -14,7 +14,15 @@ from keel.agents.endpoint.types import Finished
 from keel.agents.episode import Episode
 from keel.agents.types import Unscored
 from keel.rl.turns import Message, TurnRequest, TurnResult
-from keel.rl.types import ENVIRONMENT, PROGRAM, Prompt, Segment, Trajectory, Verdict
+from keel.rl.types import (
+    ENVIRONMENT,
+    PROGRAM,
+    FinishReason,
+    Prompt,
+    Segment,
+    Trajectory,
+    Verdict,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,13 +66,16 @@ class DrivenEpisode(Episode):
         if self._error is not None:
             raise self._error
         self.usage = finished.usage
-        refused = finished.finish_reason != "stop" or offered.done
+        cut = finished.finish_reason != "stop" or offered.done
         if not finished.segments:
             return f"{ended.why(self.program)}; without a turn of the policy{_refusal(finished)}"
         if offered.lost is not None:
             raise offered.lost
-        if ended.failed and not refused:  # what it did counts, however it took the refusal
-            return f"{ended.why(self.program)}{_refusal(finished)}"
+        if ended.failed and not cut:  # what it did counts, however it took the refusal
+            why = f"{ended.why(self.program)}{_refusal(finished)}"
+            if finished.failure or self.program.drop_failures:
+                return why
+            return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": why}))
         graded = await self._graded(finished.finish_reason)
         return graded if isinstance(graded, str) else self._with_its_own(graded, ended)
 
@@ -74,6 +85,12 @@ class DrivenEpisode(Episode):
         if (answer := self.ended.answer) is not None and answer != said[-1]["content"]:
             said.append(answer_of(answer))
         return self.finished.segments, said, len(self.finished.opening)
+
+    def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
+        trajectory = Episode._trajectory(self, reason, verdict)
+        assert self.finished is not None
+        dialogues = self.finished.dialogues
+        return replace(trajectory, dialogues=dialogues, tools=dialogues[0].tools)
 
     async def _driven(self, task: Prompt, recording: Recording, address: Address) -> Ended:
         if self.starting is not None:

@@ -76,7 +76,8 @@ class Turns:
         tools_key: str,
         growing: Collection[SegmentRecord],
     ) -> tuple[Turn | None, list[int]]:
-        """The recorded turn that the request goes on from, if there is one, and all ids.
+        """Return the recorded turn that the request goes on from, or None, and the ids of its
+        whole context, which begin with the turn's own.
 
         keys: of the prefixes of its messages. growing: segments in which a turn is being sampled.
         Raises Refused for messages that the template refuses.
@@ -88,12 +89,14 @@ class Turns:
             if said and all(message["role"] in ("tool", "user") for message in new):
                 turns = self._after.get(keys[said[-1] + 1], ())
                 same = [turn for turn in turns if turn.tools_key == tools_key]
-                thought = messages[said[-1]].get("reasoning_content")
+                last = messages[said[-1]]
+                thought = last.get("reasoning_content")
                 # Of turns that look the same, the one whose thinking the client sent back, then one
-                # that nobody has gone on from, then the last.
+                # with the same white space, then one that nobody has gone on from, then the last.
                 same.sort(
                     key=lambda t: (
                         thought is not None and t.reply.message.get("reasoning_content") == thought,
+                        t.reply.message["content"] == last["content"],
                         not t.extended and t.record not in growing,
                     )
                 )
@@ -101,16 +104,33 @@ class Turns:
                     ids = self._chat.extend(turn.ids, new, thinking=self._thinking)
                     if ids is not None:
                         return turn, ids
-            shown = self._as_recorded(messages, keys)
+            shown = self.as_recorded(messages, keys)
             ids = self._chat.opening(shown, asked.tools, thinking=self._thinking)
             self._check_shown(shown, asked.tools, ids)
+        except StopIteration as error:  # the chat format marks texts with two of these
+            message = "messages: hold all private-use characters of Unicode's last plane"
+            raise Refused(400, message, param="messages") from error
         except ValueError as error:
             raise Refused(400, f"messages: {error}", param="messages") from error
-        return None, ids
+        return self._beginning_of(ids), ids
 
-    def _as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
-        """With the policy's turns as they were: a client may have dropped their thinking, which the
-        format shows until the next user's message."""
+    def _beginning_of(self, ids: list[int]) -> Turn | None:
+        """Return the last turn of the longest record that a rendered context begins with. A turn
+        that left its thinking open is none: where the rendered context stands is not known."""
+        ends = [
+            turn
+            for turn in self._by_id.values()
+            if turn.end == len(turn.record.ids) < len(ids) and not turn.inside
+        ]
+        return max(
+            (turn for turn in ends if ids[: turn.end] == turn.ids),
+            key=lambda turn: turn.end,
+            default=None,
+        )
+
+    def as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
+        """Return the messages with the policy's turns as they were recorded: a client may have
+        dropped their thinking, which the format shows until the next user's message."""
         shown: list[Message] = []
         for i, message in enumerate(messages):
             turns = self._after.get(keys[i + 1], ()) if message["role"] == "assistant" else ()

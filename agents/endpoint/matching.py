@@ -1,8 +1,9 @@
-"""Messages as they are compared: what a client does to a message that it sends back is no change.
+"""Keys that are equal for equal messages, whatever a client does to one that it sends back.
 
 Clients leave the thinking out, order keys anew, write arguments' JSON in another way, put None for
-an empty content or a list of parts for a text, and add names. (Contents and arguments are brought
-into one form by `keel.agents.endpoint.requests` already.)
+an empty content or a list of parts for a text, add names, and add or strip white space around the
+assistant's words. (Contents and arguments are brought into one form by
+`keel.agents.endpoint.requests` already.)
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ def chain(messages: Sequence[Message]) -> list[str]:
 
 
 def link(key: str, message: Message) -> str:
-    """The key of the messages of `key` with one more after them."""
+    """Return the key of the messages of `key` with one more after them."""
+    is_policys = message["role"] == "assistant"
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     same = [
         message["role"],
-        message["content"],
+        message["content"].strip() if is_policys else message["content"],
         [
             [call["id"], call["function"]["name"], _number_free(call["function"]["arguments"])]
             for call in calls

@@ -18,7 +18,7 @@ from keel.agents.endpoint.program import AgentProgram
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.types import Environment
 from keel.rl.turns import Chat, TurnRequest, TurnResult
-from keel.rl.types import Prompt
+from keel.rl.types import Prompt, Trajectory
 
 SAID = "\\boxed{0}"
 """By the model, in every turn."""
@@ -94,21 +94,29 @@ async def try_program(
             seed=seed,
             environment_seed=seed,
         )
-        found = await episode.run()
-    ended = episode.ended
-    crashed = ended is not None and bool(ended.failed)
-    missing = _MISSING.search(found) if isinstance(found, str) else None
-    if isinstance(found, str) and (missing or not contexts or not crashed):
-        raise ValueError(f"task {task.prompt_id}: {found}{_cure(program, missing, episode)}")
-    if ended is None or not crashed:
+        outcome = await episode.run()
+    ended, finished = episode.ended, episode.finished
+    failed = ended is not None and bool(ended.failed)
+    missing = _MISSING.search(ended.words) if ended is not None and failed else None
+    cut = isinstance(outcome, Trajectory) and outcome.finish_reason not in ("stop", "crash")
+    if not cut and (missing or not contexts or (isinstance(outcome, str) and not failed)):
+        why = outcome
+        if isinstance(outcome, Trajectory):
+            assert ended is not None
+            why = ended.why(program)
+        raise ValueError(f"task {task.prompt_id}: {why}{_cure(program, missing, episode)}")
+    if ended is None or not failed:
         how = "ended well"
-    elif isinstance(found, str):
+    elif cut:
+        how = f"was stopped there ({outcome.finish_reason})"
+    else:
+        becomes = "is left out" if program.drop_failures else "counts as a failure, reward 0"
         how = (
             f"WARNING: it {ended.failed} after the model had said {SAID!r}. What ends so in "
-            f"training is left out. Its last words: {ended.words[-MOST_SAID:]}"
+            f"training {becomes} (on_failure). Its last words: {ended.words[-MOST_SAID:]}"
         )
-    else:
-        how = f"was stopped there ({found.finish_reason})"
+    if finished is not None and finished.counts.refused and finished.refusal and not cut:
+        how += f". WARNING: the endpoint refused a request: {finished.refusal}"
     return Trial(
         turns=len(contexts),
         opening_tokens=contexts[0],
@@ -129,6 +137,8 @@ def _cure(program: AgentProgram, missing: re.Match[str] | None, episode: DrivenE
         return ". Raise agents.window, or have it say less at first"
     if episode.ended is not None and episode.ended.timed_out:
         return ". Make it ask sooner, or raise open_s"
+    if finished is not None and not finished.segments and finished.refusal:
+        return ""  # the refusal says what to do
     if finished is not None and finished.segments:
         return (
             ". Have it write {'parts': {'correct': …}} as JSON to the file KEEL_VERDICT, or give "

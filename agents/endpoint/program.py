@@ -55,6 +55,9 @@ class AgentProgram:
     tells_reward: bool = False
     """Whether KEEL_TASK holds what the reward is computed from, a reference answer among it. The
     policy can read it wherever the program lets it run commands."""
+    drop_failures: bool = False
+    """Leave out trajectories whose program fails after a turn of the policy, and not count them as
+    failures with the least reward."""
     judges: bool = True
     """Whether the program's own verdict counts. Where the policy can run commands as the program's
     user, it can write one, too."""
@@ -77,22 +80,22 @@ class AgentProgram:
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
-    """The command line of a recipe's `program`: a command line itself, whose first word is looked
-    for in `folder`, beside the interpreter `python` and on the PATH; or `module:function`, which
-    that interpreter calls. Raises ValueError where there is nothing of that name."""
+    """Return the command line of a recipe's `program`: a command line itself, whose first word is
+    looked up in `folder`, beside the interpreter `python` and on the PATH; or `module:function`,
+    which that interpreter calls. Raises ValueError where there is nothing of that name."""
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]
     first, *rest = shlex.split(program)
     beside = Path(shutil.which(python) or python).parent
-    path = os.pathsep.join([str(beside), os.environ.get("PATH", os.defpath)])
-    found = str(folder / first) if os.sep in first else shutil.which(first, path=path)
-    if found is None or not os.access(found, os.X_OK) or Path(found).is_dir():
-        where = found or path
+    path = os.pathsep.join([str(folder), str(beside), os.environ.get("PATH", os.defpath)])
+    place = shutil.which(folder / first if os.sep in first else first, path=path)
+    if place is None:
         raise ValueError(
-            f"agent program: there is no command {first} ({where}); name it by its path, or the "
-            "interpreter beside which it is installed (python)"
+            f"agent program: there is no command {first} in {folder}, beside {python} or on the "
+            "PATH that can be run; name it by its path, or set python to the interpreter beside "
+            "which it is installed"
         )
-    return [os.path.abspath(found), *rest]
+    return [os.path.abspath(place), *rest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +144,8 @@ async def run_program(
             **ENVIRONMENT,
             "PYTHONHASHSEED": str(seed % 2**32),
             "KEEL_SEED": str(seed),
-            **({"TMPDIR": scratch} if scratch else {}),
+            # A cache in a shared home would answer one trajectory with another's turns.
+            **({"TMPDIR": scratch, "HOME": scratch} if scratch else {}),
             **address.env,
             **program.env,
         },

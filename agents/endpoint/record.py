@@ -89,6 +89,7 @@ class Recording:
         self._budget, self._turn_s = budget, turn_s
         self._records: list[SegmentRecord] = []
         self._turns = Turns(chat, thinking=thinking)
+        self._known_tools = {key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
         """Of each context, the numbers of those that are sampled or answered: all differ."""
         self._unanswered: Counter[str] = Counter()
@@ -105,7 +106,8 @@ class Recording:
         """Why the last request that was refused was."""
         self.over = False
         """The task is: there are no more turns."""
-        self._failure = ""
+        self.failure = ""
+        """Why the endpoint or an engine could not answer a request, the last one that failed so."""
         self._closed = False
         self._idle_since: float | None = None
         """Since when the program has had its own time. None: while turns are sampled, and before
@@ -130,15 +132,22 @@ class Recording:
                 return reply
             except Refused as refused:
                 under_way.ended = refused.limit
-                failed = refused.status >= 500
-                self._count("failed" if failed else "refused")
-                self._unanswered[request_key] += failed
-                self.refusal = self.refusal if failed else refused.message
+                self._unanswered[request_key] += refused.status >= 500
+                self.refused(refused)
                 raise
             except asyncio.CancelledError:
                 self._count("given_up")
                 self._unanswered[request_key] += 1
                 raise
+
+    def refused(self, error: Refused) -> None:
+        """Count a request that got an error, and keep the reason for the trajectory's report."""
+        if error.status >= 500:
+            self.failure = error.message
+            self._count("failed")
+        else:
+            self.refusal = error.message
+            self._count("refused")
 
     def lose(self, reply: Reply) -> None:
         """Its client went before it got it. It gets it when it asks again."""
@@ -181,10 +190,17 @@ class Recording:
             segments=tuple(segment for segment in segments if segment is not None),
             opening=self._transcript.opening,
             messages=self._transcript.after_opening,
-            usage=self._usage,
+            dialogues=self._transcript.dialogues,
+            usage=replace(
+                self._usage,
+                contexts_extended=self.counts.extended,
+                contexts_branched=self.counts.branched,
+                contexts_rendered=self.counts.rendered,
+                contexts_refused=self.counts.refused,
+            ),
             finish_reason="deadline" if self._late else self._endings.last,
             counts=self.counts,
-            failure=self._failure,
+            failure=self.failure,
             refusal=self.refusal,
         )
 
@@ -201,7 +217,9 @@ class Recording:
         if (characters := asked.characters) > self._budget.characters:
             least = max(characters // CHARACTERS_A_TOKEN, self._budget.window)
             raise spent(self._budget, "window", least)
-        asked.check_tools()
+        if tools_key not in self._known_tools:
+            await asked.check_tools()
+            self._known_tools.add(tools_key)
         before, ids = self._turns.context(asked, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), asked.max_tokens)
         # From here to the sampling nothing waits: what is free now stays so.
@@ -210,10 +228,9 @@ class Recording:
         if before is not None:
             before.extended = True
         self._count("extended" if place.extends else "branched" if before else "rendered")
-        tools = asked.tools if before is None else before.tools
         parsed = self._chat.parse(
             result.token_ids_N.tolist(),
-            tools,
+            asked.tools,
             thinking=self._thinking,
             turn=self._usage.turns,
             inside=before is not None and before.inside,
@@ -222,13 +239,21 @@ class Recording:
         turn = Turn(
             record=place.record,
             end=len(place.record.ids),
-            tools=tools,
+            tools=asked.tools,
             tools_key=tools_key,
             request_key=request_key,
             reply=reply,
             inside=parsed.inside,
         )
-        self._transcript.tell(asked.messages, keys, reply.message)
+        handed_out_whole = len(reply.message.get("tool_calls", ())) == len(parsed.calls)
+        self._transcript.add(
+            self._turns.as_recorded(asked.messages, keys),
+            keys,
+            reply.message,
+            tools=asked.tools,
+            tools_key=tools_key,
+            verbatim=handed_out_whole,
+        )
         self._turns.add(turn, keys[-1])
         self._use(turn, parsed, result, place.repeated)
         return reply
@@ -393,7 +418,6 @@ class Recording:
         return Refused(404, "this trajectory is over", code="trajectory_over")
 
     def _failed(self, why: str) -> Refused:
-        self._failure = why
         return Refused(503, f"the turn could not be sampled: {why}", code="engine_failed")
 
     def _count(self, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keel.rl.turns import Message
-from keel.rl.types import FinishReason, Segment, Usage
+from keel.rl.types import Dialogue, FinishReason, Segment, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,13 @@ class Finished:
     """The messages of the first turn's request."""
     messages: tuple[Message, ...]
     """All that was said after them, in the order of the turns; of all forks."""
+    dialogues: tuple[Dialogue, ...]
+    """The same messages by conversation, with the tools they were sampled under."""
     usage: Usage
     finish_reason: FinishReason
     """Of the last request: `stop`, or what cut or refused it."""
     counts: Counts
     failure: str = ""
-    """Why the last turn that failed did. Empty: none did."""
+    """Why an engine or the endpoint itself could not answer a request. Empty: none failed so."""
     refusal: str = ""
     """Why the last request that was refused was."""

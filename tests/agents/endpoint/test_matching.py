@@ -35,6 +35,7 @@ SAME = keys({"content": ""}, json.dumps(ARGUMENTS))
         ({}, json.dumps(ARGUMENTS)),
         ({"content": None, "refusal": None, "name": "agent"}, json.dumps(ARGUMENTS)),
         ({"content": [], "reasoning_content": "more"}, json.dumps(ARGUMENTS, indent=2)),
+        ({"content": "\n \n"}, json.dumps(ARGUMENTS)),
         ({"content": [{"type": "text", "text": ""}]}, json.dumps(ARGUMENTS, ensure_ascii=False)),
         ({}, json.dumps(dict(reversed(ARGUMENTS.items())))),
         ({}, json.dumps({**ARGUMENTS, "days": 2.0})),

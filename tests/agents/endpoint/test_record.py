@@ -157,6 +157,39 @@ def test_changed_tools_or_messages_fork() -> None:
     assert [int(s.trainable_T.sum()) for s in finished.segments] == [3 + 1 + 4 + 1, 4, 6]
 
 
+@pytest.mark.parametrize("change", ["\n{}", "{}\n ", " {}"])
+def test_white_space_around_a_turn_extends_it(change: str) -> None:
+    policy = Policy(script)
+
+    async def work() -> Finished:
+        recorded = recording(policy)
+        messages = [user("Where to?")]
+        for _ in range(4):
+            said = as_sent(await ask(recorded, messages))
+            messages += [{**said, "content": change.format(said["content"])}, user("Go on.")]
+        return await recorded.finish()
+
+    finished = play(work())
+    check_law(policy, finished)
+    assert (finished.counts.extended, len(finished.segments)) == (3, 1)
+
+
+def test_a_render_that_begins_with_recorded_ids_extends_them() -> None:
+    """A system message cannot extend a conversation; its render may still go on from the turn."""
+    policy = Policy(["one", "two"], "hermes")
+
+    async def work() -> Finished:
+        recorded = recording(policy, chat=chat_of("hermes"))
+        said = as_sent(await ask(recorded, [user("a")]))
+        note = {"role": "system", "content": "s"}
+        await ask(recorded, [user("a"), said, note, user("b")])
+        return await recorded.finish()
+
+    finished = play(work())
+    check_law(policy, finished)
+    assert (finished.counts.extended, len(finished.segments)) == (1, 1)
+
+
 def test_what_the_program_says_for_the_policy_is_marked_as_its_own() -> None:
     async def work() -> Finished:
         recorded = recording(Policy(["one", "two"]))
