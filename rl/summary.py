@@ -180,8 +180,10 @@ def _agents(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
         "agents/prefix_hit_fraction": share("cached_tokens", "repeated_tokens"),
     }
     contexts = {
-        f"agents/contexts_{kind}": Sum(mean(f"contexts_{kind}").total)
-        for kind in ("extended", "branched", "rendered", "refused")
+        "agents/contexts_extended": Sum(mean("contexts_extended").total),
+        "agents/contexts_branched": Sum(mean("contexts_branched").total),
+        "agents/contexts_rendered": Sum(mean("contexts_rendered").total),
+        "agents/contexts_refused": Sum(mean("contexts_refused").total),
     }
     return {
         "agents/turns_mean": mean("turns"),

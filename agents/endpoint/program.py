@@ -24,7 +24,10 @@ from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 
 DRIVE = (Path(keel.__file__).parent / "agents" / "inside" / "drive.py").resolve()
-OURS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "KEEL_MCP_URL")
+OURS = (
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
+    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
+)
 SENDING_S = 60.0
 """For the process to start and take what it is to run."""
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")

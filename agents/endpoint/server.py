@@ -16,7 +16,7 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from keel.agents.endpoint import replies
+from keel.agents.endpoint import anthropic, replies
 from keel.agents.endpoint.errors import Refused
 from keel.agents.endpoint.record import Finished, Recording
 from keel.agents.endpoint.requests import Asked, Warnings, asked_of
@@ -54,6 +54,8 @@ class Address:
             "OPENAI_API_BASE": self.base_url,  # LiteLLM and older clients
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_MODEL": replies.MODEL,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
             **({"KEEL_MCP_URL": self.tools_url} if self.tools_url else {}),
         }
 
@@ -127,6 +129,7 @@ class Endpoint:
         app.router.add_get("/t/{name}/v1/models", self._models)
         app.router.add_get("/t/{name}/v1/models/{model:.+}", self._model)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
+        app.router.add_post("/t/{name}/v1/messages", self._chat)
         app.router.add_post("/t/{name}/mcp/{key}", self._tools)
         app.router.add_route("*", "/t/{name}/mcp/{key}", _no_stream)
         app.router.add_route("*", "/t/{name}/{path:.*}", self._unknown)
@@ -206,7 +209,7 @@ class Endpoint:
 
     @web.middleware
     async def _in_their_format(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return errors as OpenAI does."""
+        """Return errors as OpenAI or Anthropic does."""
         try:
             return await handler(request)
         except Refused as error:
@@ -218,7 +221,8 @@ class Endpoint:
             refused = Refused(500, f"the endpoint failed: {error!r}", code="internal_error")
             if trajectory := self._open.get(request.match_info.get("name", "")):
                 trajectory[1].refused(refused)
-        return web.json_response(refused.body(), status=refused.status)
+        body = anthropic.error(refused) if _is_anthropics(request) else refused.body()
+        return web.json_response(body, status=refused.status)
 
     @asynccontextmanager
     async def _body_of(self, request: web.Request) -> AsyncGenerator[bytes]:
@@ -229,32 +233,38 @@ class Endpoint:
             raise Refused(400, message, code="unsupported_encoding")
         place, chunks, size = request.match_info["name"], list[bytes](), 0
         try:
-            async with asyncio.timeout(READ_S):
-                async for chunk in request.content.iter_any():
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    self._receiving[place] += len(chunk)
-                    if max(size, request.content_length or 0) > MOST_BYTES:
-                        message = f"a request may have {MOST_BYTES >> 20} MiB"
-                        raise Refused(413, message, code="too_large")
-                    if (
-                        self._receiving[place] > MOST_OF_ONE
-                        or self._receiving.total() > MOST_OF_ALL
-                    ):
-                        message = "too many large requests at once; ask again later"
-                        raise Refused(429, message, code="too_many_bytes")
+            try:
+                async with asyncio.timeout(READ_S):
+                    async for chunk in request.content.iter_any():
+                        chunks.append(chunk)
+                        size += len(chunk)
+                        self._receiving[place] += len(chunk)
+                        self._check_size(place, max(size, request.content_length or 0))
+            except TimeoutError as error:
+                message = f"the request did not come within {READ_S:g} s"
+                raise Refused(408, message, code="too_slow") from error
+            except (HttpProcessingError, web.RequestPayloadError, OSError) as error:
+                message = f"the request's body is malformed: {error}"
+                raise Refused(400, message, code="invalid_body") from error
             yield b"".join(chunks)
-        except TimeoutError as error:
-            message = f"the request did not come within {READ_S:g} s"
-            raise Refused(408, message, code="too_slow") from error
         finally:
             self._receiving[place] -= size
             if not self._receiving[place]:
                 del self._receiving[place]
 
+    def _check_size(self, place: str, size: int) -> None:
+        """Raise Refused for a request of `size` bytes, or for one beside too many others."""
+        if size > MOST_BYTES:
+            raise Refused(413, f"a request may have {MOST_BYTES >> 20} MiB", code="too_large")
+        if self._receiving[place] > MOST_OF_ONE or self._receiving.total() > MOST_OF_ALL:
+            message = "too many large requests at once; ask again later"
+            raise Refused(429, message, code="too_many_bytes")
+
     def _recording(self, request: web.Request) -> Recording:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        return self._found(request, given.strip() if scheme.lower() == "bearer" else "")[0]
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")  # Anthropic's
+        return self._found(request, key.strip())[0]
 
     def _found(self, request: web.Request, given: str) -> tuple[Recording, Tools | None]:
         place = request.match_info["name"]
@@ -263,7 +273,7 @@ class Endpoint:
         key, recording, tools = self._open[place]
         if not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
             raise Refused(
-                401, "wrong API key: send OPENAI_API_KEY as a bearer token", code="invalid_api_key"
+                401, "wrong API key: send the trajectory's OPENAI_API_KEY", code="invalid_api_key"
             )
         recording.over = tools is not None and tools.over  # a client may not have waited for it
         return recording, tools
@@ -295,7 +305,7 @@ class Endpoint:
         refused = Refused(
             404,
             f"{request.method} {request.path.rpartition('/v1/')[2]}: the endpoint serves "
-            "chat/completions and models alone. Set the program's client to chat completions",
+            "chat/completions, messages and models. Set the program's client to chat completions",
             code="unknown_url",
         )
         if trajectory := self._open.get(request.match_info.get("name", "")):
@@ -304,11 +314,12 @@ class Endpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         recording = self._recording(request)
-        # OpenAI's own clients count.
+        # OpenAI's and Anthropic's own clients count.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
             async with self._body_of(request) as body:
-                asked = asked_of(body, self._warnings, is_retry=is_retry)
+                chat = anthropic.as_chat_request(body) if _is_anthropics(request) else body
+                asked = asked_of(chat, self._warnings, is_retry=is_retry)
         except Refused as error:
             recording.refused(error)
             raise
@@ -335,13 +346,23 @@ async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> w
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        for event in replies.events(reply, asked.model, include_usage=asked.include_usage):
+        events = (
+            anthropic.events(reply, asked.model)
+            if _is_anthropics(request)
+            else replies.events(reply, asked.model, include_usage=asked.include_usage)
+        )
+        for event in events:
             await response.write(event)
     else:
-        response = web.json_response(replies.completion(reply, asked.model))
+        answer = anthropic.answer if _is_anthropics(request) else replies.completion
+        response = web.json_response(answer(reply, asked.model))
         await response.prepare(request)
     await response.write_eof()
     return response
+
+
+def _is_anthropics(request: web.Request) -> bool:
+    return request.path.endswith("/v1/messages")
 
 
 def _of_ours(record: logging.LogRecord) -> bool:

@@ -73,7 +73,7 @@ def test_a_schema_nested_too_deeply_is_refused() -> None:
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(400):
         schema = {"type": "object", "allOf": [schema]}
-    with pytest.raises(ValueError, match="tool f: .* nested too deeply"):
+    with pytest.raises(ValueError, match=r"tool f: .* nested too deeply"):
         complaint(schema, {})
 
 

@@ -87,7 +87,7 @@ def test_structured_output_is_warned_of(tmp_path: Path) -> None:
         (
             "post(os.environ['OPENAI_BASE_URL'] + '/responses', {}); sys.exit(1)",
             {},
-            "POST responses: the endpoint serves chat/completions and models alone",
+            "POST responses: the endpoint serves chat/completions, messages and models",
             "",
         ),
         ("pass", {}, "ended; without a turn of the policy", "It must ask the policy at OPENAI_"),
