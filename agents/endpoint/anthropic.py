@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from keel.agents.endpoint.errors import Refused, wrong
+from keel.agents.endpoint.errors import ApiError, wrong
 from keel.agents.endpoint.replies import Reply
 from keel.agents.endpoint.requests import load
 
@@ -20,13 +20,13 @@ _CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required
 
 
 def as_chat_request(body: bytes) -> bytes:
-    """Rewrite a Messages request as a chat completion request. Raises Refused."""
+    """Rewrite a Messages request as a chat completion request. Raises ApiError."""
     try:
         request = load(body)
     except ValueError as error:
-        raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from error
+        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(request, dict):
-        raise Refused(400, "the body must be a JSON object", code="invalid_json")
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     fields = cast(dict[str, Any], request)
     messages: list[dict[str, Any]] = []
     if system := fields.get("system"):
@@ -92,7 +92,7 @@ def events(reply: Reply, model: str) -> Iterator[bytes]:
     yield _event("message_stop")
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: ApiError) -> dict[str, Any]:
     """Return an error as the Messages API does."""
     kind: str = refused.body()["error"]["type"]
     kind = "api_error" if kind == "server_error" else kind

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from keel.agents.endpoint.program import AgentProgram, Ended, run_program
-from keel.agents.endpoint.record import Recording
+from keel.agents.endpoint.record import TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.agents.endpoint.tools import Tools
 from keel.agents.endpoint.types import Finished
@@ -45,7 +45,7 @@ class DrivenEpisode(Episode):
         opening = await self.environment.open(self.task, seed=self.environment_seed)
         tools = tuple(tool.as_json() for tool in opening.tools)
         task = replace(self.task, messages=opening.messages, tools=tools or self.task.tools)
-        recording = Recording(
+        recording = TrajectoryRecorder(
             name=self.name,
             prompt_id=self.task.prompt_id,
             chat=self.chat,
@@ -92,7 +92,7 @@ class DrivenEpisode(Episode):
         dialogues = self.finished.dialogues
         return replace(trajectory, dialogues=dialogues, tools=dialogues[0].tools)
 
-    async def _driven(self, task: Prompt, recording: Recording, address: Address) -> Ended:
+    async def _driven(self, task: Prompt, recording: TrajectoryRecorder, address: Address) -> Ended:
         if self.starting is not None:
             await self.starting.acquire()
         begun = asyncio.create_task(recording.begun.wait())
@@ -109,7 +109,7 @@ class DrivenEpisode(Episode):
         finally:
             begun.cancel()
 
-    async def _late(self, recording: Recording) -> str:
+    async def _late(self, recording: TrajectoryRecorder) -> str:
         broken = asyncio.create_task(self._broken.wait())
         late = asyncio.create_task(recording.overdue(self.program.open_s))
         try:

@@ -10,7 +10,7 @@ from keel.rl.types import FinishReason
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """A request that gets an error instead of a turn."""
 
     def __init__(
@@ -39,16 +39,16 @@ class Refused(Exception):
         }
 
 
-def wrong(param: str, message: str) -> Refused:
+def wrong(param: str, message: str) -> ApiError:
     """A field that cannot be taken as it is."""
-    return Refused(400, f"{param}: {message}", param=param, code="invalid_value")
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
-def spent(budget: Budget, limit: FinishReason, context: int = 0) -> Refused:
+def spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
     """What a client gets once a limit is met. It never asks again: with 429 and 5xx its own
     libraries would. `context`: tokens of what it has sent."""
     if limit == "window":  # in OpenAI's words, by which programs know that they may shorten it
-        return Refused(
+        return ApiError(
             400,
             f"This model's maximum context length is {budget.window} tokens. However, your "
             f"messages resulted in {context} tokens; one at least must be left to sample",
@@ -60,4 +60,4 @@ def spent(budget: Budget, limit: FinishReason, context: int = 0) -> Refused:
         "turns": (f"{budget.turns} turns", "turns_spent"),
         "deadline": (f"{budget.deadline_s:g} s", "time_spent"),
     }.get(limit, (f"{budget.tokens} sampled tokens", "tokens_spent"))
-    return Refused(403, f"the trajectory's budget of {what} is spent", code=code, limit=limit)
+    return ApiError(403, f"the trajectory's budget of {what} is spent", code=code, limit=limit)

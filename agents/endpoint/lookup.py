@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from keel.agents.conversation import SegmentRecord
-from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.errors import ApiError
 from keel.agents.endpoint.matching import link
 from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.requests import Asked
+from keel.agents.endpoint.requests import ChatRequest
 from keel.rl.turns import Chat, Message, ToolSpec
 
 
@@ -57,9 +57,9 @@ class Turns:
         turn = self._by_id[reply.reply_id]
         turn.lost, turn.given_again = True, False
 
-    def lost(self, request_key: str, asked: Asked) -> Turn | None:
+    def lost(self, request_key: str, asked: ChatRequest) -> Turn | None:
         """An answer to the same request that nobody got, as far as can be known; to a client that
-        says that it got none, else one that somebody may have got. Asked again after it was
+        says that it got none, else one that somebody may have got. ChatRequest again after it was
         received, the request wants another one."""
         free = [
             turn
@@ -71,7 +71,7 @@ class Turns:
 
     def context(
         self,
-        asked: Asked,
+        asked: ChatRequest,
         keys: Sequence[str],
         tools_key: str,
         growing: Collection[SegmentRecord],
@@ -80,7 +80,7 @@ class Turns:
         whole context, which begin with the turn's own.
 
         keys: of the prefixes of its messages. growing: segments in which a turn is being sampled.
-        Raises Refused for messages that the template refuses.
+        Raises ApiError for messages that the template refuses.
         """
         messages = asked.messages
         said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -109,9 +109,9 @@ class Turns:
             self._check_shown(shown, asked.tools, ids)
         except StopIteration as error:  # the chat format marks texts with two of these
             message = "messages: hold all private-use characters of Unicode's last plane"
-            raise Refused(400, message, param="messages") from error
+            raise ApiError(400, message, param="messages") from error
         except ValueError as error:
-            raise Refused(400, f"messages: {error}", param="messages") from error
+            raise ApiError(400, f"messages: {error}", param="messages") from error
         return self._beginning_of(ids), ids
 
     def _beginning_of(self, ids: list[int]) -> Turn | None:
@@ -154,7 +154,7 @@ class Turns:
         for i in sorted({*first.values(), *last.values()}):
             others = messages[:i] + messages[i + 1 :]
             if self._chat.opening(others, tools, thinking=self._thinking) == ids:
-                raise Refused(
+                raise ApiError(
                     400,
                     f"messages[{i}].role: the model's chat template does not show a system "
                     "message at this place; put it first",

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from keel.agents.budget import CHARACTERS_A_TOKEN, Budget, with_lost_turn, with_turn
 from keel.agents.conversation import SegmentRecord, in_common
 from keel.agents.endpoint.endings import Endings
-from keel.agents.endpoint.errors import Refused, spent
+from keel.agents.endpoint.errors import ApiError, spent
 from keel.agents.endpoint.lookup import Turn, Turns
 from keel.agents.endpoint.matching import chain, key_of_tools
 from keel.agents.endpoint.replies import Reply, handed_out
-from keel.agents.endpoint.requests import Asked
+from keel.agents.endpoint.requests import ChatRequest
 from keel.agents.endpoint.transcript import Transcript
 from keel.agents.endpoint.types import Counts, Finished
 from keel.agents.schemas import arguments_of
@@ -61,7 +61,7 @@ class _Place:
     seed: int
 
 
-class Recording:
+class TrajectoryRecorder:
     """One trajectory. For one event loop; any number of requests at once.
 
     name: unique in the run. sample: one turn of the policy. seed: of the trajectory. turn_s: of a
@@ -115,8 +115,8 @@ class Recording:
         self.begun = asyncio.Event()
         """Set with the first turn that is sampled."""
 
-    async def turn(self, asked: Asked) -> Reply:
-        """Answer a request. Raises Refused; cancelled, it leaves nothing behind."""
+    async def turn(self, asked: ChatRequest) -> Reply:
+        """Answer a request. Raises ApiError; cancelled, it leaves nothing behind."""
         self._count("requests")
         tools_key = key_of_tools(asked.tools)
         keys = chain(asked.messages)
@@ -130,7 +130,7 @@ class Recording:
                 most = asked.max_tokens or inf
                 under_way.wanted = most <= reply.completion_tokens < self._budget.turn_tokens
                 return reply
-            except Refused as refused:
+            except ApiError as refused:
                 under_way.ended = refused.limit
                 self._unanswered[request_key] += refused.status >= 500
                 self.refused(refused)
@@ -140,7 +140,7 @@ class Recording:
                 self._unanswered[request_key] += 1
                 raise
 
-    def refused(self, error: Refused) -> None:
+    def refused(self, error: ApiError) -> None:
         """Count a request that got an error, and keep the reason for the trajectory's report."""
         if error.status >= 500:
             self.failure = error.message
@@ -205,7 +205,7 @@ class Recording:
         )
 
     async def _turn(
-        self, asked: Asked, keys: Sequence[str], tools_key: str, request_key: str
+        self, asked: ChatRequest, keys: Sequence[str], tools_key: str, request_key: str
     ) -> Reply:
         self._check_open()
         if asked.is_retry and self._unanswered[request_key] > 0:
@@ -311,7 +311,9 @@ class Recording:
             self._growing.discard(record)
         return result
 
-    def _reply(self, asked: Asked, place: _Place, result: TurnResult, parsed: Parsed) -> Reply:
+    def _reply(
+        self, asked: ChatRequest, place: _Place, result: TurnResult, parsed: Parsed
+    ) -> Reply:
         full = result.finish_reason == "length" and len(place.record.ids) >= self._budget.window
         ended: FinishReason = "window" if full else result.finish_reason
         return Reply(
@@ -412,13 +414,13 @@ class Recording:
         if self._closed:
             raise self._over()
         if self.over:
-            raise Refused(403, "the environment has ended the task", code="task_over")
+            raise ApiError(403, "the environment has ended the task", code="task_over")
 
-    def _over(self) -> Refused:
-        return Refused(404, "this trajectory is over", code="trajectory_over")
+    def _over(self) -> ApiError:
+        return ApiError(404, "this trajectory is over", code="trajectory_over")
 
-    def _failed(self, why: str) -> Refused:
-        return Refused(503, f"the turn could not be sampled: {why}", code="engine_failed")
+    def _failed(self, why: str) -> ApiError:
+        return ApiError(503, f"the turn could not be sampled: {why}", code="engine_failed")
 
     def _count(self, name: str) -> None:
         self.counts = replace(self.counts, **{name: getattr(self.counts, name) + 1})

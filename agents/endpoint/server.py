@@ -17,9 +17,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from keel.agents.endpoint import anthropic, replies
-from keel.agents.endpoint.errors import Refused
-from keel.agents.endpoint.record import Finished, Recording
-from keel.agents.endpoint.requests import Asked, Warnings, asked_of
+from keel.agents.endpoint.errors import ApiError
+from keel.agents.endpoint.record import Finished, TrajectoryRecorder
+from keel.agents.endpoint.requests import ChatRequest, Warnings, read_request
 from keel.agents.endpoint.tools import Tools
 from keel.agents.inside.sockets import socket_folder
 
@@ -115,7 +115,7 @@ class Endpoint:
     def __init__(self, *, port: int = 0, most: int = 1024) -> None:
         """port: 0 lets the system choose. most: connections at once, of all trajectories."""
         self._port, self._most = port, most
-        self._open: dict[str, tuple[str, Recording, Tools | None]] = {}
+        self._open: dict[str, tuple[str, TrajectoryRecorder, Tools | None]] = {}
         self._warnings = Warnings()
         self._receiving: Counter[str] = Counter()
         """Bytes of requests on their way, by trajectory."""
@@ -178,7 +178,7 @@ class Endpoint:
         """That of its socket, from any thread: also where the rest of its end hangs."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def add(self, recording: Recording, tools: Tools | None = None) -> Address:
+    def add(self, recording: TrajectoryRecorder, tools: Tools | None = None) -> Address:
         """Open the endpoint of a trajectory, and its tools. Raises ValueError for a name that is
         open."""
         if any(open_.name == recording.name for _, open_, _ in self._open.values()):
@@ -212,13 +212,13 @@ class Endpoint:
         """Return errors as OpenAI or Anthropic does."""
         try:
             return await handler(request)
-        except Refused as error:
+        except ApiError as error:
             refused = error
         except web.HTTPException as error:
-            refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}")
+            refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
         except Exception as error:
             logging.getLogger(__name__).exception("%s %s failed", request.method, request.path)
-            refused = Refused(500, f"the endpoint failed: {error!r}", code="internal_error")
+            refused = ApiError(500, f"the endpoint failed: {error!r}", code="internal_error")
             if trajectory := self._open.get(request.match_info.get("name", "")):
                 trajectory[1].refused(refused)
         body = anthropic.error(refused) if _is_anthropics(request) else refused.body()
@@ -227,10 +227,10 @@ class Endpoint:
     @asynccontextmanager
     async def _body_of(self, request: web.Request) -> AsyncGenerator[bytes]:
         """Receive a request; its bytes count as being received until they have been read. Raises
-        Refused for one that is too large, too slow or compressed, or that comes beside too many."""
+        ApiError for one that is too large, too slow, compressed, or one of too many."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             message = f"Content-Encoding {encoding[:50]} is not supported: send the body as it is"
-            raise Refused(400, message, code="unsupported_encoding")
+            raise ApiError(400, message, code="unsupported_encoding")
         place, chunks, size = request.match_info["name"], list[bytes](), 0
         try:
             try:
@@ -242,10 +242,10 @@ class Endpoint:
                         self._check_size(place, max(size, request.content_length or 0))
             except TimeoutError as error:
                 message = f"the request did not come within {READ_S:g} s"
-                raise Refused(408, message, code="too_slow") from error
+                raise ApiError(408, message, code="too_slow") from error
             except (HttpProcessingError, web.RequestPayloadError, OSError) as error:
                 message = f"the request's body is malformed: {error}"
-                raise Refused(400, message, code="invalid_body") from error
+                raise ApiError(400, message, code="invalid_body") from error
             yield b"".join(chunks)
         finally:
             self._receiving[place] -= size
@@ -253,26 +253,28 @@ class Endpoint:
                 del self._receiving[place]
 
     def _check_size(self, place: str, size: int) -> None:
-        """Raise Refused for a request of `size` bytes, or for one beside too many others."""
+        """Raise ApiError for a request of `size` bytes, or for one beside too many others."""
         if size > MOST_BYTES:
-            raise Refused(413, f"a request may have {MOST_BYTES >> 20} MiB", code="too_large")
+            raise ApiError(413, f"a request may have {MOST_BYTES >> 20} MiB", code="too_large")
         if self._receiving[place] > MOST_OF_ONE or self._receiving.total() > MOST_OF_ALL:
             message = "too many large requests at once; ask again later"
-            raise Refused(429, message, code="too_many_bytes")
+            raise ApiError(429, message, code="too_many_bytes")
 
-    def _recording(self, request: web.Request) -> Recording:
+    def _recording(self, request: web.Request) -> TrajectoryRecorder:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = request.headers.get("x-api-key", "")  # Anthropic's
         return self._found(request, key.strip())[0]
 
-    def _found(self, request: web.Request, given: str) -> tuple[Recording, Tools | None]:
+    def _found(self, request: web.Request, given: str) -> tuple[TrajectoryRecorder, Tools | None]:
         place = request.match_info["name"]
         if place not in self._open:
-            raise Refused(404, "there is no such trajectory, or it is over", code="trajectory_over")
+            raise ApiError(
+                404, "there is no such trajectory, or it is over", code="trajectory_over"
+            )
         key, recording, tools = self._open[place]
         if not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
-            raise Refused(
+            raise ApiError(
                 401, "wrong API key: send the trajectory's OPENAI_API_KEY", code="invalid_api_key"
             )
         recording.over = tools is not None and tools.over  # a client may not have waited for it
@@ -282,12 +284,12 @@ class Endpoint:
         """The key is part of the URL: MCP clients have a URL alone."""
         recording, tools = self._found(request, request.match_info["key"])
         if tools is None:
-            raise Refused(404, "there are no tools", code="unknown_url")
+            raise ApiError(404, "there are no tools", code="unknown_url")
         async with self._body_of(request) as body:
             try:
                 answer = await tools.answer(body)
             except (ValueError, RecursionError) as error:
-                raise Refused(400, f"no JSON-RPC message: {error}") from error
+                raise ApiError(400, f"no JSON-RPC message: {error}") from error
         recording.over = tools.over
         if answer is None:
             return web.Response(status=202)
@@ -302,7 +304,7 @@ class Endpoint:
         return web.json_response(replies.model(request.match_info["model"]))
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
-        refused = Refused(
+        refused = ApiError(
             404,
             f"{request.method} {request.path.rpartition('/v1/')[2]}: the endpoint serves "
             "chat/completions, messages and models. Set the program's client to chat completions",
@@ -319,8 +321,8 @@ class Endpoint:
         try:
             async with self._body_of(request) as body:
                 chat = anthropic.as_chat_request(body) if _is_anthropics(request) else body
-                asked = asked_of(chat, self._warnings, is_retry=is_retry)
-        except Refused as error:
+                asked = read_request(chat, self._warnings, is_retry=is_retry)
+        except ApiError as error:
             recording.refused(error)
             raise
         reply = await recording.turn(asked)
@@ -339,7 +341,9 @@ class Endpoint:
             raise
 
 
-async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> web.StreamResponse:
+async def _answer(
+    request: web.Request, asked: ChatRequest, reply: replies.Reply
+) -> web.StreamResponse:
     """Returns when the connection has taken all of it."""
     if asked.stream:
         response = web.StreamResponse(

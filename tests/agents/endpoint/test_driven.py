@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 
 from keel.agents.endpoint.program import AgentProgram
-from keel.agents.endpoint.requests import asked_of
+from keel.agents.endpoint.requests import read_request
 from keel.agents.runner import EpisodeRunner, Limits
 from keel.agents.types import NoEnvironment
 from keel.rl.turns import TurnRequest, TurnResult
@@ -187,7 +187,7 @@ def test_a_failure_of_the_endpoint_is_not_the_policys(monkeypatch: pytest.Monkey
         if len(policy.requests) == 1:
             raise OSError("no memory")
 
-    monkeypatch.setattr("keel.agents.endpoint.server.asked_of", broken(fails))
+    monkeypatch.setattr("keel.agents.endpoint.server.read_request", broken(fails))
     policy = Policy(lambda turn, _: "word" + END)
     with running(policy, {"p": "ask(); ask()"}) as runner:
         group = runner.submit(task("p"), group_size=1, purpose="train").result(PATIENCE_S)
@@ -195,11 +195,11 @@ def test_a_failure_of_the_endpoint_is_not_the_policys(monkeypatch: pytest.Monkey
 
 
 def broken(fails: Callable[..., None]) -> Callable[..., Any]:
-    """`asked_of`, after `fails`."""
+    """`read_request`, after `fails`."""
 
     def asked(*given: Any, **more: Any) -> Any:
         fails()
-        return asked_of(*given, **more)
+        return read_request(*given, **more)
 
     return asked
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keel.agents.endpoint.matching import chain, key_of_tools
-from keel.agents.endpoint.requests import Warnings, asked_of
+from keel.agents.endpoint.requests import Warnings, read_request
 from tests.rollout.chat.families import CITY
 
 ARGUMENTS = {"name": "Rome \u00e9", "days": 2}
@@ -23,7 +23,7 @@ def keys(said: dict[str, Any], arguments: str) -> list[str]:
         {"role": "tool", "tool_call_id": "c", "content": "b"},
     ]
     body = json.dumps({"messages": messages}).encode()
-    return chain(asked_of(body, Warnings()).messages)
+    return chain(read_request(body, Warnings()).messages)
 
 
 SAME = keys({"content": ""}, json.dumps(ARGUMENTS))

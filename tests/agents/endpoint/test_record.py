@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keel.agents.conversation import MALFORMED
-from keel.agents.endpoint.errors import Refused
-from keel.agents.endpoint.record import Recording
+from keel.agents.endpoint.errors import ApiError
+from keel.agents.endpoint.record import TrajectoryRecorder
 from keel.agents.endpoint.types import Finished
 from keel.rl.types import PROGRAM
 from tests.agents.endpoint.kit import (
@@ -49,7 +49,9 @@ def hermes(context: str, turn: int) -> str:
     return f"{thought}turn {turn}{call * (turn % 3)}"
 
 
-async def loop(recorded: Recording, messages: Messages, turns: int, *, users: bool = True) -> None:
+async def loop(
+    recorded: TrajectoryRecorder, messages: Messages, turns: int, *, users: bool = True
+) -> None:
     """An agent's loop."""
     for _ in range(turns):
         reply = await ask(recorded, messages, TOOLS)
@@ -243,7 +245,7 @@ def test_the_end_gives_up_what_is_being_sampled() -> None:
         finished = await recorded.finish()
         assert finished.segments == ()
         for late in (task, ask(recorded, [user("a")])):
-            with pytest.raises(Refused, match="is over"):
+            with pytest.raises(ApiError, match="is over"):
                 await late
 
     play(work())
@@ -318,7 +320,7 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(
 ) -> None:
     policy = Policy(script if family == "embedded" else hermes, family)
 
-    async def go_on(recorded: Recording, talk: dict[str, Any], how: str) -> None:
+    async def go_on(recorded: TrajectoryRecorder, talk: dict[str, Any], how: str) -> None:
         messages = [mangled(message, how) for message in talk["messages"]]
         reply = await ask(recorded, messages, talk["tools"])
         calls = reply.message.get("tool_calls", ())
