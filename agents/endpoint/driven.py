@@ -1,4 +1,4 @@
-"""One episode that an agent program drives: started, recorded, graded on what it did."""
+"""An episode that an agent program drives: started, recorded and graded on what it did."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from keel.agents.endpoint.program import AgentProgram, Ended, run_program
-from keel.agents.endpoint.record import TrajectoryRecorder
+from keel.agents.endpoint.record import Finished, TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.agents.endpoint.tools import Tools
-from keel.agents.endpoint.types import Finished
 from keel.agents.episode import Episode
 from keel.agents.types import Unscored
 from keel.rl.turns import Message, TurnRequest, TurnResult
@@ -27,19 +26,22 @@ from keel.rl.types import (
 
 @dataclass(slots=True, kw_only=True)
 class DrivenEpisode(Episode):
-    """As an `Episode`, and the environment (`NoEnvironment` where there is none) opens the task and
-    has the verdict. Context management is the program's own."""
+    """An `Episode` that an agent program drives. The environment (or `NoEnvironment`) opens the
+    task and has the verdict; context management is the program's.
+
+    A program that fails after a turn counts as a failure of the policy (finish reason `crash`),
+    unless a request of its got an error of 500 or more, which is the endpoint's fault.
+    """
 
     program: AgentProgram
     endpoint: Endpoint
     starting: asyncio.Semaphore | None = None
-    """Held until a program asks for its first turn: hundreds that start at once would take each
-    other's time."""
+    """Held until a program asks for its first turn, so that hundreds do not start at once."""
     ended: Ended | None = None
     finished: Finished | None = None
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
-    """Of the engines, which have tried again already: not the program's to deal with."""
+    """The engines' error, which they have retried already. It ends the episode."""
 
     async def _run(self) -> Trajectory | str:
         opening = await self.environment.open(self.task, seed=self.environment_seed)
@@ -128,7 +130,7 @@ class DrivenEpisode(Episode):
             raise
 
     def _with_its_own(self, trajectory: Trajectory, ended: Ended) -> Trajectory | str:
-        """The program's verdict beside the environment's."""
+        """Merge the program's verdict with the environment's, which takes precedence."""
         own, found = ended.verdict, trajectory.verdict or Verdict(parts={})
         if isinstance(own, Unscored):
             return f"agent program {self.program.name}: {own.reason}"
@@ -144,7 +146,7 @@ class DrivenEpisode(Episode):
 
 
 def answer_of(text: str) -> Message:
-    """A program's last word, as the message that rewards look at."""
+    """Return a program's answer as the message that rewards look at."""
     return {"role": "assistant", "content": text, "name": PROGRAM}
 
 

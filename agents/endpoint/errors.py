@@ -1,4 +1,4 @@
-"""What a request is refused with, in OpenAI's error format."""
+"""Errors of the endpoint, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Exception):
-    """A request that gets an error instead of a turn."""
+    """An error that answers a request in place of a turn."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class ApiError(Exception):
         code: str | None = None,
         limit: FinishReason | None = None,
     ) -> None:
-        """status: of HTTP. param: the field that is wrong. limit: of the budget, that it met."""
+        """status: HTTP status. param: the wrong field. limit: the budget's limit that was met."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.limit: FinishReason | None = limit
@@ -40,13 +40,13 @@ class ApiError(Exception):
 
 
 def wrong(param: str, message: str) -> ApiError:
-    """A field that cannot be taken as it is."""
+    """Return the error for a wrong field."""
     return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
 def spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
-    """What a client gets once a limit is met. It never asks again: with 429 and 5xx its own
-    libraries would. `context`: tokens of what it has sent."""
+    """Return the error for a spent budget. Its status is one that clients do not retry, unlike 429
+    and 5xx. context: tokens of the request's messages."""
     if limit == "window":  # in OpenAI's words, by which programs know that they may shorten it
         return ApiError(
             400,

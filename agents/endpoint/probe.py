@@ -1,5 +1,5 @@
-"""An agent program tried before a run against a model by script, so that what is wrong with it is
-said before any engine starts."""
+"""Tries an agent program against a scripted model before a run, so that faults show before any
+engine starts."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from keel.rl.turns import Chat, TurnRequest, TurnResult
 from keel.rl.types import Prompt, Trajectory
 
 SAID = "\\boxed{0}"
-"""By the model, in every turn."""
+"""The scripted model's words in every turn."""
 TURNS = 3
-"""That the model gives at most; a program may want more than one, and need not end by itself."""
+"""Most turns that the model gives."""
 MOST_S = 60.0
-"""Of a program's own time between and after them."""
+"""Seconds of the program's own time."""
 MOST_SAID = 500
-"""Characters of what it printed, in a warning."""
+"""Characters of its output in a warning."""
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _UNREACHED = re.compile(r"connect|api[_ ]?key|authentic|unauthorized|resol", re.IGNORECASE)
-"""In the words of a program that looked for the policy elsewhere."""
+"""Matches the output of a program that looked for the policy elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a program's try was like."""
+    """The result of trying a program."""
 
     turns: int
     opening_tokens: int
-    """Of its first request, tools and all."""
+    """Tokens of its first request, tools included."""
     seconds: float
     ended: str
-    """How, for people."""
+    """How it ended, for people."""
 
 
 async def try_program(
@@ -55,13 +55,12 @@ async def try_program(
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
 ) -> Trial:
-    """Have it drive one episode of `task` for real. speak: the ids that a policy samples to say a
-    text, with the end of its turn.
+    """Let the program drive one episode of `task`. speak: returns the ids that a policy samples to
+    say a text, with the end of its turn.
 
     Raises:
-        ValueError: it cannot be started, asks for no turn, cannot import something, does not end
-            well before it has had one, or leaves nobody to grade. In the program's own words, with
-            the cure.
+        ValueError: the program cannot be started, asks for no turn, lacks a package, fails before
+            its first turn, or nothing grades the task. Quotes its output and names the cure.
     """
     contexts: list[int] = []
 
@@ -152,7 +151,7 @@ def _cure(program: AgentProgram, missing: re.Match[str] | None, episode: DrivenE
 
 
 def _interpreter(command: Sequence[str]) -> str:
-    """Of a Python, or of a script that names one in its first line."""
+    """Return the Python that a command runs: itself, or the one in its script's first line."""
     path = Path(command[0])
     if path.name.startswith("python"):
         return str(path)

@@ -1,4 +1,4 @@
-"""An agent program as a process: it is told where its trajectory's endpoint is, and left alone."""
+"""Runs an agent program as a process that knows its trajectory's endpoint."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ OURS = (
     *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
 )
 SENDING_S = 60.0
-"""For the process to start and take what it is to run."""
+"""Seconds for the process to start and receive its command."""
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentProgram:
-    """What is run, the same for every trajectory."""
+    """An agent program, the same for every trajectory."""
 
     command: Sequence[str]
     """Command line (`command_of`). `{prompt}` in it becomes the task's last user message,
@@ -103,19 +103,19 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a program ended, and what it said of its trajectory."""
+    """How a program ended, and its verdict on its trajectory."""
 
     failed: str = ""
-    """Why it did not end well; empty where it exited with status 0."""
+    """Why it did not end well; empty if it exited with status 0."""
     words: str = ""
-    """The last that it printed."""
+    """The last of its output."""
     took_s: float
     timed_out: bool = False
-    """It was ended because its time was up."""
+    """Whether it was ended because its time was up."""
     verdict: Verdict | Unscored | None = None
-    """None: it gave none, or is not asked."""
+    """None: it gave none, or its verdict does not count."""
     answer: str | None = None
-    """Its last word on the task, where it gave one."""
+    """Its answer to the task, if it gave one."""
 
     def why(self, program: AgentProgram) -> str:
         said = f"; its last words: {self.words}" if self.words else ""
@@ -220,7 +220,7 @@ def _failure(answer: dict[str, Any] | str) -> str:
 def _given(
     answer: dict[str, Any] | str | None, *, judges: bool
 ) -> tuple[Verdict | Unscored | None, str | None]:
-    """The verdict and the answer that a program gave."""
+    """Return the verdict and the answer that a program gave."""
     if not isinstance(answer, dict):
         return None, None
     written = answer.get("verdict")

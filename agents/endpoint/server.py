@@ -28,24 +28,24 @@ MOST_BYTES = 16 << 20
 MOST_OF_ONE, MOST_OF_ALL = 2 * MOST_BYTES, 16 * MOST_BYTES
 """Bytes of requests that are being received at once, of one trajectory and of all."""
 READ_S = 60.0
-"""Longest wait for the rest of a request, and for a client to take an answer."""
+"""Seconds to wait for the rest of a request, and for a client to read an answer."""
 ENDING_S = 5.0
 ROUNDS = 4
-"""Of the event loop, until the end of a connection has cancelled what it was for."""
+"""Iterations of the event loop after which a closed connection has cancelled its request."""
 SOCKET = "keel.sock"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a program finds its trajectory."""
+    """The address and key of one trajectory's endpoint."""
 
     base_url: str
     api_key: str
     socket: Path
-    """The same server as a unix socket, for a sandbox that has no network."""
+    """Unix socket of the same server, for a sandbox that has no network."""
     tools_url: str = ""
-    """Where an MCP client finds the environment's tools. Empty: there are none."""
+    """URL of the environment's tools for an MCP client. Empty: there are none."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -61,15 +61,15 @@ class Address:
 
 
 class Connections:
-    """Of one server: no more than this process has files for, whatever one program opens. Where one
-    more comes, another one goes. `accept` makes what listening sockets hand connections to."""
+    """Limits a server's connections to what this process has files for, whatever one program opens:
+    a new connection beyond `most` closes another. `accept` is the listening sockets' factory."""
 
     def __init__(self, server: web.Server, most: int) -> None:
         self._server, self._most = server, most
         self._coming = 0
-        """Accepted, and not among the server's yet: the system hands on many at once."""
+        """Accepted connections that the server does not list yet."""
         self._busy: dict[web.RequestHandler, str] = {}
-        """Those with a request under way, oldest first, and whose it is."""
+        """Connections with a request in flight, oldest first, and their trajectories."""
 
     def accept(self) -> web.RequestHandler:
         open_ = [one for one in self._server.connections if one.transport is not None]
@@ -88,7 +88,7 @@ class Connections:
 
     @contextmanager
     def request(self, connection: web.RequestHandler, whose: str) -> Generator[None]:
-        """One of them is under way."""
+        """Mark a connection as having a request in flight."""
         self._busy[connection] = whose
         try:
             yield
@@ -96,8 +96,8 @@ class Connections:
             self._busy.pop(connection, None)
 
     def _least_needed(self, open_: list[web.RequestHandler]) -> web.RequestHandler:
-        """The oldest without a request, which clients open again; or else the newest of whoever has
-        the most: the turn is cancelled, as where a client goes."""
+        """Return the oldest idle connection, which its client will open again; else the newest of
+        the trajectory with the most, whose turn is then cancelled."""
         for connection in open_:
             if connection not in self._busy:
                 return connection
@@ -107,13 +107,13 @@ class Connections:
 
 
 class Endpoint:
-    """Listens on the loopback and on a unix socket. For one event loop.
+    """Serves all trajectories of a process, on the loopback and on a unix socket.
 
     `async with Endpoint() as endpoint`, then `add` for each trajectory and `finish` at its end.
     """
 
     def __init__(self, *, port: int = 0, most: int = 1024) -> None:
-        """port: 0 lets the system choose. most: connections at once, of all trajectories."""
+        """port: 0 lets the system choose. most: connections at once, over all trajectories."""
         self._port, self._most = port, most
         self._open: dict[str, tuple[str, TrajectoryRecorder, Tools | None]] = {}
         self._warnings = Warnings()
@@ -136,8 +136,8 @@ class Endpoint:
         app.router.add_route("*", "/{path:.*}", self._unknown)
         logger = logging.getLogger(f"{__name__}.http")
         logger.addFilter(_of_ours)
-        # A client that goes away cancels its turn. What is compressed is not unpacked: a small
-        # body may hold gigabytes.
+        # A client that disconnects cancels its turn. Bodies are not decompressed: a small one may
+        # hold gigabytes.
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -175,12 +175,12 @@ class Endpoint:
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """That of its socket, from any thread: also where the rest of its end hangs."""
+        """Remove the socket's folder. Safe from any thread, even while `__aexit__` hangs."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, recording: TrajectoryRecorder, tools: Tools | None = None) -> Address:
-        """Open the endpoint of a trajectory, and its tools. Raises ValueError for a name that is
-        open."""
+        """Open the endpoint of a trajectory, and its tools. Raises ValueError if the name is open
+        already."""
         if any(open_.name == recording.name for _, open_, _ in self._open.values()):
             raise ValueError(f"endpoint: {recording.name} is open already")
         place, key = secrets.token_urlsafe(12), f"keel-{secrets.token_urlsafe(24)}"
@@ -194,7 +194,7 @@ class Endpoint:
         )
 
     async def finish(self, name: str) -> Finished:
-        """Close the endpoint of the trajectory `name`. Raises KeyError where there is none."""
+        """Close the endpoint of the trajectory `name`. Raises KeyError if it is not open."""
         for place, (_, recording, _) in self._open.items():
             if name in (place, recording.name):
                 del self._open[place]
@@ -281,7 +281,7 @@ class Endpoint:
         return recording, tools
 
     async def _tools(self, request: web.Request) -> web.StreamResponse:
-        """The key is part of the URL: MCP clients have a URL alone."""
+        """Answer a JSON-RPC message. The key is in the URL, since MCP clients have nothing else."""
         recording, tools = self._found(request, request.match_info["key"])
         if tools is None:
             raise ApiError(404, "there are no tools", code="unknown_url")
@@ -335,7 +335,7 @@ class Endpoint:
             recording.lose(reply)
             if request.transport is not None:
                 request.transport.abort()
-            return web.Response()  # to nobody
+            return web.Response()  # the client has gone
         except asyncio.CancelledError:
             recording.lose(reply)
             raise
@@ -344,7 +344,7 @@ class Endpoint:
 async def _answer(
     request: web.Request, asked: ChatRequest, reply: replies.Reply
 ) -> web.StreamResponse:
-    """Returns when the connection has taken all of it."""
+    """Send an answer. Returns once the connection has taken all of it."""
     if asked.stream:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -370,7 +370,7 @@ def _is_anthropics(request: web.Request) -> bool:
 
 
 def _of_ours(record: logging.LogRecord) -> bool:
-    """Whether a message of aiohttp's server is about more than a client's malformed HTTP."""
+    """Return False for aiohttp's log messages about a client's malformed HTTP."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
 

@@ -1,11 +1,11 @@
-"""What was said in a trajectory: all messages in the order of the turns, and each conversation."""
+"""The messages of a trajectory: all of them in the order of the turns, and each conversation's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keel.agents.endpoint.matching import link
+from keel.agents.endpoint.lookup import link
 from keel.rl.turns import Message, ToolSpec
 from keel.rl.types import PROGRAM, Dialogue
 

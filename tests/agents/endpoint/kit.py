@@ -13,11 +13,10 @@ import numpy as np
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from keel.agents.budget import Budget
-from keel.agents.endpoint.record import TrajectoryRecorder
+from keel.agents.endpoint.record import Finished, TrajectoryRecorder
 from keel.agents.endpoint.replies import Reply
 from keel.agents.endpoint.requests import Warnings, read_request
 from keel.agents.endpoint.server import Address, Endpoint
-from keel.agents.endpoint.types import Finished
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.episodes import result_of
 from tests.rollout.chat.families import CITY, chat_of, tokenizer_of

@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.server import Address
-from keel.agents.endpoint.types import Finished
 from tests.agents.endpoint.kit import TOOLS, Policy, check_law, recording, served, user
 from tests.agents.endpoint.test_record import script
 from tests.agents.episodes import run

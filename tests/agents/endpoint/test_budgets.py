@@ -11,8 +11,8 @@ import pytest
 
 from keel.agents.endpoint import record, requests
 from keel.agents.endpoint.errors import ApiError
+from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.types import Finished
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.endpoint.kit import (
     BUDGET,

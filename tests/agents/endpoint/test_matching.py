@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.endpoint.matching import chain, key_of_tools
+from keel.agents.endpoint.lookup import chain, key_of_tools
 from keel.agents.endpoint.requests import Warnings, read_request
 from tests.rollout.chat.families import CITY
 

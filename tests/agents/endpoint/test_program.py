@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from keel.agents.endpoint.program import AgentProgram, Ended, command_of, run_program
+from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.tools import Tools
-from keel.agents.endpoint.types import Finished
 from keel.agents.inside.call import call
 from keel.agents.inside.errors import Refused, told
 from keel.agents.types import NoEnvironment, Unscored

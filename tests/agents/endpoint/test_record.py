@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from keel.agents.conversation import MALFORMED
 from keel.agents.endpoint.errors import ApiError
-from keel.agents.endpoint.record import TrajectoryRecorder
-from keel.agents.endpoint.types import Finished
+from keel.agents.endpoint.record import Finished, TrajectoryRecorder
 from keel.rl.types import PROGRAM
 from tests.agents.endpoint.kit import (
     CHAT,

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from keel.agents.endpoint import server
 from keel.agents.endpoint.errors import ApiError
-from keel.agents.endpoint.types import Finished
+from keel.agents.endpoint.record import Finished
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.endpoint.kit import (
     Policy,

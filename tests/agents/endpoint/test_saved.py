@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.endpoint.types import Finished
+from keel.agents.endpoint.record import Finished
 from keel.data.conversations.files import read_trajectories
 from keel.rl.supervised.records import record_of
 from keel.rl.types import Prompt, Segment, Trajectory

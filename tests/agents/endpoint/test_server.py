@@ -15,8 +15,8 @@ import aiohttp
 import openai
 import pytest
 
+from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.server import Address, Endpoint
-from keel.agents.endpoint.types import Finished
 from keel.agents.inside.sockets import MOST_PATH
 from tests.agents.endpoint.kit import (
     CHAT,
