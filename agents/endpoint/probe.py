@@ -18,7 +18,7 @@ from keel.agents.endpoint.program import AgentProgram
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.types import Environment
 from keel.rl.turns import Chat, TurnRequest, TurnResult
-from keel.rl.types import Prompt, Trajectory
+from keel.rl.types import Prompt
 
 SAID = "\\boxed{0}"
 """The scripted model's words in every turn."""
@@ -97,17 +97,18 @@ async def try_program(
     ended, finished = episode.ended, episode.finished
     failed = ended is not None and bool(ended.failed)
     missing = _MISSING.search(ended.words) if ended is not None and failed else None
-    cut = isinstance(outcome, Trajectory) and outcome.finish_reason not in ("stop", "crash")
+    limit = "" if isinstance(outcome, str) else outcome.finish_reason
+    cut = limit not in ("", "stop", "crash")
     if not cut and (missing or not contexts or (isinstance(outcome, str) and not failed)):
         why = outcome
-        if isinstance(outcome, Trajectory):
+        if not isinstance(why, str):
             assert ended is not None
             why = ended.why(program)
         raise ValueError(f"task {task.prompt_id}: {why}{_cure(program, missing, episode)}")
     if ended is None or not failed:
         how = "ended well"
     elif cut:
-        how = f"was stopped there ({outcome.finish_reason})"
+        how = f"was stopped there ({limit})"
     else:
         becomes = "is left out" if program.drop_failures else "counts as a failure, reward 0"
         how = (
