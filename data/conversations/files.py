@@ -140,7 +140,7 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
                 continue
             record.pop("segments", None)
             yield place, record
-            for other in cast(list[Any], record.pop("other_conversations", [])):
+            for other in _others(record):
                 if any(_is_learned(message) for message in other["messages"]):
                     yield place, {**record, **other}
 
@@ -150,8 +150,20 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
     return Read(examples=read.examples, skipped=read.skipped, unselected=left)
 
 
-def _is_learned(message: Mapping[str, Any]) -> bool:
-    return message["role"] == "assistant" and bool(message.get("weight", 1))
+def _others(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the further conversations of an agent program. Raises BadLine."""
+    others: Any = record.get("other_conversations", [])
+    if not isinstance(others, list) or not all(
+        isinstance(other, dict) and isinstance(cast(Any, other).get("messages"), list)
+        for other in cast(list[Any], others)
+    ):
+        raise BadLine("`other_conversations` must be a list of objects with `messages`")
+    return cast(list[dict[str, Any]], others)
+
+
+def _is_learned(message: Any) -> bool:
+    said = cast(dict[str, Any], message) if isinstance(message, dict) else {}
+    return said.get("role") == "assistant" and bool(said.get("weight", 1))
 
 
 def _as_sampled(record: Mapping[str, Any], source: ConversationsConfig, tokenizer: str) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keel.agents.endpoint.record import Finished
 from keel.data.conversations.files import read_trajectories
+from keel.data.evaluated import asked_of
 from keel.rl.supervised.records import record_of
-from keel.rl.types import Prompt, Segment, Trajectory
+from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 from keel.trainer.supervised.wiring import renderer
 from tests.agents.endpoint.kit import TOOLS, Policy, as_sent, ask, play, recording, result, user
 from tests.agents.endpoint.test_record import script
@@ -42,7 +45,7 @@ def two_agents(*, thinking: bool) -> Finished:
 
 
 def rendered(
-    finished: Finished, folder: Path, family: str, *, thinking: bool, **settings: Any
+    finished: Finished, folder: Path, family: str, *, thinking: bool, evaluated: bool = False
 ) -> list[Segment]:
     """The contexts that `keel sft` learns, as another tokenizer or system prompt has them."""
     trajectory = Trajectory(
@@ -57,11 +60,17 @@ def rendered(
         prompt_id="p", domain="d", messages=(user("?"),), environment="e", thinking=thinking
     )
     line = {**record_of(prompt, trajectory, tokenizer="mine"), "reward": 1, "parts": {"correct": 1}}
+    if evaluated:
+        scored = ScoredGroup(
+            group=Group(prompt=prompt, trajectories=(trajectory,)),
+            rewards_G=np.ones(1, np.float32),
+            parts_G=({"correct": 1.0},),
+            advantages_G=np.zeros(1, np.float32),
+        )
+        line = asdict(asked_of("", "s", prompt, [scored], str, str, tokenizer="mine"))
     path = folder / "step_000001.jsonl"
     path.write_text(json.dumps(line) + "\n")
-    read = read_trajectories(
-        source(str(path), source="trajectories", **settings), tokenizer="another"
-    )
+    read = read_trajectories(source(str(path), source="trajectories"), tokenizer="another")
     render = renderer(chat_of(family))
     return [segment for example in read.examples for segment in render(example)]
 
@@ -76,12 +85,13 @@ def test_saved_conversations_render_exactly_as_sampled(tmp_path: Path, thinking:
     assert contents(again) == contents(finished.segments)
 
 
-def test_each_agent_keeps_its_own_prompt_and_tools(tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_each_agent_keeps_its_own_prompt_and_tools(tmp_path: Path, evaluated: bool) -> None:
     finished = two_agents(thinking=False)
     chat = chat_of("qwen3")
     texts = [
         chat.decode(segment.token_ids_T.tolist())
-        for segment in rendered(finished, tmp_path, "qwen3", thinking=False)
+        for segment in rendered(finished, tmp_path, "qwen3", thinking=False, evaluated=evaluated)
     ]
     shown = [("planner" in text, "critic" in text, '"name": "city"' in text) for text in texts]
     assert sorted(shown) == [(False, True, False), (True, False, True)]
