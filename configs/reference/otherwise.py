@@ -67,7 +67,10 @@ OTHERWISE: Mapping[str, str] = {
     "all that the policy sees",
     "agents/prefix_hit_fraction": "`rollout.enable_prefix_caching`; more KV cache "
     "(`rollout.gpu_memory_utilization`); fewer sequences at once (`rollout.max_num_seqs`)",
-    "agents/crashes": "the terminal names the environment's error",
+    "agents/crashes": "the terminal names the environment's or the program's error",
+    "agents/contexts_rendered": "the program edits its history or the policy's words: see what "
+    "begins a segment in agents-endpoint.md",
+    "agents/contexts_refused": "the terminal and `keel check` name the field",
     "agents/turn_cuts": "raise `agents.max_turns`",
     "agents/window_cuts": "raise `agents.window`, or set `agents.context`",
     "agents/length_cuts": "raise `agents.max_sampled_tokens` or `rollout.sampling.max_tokens`",
