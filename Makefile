@@ -21,6 +21,8 @@ export DS_BUILD_OPS := 0
 export OMP_WAIT_POLICY := PASSIVE
 # The engine in .venv is vLLM's for CPUs, whatever the build of torch beside it could use.
 export CUDA_VISIBLE_DEVICES :=
+# Files are UTF-8, whatever the locale says.
+export PYTHONUTF8 := 1
 # Modules are compiled once, not by each of the hundred processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 

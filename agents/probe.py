@@ -19,7 +19,7 @@ from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt
 
 _CURES: dict[Fault, str] = {
-    "raised": "Mend what its own code raised, or give it other arguments",
+    "raised": "Fix what its own code raised, or give it other arguments",
     "exit": "Nothing in it may end the process while it opens",
     "crash": "Nothing in it may end the process while it opens",
     "hang": "Make it open faster, or raise the deadline open_s",
@@ -117,7 +117,7 @@ async def probe(
     if look.ungraded:
         logging.getLogger(__name__).warning(
             "environment %s: no verdict right after the opening of task %s: %s. A trajectory "
-            "without a verdict is left out. Mend `verdict`, unless it needs a turn of the policy's",
+            "without a verdict is left out. Fix `verdict`, unless it needs a turn of the policy's",
             name,
             task.prompt_id,
             look.ungraded,

@@ -235,8 +235,9 @@ class EpisodeRunner:
         )
 
     def _warn(self, prompt: Prompt, results: Sequence[Trajectory | str]) -> None:
-        """Once for each environment that goes down with many of its siblings."""
+        """Say once for each source that many of a group's environments or programs failed."""
         name = prompt.environment
+        program = self._programs.get(name)
         lost = [reason for result in results if (reason := _lost(result))]
         if name in self._warned or len(lost) < max(2, MANY_LOST * len(results)):
             return
@@ -244,21 +245,24 @@ class EpisodeRunner:
         # For a terminal: a policy's text may be in there, and escape sequences in that.
         reason = lost[-1].replace("\n", " ")[:MOST_SAID]
         last = "".join(c if c.isprintable() else "�" for c in reason)
+        counted = any(isinstance(result, Trajectory) and _lost(result) for result in results)
         what = (
-            "They count as failures (on_crash: zero)"
-            if self._crash_is_failure.get(name)
+            "They count as failures (on_failure: zero; on_crash for an environment)"
+            if counted and program is not None
+            else "They count as failures (on_crash: zero)"
+            if counted
             else "They are left out, so a policy may learn to crash rather than to fail: mend the "
             f"environment, or set data.sources[{name}].environment.on_crash: zero"
         )
         self.say(
             f"{len(lost)} of {len(results)} episodes of prompt {prompt.prompt_id} lost their "
-            f"environment over what the policy did; the last: {last}. {what}. This is said once; "
-            "agents/crashes counts them"
+            f"environment {'or program ' * (program is not None)}over what the policy did; the "
+            f"last: {last}. {what}. This is said once; agents/crashes counts them"
         )
 
 
 def _lost(result: Trajectory | str) -> str:
-    """What an episode's environment was lost over, if it was over what the policy did."""
+    """Return why an episode lost its environment or program over what the policy did, or ""."""
     if isinstance(result, str):
         return result if lost_to_the_policy(result) else ""
     if result.finish_reason == "crash" and result.verdict is not None:

@@ -73,6 +73,10 @@ class Arguments:
                     f"tool {tool.name}: its schema is no JSON schema: {error.message[:MOST_SAID]} "
                     f"(at {error.json_path})"
                 ) from error
+            except RecursionError as error:
+                raise ValueError(
+                    f"tool {tool.name}: its schema is nested too deeply; flatten it"
+                ) from error
             resource = Resource[Any].from_contents(schema, default_specification=DRAFT202012)
             registry = Registry[Any]().with_resource("", resource).crawl()
             for reference in _references(schema):

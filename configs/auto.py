@@ -1,8 +1,9 @@
 """Knobs that the hardware and the model decide, unless a recipe does.
 
-A recipe leaves such a knob out, or says `auto`. `Config` never holds that word: it has the values
-that a CPU run has, which are the schema's defaults, until `keel.trainer.planning.choose` has put
-others in their place.
+A recipe leaves such a knob out, or says `auto`. `Config` never holds that word: it has the schema's
+defaults until `keel.trainer.planning.choose` (the layout on GPUs) and
+`keel.trainer.planning.cpus.with_dtype` (the precision on a CPU) have put other values in their
+place.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 AUTO = "auto"
+DTYPE = "model.dtype"
 KNOBS = frozenset(
     {
         "rollout.colocated",
@@ -30,13 +32,16 @@ KNOBS = frozenset(
         "trainer.zero_stage",
     }
 )
+"""Knobs that lay a run out on GPUs."""
+OPEN = KNOBS | {DTYPE}
+"""Every knob that may be `auto`."""
 
 
 def spelled_out(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe that says `auto` wherever it leaves such a knob out. What should be a section and is
     none stays as it is: the schema names it."""
     whole = dict(tree)
-    for knob in KNOBS:
+    for knob in OPEN:
         section, _, name = knob.partition(".")
         inner = whole.get(section, {})
         if isinstance(inner, Mapping):
@@ -51,7 +56,7 @@ def taken_out(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
     knobs would then refuse, that is filled in for them until the choice is made.
     """
     rest, left = dict(tree), set[str]()
-    for knob in KNOBS:
+    for knob in OPEN:
         section, _, name = knob.partition(".")
         inner = rest.get(section)
         if isinstance(inner, Mapping) and cast(Mapping[str, Any], inner).get(name) == AUTO:

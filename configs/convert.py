@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from keel.configs.auto import AUTO, KNOBS
+from keel.configs.auto import AUTO, OPEN
 from keel.configs.elsewhere.words import inside
 from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
 from keel.configs.suggest import elsewhere, knob_types, section_type, suggest
@@ -168,7 +168,10 @@ class _Builder:
         if origin in (Union, UnionType):
             if value is None and NoneType in args:
                 return None
-            (hint,) = (arg for arg in args if arg is not NoneType)
+            words = [arg for arg in args if get_origin(arg) is Literal]  # such as `all`
+            if isinstance(value, str) and any(value in get_args(each) for each in words):
+                return value
+            (hint,) = (arg for arg in args if arg is not NoneType and arg not in words)
             return self.value(hint, value, at)
         if origin is Literal:
             # `True == 1`, so equality alone would let a bool pass for an int.
@@ -231,7 +234,7 @@ class _Builder:
 
     def or_auto(self, at: _At) -> list[str]:
         """What else the knob may be."""
-        return [AUTO] * (self.root is Config and at.key in KNOBS)
+        return [AUTO] * (self.root is Config and at.key in OPEN)
 
 
 STEPS = ("eval.checkpoint", "filter.checkpoint")

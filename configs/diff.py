@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from keel.configs.schema import Config, ConfigError, ConversationsConfig, SourceConfig
 
+STEPPING = ("trainer.lr", "trainer.min_lr", "trainer.schedule", "trainer.warmup_steps")
+"""Knobs of the learning rate, which is a function of the step."""
 RESUMABLE_KNOBS = frozenset(
     {
         # where, how long, how often
@@ -72,6 +74,7 @@ RESUMABLE_KNOBS = frozenset(
         "rollout.threads",
         "rollout.deadline_s",
         "rollout.update_deadline_s",
+        *STEPPING,
         "trainer.ranks",
         "trainer.min_ranks",
         "trainer.zero_stage",
@@ -93,6 +96,7 @@ RESUMABLE_KNOBS = frozenset(
         "eval.size",
         "eval.samples",
         "eval.submissions",
+        "eval.file",
         "eval.temperature",
         "eval.top_p",
         "eval.top_k",
@@ -109,8 +113,9 @@ RESUMABLE_KNOBS = frozenset(
         "sft.epochs",
     }
 )
-"""Knobs that may change when a run continues from its checkpoint: none of them changes what the
-run has been optimising. (`run.steps` also stretches a `linear` or `cosine` schedule.)"""
+"""Knobs that may change when a run continues from its checkpoint: none of them changes what the run
+optimises. (The learning rate is a function of the step: `trainer.lr` and its schedule apply from
+the resumed step on, and `run.steps` stretches a `linear` or `cosine` schedule.)"""
 
 ELSEWHERE = ("alarms.", "endpoint.")
 """Sections on which no run depends: how their knobs begin."""
@@ -151,6 +156,12 @@ def diff_configs(a: Config, b: Config) -> list[str]:
     return [k for k in left | right if left.get(k, ABSENT) != right.get(k, ABSENT)]
 
 
+def stepping(saved: Config, wanted: Config) -> list[str]:
+    """Changes of the learning rate, such as `trainer.lr 1e-06 → 5e-07`."""
+    old, new = flatten_config(saved), flatten_config(wanted)
+    return [f"{knob} {old[knob]} → {new[knob]}" for knob in STEPPING if old[knob] != new[knob]]
+
+
 def check_resumable(
     saved: Config, wanted: Config, folder: str, *, of: tuple[str, ...] = ("",)
 ) -> None:
@@ -161,7 +172,12 @@ def check_resumable(
     """
     old, new = flatten_config(saved), flatten_config(wanted)
     differing = diff_configs(saved, wanted)
-    changed = [knob for knob in differing if not resumable(knob) and knob.startswith(of)]
+    measured = _only_measured(saved, wanted)
+    changed = [
+        knob
+        for knob in differing
+        if not resumable(knob) and knob.startswith(of) and not knob.startswith(measured)
+    ]
     if changed:
         # `sources` itself, where there were none, says no more than the new ones do.
         said = [_change(knob, old, new) for knob in changed if not knob.endswith(".sources")]
@@ -171,6 +187,18 @@ def check_resumable(
             "Choose another run.dir, or set these knobs back to continue it (another run may begin "
             "with this one's exported model, model.path: docs/checkpoints.md)"
         )
+
+
+def _only_measured(saved: Config, wanted: Config) -> tuple[str, ...]:
+    """Beginnings of the knobs of sources that train in neither config, such as `eval.file`'s."""
+    trained = {
+        source.name
+        for config in (saved, wanted)
+        for source in config.data.sources
+        if config.data.weight_of(source) > 0
+    }
+    names = {source.name for config in (saved, wanted) for source in config.data.sources}
+    return tuple(f"data.sources[{name}]." for name in names - trained)
 
 
 def _change(knob: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from keel.configs.distillation import DistillConfig
 from keel.configs.dump import dump_config, escaped, quoted
 from keel.configs.hostile import calls, cut_off, lookalike, misread, tree_of
 from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.data import ROWS
 from keel.configs.shipped import find, placed, text_of
 from keel.configs.suggest import knob_types, knobs_in, section_type
 from keel.configs.synthesis import SynthesisConfig
@@ -103,7 +104,7 @@ def _tree(
             for knob, one in knobs_in(root, steps, value):
                 _set_knob(tree, where, knob, one, origin)
         if root is Config:
-            tree = spelled_out(tree)
+            tree = spelled_out(_with_eval_file(tree, where))
         if (key := calls(tree)) is not None:
             raise ConfigError(
                 f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "
@@ -119,6 +120,38 @@ def _tree(
     except (RecursionError, UnicodeEncodeError) as error:
         raise ConfigError(f"{recipe}: cannot be read: {error}") from error
     return tree, where, str(recipe)
+
+
+OF_THE_FILE = frozenset(
+    {"name", "source", "path", "split", "subset", "size", "holdout", "weight", "domain"}
+    | {"pass_rates", "least_pass_rate", "most_pass_rate"}
+)
+"""Knobs of a source that say which rows it has; the others say how rows are read and scored."""
+
+
+def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
+    """Turn `eval.file` into a source that is held out as a whole, read as the first source of rows
+    is."""
+    section, data = tree.get("eval"), tree.get("data")
+    if not isinstance(section, dict) or not isinstance(data, dict):
+        return tree
+    path, sources = section.get("file"), data.get("sources")
+    if not isinstance(path, str) or not path or not isinstance(sources, list):
+        return tree
+    others = [cast(dict[str, Any], one) for one in sources if isinstance(one, dict)]
+    rows = next((one for one in others if one.get("source") in ROWS), {})
+    name = Path(path).name.partition(".")[0] or "eval"
+    names = [one.get("name") for one in others]
+    source = {
+        **{knob: value for knob, value in rows.items() if knob not in OF_THE_FILE},
+        "name": f"{name}-eval" if name in names else name,
+        "source": "jsonl" if path.endswith(".jsonl") else "file",
+        "path": path,
+        "holdout": "all",
+    }
+    where[f"data.sources.{len(sources)}"] = where.get("eval.file", "")
+    inner = {knob: value for knob, value in section.items() if knob != "file"}
+    return {**tree, "eval": inner, "data": {**data, "sources": [*sources, source]}}
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

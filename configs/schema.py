@@ -353,6 +353,8 @@ class Config:
         if purpose == "train":
             return asked
         measured = self.eval
+        if measured.temperature == 0:
+            return replace(asked, temperature=1.0, top_p=1.0, top_k=1)
         return replace(
             asked,
             temperature=measured.temperature,

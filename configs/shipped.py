@@ -43,8 +43,10 @@ def shipped(folder: str = "") -> dict[str, Path]:
 
 
 def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
-    """The file that is meant: one of Keel's where `path` is the name of one and no file here. Else
-    `otherwise`, or `path` itself."""
+    """Return the recipe's file: the config.yaml of a run folder, or one of Keel's recipes where
+    `path` is the name of one and no file here; else `otherwise`, or `path` itself."""
+    if path.is_dir() and (path / "config.yaml").is_file():
+        return path / "config.yaml"
     known = None if path.exists() else shipped(folder).get(str(path))
     return known or otherwise or path
 
@@ -87,9 +89,7 @@ def text_of(path: Path, folder: str) -> str:
             raise ConfigError(f"{path}: {what}; did you mean {' or '.join(near)}?")
         hint = f"; {there} has {', '.join(recipes[:8])}" if recipes and not ours else ""
         if path.is_dir() and not recipes:
-            hint = "; name a YAML file, or a recipe that comes along (keel recipes)"
-        if path.is_dir() and "config.yaml" in recipes:
-            hint = f"; the recipe of a run in it is {path / 'config.yaml'}"
+            hint = "; name a YAML file, or a bundled recipe (keel recipes)"
         raise ConfigError(f"{path}: {what}{hint}{hint_of(path, folder)}")
     if path.suffix in NO_RECIPES:
         raise ConfigError(

@@ -11,7 +11,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from keel.configs.elsewhere.words import Word, ending, meant
+from keel.configs.elsewhere.words import Word, ending, meant, words
 
 COMMON = {
     "batch_size": "prompts_per_step",
@@ -67,6 +67,19 @@ RENAMED = {
     "trainer.park": "offload_while_sampling",
 }
 """What a knob was called once (its path, as in `knobs`), and its name in the same section now."""
+
+
+UNSUPPORTED = {
+    r"q?lora(_.*)?|peft(_.*)?|use_peft": "LoRA is not supported; all weights train, with less "
+    "memory by trainer.offload_optimizer and trainer.zero_stage: 3 (keel check plans it)",
+    r"(load_in|quantiz|bnb|bits_and_bytes|bitsandbytes).*": "quantised training is not supported; "
+    "use a bfloat16 model, and trainer.offload_optimizer for less GPU memory",
+    r"push_to_hub|hub_.*": "pushing to the hub is not supported; upload the exported folder: hf "
+    "upload OWNER/NAME RUN_DIR/model",
+}
+"""Patterns of keys for what Keel does not do, and the alternative."""
+MANY = 10
+"""Names of a section that a message still lists."""
 
 
 @cache
@@ -150,6 +163,9 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
         return f"did you mean {prefix}{known}?"
     if said := _theirs(meant(f"{prefix}{key}"), everywhere):
         return said
+    for pattern, instead in UNSUPPORTED.items():
+        if re.fullmatch(pattern, key):
+            return instead
     below = any(path.startswith(prefix) and path.endswith(f".{known}") for path in everywhere)
     if "run.steps" in everywhere and not (prefix and below) and known in OF_OTHER_COMMANDS:
         return OF_OTHER_COMMANDS[known]
@@ -167,6 +183,13 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.75):
         paths = [path for path in everywhere if path.rpartition(".")[2] == close[0]]
         return f"did you mean {' or '.join(paths)}?"
+    close = difflib.get_close_matches(key, {word.name for word in words()}, n=1, cutoff=0.85)
+    if close and (said := _theirs(meant(close[0]), everywhere)):
+        return said
+    if len(here) > MANY and prefix:
+        close = difflib.get_close_matches(key, here, n=1, cutoff=0.4)
+        nearest = f"the nearest is {prefix}{close[0]}; " if close else ""
+        return f"{nearest}keel knobs {prefix[:-1]} lists those of this section"
     return f"{'this section' if prefix else 'a recipe'} has {', '.join(here)}"
 
 

@@ -170,18 +170,19 @@ def _split(
     distinct = list(first.values())
     short = _short_enough(distinct, config, count_tokens)
     long = len(distinct) - len(short)
-    spare = len(short) - source.holdout
-    if source.holdout and (spare < 0 or (config.weight_of(source) > 0 and spare == 0)):
+    wanted = len(short) if source.holdout == "all" else source.holdout
+    spare = len(short) - wanted
+    if wanted and (spare < 0 or (config.weight_of(source) > 0 and spare == 0)):
         over = f"{long} more are over data.max_prompt_tokens = {config.max_prompt_tokens}; raise "
         cure = f"{over}that" if long else "make the source larger or more varied"
         none = "" if spare else ", of which none would be left to train on"
-        none += " (a source to be evaluated on alone has weight: 0)" * bool(none)
+        none += " (holdout: all makes it an evaluation set)" * bool(none)
         raise ConfigError(
             f"data.sources[{source.name}].holdout = {source.holdout}: there are only {len(short)} "
             f"distinct questions of a usable length among {len(loaded.items)} prompts{none}, and "
             f"those held out never train; {cure}, or lower the holdout"
         )
-    held = _choose_heldout(short, source, seed)
+    held = _choose_heldout(short, source, seed, wanted)
     split = _Split(
         source=source,
         loaded=loaded,
@@ -224,8 +225,8 @@ def _keep_rated(split: _Split) -> None:
     split.train = kept
 
 
-def _choose_heldout(items: list[Item], source: SourceConfig, seed: int) -> set[str]:
-    """Questions to hold out.
+def _choose_heldout(items: list[Item], source: SourceConfig, seed: int, count: int) -> set[str]:
+    """Draw `count` questions to hold out.
 
     Generated items are drawn independently, so the first will do, and they stay the same when
     the source grows. Files have an order of their own: there a hash draws the lot.
@@ -233,7 +234,7 @@ def _choose_heldout(items: list[Item], source: SourceConfig, seed: int) -> set[s
     questions = [item.question for item in items]
     if source.has_rows:
         questions.sort(key=lambda question: digest(f"{seed}/{source.name}/{question}"))
-    return set(questions[: source.holdout])
+    return set(questions[:count])
 
 
 def _short_enough(

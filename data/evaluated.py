@@ -128,8 +128,11 @@ def asked_of(
 
 
 def _kept(prompt: Prompt, trajectory: Trajectory, tokenizer: str) -> dict[str, Any]:
-    """Its messages, those that were asked apart, and the rest of its record."""
+    """Return its messages, those that were asked apart, and the rest of its record. An agent
+    program's record has the messages of each of its conversations, too."""
     record = record_of(prompt, trajectory, tokenizer=tokenizer)
+    if trajectory.dialogues:
+        return {"messages": [dict(message) for message in trajectory.messages], "record": record}
     messages = record.pop("messages")
     said = len(messages) - len(trajectory.messages)
     return {"messages": messages[said:], "record": {**record, "asked": messages[:said]}}

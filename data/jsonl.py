@@ -296,7 +296,9 @@ def _text(record: dict[str, Any], key: str, columns: Columns) -> str:
     if key not in record:
         raise columns.missing(key)
     value = record[key]
-    if not isinstance(value, str) or not value.strip():
-        what = columns.called(key)
-        raise BadLine(f"{what} must be text that is not blank, is {kind_of(value)}")
+    what = columns.called(key)
+    if not isinstance(value, str):
+        raise BadLine(f"{what} must be text, is {kind_of(value)}")
+    if not value.strip():
+        raise BadLine(f"{what} is empty")
     return value

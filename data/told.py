@@ -59,10 +59,10 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
         report = dataset.report[source.name]
         times = passes(config, source, report.train)
         notes = [f"{report.train:,} to train on", f"{report.heldout:,} held out"]
-        notes += [f"{times:.3g} passes in {config.run.steps} steps"] if times else []
+        notes += [f"{times:.2g} epochs"] if times else []
         counted = {
             f"malformed line{'s' * (report.skipped != 1)} skipped": report.skipped,
-            "repeated": report.duplicates,
+            f"duplicate{'s' * (report.duplicates != 1)} dropped": report.duplicates,
             "too long, dropped": report.long,
             "held out by another source": report.leaked,
             "out of the bounds of pass rates": report.rated_out,

@@ -88,9 +88,9 @@ def try_functions(
                 (verdict,) = pool.submit(spec, [text]).result()
             at = f" ({verdict.at})" if verdict.at else ""
             if verdict.error.partition(":")[0] in WHATEVER:
-                raise ValueError(f"reward {name}: {verdict.error}{at}. Mend the function")
+                raise ValueError(f"reward {name}: {verdict.error}{at}. Fix the function")
             said[name] = (
-                f"{FAILED} of {prompt.prompt_id}: {verdict.error}{at}. Mend it (or raise "
+                f"{FAILED} of {prompt.prompt_id}: {verdict.error}{at}. Fix it (or raise "
                 "rewards.deadline_s, where it is slow): in the run such completions get 0 for it, "
                 "and too many stop the run (rewards.max_failure_fraction)"
                 if verdict.error

@@ -85,7 +85,7 @@ class Failures:
                     stop = stop or (
                         f"reward {name} failed on {much}, and rewards.max_failure_fraction = "
                         f"{self._share:g}; the last, of prompt {prompt_id}: {_told(error, at)}. "
-                        "Mend the function, or raise rewards.max_failure_fraction"
+                        "Fix the function, or raise rewards.max_failure_fraction"
                     )
         for line in lines:
             self.say(line)

@@ -33,7 +33,8 @@ def summarize(
       sampled, completions that were left out included. Where it differs from `length/mean`, length
       decides about what is trained on.
     - `agents/…`: of all of those that have a `Usage`, and there with such ones only: see `_agents`.
-      `agents/crashes`: those whose environment was lost, whether they were left out or count.
+      `agents/crashes`: those whose environment was lost, whether they were left out or count, and
+      those that count as failures since their agent program failed.
 
     Lengths count sampled tokens; staleness is in optimizer steps, over sampled tokens. All means
     are over completions, so that a group that lost some weighs less in them than in the loss. A
@@ -161,7 +162,8 @@ def _agents(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
     """Means over trajectories, each with as many segments as its context had beginnings: one, one
     more for each rewrite and for each time that its thinking was left out. `failed_call_fraction`
     and `malformed_fraction` are of tool calls, `prefix_hit_fraction` of the context tokens that an
-    earlier turn had computed; where there is no call, or no such token, they are not there."""
+    earlier turn had computed; where there is no call, or no such token, they are not there.
+    `contexts_…` are sums over the turns of agent programs, where there are any."""
     used = [(t, t.usage) for t in sampled if t.usage is not None]
     if not used:
         return {}
@@ -177,6 +179,12 @@ def _agents(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
         "agents/malformed_fraction": share("malformed_calls", "calls"),
         "agents/prefix_hit_fraction": share("cached_tokens", "repeated_tokens"),
     }
+    contexts = {
+        "agents/contexts_extended": Sum(mean("contexts_extended").total),
+        "agents/contexts_branched": Sum(mean("contexts_branched").total),
+        "agents/contexts_rendered": Sum(mean("contexts_rendered").total),
+        "agents/contexts_refused": Sum(mean("contexts_refused").total),
+    }
     return {
         "agents/turns_mean": mean("turns"),
         "agents/calls_mean": mean("calls"),
@@ -185,6 +193,7 @@ def _agents(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
         "agents/tools_seconds_mean": mean("tools_s"),
         "agents/sampling_seconds_mean": mean("sampling_s"),
         **{name: found for name, found in shares.items() if found.count},
+        **(contexts if mean("contexts_rendered").total else {}),
         **{
             f"agents/{name}_cuts": Sum(sum(t.finish_reason == reason for t, _ in used))
             for name, reason in CUTS.items()

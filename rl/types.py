@@ -26,8 +26,9 @@ from keel.rl.metrics import Metric
 FinishReason = Literal["stop", "length", "deadline", "turns", "window", "crash"]
 """The policy (or its environment) ended it, or it was cut: at its budget of tokens
 (`rollout.sampling.max_tokens`, `agents.max_sampled_tokens`), of seconds (`rollout.deadline_s`), of
-turns (`agents.max_turns`), or where its context filled the window (`agents.window`); or its
-environment was lost over what the policy did, and that counts as a failure (`on_crash: zero`)."""
+turns (`agents.max_turns`), or where its context filled the window (`agents.window`). `crash`: its
+environment was lost over what the policy did (`on_crash: zero`), or the agent program that drove it
+failed (`on_failure: zero`); its reward is the least there is."""
 Purpose = Literal["train", "eval"]
 """What trajectories are sampled and scored for."""
 ENVIRONMENT = "environment"
@@ -239,12 +240,33 @@ class Usage:
     """What set out to be a call and could not be read as one."""
     rewrites: int = 0
     """How often its context was rewritten because its window was full."""
+    contexts_extended: int = 0
+    """Turns of an agent program whose context extended recorded tokens exactly."""
+    contexts_branched: int = 0
+    """Turns of an agent program from recorded tokens that another turn had extended before."""
+    contexts_rendered: int = 0
+    """Turns of an agent program whose context the chat template rendered from messages: the first
+    of each conversation, and those whose history the program had changed."""
+    contexts_refused: int = 0
+    """Requests of an agent program that got an error, for a limit or a field not supported."""
     repeated_tokens: int = 0
     """Context tokens that an earlier turn had computed already."""
     cached_tokens: int = 0
     """Those of them that came from the prefix cache."""
     sampling_s: float = 0.0
     tools_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """One of an agent program's conversations: messages that only grew, under the same tools."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    sampled: frozenset[int]
+    """Indices of the messages that the policy sampled here, in full. Other messages of the
+    assistant are context: the program wrote them, or another conversation has them."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """As chat templates have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +285,9 @@ class Trajectory:
     """How many of `messages` stood there before the policy first spoke."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """With an environment: its tools, as chat templates have them."""
+    dialogues: tuple[Dialogue, ...] = ()
+    """Its conversations where an agent program drove it, which may hold several; `messages` has
+    their messages in the order of the turns."""
     verdict: Verdict | None = None
     """The environment's, where there is one."""
     usage: Usage | None = None

@@ -137,7 +137,7 @@ class EndpointCompletions:
 
         config = self._config
         extra = dict(config.extra)
-        if sampling.top_k:
+        if sampling.top_k and not sampling.greedy:  # not every endpoint knows `top_k`
             extra["top_k"] = sampling.top_k
         if config.tells_thinking:
             told = {"enable_thinking": thinking, "thinking": thinking}
@@ -150,7 +150,7 @@ class EndpointCompletions:
                     model=config.model,
                     messages=cast(Any, [dict(message) for message in messages]),
                     tools=cast(Any, [dict(tool) for tool in tools] or openai.omit),
-                    temperature=sampling.temperature,
+                    temperature=0.0 if sampling.greedy else sampling.temperature,
                     top_p=sampling.top_p,
                     max_tokens=max_tokens,
                     stop=list(sampling.stop) or None,

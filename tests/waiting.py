@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -55,3 +55,15 @@ def patiently(start: Callable[[], Found], undo: Callable[[], object] = lambda: N
                 raise
             undo()
     raise AssertionError
+
+
+def start_local_ray(**options: Any) -> None:
+    """Start a Ray cluster on this machine as runs do, with `options` of `ray.init`."""
+    import ray  # noqa: PLC0415  (slow to load)
+
+    from keel.trainer.cluster.nodes import QUOTED_PYTHON  # noqa: PLC0415
+    from keel.trainer.cluster.ray_internals import without_unused_processes  # noqa: PLC0415
+
+    common = {"address": "local", "include_dashboard": False, "log_to_driver": False}
+    with without_unused_processes():
+        patiently(lambda: ray.init(runtime_env=QUOTED_PYTHON, **common, **options), ray.shutdown)

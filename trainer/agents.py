@@ -111,6 +111,8 @@ def check_environments(
             task = max(prompts, key=lambda each: int(each.prompt_id.rpartition("/")[2]))
         try:
             notes |= asyncio.run(_looked_at(config, source, task, chat))
+        except ConfigError:  # names its knob
+            raise
         except ValueError as error:
             raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
     if chat is not None and chat.tool_modes:
@@ -329,6 +331,7 @@ def agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
             wrap=isolated,
             readable=(*own, *readable(given)),
             tells_reward=given.tells_reward,
+            drop_failures=given.on_failure == "drop",
             judges=not given.target,
         )
     except (OSError, ValueError) as error:

@@ -24,7 +24,7 @@ from keel.trainer.run.waits import waiting
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
   keel new                                  a recipe of your own, from a few questions
-  keel recipes                              those that come along, for models and machines
+  keel recipes                              bundled recipes, for models and machines
   keel sft sft-quickstart                   supervised fine-tuning; keel train goes on from there
   keel pretrain pretrain-dense              text; pretrain-warm-up and pretrain-sparse go on
   keel distill quickstart                   specialists, what they teach, mixed RL, and a table
@@ -54,6 +54,8 @@ LIGHT = (
     *("chat", "compare", "distill", "doctor", "knobs", "new", "recipes", "report", "serve"),
     *("synthesize", "watch"),
 )
+EVALUATING = ("train", "check", "eval")
+"""Commands that take `--eval FILE`."""
 RUNS = "folder that `keel train` or `keel eval` has written, or is writing"
 MODEL = "run folder with an exported model, or model folder"
 NEW = "write a short recipe from a few questions or flags, and check it"
@@ -97,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         elif "unrecognized arguments: " in message:
             message += "; keel COMMAND --help says what it takes, and knobs are key=value"
         elif re.search(r"required: recipe\b", message):
-            message = "name a recipe: a YAML file, or one that comes along (keel recipes)"
+            message = "name a recipe: a YAML file, or a bundled one (keel recipes)"
         message = message.replace(", key=value", "")  # of which there may be none
         super().error(message)
 
@@ -126,8 +128,13 @@ def parser() -> argparse.ArgumentParser:
         ("distill", "specialists, supervised distillation and mixed RL as one chain of commands"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("recipe", help="a YAML file, or the name of a recipe that comes along")
+        command.add_argument(
+            "recipe", help="a YAML file, a run folder, or the name of a bundled recipe"
+        )
         command.add_argument("override", nargs="*", metavar="key=value", help="change a knob")
+        if name in EVALUATING:
+            help_ = "evaluate on this file, too (eval.file)"
+            command.add_argument("--eval", metavar="FILE", help=help_)
     text = "train once more on a batch that a run kept since its gradient was not finite"
     command = commands.add_parser("replay", help=text, description=text)
     command.add_argument("run", help="the run folder")
@@ -139,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("first", "second"):
         command.add_argument(name, metavar="DIR", help="folder that `keel eval` has written")
     add_new(commands.add_parser("new", help=NEW, description=NEW))
-    text = "the recipes that come along: a line each, or the whole of one"
+    text = "list the bundled recipes, or print one"
     command = commands.add_parser("recipes", help=text, description=text)
     command.add_argument("name", nargs="?", default="", help="print this one")
     text = "what a knob or a metric means: type, default, unit, what a resume may change"
@@ -192,8 +199,10 @@ def add_new(command: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, metavar="N", help="of a machine (default: those here; 0: none)")
     add("--nodes", type=int, default=1, metavar="N", help="machines")
     add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU, where none is here")
-    add("--steps", type=int, default=200, metavar="N", help="(default: 200)")
-    add("--max-tokens", type=int, metavar="N", help="longest completion (default: 1024, or 4096)")
+    add("--steps", type=int, metavar="N", help="(default: 200; 50 on a CPU)")
+    help_ = "longest completion (default: 1024, or 4096; 128, or 256 on a CPU)"
+    add("--max-tokens", type=int, metavar="N", help=help_)
+    add("--eval", metavar="FILE", help="evaluate on this file, in place of rows held out")
     add("--think", action="store_true", default=None, help="the policy thinks before it answers")
     add("--yes", action="store_true", help="ask nothing: take defaults for what is not given")
 
@@ -228,12 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command(argv: Sequence[str] | None, end: End) -> int:
     """As `main`. end: is told before the last words."""
     root = parser()
-    arguments, rest = root.parse_known_args(argv)
-    if "override" in arguments:  # argparse leaves out those that follow an option
-        arguments.override += [word for word in rest if re.match(r"\w[^\s=]*=", word)]
-        rest = [word for word in rest if word not in arguments.override]
-    if rest:
-        root.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments = parsed(root, argv)
     if arguments.version:
         print(f"keel {metadata.version('keel-rl')}")
         return 0
@@ -386,6 +390,22 @@ def light(arguments: argparse.Namespace) -> int:
         return REFUSED
 
 
+def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line, with `--eval FILE` of a recipe's command as the override it stands
+    for."""
+    arguments, rest = root.parse_known_args(argv)
+    if "override" in arguments:  # argparse leaves out those that follow an option
+        arguments.override += [word for word in rest if re.match(r"\w[^\s=]*=", word)]
+        rest = [word for word in rest if word not in arguments.override]
+    if rest:
+        root.error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.command in EVALUATING and arguments.eval:
+        from keel.configs.dump import as_override  # noqa: PLC0415  YAML
+
+        arguments.override.append(f"eval.file={as_override(arguments.eval)}")
+    return arguments
+
+
 def step_or_override(word: str) -> int | str:
     """Where a step may be left out before `key=value`."""
     if "=" in word:
@@ -422,7 +442,7 @@ def recipe_error(arguments: argparse.Namespace) -> str:
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` do without
         return ""
     # OmegaConf: a tenth of a second
-    from keel.configs.load import load_config, load_distillation, load_synthesis  # noqa: PLC0415
+    from keel.configs.load import load_distillation, load_recipe, load_synthesis  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     others: dict[str, Callable[..., Any]] = {
@@ -430,12 +450,17 @@ def recipe_error(arguments: argparse.Namespace) -> str:
         "synthesize": load_synthesis,
     }
     try:
-        load = others.get(arguments.command, load_config)
-        config = load(arguments.recipe, getattr(arguments, "override", ()))
-        if arguments.command != "judge" and load is load_config:
-            from keel.trainer.recipes.named import check_named  # noqa: PLC0415  numpy
+        overrides = getattr(arguments, "override", ())
+        if load := others.get(arguments.command):
+            load(arguments.recipe, overrides)
+            return ""
+        config, left = load_recipe(arguments.recipe, overrides)
+        if arguments.command != "judge":
+            from keel.trainer.recipes.named import check_continued, check_named  # noqa: PLC0415  numpy
 
             check_named(config, arguments.command)
+            if arguments.command == "train":
+                check_continued(config, left)
     except ConfigError as error:
         return str(error)
     except OSError as error:  # a folder that may not be looked into, a name that is too long

@@ -86,8 +86,8 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     sets = subject.sets
     if not any(sets.values()):
         raise ConfigError(
-            "data.sources: no source has a holdout, so there is nothing to evaluate on. A file of "
-            "problems that is there for this alone has weight: 0, and holdout: their number"
+            "data.sources: no source has a holdout, so there is nothing to evaluate on. Name a "
+            "file of problems: --eval FILE; or set data.sources[].holdout"
         )
     if subject.count_tokens is not None:
         for variant in config.eval.each_variant:
@@ -135,6 +135,7 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
                     said=out.said,
                     stop=system.attended(stop),
                     say=partial(print, flush=True),
+                    decoded=decoded_by(system),
                 )
         print(out.finish())
 
@@ -329,7 +330,15 @@ def _ask(
             said=out.said,
             stop=system.attended(stop),
             say=partial(print, flush=True),
+            decoded=decoded_by(system),
         )
+
+
+def decoded_by(system: System | Remote) -> Callable[[], int] | None:
+    """What counts the decoding steps; None for an endpoint, and for episodes, whose number of turns
+    is not known in advance."""
+    pool = getattr(system, "pool", None)
+    return None if pool is None or system.agents is not None else lambda: pool.steps
 
 
 @contextmanager

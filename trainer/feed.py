@@ -43,6 +43,13 @@ def wait_for(future: Future[T], hurry: Callable[[], bool]) -> T:
     return future.result()
 
 
+def decoding_steps(config: Config, completions: int) -> int:
+    """Decoding steps of all engines together for so many completions, if each reaches its limit."""
+    rollout = config.rollout
+    waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
+    return min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
+
+
 class Feed:
     """One run's stream of batches. Callbacks come from the threads of engines and rewards."""
 

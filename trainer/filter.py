@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from keel.configs.schema import Config
 from keel.rl.futures import then, when_all
 from keel.rl.types import Group, Prompt, ScoredGroup
-from keel.trainer.feed import GRACE_S
+from keel.trainer.feed import GRACE_S, decoding_steps
 from keel.trainer.run.waits import amount, waiting
 
 POLICY = ("model.", "trainer.")
@@ -65,20 +65,23 @@ def sample_prompts(
     said: Callable[[], str],
     stop: Callable[[], bool],
     say: Callable[[str], None],
+    decoded: Callable[[], int] | None = None,
 ) -> None:
-    """`samples` completions of each prompt; returns when all are done, or soon after `stop`.
+    """Sample `samples` completions of each prompt; return when all are done, or soon after `stop`.
 
-    sample(prompt, n), score: with deadlines of their own, and they never block; record: called on
-    this thread, once a prompt; said: what a line of progress adds. Raises what sampling or scoring
-    raised, and TimeoutError if no group at all arrives for longer than all their deadlines
-    together.
+    sample(prompt, n), score: return at once, with deadlines of their own. record: called on this
+    thread, once per prompt. said: what a line of progress adds. decoded: decoding steps of all
+    engines so far, which show progress before any prompt is done; None: not counted. Raises what
+    sampling or scoring raised, and TimeoutError if no group at all arrives for longer than all
+    their deadlines together.
     """
     size = config.algorithm.group_size
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
     queue, flights = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
     open_groups = set[Future[ScoredGroup]]()
     deadline_s, told = deadline_of(config)
-    heard = time.monotonic()
+    heard, finished = time.monotonic(), 0
+    before, most = decoded() if decoded else 0, decoding_steps(config, len(prompts) * samples)
     try:
         with waiting("sampling", total=len(prompts), unit="prompts") as under_way:
             while (queue or flights) and not stop():
@@ -101,9 +104,14 @@ def sample_prompts(
                     )
                 for whole in [flight for flight in flights if flight.done()]:
                     record(flights.pop(whole), whole.result())
-                    under_way.done, under_way.note = under_way.done + 1, said()
-        if under_way.done:
-            say(f"sampled {amount(under_way.done, len(prompts), 'prompts')}; {said()}")
+                    finished, under_way.note = finished + 1, said()
+                steps = min(decoded() - before, most) if decoded else 0
+                under_way.done, under_way.total, under_way.unit = finished, len(prompts), "prompts"
+                if steps * len(prompts) > finished * most:
+                    under_way.done, under_way.total = steps, most
+                    under_way.unit = "decoding steps"
+        if finished:
+            say(f"sampled {amount(finished, len(prompts), 'prompts')}; {said()}")
     finally:
         for group in open_groups:
             group.cancel()

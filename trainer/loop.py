@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, RunConfig
@@ -23,7 +22,7 @@ from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.summary import sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
-from keel.trainer.feed import Abandoned, Feed, never, wait_for
+from keel.trainer.feed import Abandoned, Feed, decoding_steps, never, wait_for
 
 IDLE = ("rollout", "reward")
 """What the trainer waits for with nothing to do."""
@@ -119,8 +118,13 @@ class Parts:
     """Told of each batch that has been trained on, with the position of `prompts` after it and what
     is to be discarded."""
     hurry: Callable[[], bool] = never
-    """Whether to stop at once: what is sampled and not trained on is given up. Raises what makes
-    it idle to wait any longer."""
+    """Return True to abort now and drop in-flight rollouts. Raises what makes waiting pointless,
+    such as a lost process."""
+    leave: Callable[[], bool] = never
+    """Return True to cut evaluations short, since the user has asked to stop. One that is cut short
+    is made when the run resumes."""
+    decoded: Callable[[], int] | None = None
+    """Decoding steps of all engines so far; None if they are not counted."""
     whole: Callable[[Exception], bool] = lambda _: True
     """Whether the learner is, after what has gone wrong elsewhere: if so, the run ends with a
     checkpoint."""
@@ -137,12 +141,12 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     try:
         if start == 0:
             parts.journal.begin("evaluating")
-            parts.journal.record(0, evaluate(parts, hurry), [])
+            parts.journal.record(0, evaluate(parts, config), [])
         else:  # the engines started from the base model
             wait_for(parts.rollouts.update(learner.version, learner.publish()), hurry)
             if parts.heldout and evaluation_due(run, start) and not parts.journal.evaluated(start):
                 parts.journal.begin("evaluating")  # which was cut off
-                parts.journal.record(start, evaluate(parts, hurry), [])
+                parts.journal.record(start, evaluate(parts, config), [])
                 if parts.stop():
                     return start
     except Abandoned:
@@ -199,7 +203,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             if evaluating and not ends and not hurry():
                 parts.journal.begin("evaluating")
                 with put_off(parts, ends):
-                    metrics |= evaluate(parts, hurry)
+                    metrics |= evaluate(parts, config)
             parts.journal.record(step, metrics, batch.groups, batch.discarded)
             if result.gave_up:  # a policy that gives no gradient may be broken: no checkpoint of it
                 raise RuntimeError(f"step {step}: {result.gave_up}")
@@ -259,28 +263,40 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
     return step == run.steps or (run.eval_every > 0 and step % run.eval_every == 0)
 
 
-def evaluate(parts: Parts, hurry: Callable[[], bool] = never) -> dict[str, Metric]:
-    """`eval/<set>/pass@1`, `score` and `unscored` of every held-out set (`keel.rl.evaluation`).
-    Raises `Abandoned` once `hurry()`."""
+def evaluate(parts: Parts, config: Config) -> dict[str, Metric]:
+    """Return `eval/<set>/pass@1`, `score` and `unscored` of every held-out set
+    (`keel.rl.evaluation`). Raises `Abandoned` once `parts.hurry()` or `parts.leave()`."""
     score = partial(parts.rewards.submit, purpose="eval")
     scored = {
         name: [then(parts.rollouts.submit(prompt, "eval"), score) for prompt in prompts]
         for name, prompts in parts.heldout.items()
     }
-    every, so_far = [f for futures in scored.values() for f in futures], count(1)
+    every = [future for futures in scored.values() for future in futures]
+    # An episode's turns have no limit in common, so decoding steps say little there.
+    decoded = None if config.with_agents else parts.decoded
+    before, most = (
+        decoded() if decoded else 0,
+        decoding_steps(config, len(every) * config.eval.samples),
+    )
 
-    def one_more(future: Future[ScoredGroup]) -> None:
-        if not future.cancelled():
-            parts.journal.reach(next(so_far), len(every), "prompts")
+    def tick() -> bool:
+        """Show the count that is further on: all prompts may be at work before any is done."""
+        done = sum(future.done() for future in every)
+        steps = min(decoded() - before, most) if decoded else 0
+        if every and done * most >= steps * len(every):
+            parts.journal.reach(done, len(every), "prompts")
+        elif every:
+            parts.journal.reach(steps, most, "decoding steps")
+        return parts.hurry() or parts.leave()
 
-    for future in every:
-        future.add_done_callback(one_more)
     try:
-        return {
+        found = {
             f"eval/{name}/{metric}": value
             for name, futures in scored.items()
-            for metric, value in evaluation([wait_for(f, hurry) for f in futures]).items()
+            for metric, value in evaluation([wait_for(f, tick) for f in futures]).items()
         }
+        tick()
+        return found
     finally:
         for future in every:
             future.cancel()

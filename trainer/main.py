@@ -35,9 +35,10 @@ from keel.trainer.planning.lowering import Repeating
 from keel.trainer.planning.remembered import remember
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.replay import replay
+from keel.trainer.run import checkpoint
 from keel.trainer.run.batches import keep_batch
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
+from keel.trainer.run.interrupt import FIRST, NOTHING_YET, PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.ledger import Ledger
 from keel.trainer.run.restarts import Lost, Stuck
 from keel.trainer.run.saved import TokenFile, TokenTexts
@@ -128,9 +129,10 @@ def layouts_of(task: Task | SftTask) -> Layouts:
     )
 
 
-def check(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel check`: validate everything that can be without starting anything: what `keel sft` or
-    `keel pretrain` would do with the recipe, and `keel train`."""
+def check(recipe: str, overrides: Sequence[str]) -> int:
+    """`keel check`: validate all that can be validated without starting anything, for `keel train`
+    and for `keel sft` or `keel pretrain`. Returns the exit status: 1 if a reward function fails on
+    a sample completion."""
     config = load_config(recipe, overrides)
     tasks: list[Task | SftTask] = []
     with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
@@ -151,6 +153,10 @@ def check(recipe: str, overrides: Sequence[str]) -> None:
         print(f"{folder.path} {standing}")
     for line in (*elsewhere, *folder.words()):
         print(f"{'warning':<12} {line}")
+    failed = [line for task in tasks if isinstance(task, Task) for line in task.failed]
+    for line in failed:
+        print(f"keel check: {line}", file=sys.stderr)
+    return FAILED if failed else 0
 
 
 def check_place(tasks: Sequence[Task | SftTask]) -> list[str]:
@@ -226,7 +232,7 @@ def judge(options: argparse.Namespace) -> None:
         raise RuntimeError(f"{failed} of {len(items)} answers could not be judged")
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Callable[..., int | None]] = {
     "train": train,
     "sft": sft,
     "pretrain": pretrain,
@@ -239,7 +245,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def run(command: str, *arguments: Any) -> int:
-    """Run a command; errors that a user can act on end in one message, not in a traceback."""
+    """Run a command and return its exit status; errors that a user can act on end in one message,
+    not in a traceback."""
 
     def ended(status: int) -> int:
         if lost() or hanging():  # their threads would not let this process end in peace
@@ -251,12 +258,13 @@ def run(command: str, *arguments: Any) -> int:
         return ended(status)
 
     try:
-        COMMANDS[command](*arguments)
+        status = COMMANDS[command](*arguments) or 0
     except ConfigError as error:
         return said(error, error.exit_status)
     except KeyboardInterrupt:
         if not preempted():
-            return said("stopped at once; what was saved before is there", INTERRUPTED)
+            return said(f"stopped at once; {kept(command, *arguments)}", INTERRUPTED)
+        status = 0
     except (ValueError, RuntimeError, OSError, RayError) as error:
         if os.environ.get("KEEL_TRACEBACK"):
             raise
@@ -268,7 +276,18 @@ def run(command: str, *arguments: Any) -> int:
         return said(text, FAILED)
     if signal := preempted():
         return said(f"stopped by {signal}; {SAME}", PREEMPTED)
-    return ended(0)
+    return ended(status)
+
+
+def kept(command: str, *arguments: Any) -> str:
+    """What a command that was interrupted leaves behind."""
+    if command not in ("train", "sft", "pretrain"):
+        return "what was finished is kept"
+    recipe, overrides, *_ = arguments
+    folder = Path(load_config(recipe, overrides).run.dir).expanduser()
+    if newest := checkpoint.latest(folder / "checkpoints"):
+        return f"rerun the same command to resume from {newest.name}"
+    return "nothing was saved yet, so the same command starts over"
 
 
 def keep_skipped(
@@ -340,7 +359,13 @@ def run_loop(
         if system.agents is not None:
             system.agents.say = view.say
         system.scorer.tell(view.say)
-        interrupt = stack.enter_context(Interrupt(view.say, grace_s=config.run.grace_s))
+
+        def first() -> str:
+            """Message at Ctrl-C. Before the first step there is only an evaluation to give up."""
+            return FIRST if start > 0 or journal.evaluated(0) or not heldout else NOTHING_YET
+
+        heldout = dataset.heldout if config.run.eval_every >= 0 else {}
+        interrupt = stack.enter_context(Interrupt(view.say, first, grace_s=config.run.grace_s))
         trained: loop.Learner = learner
         if (lowering := system.lowering) is not None:
             say = partial(journal.say, "out of memory")
@@ -352,12 +377,14 @@ def run_loop(
             rewards=system.scorer,
             learner=trained,
             journal=journal,
-            heldout=dataset.heldout if config.run.eval_every >= 0 else {},
+            heldout=heldout,
             save=save,
             stop=stop,
             keep=partial(keep_skipped, folder.path, view.say),
             account=ledger.account,
             hurry=system.attended(interrupt.hurry),
+            leave=interrupt,
+            decoded=lambda: system.pool.steps,
             whole=whole,
         )
         reached = loop.train(parts, config, start=start)

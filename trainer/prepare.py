@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import transformers
@@ -50,6 +51,7 @@ from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.agents import check_chat, check_environments
 from keel.trainer.cluster.nodes import hardware_here, memory_gib, with_missing
 from keel.trainer.planning.choose import Choice, choose
+from keel.trainer.planning.cpus import cpu_time, slow_dtype, with_dtype
 from keel.trainer.planning.families import (
     check_engine_attention,
     check_engine_dtype,
@@ -65,10 +67,11 @@ from keel.trainer.run.folder import check_recipe
 from keel.trainer.run.manifest import MANIFEST, check_exported
 
 UNKNOWN_GIB = (
-    "run.gpu_gib is not given and no GPU is here, so nothing was chosen for them and nothing "
-    "compared with their memory: what the recipe leaves open is as for a CPU. Say what a GPU has, "
-    "for example run.gpu_gib=80"
+    "run.gpu_gib is not set and no GPU is here, so GPUs could not be planned: open knobs have "
+    "their values for a CPU. Set the memory of a GPU, for example run.gpu_gib=80"
 )
+SAMPLED = 32
+"""Prompts of each source whose mean length stands for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,8 @@ class Task:
     tokenizer_digest: str = ""
     """`keel.model.load.digest_of_tokenizer`."""
     warnings: Sequence[str] = ()
+    failed: Sequence[str] = ()
+    """Reward functions that failed on a sample completion, among the warnings."""
 
     @property
     def gpu(self) -> bool:
@@ -110,9 +115,29 @@ class Task:
             *(self.config, self.facts, self.plan, lines),
             hardware=self.hardware,
             seats=seats,
+            cpu_time=self._cpu_time(trains=trains),
             trains=trains,
         )
         return "\n".join([text, *ending_lines(self.choice, self.warnings)])
+
+    def _cpu_time(self, *, trains: bool) -> list[str]:
+        """Estimated times on a CPU; none for episodes, whose turns are not known in advance."""
+        if self.gpu or self.config.with_agents:
+            return []
+        train, heldout = self.dataset.train.sources, self.dataset.heldout
+        prompts = [p for each in train.values() for p in each[:SAMPLED]]
+        # `keel eval` has a size, and may ask prompts to train on.
+        most = 0 if trains else self.config.eval.size
+        asks_train = not trains and self.config.eval.prompts == "train"
+        measured = train if asks_train else heldout
+        lengths = [prompt_tokens(p, self.tokenizer, self.facts) for p in prompts]
+        estimate = cpu_time(
+            self.config,
+            self.facts,
+            prompt_tokens=fmean(lengths),
+            heldout=sum(len(each[: most or None]) for each in measured.values()),
+        )
+        return estimate.lines(trains=trains)
 
 
 def ending_lines(choice: Choice, warnings: Sequence[str]) -> list[str]:
@@ -181,6 +206,7 @@ def prepare(
         chat=chat,
         tokenizer_digest=digest_of_tokenizer(tokenizer),
         warnings=[*warnings, *small_lines(config, dataset), *failed],
+        failed=failed,
         programs={
             "chats": chat_note(config, tokenizer, chat),
             **{name: said for name, said in tried.items() if not said.startswith(FAILED)},
@@ -255,6 +281,7 @@ def found_model(
     """left: knobs to be decided. chats: whether the tokenizer has to write any. Raises
     ConfigError."""
     machine = hardware(config)
+    config = with_dtype(config, left, gpu=machine.gpu)
     if machine.found:
         cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
         check_exported(Path(config.model.path), cure)
@@ -350,7 +377,9 @@ def warning_lines(config: Config, found: Found) -> list[str]:
     taken = found.hardware.taken_said
     ignored = ignored_code(local_folder(path), transformers)
     unknown = found.hardware.gpu and not found.hardware.gpu_gib
+    slow = slow_dtype(config, gpu=found.hardware.gpu)
     return [
+        *([slow] if slow else []),
         *([taken] if taken else []),
         *([UNKNOWN_GIB] if unknown else []),
         *missing_lines(config, found.hardware),

@@ -114,7 +114,7 @@ def chosen(folder: Path, step: int | None) -> Path:
 
 
 def nearest(checkpoints: Path, step: int) -> tuple[Path | None, str]:
-    """The newest checkpoint from before `step` that is as it was written, or None for the base
+    """The newest intact checkpoint from before `step`, or None for the base
     model; and what lies between."""
     found, after = None, 0
     for path in reversed(checkpoint.finished(checkpoints)):

@@ -380,7 +380,7 @@ def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
         device = "cuda" if gpu and torch.cuda.is_available() else "cpu"
         folder = ensure_embedded(config.model.embedded, curriculum, device=device, progress=show)
     if steps:
-        how = "taught now, kept in" if wait.done else "taught before, found in"
+        how = "cold start done; cached in" if wait.done else "cold start loaded from"
         print(f"embedded model: {how} {folder}", flush=True)
     return str(folder)
 

@@ -1,4 +1,4 @@
-"""One episode that an agent program drives: started, recorded, graded on what it did."""
+"""An episode that an agent program drives: started, recorded and graded on what it did."""
 
 from __future__ import annotations
 
@@ -7,37 +7,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from keel.agents.endpoint.program import AgentProgram, Ended, run_program
-from keel.agents.endpoint.record import Recording
+from keel.agents.endpoint.record import Finished, TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.agents.endpoint.tools import Tools
-from keel.agents.endpoint.types import Finished
 from keel.agents.episode import Episode
 from keel.agents.types import Unscored
 from keel.rl.turns import Message, TurnRequest, TurnResult
-from keel.rl.types import ENVIRONMENT, PROGRAM, Prompt, Segment, Trajectory, Verdict
+from keel.rl.types import (
+    ENVIRONMENT,
+    PROGRAM,
+    FinishReason,
+    Prompt,
+    Segment,
+    Trajectory,
+    Verdict,
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class DrivenEpisode(Episode):
-    """As an `Episode`, and the environment (`NoEnvironment` where there is none) opens the task and
-    has the verdict. Context management is the program's own."""
+    """An `Episode` that an agent program drives. The environment (or `NoEnvironment`) opens the
+    task and has the verdict; context management is the program's.
+
+    A program that fails after a turn counts as a failure of the policy (finish reason `crash`),
+    unless a request of its got an error of 500 or more, which is the endpoint's fault.
+    """
 
     program: AgentProgram
     endpoint: Endpoint
     starting: asyncio.Semaphore | None = None
-    """Held until a program asks for its first turn: hundreds that start at once would take each
-    other's time."""
+    """Held until a program asks for its first turn, so that hundreds do not start at once."""
     ended: Ended | None = None
     finished: Finished | None = None
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
-    """Of the engines, which have tried again already: not the program's to deal with."""
+    """The engines' error, which they have retried already. It ends the episode."""
 
     async def _run(self) -> Trajectory | str:
         opening = await self.environment.open(self.task, seed=self.environment_seed)
         tools = tuple(tool.as_json() for tool in opening.tools)
         task = replace(self.task, messages=opening.messages, tools=tools or self.task.tools)
-        recording = Recording(
+        recording = TrajectoryRecorder(
             name=self.name,
             prompt_id=self.task.prompt_id,
             chat=self.chat,
@@ -58,13 +68,16 @@ class DrivenEpisode(Episode):
         if self._error is not None:
             raise self._error
         self.usage = finished.usage
-        refused = finished.finish_reason != "stop" or offered.done
+        cut = finished.finish_reason != "stop" or offered.done
         if not finished.segments:
             return f"{ended.why(self.program)}; without a turn of the policy{_refusal(finished)}"
         if offered.lost is not None:
             raise offered.lost
-        if ended.failed and not refused:  # what it did counts, however it took the refusal
-            return f"{ended.why(self.program)}{_refusal(finished)}"
+        if ended.failed and not cut:  # what it did counts, however it took the refusal
+            why = f"{ended.why(self.program)}{_refusal(finished)}"
+            if finished.failure or self.program.drop_failures:
+                return why
+            return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": why}))
         graded = await self._graded(finished.finish_reason)
         return graded if isinstance(graded, str) else self._with_its_own(graded, ended)
 
@@ -75,7 +88,13 @@ class DrivenEpisode(Episode):
             said.append(answer_of(answer))
         return self.finished.segments, said, len(self.finished.opening)
 
-    async def _driven(self, task: Prompt, recording: Recording, address: Address) -> Ended:
+    def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
+        trajectory = Episode._trajectory(self, reason, verdict)
+        assert self.finished is not None
+        dialogues = self.finished.dialogues
+        return replace(trajectory, dialogues=dialogues, tools=dialogues[0].tools)
+
+    async def _driven(self, task: Prompt, recording: TrajectoryRecorder, address: Address) -> Ended:
         if self.starting is not None:
             await self.starting.acquire()
         begun = asyncio.create_task(recording.begun.wait())
@@ -92,7 +111,7 @@ class DrivenEpisode(Episode):
         finally:
             begun.cancel()
 
-    async def _late(self, recording: Recording) -> str:
+    async def _late(self, recording: TrajectoryRecorder) -> str:
         broken = asyncio.create_task(self._broken.wait())
         late = asyncio.create_task(recording.overdue(self.program.open_s))
         try:
@@ -111,7 +130,7 @@ class DrivenEpisode(Episode):
             raise
 
     def _with_its_own(self, trajectory: Trajectory, ended: Ended) -> Trajectory | str:
-        """The program's verdict beside the environment's."""
+        """Merge the program's verdict with the environment's, which takes precedence."""
         own, found = ended.verdict, trajectory.verdict or Verdict(parts={})
         if isinstance(own, Unscored):
             return f"agent program {self.program.name}: {own.reason}"
@@ -127,7 +146,7 @@ class DrivenEpisode(Episode):
 
 
 def answer_of(text: str) -> Message:
-    """A program's last word, as the message that rewards look at."""
+    """Return a program's answer as the message that rewards look at."""
     return {"role": "assistant", "content": text, "name": PROGRAM}
 
 

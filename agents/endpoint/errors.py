@@ -1,4 +1,4 @@
-"""What a request is refused with, in OpenAI's error format."""
+"""Errors of the endpoint, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from keel.rl.types import FinishReason
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
-class Refused(Exception):
-    """A request that gets an error instead of a turn."""
+class ApiError(Exception):
+    """An error that answers a request in place of a turn."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Refused(Exception):
         code: str | None = None,
         limit: FinishReason | None = None,
     ) -> None:
-        """status: of HTTP. param: the field that is wrong. limit: of the budget, that it met."""
+        """status: HTTP status. param: the wrong field. limit: the budget's limit that was met."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.limit: FinishReason | None = limit
@@ -39,16 +39,16 @@ class Refused(Exception):
         }
 
 
-def wrong(param: str, message: str) -> Refused:
-    """A field that cannot be taken as it is."""
-    return Refused(400, f"{param}: {message}", param=param, code="invalid_value")
+def wrong(param: str, message: str) -> ApiError:
+    """Return the error for a wrong field."""
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
-def spent(budget: Budget, limit: FinishReason, context: int = 0) -> Refused:
-    """What a client gets once a limit is met. It never asks again: with 429 and 5xx its own
-    libraries would. `context`: tokens of what it has sent."""
+def spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
+    """Return the error for a spent budget. Its status is one that clients do not retry, unlike 429
+    and 5xx. context: tokens of the request's messages."""
     if limit == "window":  # in OpenAI's words, by which programs know that they may shorten it
-        return Refused(
+        return ApiError(
             400,
             f"This model's maximum context length is {budget.window} tokens. However, your "
             f"messages resulted in {context} tokens; one at least must be left to sample",
@@ -60,4 +60,4 @@ def spent(budget: Budget, limit: FinishReason, context: int = 0) -> Refused:
         "turns": (f"{budget.turns} turns", "turns_spent"),
         "deadline": (f"{budget.deadline_s:g} s", "time_spent"),
     }.get(limit, (f"{budget.tokens} sampled tokens", "tokens_spent"))
-    return Refused(403, f"the trajectory's budget of {what} is spent", code=code, limit=limit)
+    return ApiError(403, f"the trajectory's budget of {what} is spent", code=code, limit=limit)

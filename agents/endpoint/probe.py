@@ -1,5 +1,5 @@
-"""An agent program tried before a run against a model by script, so that what is wrong with it is
-said before any engine starts."""
+"""Tries an agent program against a scripted model before a run, so that faults show before any
+engine starts."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from keel.rl.turns import Chat, TurnRequest, TurnResult
 from keel.rl.types import Prompt
 
 SAID = "\\boxed{0}"
-"""By the model, in every turn."""
+"""The scripted model's words in every turn."""
 TURNS = 3
-"""That the model gives at most; a program may want more than one, and need not end by itself."""
+"""Most turns that the model gives."""
 MOST_S = 60.0
-"""Of a program's own time between and after them."""
+"""Seconds of the program's own time."""
 MOST_SAID = 500
-"""Characters of what it printed, in a warning."""
+"""Characters of its output in a warning."""
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _UNREACHED = re.compile(r"connect|api[_ ]?key|authentic|unauthorized|resol", re.IGNORECASE)
-"""In the words of a program that looked for the policy elsewhere."""
+"""Matches the output of a program that looked for the policy elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a program's try was like."""
+    """The result of trying a program."""
 
     turns: int
     opening_tokens: int
-    """Of its first request, tools and all."""
+    """Tokens of its first request, tools included."""
     seconds: float
     ended: str
-    """How, for people."""
+    """How it ended, for people."""
 
 
 async def try_program(
@@ -55,13 +55,12 @@ async def try_program(
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
 ) -> Trial:
-    """Have it drive one episode of `task` for real. speak: the ids that a policy samples to say a
-    text, with the end of its turn.
+    """Let the program drive one episode of `task`. speak: returns the ids that a policy samples to
+    say a text, with the end of its turn.
 
     Raises:
-        ValueError: it cannot be started, asks for no turn, cannot import something, does not end
-            well before it has had one, or leaves nobody to grade. In the program's own words, with
-            the cure.
+        ValueError: the program cannot be started, asks for no turn, lacks a package, fails before
+            its first turn, or nothing grades the task. Quotes its output and names the cure.
     """
     contexts: list[int] = []
 
@@ -94,21 +93,30 @@ async def try_program(
             seed=seed,
             environment_seed=seed,
         )
-        found = await episode.run()
-    ended = episode.ended
-    crashed = ended is not None and bool(ended.failed)
-    missing = _MISSING.search(found) if isinstance(found, str) else None
-    if isinstance(found, str) and (missing or not contexts or not crashed):
-        raise ValueError(f"task {task.prompt_id}: {found}{_cure(program, missing, episode)}")
-    if ended is None or not crashed:
+        outcome = await episode.run()
+    ended, finished = episode.ended, episode.finished
+    failed = ended is not None and bool(ended.failed)
+    missing = _MISSING.search(ended.words) if ended is not None and failed else None
+    limit = "" if isinstance(outcome, str) else outcome.finish_reason
+    cut = limit not in ("", "stop", "crash")
+    if not cut and (missing or not contexts or (isinstance(outcome, str) and not failed)):
+        why = outcome
+        if not isinstance(why, str):
+            assert ended is not None
+            why = ended.why(program)
+        raise ValueError(f"task {task.prompt_id}: {why}{_cure(program, missing, episode)}")
+    if ended is None or not failed:
         how = "ended well"
-    elif isinstance(found, str):
+    elif cut:
+        how = f"was stopped there ({limit})"
+    else:
+        becomes = "is left out" if program.drop_failures else "counts as a failure, reward 0"
         how = (
             f"WARNING: it {ended.failed} after the model had said {SAID!r}. What ends so in "
-            f"training is left out. Its last words: {ended.words[-MOST_SAID:]}"
+            f"training {becomes} (on_failure). Its last words: {ended.words[-MOST_SAID:]}"
         )
-    else:
-        how = f"was stopped there ({found.finish_reason})"
+    if finished is not None and finished.counts.refused and finished.refusal and not cut:
+        how += f". WARNING: the endpoint refused a request: {finished.refusal}"
     return Trial(
         turns=len(contexts),
         opening_tokens=contexts[0],
@@ -129,6 +137,8 @@ def _cure(program: AgentProgram, missing: re.Match[str] | None, episode: DrivenE
         return ". Raise agents.window, or have it say less at first"
     if episode.ended is not None and episode.ended.timed_out:
         return ". Make it ask sooner, or raise open_s"
+    if finished is not None and not finished.segments and finished.refusal:
+        return ""  # the refusal says what to do
     if finished is not None and finished.segments:
         return (
             ". Have it write {'parts': {'correct': …}} as JSON to the file KEEL_VERDICT, or give "
@@ -142,7 +152,7 @@ def _cure(program: AgentProgram, missing: re.Match[str] | None, episode: DrivenE
 
 
 def _interpreter(command: Sequence[str]) -> str:
-    """Of a Python, or of a script that names one in its first line."""
+    """Return the Python that a command runs: itself, or the one in its script's first line."""
     path = Path(command[0])
     if path.name.startswith("python"):
         return str(path)

@@ -1,4 +1,4 @@
-"""An agent program as a process: it is told where its trajectory's endpoint is, and left alone."""
+"""Runs an agent program as a process that knows its trajectory's endpoint."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 
 DRIVE = (Path(keel.__file__).parent / "agents" / "inside" / "drive.py").resolve()
-OURS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "KEEL_MCP_URL")
+OURS = (
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
+    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
+)
 SENDING_S = 60.0
-"""For the process to start and take what it is to run."""
+"""Seconds for the process to start and receive its command."""
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentProgram:
-    """What is run, the same for every trajectory."""
+    """An agent program, the same for every trajectory."""
 
     command: Sequence[str]
     """Command line (`command_of`). `{prompt}` in it becomes the task's last user message,
@@ -55,6 +58,9 @@ class AgentProgram:
     tells_reward: bool = False
     """Whether KEEL_TASK holds what the reward is computed from, a reference answer among it. The
     policy can read it wherever the program lets it run commands."""
+    drop_failures: bool = False
+    """Leave out trajectories whose program fails after a turn of the policy, and not count them as
+    failures with the least reward."""
     judges: bool = True
     """Whether the program's own verdict counts. Where the policy can run commands as the program's
     user, it can write one, too."""
@@ -77,39 +83,39 @@ class AgentProgram:
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
-    """The command line of a recipe's `program`: a command line itself, whose first word is looked
-    for in `folder`, beside the interpreter `python` and on the PATH; or `module:function`, which
-    that interpreter calls. Raises ValueError where there is nothing of that name."""
+    """Return the command line of a recipe's `program`: a command line itself, whose first word is
+    looked up in `folder`, beside the interpreter `python` and on the PATH; or `module:function`,
+    which that interpreter calls. Raises ValueError where there is nothing of that name."""
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]
     first, *rest = shlex.split(program)
     beside = Path(shutil.which(python) or python).parent
-    path = os.pathsep.join([str(beside), os.environ.get("PATH", os.defpath)])
-    found = str(folder / first) if os.sep in first else shutil.which(first, path=path)
-    if found is None or not os.access(found, os.X_OK) or Path(found).is_dir():
-        where = found or path
+    path = os.pathsep.join([str(folder), str(beside), os.environ.get("PATH", os.defpath)])
+    place = shutil.which(folder / first if os.sep in first else first, path=path)
+    if place is None:
         raise ValueError(
-            f"agent program: there is no command {first} ({where}); name it by its path, or the "
-            "interpreter beside which it is installed (python)"
+            f"agent program: there is no command {first} in {folder}, beside {python} or on the "
+            "PATH that can be run; name it by its path, or set python to the interpreter beside "
+            "which it is installed"
         )
-    return [os.path.abspath(found), *rest]
+    return [os.path.abspath(place), *rest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a program ended, and what it said of its trajectory."""
+    """How a program ended, and its verdict on its trajectory."""
 
     failed: str = ""
-    """Why it did not end well; empty where it exited with status 0."""
+    """Why it did not end well; empty if it exited with status 0."""
     words: str = ""
-    """The last that it printed."""
+    """The last of its output."""
     took_s: float
     timed_out: bool = False
-    """It was ended because its time was up."""
+    """Whether it was ended because its time was up."""
     verdict: Verdict | Unscored | None = None
-    """None: it gave none, or is not asked."""
+    """None: it gave none, or its verdict does not count."""
     answer: str | None = None
-    """Its last word on the task, where it gave one."""
+    """Its answer to the task, if it gave one."""
 
     def why(self, program: AgentProgram) -> str:
         said = f"; its last words: {self.words}" if self.words else ""
@@ -141,7 +147,8 @@ async def run_program(
             **ENVIRONMENT,
             "PYTHONHASHSEED": str(seed % 2**32),
             "KEEL_SEED": str(seed),
-            **({"TMPDIR": scratch} if scratch else {}),
+            # A cache in a shared home would answer one trajectory with another's turns.
+            **({"TMPDIR": scratch, "HOME": scratch} if scratch else {}),
             **address.env,
             **program.env,
         },
@@ -213,7 +220,7 @@ def _failure(answer: dict[str, Any] | str) -> str:
 def _given(
     answer: dict[str, Any] | str | None, *, judges: bool
 ) -> tuple[Verdict | Unscored | None, str | None]:
-    """The verdict and the answer that a program gave."""
+    """Return the verdict and the answer that a program gave."""
     if not isinstance(answer, dict):
         return None, None
     written = answer.get("verdict")

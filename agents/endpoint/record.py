@@ -1,10 +1,10 @@
-"""What an agent program's requests become: turns that extend recorded ids, and segments.
+"""Records an agent program's requests as turns that extend recorded ids, and as segments.
 
-A request is looked up by its messages up to the policy's last turn. Where they are what was handed
-out, the recorded ids are extended by `Chat.extend`: nothing that was sampled is tokenised again.
-Where the record has gone on from there meanwhile (another request came first), a new segment begins
-with the same ids. In all other cases a new segment begins with a render of the messages.
-Either way, each sampled token is trained in the segment that it was sampled in, and no other.
+A request is looked up by its messages up to the policy's last turn. If they match a recorded turn,
+`Chat.extend` extends its ids: nothing that was sampled is tokenised again. If another request has
+extended that turn already, a new segment begins with the same ids. In all other cases a new segment
+begins with a render of the messages. Either way, each sampled token is trained in the segment that
+it was sampled in, and in no other.
 """
 
 from __future__ import annotations
@@ -26,46 +26,88 @@ from numpy.typing import NDArray
 from keel.agents.budget import CHARACTERS_A_TOKEN, Budget, with_lost_turn, with_turn
 from keel.agents.conversation import SegmentRecord, in_common
 from keel.agents.endpoint.endings import Endings
-from keel.agents.endpoint.errors import Refused, spent
-from keel.agents.endpoint.lookup import Turn, Turns
-from keel.agents.endpoint.matching import chain, key_of_tools
+from keel.agents.endpoint.errors import ApiError, spent
+from keel.agents.endpoint.lookup import Turn, Turns, chain, key_of_tools
 from keel.agents.endpoint.replies import Reply, handed_out
-from keel.agents.endpoint.requests import Asked
+from keel.agents.endpoint.requests import ChatRequest
 from keel.agents.endpoint.transcript import Transcript
-from keel.agents.endpoint.types import Counts, Finished
 from keel.agents.schemas import arguments_of
-from keel.rl.turns import Chat, Malformed, Parsed, TurnRequest, TurnResult
-from keel.rl.types import FinishReason, Usage
+from keel.rl.turns import Chat, Malformed, Message, Parsed, TurnRequest, TurnResult
+from keel.rl.types import Dialogue, FinishReason, Segment, Usage
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 TURN_S = 600.0
-"""As long as OpenAI's own clients wait."""
+"""Seconds for a turn: as long as OpenAI's clients wait."""
 ENDING_S = 10.0
-"""Longest wait at the end for turns that are being sampled to be given up."""
+"""Seconds to wait at the end for cancelled turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Number of requests by outcome."""
+
+    requests: int = 0
+    """Well-formed requests for a turn."""
+    extended: int = 0
+    """Turns that extended the ids of a segment."""
+    branched: int = 0
+    """Turns in a new segment, from recorded ids that another turn had extended before."""
+    rendered: int = 0
+    """Turns in a new segment, from a render of the messages; includes the first turn."""
+    repeated: int = 0
+    """Answers sent again to a client that never received them."""
+    refused: int = 0
+    """Requests that got an error below 500: for a limit, or a field that is wrong."""
+    failed: int = 0
+    """Requests that got an error of 500 or more: the engine or the endpoint failed."""
+    given_up: int = 0
+    """Turns whose client disconnected while they were sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A recorded trajectory."""
+
+    segments: tuple[Segment, ...]
+    opening: tuple[Message, ...]
+    """The messages of the first turn's request."""
+    messages: tuple[Message, ...]
+    """All later messages of all conversations, in the order of the turns."""
+    dialogues: tuple[Dialogue, ...]
+    """The same messages by conversation, with the tools they were sampled under."""
+    usage: Usage
+    finish_reason: FinishReason
+    """How the trajectory ended: `stop`, or the limit that cut or refused its last turn."""
+    counts: Counts
+    failure: str = ""
+    """Why an engine or the endpoint itself could not answer a request. Empty: none failed so."""
+    refusal: str = ""
+    """Why the last refused request was refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a turn is going to stand."""
+    """Where a turn will be recorded."""
 
     record: SegmentRecord
     extends: bool
-    """The record goes on; else the turn is the first of its own."""
+    """Whether the turn extends the record, and does not begin it."""
     context_T: NDArray[np.int32]
     repeated: int
-    """Ids at the beginning that some record has already."""
+    """Number of leading ids that some record has already."""
     draws: set[int]
-    """Of this context, the numbers of those that are sampled or answered."""
+    """Numbers of the draws from this context that are being sampled or have been answered."""
     draw: int
-    """The first that is free."""
+    """The first free number."""
     seed: int
 
 
-class Recording:
-    """One trajectory. For one event loop; any number of requests at once.
+class TrajectoryRecorder:
+    """Records one trajectory, on one event loop, with any number of requests at once.
 
-    name: unique in the run. sample: one turn of the policy. seed: of the trajectory. turn_s: of a
-    turn, with its wait for an engine; then the client gets 503.
+    name: unique in the run. sample: samples one turn of the policy. seed: the trajectory's, from
+    which each turn's is drawn. turn_s: seconds for a turn and its wait for an engine; after that
+    the client gets 503.
     """
 
     def __init__(
@@ -89,63 +131,71 @@ class Recording:
         self._budget, self._turn_s = budget, turn_s
         self._records: list[SegmentRecord] = []
         self._turns = Turns(chat, thinking=thinking)
+        self._known_tools = {key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
-        """Of each context, the numbers of those that are sampled or answered: all differ."""
+        """Numbers of the draws from each context: all differ, and so do their seeds."""
         self._unanswered: Counter[str] = Counter()
-        """By the key of the request: tries that failed or were given up."""
+        """Tries that failed or were given up, by the key of the request."""
         self._growing: set[SegmentRecord] = set()
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
-        """With the tokens that are set aside for each."""
+        """Turns being sampled, and the tokens reserved for each."""
         self._changed = asyncio.Event()
         self._transcript = Transcript()
         self._usage = Usage(turns=0)
         self._endings = Endings()
         self._late = False
         self.refusal = ""
-        """Why the last request that was refused was."""
+        """Why the last refused request was refused."""
         self.over = False
-        """The task is: there are no more turns."""
-        self._failure = ""
+        """Whether the environment has ended the task: there are no more turns."""
+        self.failure = ""
+        """Why the endpoint or an engine could not answer a request, the last one that failed so."""
         self._closed = False
         self._idle_since: float | None = None
-        """Since when the program has had its own time. None: while turns are sampled, and before
-        the first one."""
+        """When the program's own time began. None while turns are sampled and before the first."""
         self.begun = asyncio.Event()
-        """Set with the first turn that is sampled."""
+        """Set when the first turn is sampled."""
 
-    async def turn(self, asked: Asked) -> Reply:
-        """Answer a request. Raises Refused; cancelled, it leaves nothing behind."""
+    async def turn(self, request: ChatRequest) -> Reply:
+        """Answer a request. Raises ApiError; cancelled, it leaves nothing behind."""
         self._count("requests")
-        tools_key = key_of_tools(asked.tools)
-        keys = chain(asked.messages)
-        request_key = f"{keys[-1]} {tools_key} {asked.may_call} {asked.max_tokens}"
-        roles = [message["role"] for message in asked.messages]
+        tools_key = key_of_tools(request.tools)
+        keys = chain(request.messages)
+        request_key = f"{keys[-1]} {tools_key} {request.may_call} {request.max_tokens}"
+        roles = [message["role"] for message in request.messages]
         opening = roles.index("assistant") if "assistant" in roles else len(roles)
-        with self._endings.request(keys[opening], anew=opening == len(roles)) as under_way:
+        with self._endings.request(keys[opening], restarts=opening == len(roles)) as in_flight:
             try:
-                reply = await self._turn(asked, keys, tools_key, request_key)
-                under_way.ended = reply.ended
-                most = asked.max_tokens or inf
-                under_way.wanted = most <= reply.completion_tokens < self._budget.turn_tokens
+                reply = await self._turn(request, keys, tools_key, request_key)
+                in_flight.ended = reply.ended
+                most = request.max_tokens or inf
+                in_flight.by_client = most <= reply.completion_tokens < self._budget.turn_tokens
                 return reply
-            except Refused as refused:
-                under_way.ended = refused.limit
-                failed = refused.status >= 500
-                self._count("failed" if failed else "refused")
-                self._unanswered[request_key] += failed
-                self.refusal = self.refusal if failed else refused.message
+            except ApiError as refused:
+                in_flight.ended = refused.limit
+                self._unanswered[request_key] += refused.status >= 500
+                self.refused(refused)
                 raise
             except asyncio.CancelledError:
                 self._count("given_up")
                 self._unanswered[request_key] += 1
                 raise
 
+    def refused(self, error: ApiError) -> None:
+        """Count a request that got an error, and keep the reason for the trajectory's report."""
+        if error.status >= 500:
+            self.failure = error.message
+            self._count("failed")
+        else:
+            self.refusal = error.message
+            self._count("refused")
+
     def lose(self, reply: Reply) -> None:
-        """Its client went before it got it. It gets it when it asks again."""
+        """Keep a reply whose client disconnected, for when it asks again."""
         self._turns.lose(reply)
 
     async def overdue(self, open_s: float) -> str:
-        """Returns when the program's time is up, and says what took too long: its first request
+        """Wait until the program's time is up, and return what took too long: its first request
         (`open_s`), or all its turns and its own time between them (`Budget.deadline_s`)."""
         if self._budget.deadline_s == inf:
             raise ValueError("endpoint: deadline_s must be finite: every wait has a deadline")
@@ -168,7 +218,7 @@ class Recording:
                     await self._changed.wait()
 
     async def finish(self) -> Finished:
-        """Give up what is being sampled, and close. Safe to call more than once."""
+        """Cancel the turns being sampled, and close. Safe to call more than once."""
         self._usage, self._idle_since = self._with_idle(), None
         self._closed = True
         self._changed.set()
@@ -181,60 +231,76 @@ class Recording:
             segments=tuple(segment for segment in segments if segment is not None),
             opening=self._transcript.opening,
             messages=self._transcript.after_opening,
-            usage=self._usage,
+            dialogues=self._transcript.dialogues,
+            usage=replace(
+                self._usage,
+                contexts_extended=self.counts.extended,
+                contexts_branched=self.counts.branched,
+                contexts_rendered=self.counts.rendered,
+                contexts_refused=self.counts.refused,
+            ),
             finish_reason="deadline" if self._late else self._endings.last,
             counts=self.counts,
-            failure=self._failure,
+            failure=self.failure,
             refusal=self.refusal,
         )
 
     async def _turn(
-        self, asked: Asked, keys: Sequence[str], tools_key: str, request_key: str
+        self, request: ChatRequest, keys: Sequence[str], tools_key: str, request_key: str
     ) -> Reply:
         self._check_open()
-        if asked.is_retry and self._unanswered[request_key] > 0:
+        if request.is_retry and self._unanswered[request_key] > 0:
             self._unanswered[request_key] -= 1  # of that try there is no answer to be given
-        elif lost := self._turns.lost(request_key, asked):
+        elif lost := self._turns.lost(request_key, request):
             self._count("repeated")
             lost.given_again = True
             return lost.reply
-        if (characters := asked.characters) > self._budget.characters:
+        if (characters := request.characters) > self._budget.characters:
             least = max(characters // CHARACTERS_A_TOKEN, self._budget.window)
             raise spent(self._budget, "window", least)
-        asked.check_tools()
-        before, ids = self._turns.context(asked, keys, tools_key, self._growing)
-        limit = await self._admit(len(ids), asked.max_tokens)
+        if tools_key not in self._known_tools:
+            await request.check_tools()
+            self._known_tools.add(tools_key)
+        before, ids = self._turns.context(request, keys, tools_key, self._growing)
+        limit = await self._admit(len(ids), request.max_tokens)
         # From here to the sampling nothing waits: what is free now stays so.
         place = self._place(before, ids)
         result = await self._grow(place, limit)
         if before is not None:
             before.extended = True
         self._count("extended" if place.extends else "branched" if before else "rendered")
-        tools = asked.tools if before is None else before.tools
         parsed = self._chat.parse(
             result.token_ids_N.tolist(),
-            tools,
+            request.tools,
             thinking=self._thinking,
             turn=self._usage.turns,
             inside=before is not None and before.inside,
         )
-        reply = self._reply(asked, place, result, parsed)
+        reply = self._reply(request, place, result, parsed)
         turn = Turn(
             record=place.record,
             end=len(place.record.ids),
-            tools=tools,
+            tools=request.tools,
             tools_key=tools_key,
             request_key=request_key,
             reply=reply,
             inside=parsed.inside,
         )
-        self._transcript.tell(asked.messages, keys, reply.message)
+        handed_out_whole = len(reply.message.get("tool_calls", ())) == len(parsed.calls)
+        self._transcript.add(
+            self._turns.as_recorded(request.messages, keys),
+            keys,
+            reply.message,
+            tools=request.tools,
+            tools_key=tools_key,
+            verbatim=handed_out_whole,
+        )
         self._turns.add(turn, keys[-1])
         self._use(turn, parsed, result, place.repeated)
         return reply
 
     def _place(self, before: Turn | None, ids: list[int]) -> _Place:
-        """At the end of a record, or where that is taken, in one of its own."""
+        """Choose the end of a record, or a new record if another turn is there."""
         record, extends = SegmentRecord(self._prompt_id, ids), False
         if (
             before is not None
@@ -257,7 +323,7 @@ class Recording:
         )
 
     async def _grow(self, place: _Place, limit: int) -> TurnResult:
-        """Sample the turn, and put it into the record."""
+        """Sample the turn, and append it to the record."""
         record = place.record
         request = replace(
             record.request(
@@ -286,13 +352,15 @@ class Recording:
             self._growing.discard(record)
         return result
 
-    def _reply(self, asked: Asked, place: _Place, result: TurnResult, parsed: Parsed) -> Reply:
+    def _reply(
+        self, request: ChatRequest, place: _Place, result: TurnResult, parsed: Parsed
+    ) -> Reply:
         full = result.finish_reason == "length" and len(place.record.ids) >= self._budget.window
         ended: FinishReason = "window" if full else result.finish_reason
         return Reply(
             reply_id=f"chatcmpl-{secrets.token_hex(12)}",
             message=handed_out(
-                parsed, cut=ended != "stop", may_call=asked.may_call and parsed.closed
+                parsed, cut=ended != "stop", may_call=request.may_call and parsed.closed
             ),
             ended=ended,
             prompt_tokens=len(place.context_T),
@@ -301,7 +369,7 @@ class Recording:
         )
 
     async def _admit(self, context: int, wanted: int | None) -> int:
-        """Tokens that a turn after such a context may sample."""
+        """Return how many tokens a turn after `context` tokens may sample, once it may."""
         try:
             async with asyncio.timeout(self._turn_s):
                 while True:
@@ -324,7 +392,7 @@ class Recording:
             ) from error
 
     async def _sampled(self, request: TurnRequest, place: _Place, limit: int) -> TurnResult:
-        """One turn of the policy, within its time."""
+        """Sample one turn of the policy within its time."""
         task = asyncio.ensure_future(self._sample(request))
         self._sampling[task] = limit
         place.draws.add(place.draw)
@@ -353,14 +421,14 @@ class Recording:
                 self._idle_since = monotonic()
 
     def _with_idle(self) -> Usage:
-        """The usage with the program's own time until now."""
+        """Return the usage with the program's own time until now."""
         if self._idle_since is None:
             return self._usage
         spent_s = monotonic() - self._idle_since
         return replace(self._usage, tools_s=self._usage.tools_s + spent_s)
 
     def _seed_of(self, context_key: str, draw: int) -> int:
-        """The same for a turn that failed and is asked for again, whatever came between."""
+        """Return a turn's seed, which is the same when a failed turn is asked for again."""
         key = f"{self._seed}/{context_key}/{draw}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
@@ -387,14 +455,13 @@ class Recording:
         if self._closed:
             raise self._over()
         if self.over:
-            raise Refused(403, "the environment has ended the task", code="task_over")
+            raise ApiError(403, "the environment has ended the task", code="task_over")
 
-    def _over(self) -> Refused:
-        return Refused(404, "this trajectory is over", code="trajectory_over")
+    def _over(self) -> ApiError:
+        return ApiError(404, "this trajectory is over", code="trajectory_over")
 
-    def _failed(self, why: str) -> Refused:
-        self._failure = why
-        return Refused(503, f"the turn could not be sampled: {why}", code="engine_failed")
+    def _failed(self, why: str) -> ApiError:
+        return ApiError(503, f"the turn could not be sampled: {why}", code="engine_failed")
 
     def _count(self, name: str) -> None:
         self.counts = replace(self.counts, **{name: getattr(self.counts, name) + 1})

@@ -14,9 +14,9 @@ from keel.rl.turns import Message, Parsed
 from keel.rl.types import FinishReason
 
 PIECE = 24
-"""Characters of one chunk of a stream."""
+"""Characters in one chunk of a stream."""
 MODEL = "policy"
-"""The one model that is listed. Requests may name any other."""
+"""The only model listed. Requests may name any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class Reply:
 
     reply_id: str
     message: Message
-    """As it was handed out; arguments are objects."""
+    """The message for the client; arguments are objects."""
     ended: FinishReason
-    """How the turn did: by itself, or what cut it."""
+    """`stop`, or the limit that cut the turn."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -40,8 +40,8 @@ class Reply:
 
 
 def handed_out(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
-    """A turn as the client gets it. Calls of a turn that was cut are not among it: clients run
-    calls without a look at the finish reason."""
+    """Return a turn as the client gets it. Calls of a turn that was cut are left out, since clients
+    run calls without looking at the finish reason."""
     message = sound(spoken(parsed))
     if cut or not may_call:
         message.pop("tool_calls", None)
@@ -49,7 +49,7 @@ def handed_out(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
 
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
-    """Of a request without `stream`."""
+    """Return the answer to a request without `stream`."""
     said = reply.message
     calls = _calls(said)
     message: dict[str, Any] = {
@@ -72,7 +72,7 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
-    """Of a request with `stream`: server-sent events, the last one `[DONE]`."""
+    """Yield the server-sent events of a request with `stream`, the last one `[DONE]`."""
     head = _head(reply, model, "chat.completion.chunk")
     if include_usage:
         head["usage"] = None

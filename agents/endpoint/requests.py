@@ -1,71 +1,150 @@
-"""A chat completion request, read: messages and tools as a chat format takes them."""
+"""Chat completion requests: OpenAI's fields, read into the messages and tools of a chat format."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from keel.agents.budget import CHARACTERS_A_TOKEN
-from keel.agents.endpoint.errors import Refused, wrong
+from keel.agents.endpoint.errors import ApiError, wrong
 from keel.agents.schemas import arguments_of
 from keel.rl import strict_json
 from keel.rl.turns import Message, ToolSpec
 
-_READ = (
-    *("messages", "model", "n", "tools", "tool_choice", "stream", "stream_options"),
-    *("max_tokens", "max_completion_tokens", "response_format", "logit_bias", "logprobs"),
-    *("top_logprobs", "modalities"),
-)
-_OF_NO_EFFECT = (
+_WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
 )
-"""Ignored without a word: nothing that is sampled would differ."""
-_NOT_HERE = {
+"""Fields that are ignored silently: they would not change what is sampled."""
+_UNSUPPORTED = {
     "functions": "use tools",
     "function_call": "use tool_choice",
     "audio": "the policy writes text",
     "web_search_options": "the endpoint has no search; give the policy a tool",
 }
+MOST_TOOLS = 256 << 10
+"""Characters of a request's tools as JSON. Checking schemas takes a second for each 30,000."""
 MOST_DEEP = 120
-"""Levels of a request."""
+"""Levels of nesting in a request."""
 MOST_VALUES = 1 << 20
-"""In a request, by its commas and brackets: what has more, texts and all, fits no window of a
-million tokens, and to make values of it would hold up all other trajectories, seconds for each
-MiB."""
+"""Commas and brackets in a request. More would not fit a window of a million tokens, and parsing
+them would block all other trajectories for seconds."""
 MOST_WARNINGS = 50
 _DISTRIBUTION = (
     "it would change the distribution that is sampled from, and what is recorded is trained on"
 )
-_ROLES = {"developer": "system"}
-"""OpenAI's newer name for it."""
+_STRUCTURED = (
+    "structured output is not supported: tokens are sampled without a grammar, since the grammar's "
+    "masks are not recorded. Ask for the format in the prompt and read the text"
+)
+
+
+def _as_parts(content: Any) -> Any:
+    if content is None or isinstance(content, str):
+        return [{"type": "text", "text": content or ""}]
+    return content
+
+
+def _as_arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments or {}
+    return load(arguments or "{}")
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _TextPart(_Model):
+    type: Literal["text"]
+    text: str
+
+
+class _CalledFunction(_Model):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_as_arguments)] = {}
+
+
+class _Call(_Model):
+    id: str
+    function: _CalledFunction
+
+
+class _Message(_Model):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[_TextPart], BeforeValidator(_as_parts)] = []
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    function_call: Any = None
+
+
+class _Function(_Model):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Any = None
+
+
+class _Tool(_Model):
+    type: Literal["function"]
+    function: _Function
+
+
+class _StreamOptions(_Model):
+    include_usage: bool = False
+
+
+class _Request(_Model):
+    """A request's fields. Null counts as missing; fields that are not here are `model_extra`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    messages: list[_Message] = Field(min_length=1)
+    model: str = ""
+    n: Literal[1] = 1
+    tools: list[_Tool] = []
+    tool_choice: Any = "auto"
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    response_format: dict[str, Any] = {}
+    logit_bias: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    modalities: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ChatRequest:
     """A request for one turn."""
 
     messages: tuple[Message, ...]
-    """Contents are text, arguments are objects, tools' results stand in the order of the calls and
+    """Contents are text, arguments are objects; tool results are in the order of the calls and
     have the tool's name."""
     tools: tuple[ToolSpec, ...]
     may_call: bool = True
-    """False: calls are not handed out (`tool_choice: none`)."""
+    """False: calls are not returned to the client (`tool_choice: none`)."""
     max_tokens: int | None = None
     stream: bool = False
     include_usage: bool = False
-    """In a stream: a last chunk with the usage."""
+    """End a stream with a chunk that has the usage."""
     model: str = ""
     is_retry: bool = False
-    """The client says so: it never got the answer to this request."""
+    """The client reports that it never received the answer to this request."""
 
     @property
     def characters(self) -> int:
-        """Of what a chat template shows: contents, calls, tools, and the thinking since the user's
-        last message. Of each message's role and marks, what a token may have."""
+        """Number of characters that a chat template shows: contents, calls, tools, and the thinking
+        since the last user message. Each message's role and marks count as one token."""
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
@@ -77,247 +156,167 @@ class Asked:
             + sum(len(json.dumps(one, ensure_ascii=False)) for one in (*written, *offered))
         )
 
-    def check_tools(self) -> None:
-        """Raises Refused for tools that could not be called. It takes a millisecond for each."""
+    async def check_tools(self) -> None:
+        """Raise ApiError for tools that could not be called. Runs on a thread, since large schemas
+        take seconds."""
+        if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > MOST_TOOLS:
+            raise wrong("tools", f"must have at most {MOST_TOOLS:,} characters as JSON")
         try:
-            arguments_of(self.tools)
+            await asyncio.to_thread(arguments_of, self.tools)
         except ValueError as error:
             raise wrong("tools", str(error)) from error
 
 
 class Warnings:
-    """Says once of each setting that is not obeyed that it is not."""
+    """Logs each setting that is ignored once."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._named: set[str] = set()
 
     def ignored(self, name: str, why: str) -> None:
-        if name not in self._said and len(self._said) < MOST_WARNINGS:
-            self._said.add(name)
+        if name not in self._named and len(self._named) < MOST_WARNINGS:
+            self._named.add(name)
             logging.getLogger(__name__).warning(
                 "a program's request sets %s, which is ignored: %s", name[:64], why
             )
 
 
-def asked_of(body: bytes, warnings: Warnings, *, is_retry: bool = False) -> Asked:
-    """Read a request. Raises Refused, with the field that is wrong."""
+def read_request(body: bytes, warnings: Warnings, *, is_retry: bool = False) -> ChatRequest:
+    """Parse a request. Raises ApiError that names the wrong field."""
     try:
-        given = load(body)
+        value = load(body)
     except TooMuch as error:
         code = "context_length_exceeded"  # by which programs know that they may shorten it
-        raise Refused(400, str(error), param="messages", code=code, limit="window") from error
+        raise ApiError(400, str(error), param="messages", code=code, limit="window") from error
     except ValueError as error:
-        raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from error
-    if not isinstance(given, dict):
-        raise Refused(400, "the body must be a JSON object", code="invalid_json")
-    fields = {k: v for k, v in cast(dict[str, Any], given).items() if v is not None}
-    model = fields.get("model", "")
-    if not isinstance(model, str):
-        raise wrong("model", "must be a string")
-    _refuse(fields)
-    _warn(fields, warnings)
-    tools = _tools(fields.get("tools", []), warnings)
-    options = _object("stream_options", fields.get("stream_options", {}))
-    return Asked(
-        messages=_messages(fields.get("messages")),
-        tools=tools,
-        may_call=_may_call(fields.get("tool_choice", "auto")),
-        max_tokens=_max_tokens(fields),
-        stream=_boolean("stream", fields.get("stream", False)),
-        include_usage=_boolean("stream_options.include_usage", options.get("include_usage", False)),
-        model=model,
+        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    fields = {k: v for k, v in cast(dict[str, Any], value).items() if v is not None}
+    try:
+        request = _Request.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise wrong(_path(first["loc"]), first["msg"]) from error
+    _refuse_unsupported(request)
+    for name in request.model_extra or ():
+        if name not in _WITHOUT_EFFECT:
+            warnings.ignored(name, "the policy is sampled as the recipe says")
+    if any(tool.function.strict for tool in request.tools):
+        warnings.ignored("tools[].function.strict", _DISTRIBUTION)
+    limits = (request.max_tokens, request.max_completion_tokens)
+    return ChatRequest(
+        messages=tuple(_messages(request.messages)),
+        tools=tuple(
+            ToolSpec(
+                name=tool.function.name,
+                description=tool.function.description or "",
+                parameters=tool.function.parameters or {"type": "object", "properties": {}},
+            )
+            for tool in request.tools
+        ),
+        may_call=request.tool_choice == "auto",
+        max_tokens=min((limit for limit in limits if limit is not None), default=None),
+        stream=request.stream,
+        include_usage=request.stream_options.include_usage,
+        model=request.model,
         is_retry=is_retry,
     )
 
 
-def _refuse(fields: Mapping[str, Any]) -> None:
-    for name, cure in _NOT_HERE.items():
-        if name in fields:
+def _path(location: Sequence[int | str]) -> str:
+    """Write a field's place as `messages[0].content`."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    return "".join(parts).removeprefix(".")
+
+
+def _refuse_unsupported(request: _Request) -> None:
+    extra = request.model_extra or {}
+    for name, cure in _UNSUPPORTED.items():
+        if name in extra:
             raise wrong(name, f"is not supported: {cure}")
-    if fields.get("n", 1) != 1:
-        raise wrong("n", "must be 1; ask several times")
-    if fields.get("logit_bias"):
+    structured = [name for name in extra if name.startswith(("guided_", "structured_outputs"))]
+    if request.response_format.get("type", "text") != "text":
+        structured.append("response_format")
+    for name in structured:
+        raise wrong(name, _STRUCTURED)
+    if request.logit_bias:
         raise wrong("logit_bias", f"is not supported: {_DISTRIBUTION}")
-    kind = _object("response_format", fields.get("response_format", {})).get("type", "text")
-    if kind != "text":
-        raise wrong("response_format", f"{kind} is not supported: {_DISTRIBUTION}")
-    if fields.get("logprobs") or fields.get("top_logprobs"):
-        raise wrong("logprobs", "are recorded, and not handed out")
-    if fields.get("modalities", ["text"]) != ["text"]:
+    if request.logprobs or request.top_logprobs:
+        raise wrong("logprobs", "are recorded and not returned")
+    if request.modalities not in (None, ["text"]):
         raise wrong("modalities", "the policy writes text")
+    if request.tool_choice not in ("auto", "none"):
+        message = f"must be auto or none; a forced call is refused: {_DISTRIBUTION}"
+        raise wrong("tool_choice", message)
 
 
-def _warn(fields: Mapping[str, Any], warnings: Warnings) -> None:
-    for name in fields:
-        if name not in (*_READ, *_OF_NO_EFFECT):
-            warnings.ignored(name, "the policy is sampled as the recipe says")
-
-
-def _may_call(choice: Any) -> bool:
-    if choice in ("auto", "none"):
-        return choice == "auto"
-    raise wrong("tool_choice", f"must be auto or none; a forced call is refused: {_DISTRIBUTION}")
-
-
-def _max_tokens(fields: Mapping[str, Any]) -> int | None:
-    """The lower one, if there are two."""
-    found: list[int] = []
-    for name in ("max_tokens", "max_completion_tokens"):
-        value = fields.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise wrong(name, f"must be a positive integer, is {str(value)[:50]!r}")
-        found.append(value)
-    return min(found, default=None)
-
-
-def _tools(given: Any, warnings: Warnings) -> tuple[ToolSpec, ...]:
-    tools: list[ToolSpec] = []
-    for i, item in enumerate(_list("tools", given)):
-        at = f"tools[{i}]"
-        tool = _object(at, item)
-        if tool.get("type") != "function":
-            raise wrong(f"{at}.type", "must be function")
-        function = _object(f"{at}.function", tool.get("function"))
-        if function.get("strict"):
-            warnings.ignored("tools[].function.strict", _DISTRIBUTION)
-        parameters: Any = function.get("parameters") or {"type": "object", "properties": {}}
-        tools.append(
-            ToolSpec(
-                name=_text(f"{at}.function.name", function.get("name")),
-                description=_text(f"{at}.function.description", function.get("description") or ""),
-                parameters=_object(f"{at}.function.parameters", parameters),
-            )
-        )
-    return tuple(tools)
-
-
-def _messages(given: Any) -> tuple[Message, ...]:
-    items = _list("messages", given)
-    if not items:
-        raise wrong("messages", "must hold at least one message")
+def _messages(given: Sequence[_Message]) -> list[dict[str, Any]]:
+    """Convert messages, and check that each call has its result before the next turn."""
     messages: list[dict[str, Any]] = []
     calls: dict[str, str] = {}
-    """Ids of the last assistant's calls, in their order, with the names of the tools."""
-    answered: list[str] = []
-
-    def check_answered(before: str) -> None:
-        if missing := [call_id for call_id in calls if call_id not in answered]:
-            raise wrong(before, f"the call {missing[0]!r} has no message of the role tool")
-        if answered:  # templates that show no ids show results by their order
-            order = list(calls)
-            results = messages[len(messages) - len(answered) :]
-            results.sort(key=lambda message: order.index(message["tool_call_id"]))
-            messages[len(messages) - len(answered) :] = results
-
-    for i, item in enumerate(items):
+    """Tool names of the last assistant message's calls, by id and in their order."""
+    results: dict[str, dict[str, Any]] = {}
+    for i, message in enumerate(given):
         at = f"messages[{i}]"
-        fields = _object(at, item)
-        role = _text(f"{at}.role", fields.get("role"))
-        role = _ROLES.get(role, role)
-        content = _content(f"{at}.content", fields.get("content"))
-        message: dict[str, Any] = {"role": role, "content": content}
-        if role == "tool":
-            call_id = _text(f"{at}.tool_call_id", fields.get("tool_call_id"))
+        content = "\n".join(part.text for part in message.content)  # one a line, as vLLM has it
+        if message.role == "tool":
+            call_id = message.tool_call_id
+            if call_id is None:
+                raise wrong(f"{at}.tool_call_id", "must be a string, is missing")
             if call_id not in calls:
                 raise wrong(f"{at}.tool_call_id", f"no call {call_id!r} in the turn before it")
-            if call_id in answered:
+            if call_id in results:
                 raise wrong(f"{at}.tool_call_id", f"the call {call_id!r} is answered twice")
-            answered.append(call_id)
-            messages.append({**message, "tool_call_id": call_id, "name": calls[call_id]})
+            name = calls[call_id]
+            results[call_id] = {
+                **{"role": "tool", "content": content},
+                **{"tool_call_id": call_id, "name": name},
+            }
             continue
-        check_answered(at)
-        calls, answered = {}, []
+        messages += _in_order(at, calls, results)
+        calls, results = {}, {}
+        role = "system" if message.role == "developer" else message.role
+        converted: dict[str, Any] = {"role": role, "content": content}
         if role == "assistant":
-            reasoning = fields.get("reasoning_content") or fields.get("reasoning")
-            if isinstance(reasoning, str):
-                message["reasoning_content"] = reasoning
-            if fields.get("function_call") is not None:
+            if message.function_call is not None:
                 raise wrong(f"{at}.function_call", "is not supported: use tool_calls")
-            if written := _calls(at, fields.get("tool_calls")):
-                message["tool_calls"] = written
-                calls = {call["id"]: call["function"]["name"] for call in written}
+            reasoning = message.reasoning_content or message.reasoning
+            if isinstance(reasoning, str):
+                converted["reasoning_content"] = reasoning
+            if message.tool_calls:
+                written = [
+                    {"id": call.id, "type": "function", "function": call.function.model_dump()}
+                    for call in message.tool_calls
+                ]
+                converted["tool_calls"] = written
+                calls = {call.id: call.function.name for call in message.tool_calls}
                 if len(calls) < len(written):
                     raise wrong(f"{at}.tool_calls", "two of the calls have the same id")
-        elif role not in ("system", "user"):
-            raise wrong(f"{at}.role", "must be system, developer, user, assistant or tool")
-        messages.append(message)
-    check_answered("messages")
+        messages.append(converted)
+    messages += _in_order("messages", calls, results)
     if messages[-1]["role"] == "assistant":
         last = f"messages[{len(messages) - 1}]"
         raise wrong(last, "is the policy's own, which speaks next: a turn cannot be continued")
-    return tuple(messages)
+    return messages
 
 
-def _calls(at: str, given: Any) -> list[dict[str, Any]]:
-    calls: list[dict[str, Any]] = []
-    for i, item in enumerate(_list(f"{at}.tool_calls", given or [])):
-        here = f"{at}.tool_calls[{i}]"
-        call = _object(here, item)
-        function = _object(f"{here}.function", call.get("function"))
-        arguments: Any = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = load(arguments)
-            except ValueError as error:
-                raise wrong(f"{here}.function.arguments", f"is no JSON: {error}") from error
-        function = {
-            "name": _text(f"{here}.function.name", function.get("name")),
-            "arguments": _object(f"{here}.function.arguments", arguments),
-        }
-        call_id = _text(f"{here}.id", call.get("id"))
-        calls.append({"id": call_id, "type": "function", "function": function})
-    return calls
-
-
-def _content(at: str, given: Any) -> str:
-    """Text; of several parts, one a line, as vLLM has it."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    parts: list[str] = []
-    for i, item in enumerate(_list(at, given)):
-        part = _object(f"{at}[{i}]", item)
-        if part.get("type") != "text":
-            raise wrong(f"{at}[{i}].type", "must be text: the policy reads nothing else")
-        parts.append(_text(f"{at}[{i}].text", part.get("text")))
-    return "\n".join(parts)
-
-
-def _list(at: str, given: Any) -> Sequence[Any]:
-    if not isinstance(given, list):
-        raise wrong(at, f"must be a list, is {_shown(given)}")
-    return cast(list[Any], given)
-
-
-def _object(at: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise wrong(at, f"must be an object, is {_shown(given)}")
-    return cast(dict[str, Any], given)
-
-
-def _text(at: str, given: Any) -> str:
-    if not isinstance(given, str):
-        raise wrong(at, f"must be a string, is {_shown(given)}")
-    return given
-
-
-def _boolean(at: str, given: Any) -> bool:
-    if not isinstance(given, bool):
-        raise wrong(at, f"must be true or false, is {_shown(given)}")
-    return given
-
-
-def _shown(given: Any) -> str:
-    return "missing" if given is None else repr(given)[:50]
+def _in_order(
+    at: str, calls: dict[str, str], results: dict[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield results in the order of their calls: templates that show no ids rely on it."""
+    for call_id in calls:
+        if call_id not in results:
+            raise wrong(at, f"the call {call_id!r} has no message of the role tool")
+        yield results[call_id]
 
 
 class TooMuch(ValueError):
-    """Not even to be read."""
+    """A text has too many values to be parsed."""
 
 
 def load(text: bytes | str) -> Any:
-    """What a program sent. Raises ValueError."""
+    """Parse JSON that a program sent. Raises ValueError."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text
     if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise TooMuch(f"more than {MOST_VALUES:,} values do not fit the model's context")
@@ -325,7 +324,7 @@ def load(text: bytes | str) -> Any:
 
 
 def sound(value: Any) -> Any:
-    """Without halves of surrogate pairs, which JSON may spell and no tokenizer reads."""
+    """Replace halves of surrogate pairs, which JSON may spell and no tokenizer reads."""
     if isinstance(value, str):
         try:
             value.encode()

@@ -4,44 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from keel.agents.endpoint import replies
-from keel.agents.endpoint.errors import Refused
-from keel.agents.endpoint.record import Finished, Recording
-from keel.agents.endpoint.requests import Asked, Warnings, asked_of
+from keel.agents.endpoint import anthropic, replies
+from keel.agents.endpoint.errors import ApiError
+from keel.agents.endpoint.record import Finished, TrajectoryRecorder
+from keel.agents.endpoint.requests import ChatRequest, Warnings, read_request
 from keel.agents.endpoint.tools import Tools
 from keel.agents.inside.sockets import socket_folder
 
-MOST_BYTES = 64 << 20
-"""Of one request."""
+MOST_BYTES = 16 << 20
+"""Bytes of one request: twelve are enough for a window of 131,072 tokens, however it is escaped."""
+MOST_OF_ONE, MOST_OF_ALL = 2 * MOST_BYTES, 16 * MOST_BYTES
+"""Bytes of requests that are being received at once, of one trajectory and of all."""
 READ_S = 60.0
-"""Longest wait for the rest of a request, and for a client to take an answer."""
+"""Seconds to wait for the rest of a request, and for a client to read an answer."""
 ENDING_S = 5.0
 ROUNDS = 4
-"""Of the event loop, until the end of a connection has cancelled what it was for."""
+"""Iterations of the event loop after which a closed connection has cancelled its request."""
 SOCKET = "keel.sock"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a program finds its trajectory."""
+    """The address and key of one trajectory's endpoint."""
 
     base_url: str
     api_key: str
     socket: Path
-    """The same server as a unix socket, for a sandbox that has no network."""
+    """Unix socket of the same server, for a sandbox that has no network."""
     tools_url: str = ""
-    """Where an MCP client finds the environment's tools. Empty: there are none."""
+    """URL of the environment's tools for an MCP client. Empty: there are none."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -50,20 +54,22 @@ class Address:
             "OPENAI_API_BASE": self.base_url,  # LiteLLM and older clients
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_MODEL": replies.MODEL,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
             **({"KEEL_MCP_URL": self.tools_url} if self.tools_url else {}),
         }
 
 
 class Connections:
-    """Of one server: no more than this process has files for, whatever one program opens. Where one
-    more comes, another one goes. `accept` makes what listening sockets hand connections to."""
+    """Limits a server's connections to what this process has files for, whatever one program opens:
+    a new connection beyond `most` closes another. `accept` is the listening sockets' factory."""
 
     def __init__(self, server: web.Server, most: int) -> None:
         self._server, self._most = server, most
         self._coming = 0
-        """Accepted, and not among the server's yet: the system hands on many at once."""
+        """Accepted connections that the server does not list yet."""
         self._busy: dict[web.RequestHandler, str] = {}
-        """Those with a request under way, oldest first, and whose it is."""
+        """Connections with a request in flight, oldest first, and their trajectories."""
 
     def accept(self) -> web.RequestHandler:
         open_ = [one for one in self._server.connections if one.transport is not None]
@@ -82,7 +88,7 @@ class Connections:
 
     @contextmanager
     def request(self, connection: web.RequestHandler, whose: str) -> Generator[None]:
-        """One of them is under way."""
+        """Mark a connection as having a request in flight."""
         self._busy[connection] = whose
         try:
             yield
@@ -90,8 +96,8 @@ class Connections:
             self._busy.pop(connection, None)
 
     def _least_needed(self, open_: list[web.RequestHandler]) -> web.RequestHandler:
-        """The oldest without a request, which clients open again; or else the newest of whoever has
-        the most: the turn is cancelled, as where a client goes."""
+        """Return the oldest idle connection, which its client will open again; else the newest of
+        the trajectory with the most, whose turn is then cancelled."""
         for connection in open_:
             if connection not in self._busy:
                 return connection
@@ -101,34 +107,44 @@ class Connections:
 
 
 class Endpoint:
-    """Listens on the loopback and on a unix socket. For one event loop.
+    """Serves all trajectories of a process, on the loopback and on a unix socket.
 
     `async with Endpoint() as endpoint`, then `add` for each trajectory and `finish` at its end.
     """
 
     def __init__(self, *, port: int = 0, most: int = 1024) -> None:
-        """port: 0 lets the system choose. most: connections at once, of all trajectories."""
+        """port: 0 lets the system choose. most: connections at once, over all trajectories."""
         self._port, self._most = port, most
-        self._open: dict[str, tuple[str, Recording, Tools | None]] = {}
+        self._open: dict[str, tuple[str, TrajectoryRecorder, Tools | None]] = {}
         self._warnings = Warnings()
+        self._receiving: Counter[str] = Counter()
+        """Bytes of requests on their way, by trajectory."""
         self._runner: web.AppRunner | None = None
         self._connections: Connections | None = None
         self._listening: list[asyncio.Server] = []
         self._folder = ""
 
     async def __aenter__(self) -> Endpoint:
-        app = web.Application(
-            client_max_size=MOST_BYTES, middlewares=[self._counted, _in_their_format]
-        )
+        app = web.Application(middlewares=[self._counted, self._in_their_format])
         app.router.add_get("/t/{name}/v1/models", self._models)
         app.router.add_get("/t/{name}/v1/models/{model:.+}", self._model)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
+        app.router.add_post("/t/{name}/v1/messages", self._chat)
         app.router.add_post("/t/{name}/mcp/{key}", self._tools)
         app.router.add_route("*", "/t/{name}/mcp/{key}", _no_stream)
-        app.router.add_route("*", "/{path:.*}", _unknown)
-        # A client that goes away cancels its turn.
+        app.router.add_route("*", "/t/{name}/{path:.*}", self._unknown)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
+        logger = logging.getLogger(f"{__name__}.http")
+        logger.addFilter(_of_ours)
+        # A client that disconnects cancels its turn. Bodies are not decompressed: a small one may
+        # hold gigabytes.
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=ENDING_S
+            app,
+            handler_cancellation=True,
+            auto_decompress=False,
+            access_log=None,
+            logger=logger,
+            shutdown_timeout=ENDING_S,
         )
         self._folder = socket_folder("keel-endpoint-", SOCKET)
         try:
@@ -159,12 +175,12 @@ class Endpoint:
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """That of its socket, from any thread: also where the rest of its end hangs."""
+        """Remove the socket's folder. Safe from any thread, even while `__aexit__` hangs."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def add(self, recording: Recording, tools: Tools | None = None) -> Address:
-        """Open the endpoint of a trajectory, and its tools. Raises ValueError for a name that is
-        open."""
+    def add(self, recording: TrajectoryRecorder, tools: Tools | None = None) -> Address:
+        """Open the endpoint of a trajectory, and its tools. Raises ValueError if the name is open
+        already."""
         if any(open_.name == recording.name for _, open_, _ in self._open.values()):
             raise ValueError(f"endpoint: {recording.name} is open already")
         place, key = secrets.token_urlsafe(12), f"keel-{secrets.token_urlsafe(24)}"
@@ -178,7 +194,7 @@ class Endpoint:
         )
 
     async def finish(self, name: str) -> Finished:
-        """Close the endpoint of the trajectory `name`. Raises KeyError where there is none."""
+        """Close the endpoint of the trajectory `name`. Raises KeyError if it is not open."""
         for place, (_, recording, _) in self._open.items():
             if name in (place, recording.name):
                 del self._open[place]
@@ -191,32 +207,89 @@ class Endpoint:
         with self._connections.request(request.protocol, request.match_info.get("name", "")):
             return await handler(request)
 
-    def _recording(self, request: web.Request) -> Recording:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        return self._found(request, given.strip() if scheme.lower() == "bearer" else "")[0]
+    @web.middleware
+    async def _in_their_format(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return errors as OpenAI or Anthropic does."""
+        try:
+            return await handler(request)
+        except ApiError as error:
+            refused = error
+        except web.HTTPException as error:
+            refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        except Exception as error:
+            logging.getLogger(__name__).exception("%s %s failed", request.method, request.path)
+            refused = ApiError(500, f"the endpoint failed: {error!r}", code="internal_error")
+            if trajectory := self._open.get(request.match_info.get("name", "")):
+                trajectory[1].refused(refused)
+        body = anthropic.error(refused) if _is_anthropics(request) else refused.body()
+        return web.json_response(body, status=refused.status)
 
-    def _found(self, request: web.Request, given: str) -> tuple[Recording, Tools | None]:
+    @asynccontextmanager
+    async def _body_of(self, request: web.Request) -> AsyncGenerator[bytes]:
+        """Receive a request; its bytes count as being received until they have been read. Raises
+        ApiError for one that is too large, too slow, compressed, or one of too many."""
+        if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+            message = f"Content-Encoding {encoding[:50]} is not supported: send the body as it is"
+            raise ApiError(400, message, code="unsupported_encoding")
+        place, chunks, size = request.match_info["name"], list[bytes](), 0
+        try:
+            try:
+                async with asyncio.timeout(READ_S):
+                    async for chunk in request.content.iter_any():
+                        chunks.append(chunk)
+                        size += len(chunk)
+                        self._receiving[place] += len(chunk)
+                        self._check_size(place, max(size, request.content_length or 0))
+            except TimeoutError as error:
+                message = f"the request did not come within {READ_S:g} s"
+                raise ApiError(408, message, code="too_slow") from error
+            except (HttpProcessingError, web.RequestPayloadError, OSError) as error:
+                message = f"the request's body is malformed: {error}"
+                raise ApiError(400, message, code="invalid_body") from error
+            yield b"".join(chunks)
+        finally:
+            self._receiving[place] -= size
+            if not self._receiving[place]:
+                del self._receiving[place]
+
+    def _check_size(self, place: str, size: int) -> None:
+        """Raise ApiError for a request of `size` bytes, or for one beside too many others."""
+        if size > MOST_BYTES:
+            raise ApiError(413, f"a request may have {MOST_BYTES >> 20} MiB", code="too_large")
+        if self._receiving[place] > MOST_OF_ONE or self._receiving.total() > MOST_OF_ALL:
+            message = "too many large requests at once; ask again later"
+            raise ApiError(429, message, code="too_many_bytes")
+
+    def _recording(self, request: web.Request) -> TrajectoryRecorder:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")  # Anthropic's
+        return self._found(request, key.strip())[0]
+
+    def _found(self, request: web.Request, given: str) -> tuple[TrajectoryRecorder, Tools | None]:
         place = request.match_info["name"]
         if place not in self._open:
-            raise Refused(404, "there is no such trajectory, or it is over", code="trajectory_over")
+            raise ApiError(
+                404, "there is no such trajectory, or it is over", code="trajectory_over"
+            )
         key, recording, tools = self._open[place]
         if not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
-            raise Refused(
-                401, "wrong API key: send OPENAI_API_KEY as a bearer token", code="invalid_api_key"
+            raise ApiError(
+                401, "wrong API key: send the trajectory's OPENAI_API_KEY", code="invalid_api_key"
             )
         recording.over = tools is not None and tools.over  # a client may not have waited for it
         return recording, tools
 
     async def _tools(self, request: web.Request) -> web.StreamResponse:
-        """The key is part of the URL: MCP clients have a URL alone."""
+        """Answer a JSON-RPC message. The key is in the URL, since MCP clients have nothing else."""
         recording, tools = self._found(request, request.match_info["key"])
         if tools is None:
-            raise Refused(404, "there are no tools", code="unknown_url")
-        body = await _body_of(request)
-        try:
-            answer = await tools.answer(body)
-        except (ValueError, RecursionError) as error:
-            raise Refused(400, f"no JSON-RPC message: {error}") from error
+            raise ApiError(404, "there are no tools", code="unknown_url")
+        async with self._body_of(request) as body:
+            try:
+                answer = await tools.answer(body)
+            except (ValueError, RecursionError) as error:
+                raise ApiError(400, f"no JSON-RPC message: {error}") from error
         recording.over = tools.over
         if answer is None:
             return web.Response(status=202)
@@ -230,15 +303,27 @@ class Endpoint:
         self._recording(request)
         return web.json_response(replies.model(request.match_info["model"]))
 
+    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+        refused = ApiError(
+            404,
+            f"{request.method} {request.path.rpartition('/v1/')[2]}: the endpoint serves "
+            "chat/completions, messages and models. Set the program's client to chat completions",
+            code="unknown_url",
+        )
+        if trajectory := self._open.get(request.match_info.get("name", "")):
+            trajectory[1].refused(refused)
+        raise refused
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         recording = self._recording(request)
-        body = await _body_of(request)
-        # OpenAI's own clients count.
+        # OpenAI's and Anthropic's own clients count.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
-            asked = asked_of(body, self._warnings, is_retry=is_retry)
-        except Refused as refused:
-            recording.refusal = refused.message
+            async with self._body_of(request) as body:
+                chat = anthropic.as_chat_request(body) if _is_anthropics(request) else body
+                asked = read_request(chat, self._warnings, is_retry=is_retry)
+        except ApiError as error:
+            recording.refused(error)
             raise
         reply = await recording.turn(asked)
         try:
@@ -250,57 +335,45 @@ class Endpoint:
             recording.lose(reply)
             if request.transport is not None:
                 request.transport.abort()
-            return web.Response()  # to nobody
+            return web.Response()  # the client has gone
         except asyncio.CancelledError:
             recording.lose(reply)
             raise
 
 
-async def _body_of(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(READ_S):
-            return await request.read()
-    except TimeoutError as error:
-        raise Refused(408, f"the request did not come within {READ_S:g} s") from error
-
-
-async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> web.StreamResponse:
-    """Returns when the connection has taken all of it."""
+async def _answer(
+    request: web.Request, asked: ChatRequest, reply: replies.Reply
+) -> web.StreamResponse:
+    """Send an answer. Returns once the connection has taken all of it."""
     if asked.stream:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        for event in replies.events(reply, asked.model, include_usage=asked.include_usage):
+        events = (
+            anthropic.events(reply, asked.model)
+            if _is_anthropics(request)
+            else replies.events(reply, asked.model, include_usage=asked.include_usage)
+        )
+        for event in events:
             await response.write(event)
     else:
-        response = web.json_response(replies.completion(reply, asked.model))
+        answer = anthropic.answer if _is_anthropics(request) else replies.completion
+        response = web.json_response(answer(reply, asked.model))
         await response.prepare(request)
     await response.write_eof()
     return response
 
 
-@web.middleware
-async def _in_their_format(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors as OpenAI has them."""
-    try:
-        return await handler(request)
-    except Refused as refused:
-        return web.json_response(refused.body(), status=refused.status)
-    except web.HTTPRequestEntityTooLarge:
-        refused = Refused(413, f"a request may have {MOST_BYTES >> 20} MiB", code="too_large")
-        return web.json_response(refused.body(), status=413)
+def _is_anthropics(request: web.Request) -> bool:
+    return request.path.endswith("/v1/messages")
+
+
+def _of_ours(record: logging.LogRecord) -> bool:
+    """Return False for aiohttp's log messages about a client's malformed HTTP."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
 
 
 async def _no_stream(request: web.Request) -> web.StreamResponse:
     raise web.HTTPMethodNotAllowed(request.method, ["POST"])
-
-
-async def _unknown(request: web.Request) -> web.StreamResponse:
-    raise Refused(
-        404,
-        f"{request.method} {request.path}: there are chat/completions and models alone; a program "
-        "that uses another of OpenAI's interfaces (responses, completions) must be told to use "
-        "chat completions",
-        code="unknown_url",
-    )

@@ -1,7 +1,7 @@
-"""An environment's tools for a program that drives its episode: an MCP server of its own.
+"""An MCP server with an environment's tools, for the program that drives its episode.
 
-The protocol's Streamable HTTP without sessions and streams, which is one JSON-RPC message there and
-one back: whoever has an MCP client uses it, and others post `tools/call`.
+It speaks the protocol's Streamable HTTP without sessions and streams: one JSON-RPC message each
+way. Programs use an MCP client, or post `tools/call`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from keel.rl.turns import ToolCall, ToolSpec
 
 PROTOCOL = "2025-06-18"
 _METHOD, _PARAMS, _LOST = -32601, -32602, -32000
-"""Errors of JSON-RPC, and our own."""
+"""Error codes of JSON-RPC, and one of ours."""
 _OVER = "the episode is over"
 
 
 class Tools:
-    """Of one episode. Calls run one after the other, as Keel's own episodes run them: of several at
-    once, none runs after the one that ends the episode. A call that was begun goes on to its end,
-    even where the client goes: an environment that is interrupted is lost."""
+    """The tools of one episode. Calls run one after the other, as in Keel's own episodes, and none
+    after the call that ends the episode. A call runs to its end even if its client disconnects: an
+    environment that is interrupted is lost."""
 
     def __init__(
         self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
@@ -32,21 +32,20 @@ class Tools:
         self._environment, self._tools, self._budget = environment, tools, budget
         self._calls = 0
         self._running: set[asyncio.Task[ToolResult | None]] = set()
-        """With those that wait for their turn."""
+        """Calls that run or wait for their turn."""
         self._turn = asyncio.Lock()
         self._finished = False
         self.lost: EnvironmentLost | None = None
         """Why the episode cannot go on."""
         self.done = False
-        """A tool has ended the episode."""
+        """Whether a tool has ended the episode."""
 
     @property
     def over(self) -> bool:
         return self.done or self.lost is not None
 
     async def finish(self, within_s: float) -> None:
-        """Wait so long for the call that was begun, and give up what is left of it. No other one
-        begins."""
+        """Wait `within_s` seconds for the running call, then cancel it. No other call begins."""
         self._finished = True
         try:
             if self._running:
@@ -56,15 +55,16 @@ class Tools:
                 task.cancel()
 
     async def answer(self, body: bytes) -> dict[str, Any] | None:
-        """To one message; None to a notification. Raises ValueError for what is none."""
-        asked = load(body)
-        if not isinstance(asked, dict):
+        """Answer a JSON-RPC message; None for a notification. Raises ValueError if it is no
+        message."""
+        value = load(body)
+        if not isinstance(value, dict):
             raise ValueError("a JSON-RPC message is an object")
-        message = cast(dict[str, Any], asked)
+        message = cast(dict[str, Any], value)
         if "id" not in message:
             return None
-        found = await self._result(str(message.get("method")), message.get("params"))
-        return {"jsonrpc": "2.0", "id": message["id"], **found}
+        result = await self._result(str(message.get("method")), message.get("params"))
+        return {"jsonrpc": "2.0", "id": message["id"], **result}
 
     async def _result(self, method: str, params: Any) -> dict[str, Any]:
         given = cast(dict[str, Any], params) if isinstance(params, dict) else {}
@@ -108,7 +108,7 @@ class Tools:
         return {"result": {"content": content, "isError": found.failed}}
 
     async def _call(self, call: ToolCall) -> ToolResult | None:
-        """None: it was not run, since the episode was over when its turn came."""
+        """Run a call. None if the episode was over when its turn came."""
         async with self._turn:
             if self.over or self._finished:
                 return None

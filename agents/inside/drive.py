@@ -35,7 +35,7 @@ MOST_IN_ENV = 100_000
 MOST_CONNECTIONS = 256
 """That are passed on at once, two files and threads each; others wait."""
 PAUSE_S = 0.05
-URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "KEEL_MCP_URL")
+URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_URL")
 
 
 def end_with_parent() -> None:

@@ -154,7 +154,7 @@ def _metrics(name: str) -> list[Metric]:
 def _meant(name: str, asked: str) -> str:
     """As of an unknown key of a recipe; or a metric of a similar name, or of another framework."""
     theirs = [word for word in measures() if word.name == name]
-    if theirs:
+    if theirs and not any(word.here for word in meant(asked)):
         return f"no such metric; {theirs[0].said()}"
     if "/" in name:
         near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=3, cutoff=0.5)

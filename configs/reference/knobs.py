@@ -12,7 +12,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-from keel.configs.auto import AUTO, KNOBS
+from keel.configs.auto import AUTO, OPEN
 from keel.configs.diff import resumable
 from keel.configs.distillation import DistillConfig, SpecialistConfig
 from keel.configs.reference.pages import page_of
@@ -149,7 +149,7 @@ def _sections(recipe: Recipe, cls: type, path: str, about: str = "") -> Iterator
 def _decided(recipe: Recipe, path: str, hint: Any = None) -> bool:
     """Whether a recipe may leave it to the hardware and the model (and its values are no list of
     choices, of which `auto` is then one)."""
-    return recipe == "train" and path in KNOBS and get_origin(hint) is not Literal
+    return recipe == "train" and path in OPEN and get_origin(hint) is not Literal
 
 
 @cache

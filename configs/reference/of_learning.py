@@ -189,6 +189,14 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "alarms",
         ),
         Metric(
+            "train/skipped_no_signal",
+            "optimizer steps",
+            "Optimizer steps without an advantage or a KL term: the optimizer was skipped and the "
+            "weights stayed as they were.",
+            "0 or few",
+            "rewards",
+        ),
+        Metric(
             "train/out_of_memory",
             "times",
             "A step did not fit the GPU, and was repeated from its beginning with smaller "

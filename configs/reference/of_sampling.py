@@ -16,8 +16,8 @@ SAMPLING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/truncated_fraction",
             "share, 0 to 1",
-            "Completions that were cut off, by whatever limit; those whose environment was lost "
-            "are `agents/crashes`.",
+            "Completions that hit a limit (max_tokens, a deadline); those whose environment was "
+            "lost are `agents/crashes`.",
             "near 0",
             "alarms",
         ),
@@ -119,9 +119,40 @@ SAMPLING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "agents/crashes",
             "trajectories",
-            "Whose environment crashed, hung or ended, left out or not.",
+            "Whose environment crashed, hung or ended, left out or not; or whose agent program "
+            "failed and counts as a failure.",
             "0",
             "environments",
+        ),
+        Metric(
+            "agents/contexts_extended",
+            "turns",
+            "Of agent programs, whose context extended recorded tokens exactly: nothing was "
+            "tokenised again.",
+            "all turns but the first of each conversation",
+            "agents-endpoint",
+        ),
+        Metric(
+            "agents/contexts_branched",
+            "turns",
+            "Of agent programs, from recorded tokens that another turn had extended before.",
+            "0 where a program asks for no second answer",
+            "agents-endpoint",
+        ),
+        Metric(
+            "agents/contexts_rendered",
+            "turns",
+            "Of agent programs, whose context was rendered from messages, in a new segment.",
+            "one for each conversation",
+            "agents-endpoint",
+        ),
+        Metric(
+            "agents/contexts_refused",
+            "requests",
+            "Of agent programs, that got an error: a budget was spent, or a field is not "
+            "supported.",
+            "0, or one for each trajectory that is cut",
+            "agents-endpoint",
         ),
         Metric(
             "agents/turn_cuts",

@@ -17,13 +17,15 @@ OTHERWISE: Mapping[str, str] = {
     "domain/<domain>/group_share": "far below: its prompts are too easy or too hard (`keel "
     "filter`), or its `data.sources[].weight` too small",
     "grad_norm": "spikes: lower `trainer.lr`; look at `mismatch/ratio_max` and at the completions "
-    "of that step. 0: no group differs",
+    "of that step. Absent: no group differs, and the optimizer was skipped",
     "clip/fraction": "more: lower `trainer.lr` or `algorithm.updates_per_batch`",
     "kl/ref": "raise `data.sources[].kl_coef`, lower `trainer.lr`; read trajectories: a reward may "
     "be exploited",
     "entropy/kept": "collapses early: lower `trainer.lr`, raise `algorithm.clip_high` (0.28), add "
     "`data.sources[].kl_coef`, larger `algorithm.group_size`",
     "nll": "flat: raise `trainer.lr`. Spikes: lower it, or set `trainer.warmup_steps`",
+    "train/skipped_no_signal": "prompts are too easy or too hard: other data (`keel filter`), a "
+    "larger `algorithm.group_size`, or more prompts a step (`algorithm.prompts_per_step`)",
     "train/skipped_steps": "the terminal names completion, token and layer; `keel replay`. In "
     "float16 use `model.dtype`: bfloat16",
     "mismatch/logp_abs": "high from the first step: precision (`rollout.dtype`, "
@@ -65,7 +67,10 @@ OTHERWISE: Mapping[str, str] = {
     "all that the policy sees",
     "agents/prefix_hit_fraction": "`rollout.enable_prefix_caching`; more KV cache "
     "(`rollout.gpu_memory_utilization`); fewer sequences at once (`rollout.max_num_seqs`)",
-    "agents/crashes": "the terminal names the environment's error",
+    "agents/crashes": "the terminal names the environment's or the program's error",
+    "agents/contexts_rendered": "the program edits its history or the policy's words: see what "
+    "begins a segment in agents-endpoint.md",
+    "agents/contexts_refused": "the terminal and `keel check` name the field",
     "agents/turn_cuts": "raise `agents.max_turns`",
     "agents/window_cuts": "raise `agents.window`, or set `agents.context`",
     "agents/length_cuts": "raise `agents.max_sampled_tokens` or `rollout.sampling.max_tokens`",

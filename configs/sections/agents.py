@@ -63,6 +63,10 @@ class EnvironmentConfig:
     did: left out; or worth the least that its rewards allow. zero is for an environment that
     nothing else brings down: with drop, a policy that crashes it evades a bad reward.
     zero-in-grading-too is for one whose grader runs what the policy wrote."""
+    on_failure: Literal["zero", "drop"] = "zero"
+    """program: a trajectory whose program fails, by its status or a signal, after a turn of the
+    policy: worth the least that its rewards allow; or left out, for a program that fails for
+    reasons of its own. It is left out in any case where an engine or the endpoint failed it."""
     open_s: float = 60.0
     """Seconds to start it and set a task up; for a program, until it asks for its first turn."""
     reply_s: float = 30.0
@@ -137,8 +141,14 @@ class EnvironmentConfig:
             self.on_crash == "drop" or not self.alone,
             f"{knob}.on_crash",
             self.on_crash,
-            "belongs to target and command: there is no environment that could crash; a program "
-            "that fails by itself is left out",
+            "belongs to target and command: there is no environment that could crash; for a "
+            "program that fails see on_failure",
+        )
+        require(
+            self.on_failure == "zero" or bool(self.program),
+            f"{knob}.on_failure",
+            self.on_failure,
+            "belongs to program",
         )
         require(
             self.memory_mib >= 64,

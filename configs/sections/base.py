@@ -43,7 +43,7 @@ def require_gradient(section: str, rewards: Mapping[str, float], *others: float)
         f"{section}.rewards",
         dict(rewards),
         "nothing of it counts, so every advantage would be 0; give a part a weight other than 0. A "
-        "source that is for evaluation alone has weight: 0",
+        "source for evaluation alone has holdout: all",
     )
 
 

@@ -134,10 +134,11 @@ class SourceConfig:
     size: int = 0
     """reasoning_gym, environment: number of prompts. The others: read at most this many rows (0:
     all)."""
-    holdout: int = 0
-    """Prompts set aside for evaluation. They never train."""
+    holdout: int | Literal["all"] = 0
+    """Prompts set aside for evaluation. They never train. all: the source is an evaluation set."""
     weight: float = 1.0
-    """Share of the mix, relative to the other sources."""
+    """Share of the mix, relative to the other sources. 0: the source is for evaluation alone and
+    needs a holdout."""
     domain: str = ""
     """Metrics and rewards are kept by domain; empty: the source's name."""
     kl_coef: float = 0.0
@@ -208,7 +209,8 @@ class SourceConfig:
             "asks the policy to think; set thinking: true",
         )
         require(0 <= self.size <= MOST, f"{knob}.size", self.size, f"must be 0 to {MOST}")
-        require(self.holdout >= 0, f"{knob}.holdout", self.holdout, "must not be negative")
+        held = 0 if self.holdout == "all" else self.holdout
+        require(held >= 0, f"{knob}.holdout", held, "must not be negative (all: every prompt)")
         self._check_rows(knob)
         require(
             self.source == "reasoning_gym" or not self.params,
@@ -217,7 +219,7 @@ class SourceConfig:
             "belongs to source: reasoning_gym",
         )
         require(
-            self.size == 0 or self.holdout < self.size or self.weight == 0,
+            self.size == 0 or held < self.size or self.weight == 0,
             f"{knob}.holdout",
             self.holdout,
             f"must leave prompts to train on out of size = {self.size} (or set weight: 0)",
@@ -231,6 +233,13 @@ class SourceConfig:
             "name the table that least_pass_rate and most_pass_rate are about",
         )
         require(0 <= self.weight <= MOST, f"{knob}.weight", self.weight, f"must be 0 to {MOST}")
+        require(
+            self.weight > 0 or self.holdout != 0,
+            f"{knob}.weight",
+            self.weight,
+            "the source neither trains nor is evaluated on; set holdout: all to evaluate on it, or "
+            "leave it out (data.only)",
+        )
         require(self.kl_coef >= 0, f"{knob}.kl_coef", self.kl_coef, "must not be negative")
         for name in ("window", "max_turns", "max_sampled_tokens", "call_s"):
             require(
@@ -324,7 +333,7 @@ class DataConfig:
         self._require_known("data.train_on", self.train_on, names)
         for source in self.sources:
             require(
-                not self.train_on or source.name in self.train_on or source.holdout > 0,
+                not self.train_on or source.name in self.train_on or bool(source.holdout),
                 f"data.sources[{source.name}].holdout",
                 source.holdout,
                 "must be above 0: data.train_on leaves the source out, so all that could be asked "
@@ -375,8 +384,9 @@ class DataConfig:
             require(name in names, knob, name, f"no source of that name{hint}")
 
     def weight_of(self, source: SourceConfig) -> float:
-        """Its share in training: 0 where `train_on` leaves it out."""
-        return source.weight if not self.train_on or source.name in self.train_on else 0.0
+        """Its share in training: 0 where `train_on` leaves it out, or all of it is held out."""
+        trained = not self.train_on or source.name in self.train_on
+        return source.weight if trained and source.holdout != "all" else 0.0
 
     @property
     def rewards_by_domain(self) -> dict[str, Mapping[str, float]]:

@@ -88,11 +88,15 @@ class EvalVariant:
 class EvalConfig:
     """Evaluations in a run, and `keel eval`."""
 
+    file: str = ""
+    """An evaluation set by file, `--eval FILE` on the command line: a further source with `holdout:
+    all`, whose rows are read and scored like those of the recipe's first file. The run's
+    config.yaml has it among `data.sources`."""
     samples: int = 1
     """Completions per held-out prompt; pass@1 is the fraction that is wholly right."""
     temperature: float = 1.0
-    """Of sampling in evaluations: logits are divided by it. Training has
-    `rollout.sampling.temperature`."""
+    """Sampling temperature of evaluations; 0: greedy, the likeliest token at each position.
+    Training has `rollout.sampling.temperature`."""
     top_p: float = 1.0
     """Sample from the likeliest ids that reach this probability together; 1: from all. Below 1 it
     needs `top_k`."""
@@ -142,10 +146,16 @@ class EvalConfig:
         require(len(set(names)) == len(names), "eval.variants", names, "names must differ")
         _require_checkpoint("eval.checkpoint", self.checkpoint)
         require(
-            0.01 <= self.temperature <= 10,
+            self.temperature == 0 or 0.01 <= self.temperature <= 10,
             "eval.temperature",
             self.temperature,
-            "must be in [0.01, 10]",
+            "must be 0 (greedy) or in [0.01, 10]",
+        )
+        require(
+            self.temperature > 0 or self.samples == 1,
+            "eval.samples",
+            self.samples,
+            "must be 1 with eval.temperature = 0: greedy completions of a prompt are all the same",
         )
         require(0 < self.top_p <= 1, "eval.top_p", self.top_p, "must be in (0, 1]")
         require(self.top_k >= 0, "eval.top_k", self.top_k, "must not be negative")

@@ -47,6 +47,11 @@ class SamplingConfig:
         """Whether tokens are sampled from less than the whole vocabulary."""
         return self.top_p < 1 or self.top_k > 0
 
+    @property
+    def greedy(self) -> bool:
+        """Whether only the likeliest token can be sampled."""
+        return self.top_k == 1
+
 
 CUT_S = 60.0
 """Longest that a completion may continue, in seconds, once it is to be cut: until its next

@@ -31,6 +31,7 @@ from keel.rl.supervised.records import segments_of
 WRITTEN = KNOWN | {
     *("step", "domain", "sibling", "finish_reason", "reward", "parts", "tokenizer", "segments"),
     *("variant", "source", "digest", "samples", "missing", "prompt", "specialist"),
+    "other_conversations",
 }
 """Keys of what runs and evaluations write."""
 PARSED = frozenset({"messages", "conversations", "tools"})
@@ -128,18 +129,41 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
 
     def selected(at: str, text: bytes) -> Iterator[Line]:
         line = object_of(text, halves=True)[0]
-        for record in _of_evaluation(line) if "samples" in line else [dict(line)]:
+        samples = list(_of_evaluation(line)) if "samples" in line else [dict(line)]
+        for number, record in enumerate(samples):
             if why := _why_not(record, source):
                 left[why] += 1
                 continue
-            if not _as_sampled(record, source, tokenizer):
-                record.pop("segments", None)
-            yield at, record
+            place = f"{at}, sample {number}" if "samples" in line else at
+            if _as_sampled(record, source, tokenizer):
+                yield place, record
+                continue
+            record.pop("segments", None)
+            yield place, record
+            for other in _others(record):
+                if any(_is_learned(message) for message in other["messages"]):
+                    yield place, {**record, **other}
 
     knob = f"sft.sources[{source.name}].path"
     lines = ((f"{path}:{number}", line) for path in files for number, line in lines_of(path, knob))
     read = _read(source, lines, selected)
     return Read(examples=read.examples, skipped=read.skipped, unselected=left)
+
+
+def _others(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the further conversations of an agent program. Raises BadLine."""
+    others: Any = record.get("other_conversations", [])
+    if not isinstance(others, list) or not all(
+        isinstance(other, dict) and isinstance(cast(Any, other).get("messages"), list)
+        for other in cast(list[Any], others)
+    ):
+        raise BadLine("`other_conversations` must be a list of objects with `messages`")
+    return cast(list[dict[str, Any]], others)
+
+
+def _is_learned(message: Any) -> bool:
+    said = cast(dict[str, Any], message) if isinstance(message, dict) else {}
+    return said.get("role") == "assistant" and bool(said.get("weight", 1))
 
 
 def _as_sampled(record: Mapping[str, Any], source: ConversationsConfig, tokenizer: str) -> bool:
@@ -216,7 +240,8 @@ def _of_evaluation(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 "`keel eval` again"
             )
         record = dict(sample["record"])
-        messages = [*record.pop("asked"), *sample["messages"]]
+        asked = record.pop("asked", [])
+        messages = record.pop("messages", None) or [*asked, *sample["messages"]]
         worth, parts = sample["correct"], sample.get("parts") or {}
         yield {
             **record,

@@ -4,7 +4,7 @@ and those that are held out."""
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -205,12 +205,13 @@ def _part(
         distinct.setdefault(example.content, example)
     usable: list[_Usable] = []
     long = beyond = 0
-    most, taken = source.most_per_prompt, Counter[str]()
+    most, taken = source.most_per_prompt, defaultdict[str, set[str]](set)
+    """Trajectories taken of each prompt; one of an agent program may be several conversations."""
     for example in distinct.values():
         if most and source.size and len(usable) >= source.size:
             break
         prompt = example.prompt_id or example.question
-        if most and taken[prompt] >= most:
+        if most and len(taken[prompt] - {example.origin}) >= most:
             beyond += 1
             continue
         try:
@@ -233,7 +234,7 @@ def _part(
                 )
             long += 1
             continue
-        taken[prompt] += 1
+        taken[prompt].add(example.origin)
         sampled = bool(example.segments) and not example.document
         question = example.question
         key = example.content if example.document else question

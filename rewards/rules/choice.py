@@ -7,6 +7,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from keel.rewards.rules.notation import plain, squeezed
 from keel.rewards.text import WRAPPED, marked_answers, normalise
 
 MAX_CHARACTERS = 32_768
@@ -15,8 +16,18 @@ MAX_CHARACTERS = 32_768
 # "The correct answer is (B)", "**Answer:** B. Paris": to the end of the sentence, which no decimal
 # point is. "B is the answer because Rome is older" states nothing after "is".
 _STATED = re.compile(
-    r"\banswer\b(?:(?!\b(?:because|since)\b)[^.:\n]){0,60}?(?:\bis\b\s{0,3}:?|:)[\s*]{0,9}"
+    r"\b(?:answer|(?:correct|right|best)\s+(?:option|choice))\b(?:(?!\b(?:because|since)\b)[^.:\n]){0,60}?"
+    r"(?:\bis\b\s{0,3}:?|:)[\s*]{0,9}"
     r"((?:\W{0,9}[a-z][.):](?=\s|$))?(?:[^\n.!?]|\.(?=\d))*)",
+    re.IGNORECASE,
+)
+# "The answer is A? No, C." and "The least likely answer is A."
+_CORRECTION = re.compile(
+    r"\?\W{0,3}(?:no|wait|actually|rather)\b\W{0,3}(?:it(?:\s+is|['’]s))?", re.I
+)
+_OPPOSITE = re.compile(
+    r"\b(?:least|worst|wrong|incorrect|false|unlikely|impossible)\s(?:\w{1,20}\s){0,2}?"
+    r"(?:answer|option|choice|one)\b",
     re.IGNORECASE,
 )
 _REASON = re.compile(r"\b(?:because|since|whereas|while)\b.*", re.IGNORECASE | re.DOTALL)
@@ -40,7 +51,9 @@ def _ruled_out(one: str) -> re.Pattern[str]:
     nobody can say what it means."""
     option = rf"(?:(?:the|option|choice|answer)\s+){{0,2}}[\W]{{0,3}}{one}[)*\]]{{0,3}}"
     return re.compile(
-        rf"\b(?:not|{_OUT})\s+{option}(?:\s?\([^()]{{0,80}}\))?(?!\w|\W{{0,3}}\s?(?:or|nor|and|(?-i:[A-Z]))\b)"
+        rf"\b{_OUT}\s+{option}(?:(?:\s?,\s?(?:and\s|or\s)?|\s(?:and|or)\s){option})*"
+        rf"(?=\W*(?:$|\b(?:so|thus|hence|therefore|leaving|leaves|which)\b))"
+        rf"|\b(?:not|{_OUT})\s+{option}(?:\s?\([^()]{{0,80}}\))?(?!\w|\W{{0,3}}\s?(?:or|nor|and|(?-i:[A-Z]))\b)"
         rf"|(?:{option}\s?(?:,|or\b|and\b)\s?){{0,2}}{option}\s(?:is|are)\s+"
         r"(?:wrong|incorrect|false|out|excluded|eliminated|impossible|ruled\s+out)\b",
         re.IGNORECASE,
@@ -75,6 +88,8 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
         fragment = _one_line(WRAPPED.sub(r"\1", fragment))
         bare = _BRACED.fullmatch(fragment)  # {5}, and the end of {"answer": 5}
         fragment = bare[1] if bare is not None else fragment
+        if not fragment.rstrip().endswith("!") and (letter := by_text.get(_plain(fragment))):
+            return {letter}
         fragment = ruled_out.sub("…", fragment)
         lone = _LONE.fullmatch(fragment)
         if lone is not None:
@@ -92,6 +107,12 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
         if len(text) > MAX_CHARACTERS:
             return False
         marked = marked_answers(text)
+        if not marked:
+            text = text[max((m.end() for m in _CORRECTION.finditer(text)), default=0) :]
+            sentences = re.split(r"(?<=[.!?\n])", text)
+            text = "".join(
+                part for part in sentences if not _OPPOSITE.search(part) and part[-1:] != "?"
+            )
         stated = marked or [match[1] for match in _STATED.finditer(text)]
         if stated:
             return set[str]().union(*map(reasoned, stated)) == {right}
@@ -154,6 +175,9 @@ def _standing_alone(text: str) -> str:
 
 
 def _plain(text: str) -> str:
+    """A text as choices are compared: one notation for formulas, one spelling for words."""
+    if "\\" in text or "^" in text or "," in text:
+        text = squeezed(plain(text))
     return _one_line(text).strip("$").rstrip(".!").strip().casefold()
 
 

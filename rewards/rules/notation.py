@@ -1,8 +1,8 @@
-r"""Ways of writing mathematics that the readers of `keel.rewards.rules.maths` would take for
-something else.
+r"""One notation for the many ways to write an answer.
 
-math-verify has no option for these: to it `2e3` is 2·e·3, `2 1/2` a product, `1 000` zero and
-`10²` the number 102.
+`plain` writes signs for commands (`\\leq` is ≤, `\\{` is ⦃), upright letters and functions as the
+usual ones, numbers in digits, and no layout. The result consists of formulas
+(`keel.rewards.rules.formula`) between the signs that `keel.rewards.rules.maths` splits at.
 """
 
 from __future__ import annotations
@@ -10,158 +10,189 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
-from math import prod
 
-from keel.rewards.text import WRAPPED, normalise
+from keel.rewards.text import raised
 
-_SIGNS = str.maketrans({"−": "-", "⁄": "/", "∞": r"\infty ", "°": r"^\circ ", "∅": r"\emptyset "})
-_EMPTY = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
+_SIGNS = str.maketrans(
+    {
+        **{"−": "-", "–": "-", "⁄": "/", "∕": "/", "÷": "/", "×": "*", "·": "*", "⋅": "*"},
+        **{"°": "^\\circ ", "π": "\\pi ", "\u200b": "", "≅": "≈", "。": "."},
+    }
+)
+_CHARACTERS = {
+    **{
+        "≤": "le leq leqslant leqq",
+        "≥": "ge geq geqslant geqq",
+        "≠": "ne neq",
+        "<": "lt",
+        ">": "gt",
+    },
+    **{"≈": "approx simeq", "∪": "cup bigcup", "∩": "cap", "∖": "setminus backslash smallsetminus"},
+    **{"∈": "in", "±": "pm", "∓": "mp", "∞": "infty infinity", "∅": "emptyset varnothing"},
+    **{"∣": "mid", "⟨": "langle", "⟩": "rangle", "∧": "land wedge", "∨": "lor vee", "%": "%"},
+    **{
+        "→": "to rightarrow implies Rightarrow",
+        "|": "lvert rvert vert",
+        "/": "div",
+        "; ": "quad qquad",
+    },
+}
+_COMMANDS = {name: sign for sign, names in _CHARACTERS.items() for name in names.split()}
+_COMMANDS |= {"{": "⦃", "lbrace": "⦃", "}": "⦄", "rbrace": "⦄", "lg": "\\log", "tg": "\\tan"}
+_COMMANDS |= {"dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac", "dbinom": "\\binom"}
+_COMMANDS |= {"cdot": "*", "times": "*", "ast": "*", "imath": "i", "degree": "^\\circ "}
+_COMMANDS |= {"dots": "\\ldots", "cdots": "\\ldots", "dotsc": "\\ldots"}
+_LAYOUT = "$ ! left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits"
+_COMMANDS |= dict.fromkeys(_LAYOUT.split(), "") | dict.fromkeys(",;: >", " ")
+_COMMAND = re.compile(r"\\([A-Za-z]+)[ \t]*|\\([^A-Za-z])")
+_UPRIGHT = re.compile(
+    r"\\(?:mathrm|text(?:rm|bf|it|normal)?|rm|operatorname\*?|mathit|mathsf|mbox)\s*\{([^{}]*)\}"
+)
+_FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan|cot)h?|sec|csc|ln|log|lg|exp|max|min|gcd|lcm|det")
+_GROUPED = re.compile(
+    r"(?<![\w.,])\d{1,3}(?:(?:\{,\}|,?\\!\s*|\\[,;: ]|[ ~\u00a0\u2009\u202f])\s?\d{3}"
+    r"|(?:,\\!\s*|\{,\})\d{3})+(?!\w|[.,]?\d)"
+)
+_ORDINAL = re.compile(
+    r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm|textit|rm)\s*\{\s*)?(?:st|nd|rd|th)\b\s*\}{0,2}(?!\w)"
+)
+_MONEY = re.compile(
+    r"(?:\\\$|[$€£¥]|\\text\s*\{\s*(?:USD|EUR|GBP|INR|Rs\.?|US\s?\$|\\?\$)\s*\}|\b(?:USD|EUR|Rs\.?)(?=\s?\d))"
+    r"\s*(?=[\d.])|(?<=\d)\s*[€£¥]"
+)
+_PERCENT = re.compile(
+    r"\s*(?:\\[,;: ]\s*)?(?:\\?%|\\(?:text|mathrm)\s*\{\s*(?:\\?%|percent|per\s+cent)\s*\}"
+    r"|(?<=[\d\s}])per\s?cent\b)",
+    re.IGNORECASE,
+)
+SIGNED_WORD = re.compile(
+    r"(?:\b(?:negative|minus)\s+|\\text\s*\{\s*(?:negative|minus)\s*\}\s*)(?=[\d\\.])",
+    re.IGNORECASE,
+)
 _MANY = re.compile(
-    r"(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?"
-    r"(?:(\\(?:text|mathrm)\s*\{)\s*)?(hundred|thousand|million|billion|trillion)\b\s*",
+    r"(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?(?:\\(?:text|mathrm)\s*\{\s*)?"
+    r"(hundred|thousand|million|billion|trillion)\b\s*\}?",
     re.IGNORECASE,
 )
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_LENGTH = r"[cmk]?m|met(?:er|re)s?|feet|ft|inch(?:es)?|in|miles?|yards?"
-_UNIT = (
-    rf"(?:(?:square|cubic|sq\.?)\s+)?(?:{_LENGTH}|dollars?|cents?|euros?|degrees?|hours?|hrs?|minutes?|mins?"
-    r"|seconds?|secs?|days?|weeks?|months?|years?|mph|k?g|kgs?|lbs?|pounds?|grams?|units?)"
-    r"(?:\s?\^\s?\{?[23]\}?)?"
-)
-_BARE_UNIT = re.compile(
-    rf"(?<=\d)\s{_UNIT}(?:\s?(?:/|\bper\b)\s?(?:{_UNIT}|[smh]|hr|sec|min)(?:\^\{{?[23]\}}?)?)?$",
-    re.IGNORECASE,
-)
-_DEGREES = re.compile(r"(\^\s*\{?\s*\\circ\s*\}?)\s*(?:[CF]|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})$")
-_MONEY = re.compile(r"(?:\\\$|[€£¥])\s?(?=\d)|(?<=\d)\s?[€£¥]")
-_ABOUT = re.compile(r"^(?:([A-Za-z])\s*)?(?:≈|\\approx(?![A-Za-z])|~(?=\s*\d))\s*")
-_WEIGHT = re.compile(r"\\(?:boldsymbol|bm|pmb|underline)\s*(?=\{)|\\displaystyle(?![A-Za-z])")
-_BOLD = re.compile(r"(?<![\w)}\]*])\*\*(?![\s*])([^*\n]+?)(?<!\s)\*\*(?![\w({\[*])")
-_QUOTED = re.compile(r"(?<=\n)[ \t]*>[ \t]+")
-_LEAD = re.compile(
-    r"\A.*\banswer(?:\s+is\b\s*:?|\s*:(?:\s*\*\*)?|\s*\*\*\s*:)\s*(?=\S[^\n]*$)", re.S | re.I
-)
-_TEXT_LEAD = re.compile(
-    r"^\\text\w*\s*\{\s*(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is)?\s*:?\s*\}",
-    re.IGNORECASE,
-)
-_IN_BRACKETS = re.compile(r"\(([^(),;]+)\)([.!]?)")
-_DOUBLE = re.compile(r"(?<![\w.)}\]!])(\d{1,3})!!(?!!)")
-_LEADING_DASH = re.compile(r"(^|[(\[{,=]\s*)–(?=[\d.\\])")
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))")
-_VULGAR = re.compile("[¼-¾⅐-⅞]")
-_THOUSANDS = re.compile(
-    r"(?<![\w.,])\d{1,3}(?:(?:\\[,! ]|[ ~_\u00a0\u2009\u202f])\d{3})+(?![\w]|[.,]?\d)"
-)
-_SPACED_PERCENT = re.compile(r"\\[,;:! ]\s*(?=\\?%)")
-_ALL_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(-?\d[^{}\\]*)\}")
-"""12 hours, all of it set as text."""
 _MIXED = re.compile(r"(?<![\w.,/^{}])(\d{1,15})[ ~]\s*(\d{1,15})/(\d{1,15})(?![\w/.]*\d)")
-_SCIENTIFIC = re.compile(r"(?<![\w.,])(\d{1,40}(?:\.\d{1,40})?|\.\d{1,40})[eE]([+-]?\d{1,3})(?!\w)")
-_TIMES_TEN = re.compile(
-    r"(?<![\w.,^/{])(\d{1,40}(?:\.\d{1,40})?)\s*(?:\\times|\\cdot|×|·|\*)\s*"
-    r"10\s*\^\s*(?:([+-]?\d{1,3})|\{\s*([+-]?\d{1,3})\s*\})(?![\w^!.])"
-)
 _REPEATING = re.compile(
-    r"(?<![\w.,])(\d{1,15})\.(\d{0,15})(?:\\overline\s*\{\s*(\d{1,15})\s*\}|\((\d{1,15})\)$)"
+    r"(?<![\w.,])(\d{0,15})\.(\d{0,15})"
+    r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)"
 )
-_POWER = re.compile(r"(?<=[\w)\]}])\*\*(?=[\w({+-])")
-_PI = re.compile(r"(?<![A-Za-z\\])(?:pi(?![A-Za-z])|π)")
-_PROSE_PI = re.compile(r"(?<![\w.,$\\])(\d+(?:\.\d+)?)?\s{0,3}(?:π|\\pi(?![a-z]))(?![$\w^/\\(])")
-_LAST_MARK = re.compile(r"(?<=[\w})\]%$])(?:[.,;]|\s*\\\\)$")
-_DENIED = re.compile(
-    r"(?:\\neq?(?![A-Za-z])|≠|\b(?:can)?not\b|n['’]t\b|\bnever\b)(?:\s+(?:be|equal\s+to|the|an?)\b){0,2}"
-    r"[\s$*]{0,9}([^\s,;]{1,80})$",
-    re.IGNORECASE,
+_SHORT_FRACTION = re.compile(r"\\(frac|binom)\s*(\{[^{}]*\}|\w)\s*(\{|\w)")
+_RATIO = re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)")
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))|(?<![\\a-z])sqrt\s*\(([^()]*)\)")
+_CONJUNCTION = re.compile(r"(?<![A-Za-z\\])(and|or)(?![A-Za-z])")
+_BARE_NAME = re.compile(r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp|infinity|inf)(?![A-Za-z])")
+_COLOR = re.compile(r"\\(?:text)?color\s*\{\w*\}")
+_LABEL = re.compile(r"^\s*\\text\s*\{[^{}\d]*:\s*\}")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose\s?([^{}]*)\}")
+_COMPOUND = re.compile(
+    r"(\d\s*(?:\\text\{[^{}]*\}|(?:hours?|hrs?|minutes?|min|days?|weeks?|years?|months?|feet|ft|pounds?|lbs?"
+    r"|dollars?|h|m|km|kg)\b))(?:\s|\\ ){0,3}(?=\d)"
 )
-# "does not matter" denies no value, and "is not right" does.
-_REMARK = re.compile(
-    r"(?!(?:it|so|that|true|right|correct|valid|possible|allowed|answer|solution)\b)[^\W\d_]{2,}[^\w\\]*",
-    re.IGNORECASE,
+_DEGREES = re.compile(
+    r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*(?:[CF](?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})"
 )
+_VECTORS = re.compile(r"\\(?:vec|mathbf|overrightarrow|boldsymbol)(?![A-Za-z])")
 
 
-def undressed(text: str, *, marked: bool) -> str:
-    """An answer without Markdown, and without the "The answer is" before it."""
-    text = _BOLD.sub(r"\1", text.replace("`", "")).strip()
-    if not marked:
-        text = _QUOTED.sub("", text)
-    return _LEAD.sub("", _TEXT_LEAD.sub("", text)).strip()
+_LETTERS = re.compile(r"[^\W\d_]{2}")
+_UNUSUAL = re.compile(r"[^\W\d_]{2}|[${%*(=>.]")
+_SPELLINGS = {"**": "^", "ℝ": "\\mathbb{R}", "...": "\\ldots ", "=>": "→", ">=": "≥", "<=": "≤"}
 
 
-def plain_notation(text: str, *, alone: bool) -> str:
-    """`text` in a notation that leaves no doubt. alone: a formula by itself, not in a sentence."""
-    text = _SPACED_PERCENT.sub("", text.translate(_SIGNS))
-    text = _MONEY.sub("", _LEADING_DASH.sub(r"\1-", text))
-    text = _VULGAR.sub(lambda found: f" {_ascii(found[0])}", text).strip()
-    text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
-    text = _MIXED.sub(_improper, text)
-    text = _TIMES_TEN.sub(_decimal, _SCIENTIFIC.sub(_decimal, text))
-    text = _MANY.sub(_counted, _EMPTY.sub(r"\\emptyset ", text))
-    if alone and (whole := _ALL_TEXT.fullmatch(text)) is not None:
-        text = whole[1]
-    if not alone:
-        return text if "$" in text or "\\(" in text else _PROSE_PI.sub(_formula, text)
-    text = _ABOUT.sub(lambda found: f"{found[1]} = " if found[1] else "", _WEIGHT.sub("", text))
-    text = _DOUBLE.sub(lambda found: str(prod(range(int(found[1]), 0, -2))), text.replace("~", " "))
-    bracketed = _IN_BRACKETS.fullmatch(text)
-    text = bracketed[1] if bracketed is not None else text
-    text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
-    text = _PI.sub(r"\\pi ", text) if not text.isalpha() or text in ("pi", "π") else text
-    text = _POWER.sub("^", text)
-    text = _LAST_MARK.sub("", _REPEATING.sub(_fraction, text)).strip()
-    return _DEGREES.sub(r"\1", _BARE_UNIT.sub("", text)).strip()
+def plain(text: str) -> str:
+    """Write an answer in one notation: signs for commands, upright letters as the usual ones, and
+    numbers in digits."""
+    vulgar = _VULGAR.sub(lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
+    text = unicodedata.normalize("NFKC", raised(vulgar)).translate(_SIGNS).strip()
+    if _VECTORS.search(text):  # two products
+        text = text.replace("\\times", "\\cross")
+    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    if _LETTERS.search(text):
+        text = _MANY.sub(_counted, SIGNED_WORD.sub("-", _ORDINAL.sub("", text)))
+        text = _RATIO.sub(":", _LABEL.sub("", _COLOR.sub("", text)))
+    if "\\" in text or not text.isascii() or _UNUSUAL.search(text):
+        text = _PERCENT.sub("%", _MONEY.sub("", text))
+        text = _REPEATING.sub(_repeating, text.replace("{:}", ":").replace("~", " "))
+        if _LETTERS.search(text):
+            text = _UPRIGHT.sub(_upright, _CHOOSE.sub(r"\\binom{\1}{\2}", text))
+            text = _COMPOUND.sub(r"\1, ", text)
+        text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
+        text = _DEGREES.sub(r"\1", _COMMAND.sub(_sign, text)).replace("$", "")
+        text = _SHORT_FRACTION.sub(_braced, _SHORT_FRACTION.sub(_braced, text))
+        if _LETTERS.search(text):
+            text = _CONJUNCTION.sub(lambda match: "∧" if match[1] == "and" else "∨", text)
+            text = _BARE_NAME.sub(lambda match: _COMMANDS.get(match[1], f"\\{match[1]} "), text)
+        for spelling, sign in _SPELLINGS.items():
+            text = text.replace(spelling, sign)
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", text).strip(" $;,")
 
 
-def denies(text: str, *, words: bool = False) -> bool:
-    """Whether the last thing that `text` names is what the answer is not.
-
-    words: that may be a word.
-    """
-    found = _DENIED.search(text.strip().rstrip(".!$* "))
-    return found is not None and (words or _REMARK.fullmatch(found[1]) is None)
+_AFTER_VALUE = re.compile(r"[\d})](?:\s|\\[,;:! ]|~){0,4}\Z")
 
 
-def said(text: str) -> str:
-    """The words of an answer, without dress: bold type, capitals, a full stop."""
-    bare = WRAPPED.sub(r"\1", text).replace("*", "").strip().strip("$")
-    return normalise(bare).casefold().rstrip(".!").strip()
+def _sign(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    if name not in _COMMANDS:
+        return match[0]
+    sign = _COMMANDS[name]
+    return f"{sign} " if sign[:1] == "\\" and match[1] else sign
 
 
-def _ascii(sign: str) -> str:
-    return unicodedata.normalize("NFKC", sign).replace("⁄", "/")
+def _upright(match: re.Match[str]) -> str:
+    content = match[1].strip()
+    word = content.strip(" ,;.").lower()
+    if word in ("and", "or"):
+        return " ∧ " if word == "and" else " ∨ "
+    after_value = _AFTER_VALUE.search(match.string, 0, match.start())
+    if _FUNCTION.fullmatch(content) and not (after_value and content in ("min", "sec")):
+        return f" \\{content} "
+    if content in ("e", "i", "d"):
+        return f" {content} "
+    if len(content) == 1 and content.isalpha() and not after_value:
+        return f" {content} "
+    before = match.string[max(0, match.start() - 2) : match.start()]
+    if any(character.isdigit() for character in content) and "_" not in content:
+        return f" {content} "
+    if before == "_{":
+        return _BASES.get(word, rf"\text{{{content}}}")
+    if joined := _JOINED.fullmatch(content):  # 3 red and, before 4 blue
+        return (
+            rf"\text{{{joined[1]}}}{' ∧ ' if joined[2] == 'and' else ' ∨ ' if joined[2] else ', '}"
+        )
+    return rf"\text{{{content}}}"
 
 
-def _improper(found: re.Match[str]) -> str:
-    whole, top, below = int(found[1]), int(found[2]), int(found[3])
-    return f"{whole * below + top}/{below}" if 0 < top < below else found[0]
+_JOINED = re.compile(r"(.*[^\s,;])(?:\s*[,;]|[\s,;]+(and|or))")
+_NUMERALS = "two three four five six seven eight nine ten eleven twelve"
+_BASES = {word: str(base) for base, word in enumerate(_NUMERALS.split(), 2)}
 
 
-def _decimal(found: re.Match[str]) -> str:
-    number, exponent = found[1], int(next(filter(None, found.groups()[1:])))
-    whole, _, decimals = number.partition(".")
-    point = len(whole) + exponent
-    digits = whole + decimals
-    if point <= 0:
-        digits, point = "0" * (1 - point) + digits, 1
-    digits = digits.ljust(point, "0")
-    left, right = digits[:point].lstrip("0") or "0", digits[point:]
-    return f"{left}.{right}" if right.strip("0") else left
+def _braced(match: re.Match[str]) -> str:
+    top = match[2] if match[2][0] == "{" else f"{{{match[2]}}}"
+    bottom = match[3] if match[3] == "{" else f"{{{match[3]}}}"
+    return f"\\{match[1]}{top}{bottom}"
 
 
-def _counted(found: re.Match[str]) -> str:
-    """5 million as 5000000. What follows stays in the braces that the word stood in."""
-    value = Fraction(found[1]) * 10 ** _ZEROS[found[3].lower()]
-    number = str(value) if value.denominator == 1 else str(float(value))
-    return f"{number}{found[2] or ' '}"
+def _counted(match: re.Match[str]) -> str:
+    value = Fraction(match[1]) * 10 ** _ZEROS[match[2].lower()]
+    return str(value) if value.denominator == 1 else str(float(value))
 
 
-def _fraction(found: re.Match[str]) -> str:
-    once, again = found[2], found[3] or found[4]
-    ninths = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
-    value = Fraction(f"{found[1]}.{once or 0}") + ninths
-    return f"{value.numerator}/{value.denominator}"
+def _repeating(match: re.Match[str]) -> str:
+    once, again = match[2], match[3] or match[4] or match[5]
+    value = Fraction(f"{match[1] or 0}.{once or 0}")
+    value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _formula(found: re.Match[str]) -> str:
-    return rf" ${found[1] or ''}\pi$"
+def squeezed(text: str) -> str:
+    """A text in plain notation without white space and needless braces, for comparing texts."""
+    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
+    words = "\\" not in text and re.search(r"[^\W\d_]{2}", text)
+    return text.casefold() if words else text

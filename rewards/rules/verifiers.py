@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import regex as timed_regex
+
 from keel.rewards.code.spec import read_task
 from keel.rewards.code.verifier import CodeSettings, verify_code
 from keel.rewards.custom import function
@@ -31,6 +33,8 @@ what a policy comes up with: `keel.rewards.workers.pool` is there to survive tha
 
 MAX_CHARACTERS = 32_768
 """A longer text is wrong, unless the right answer is that long."""
+MATCH_TIMEOUT_S = 0.5
+"""Time for one match of a regular expression."""
 
 
 def verifier_for(
@@ -101,18 +105,24 @@ def exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """A test for whether the whole answer matches the regular expression `answer` (Python's `re`).
+    """A test for whether the whole answer matches the regular expression `answer`.
 
-    A pattern may take exponential time on some text. The deadline of `keel.rewards.workers.worker`
-    ends that. Raises ValueError for a pattern that does not compile.
+    A match that takes longer than `MATCH_TIMEOUT_S` is wrong. Raises ValueError for a pattern that
+    does not compile in Python's `re`.
     """
     try:
-        compiled = re.compile(str(spec["answer"]))
-    except (re.error, OverflowError, RecursionError) as error:
+        re.compile(str(spec["answer"]))  # the other library accepts more, so that data would differ
+        compiled = timed_regex.compile(str(spec["answer"]))
+    except (re.error, timed_regex.error, OverflowError, RecursionError) as error:
         raise ValueError(f"answer {spec['answer']!r} is no regular expression: {error}") from error
 
     def same(text: str) -> bool:
-        return len(text) <= MAX_CHARACTERS and compiled.fullmatch(answer_in(text)) is not None
+        if len(text) > MAX_CHARACTERS:
+            return False
+        try:
+            return compiled.fullmatch(answer_in(text), timeout=MATCH_TIMEOUT_S) is not None
+        except TimeoutError:
+            return False
 
     return same
 

@@ -163,6 +163,9 @@ class TrainBatch:
     """Segments of those that the sequence mask may drop, to be scored without gradient before any
     of `micro_batches`: its decision is about all of a trajectory (`keel.rl.offpolicy.GapTotals`).
     All ranks have equally many."""
+    signal: bool = True
+    """Whether any group of the whole optimizer step, over all ranks, has an advantage or a KL term:
+    without one the loss has no gradient."""
 
     def __post_init__(self) -> None:
         numbers = [

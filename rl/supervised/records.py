@@ -2,7 +2,9 @@
 
 A line is a conversation in the form `messages` (docs/sft.md), so that any program can read it, and
 has beside it what was sampled, token by token: `segments`, good for the tokenizer that `tokenizer`
-names.
+names. An agent program may hold several conversations in a trajectory: the first one that the
+policy spoke in is the line's own, and `other_conversations` has the rest, each with `messages` and
+`tools`.
 """
 
 from __future__ import annotations
@@ -14,25 +16,21 @@ import numpy as np
 
 from keel.rl.supervised.lessons import shown
 from keel.rl.turns import MALFORMED, Message
-from keel.rl.types import PROGRAM, Prompt, ScoredGroup, Segment, Trajectory
+from keel.rl.types import PROGRAM, Dialogue, Prompt, ScoredGroup, Segment, Trajectory
 
 
 def record_of(prompt: Prompt, trajectory: Trajectory, *, tokenizer: str) -> dict[str, Any]:
-    """A line without what the trajectory is worth. tokenizer: digest of the policy's, see
-    `keel.model.load.digest_of_tokenizer`."""
-    opening = trajectory.opening if prompt.environment else len(prompt.messages)
-    asked = () if prompt.environment else prompt.messages  # else it is in the transcript
+    """Return a trajectory's line without its rewards. tokenizer: digest of the policy's tokenizer,
+    as `keel.model.load.digest_of_tokenizer` has it."""
+    first, *others = _conversations(prompt, trajectory)
     return {
         "id": prompt.prompt_id,
         "domain": prompt.domain,
         "sibling": trajectory.sibling,
         "finish_reason": trajectory.finish_reason,
         "thinking": prompt.thinking,
-        "tools": [dict(tool) for tool in trajectory.tools or prompt.tools],
-        "messages": [
-            _written(message, learned=place >= opening)
-            for place, message in enumerate((*asked, *trajectory.messages))
-        ],
+        **first,
+        **({"other_conversations": others} if others else {}),
         "tokenizer": tokenizer,
         "segments": [_spans(segment) for segment in trajectory.segments] if tokenizer else [],
     }
@@ -63,6 +61,28 @@ def segments_of(record: Mapping[str, Any], prompt_id: str) -> tuple[Segment, ...
             raise ValueError(f"`segments` needs `ids` and `said`: {error!r}") from error
         segments.append(shown(prompt_id, ids, said))
     return tuple(segments)
+
+
+def _conversations(prompt: Prompt, trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Return `messages` and `tools` of each conversation, those with sampled messages first."""
+    dialogues = sorted(trajectory.dialogues, key=lambda dialogue: not dialogue.sampled)
+    if not dialogues:
+        asked = () if prompt.environment else prompt.messages  # else it is in the transcript
+        messages = (*asked, *trajectory.messages)
+        opening = len(asked) or trajectory.opening
+        sampled = frozenset(range(opening, len(messages)))
+        tools = trajectory.tools or prompt.tools
+        dialogues = [Dialogue(messages=messages, sampled=sampled, tools=tools)]
+    return [
+        {
+            "tools": [dict(tool) for tool in dialogue.tools],
+            "messages": [
+                _written(message, learned=place in dialogue.sampled)
+                for place, message in enumerate(dialogue.messages)
+            ],
+        }
+        for dialogue in dialogues
+    ]
 
 
 def _spans(segment: Segment) -> dict[str, Any]:

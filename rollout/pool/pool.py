@@ -93,6 +93,11 @@ class RolloutPool:
         """Seconds of each phase of the start, of the slowest engine."""
         return self._fleet.start_seconds
 
+    @property
+    def steps(self) -> int:
+        """Decoding steps of all engines so far, a few seconds old."""
+        return self._pulses.steps
+
     def start(self) -> tuple[str, ...]:
         """Start all engines and return their warnings.
 

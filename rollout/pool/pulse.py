@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from keel.rollout.pool.requests import RolloutEngine, Slot
 from keel.rollout.spec import EngineError, Progress
 
-LOOK_S = 5.0
-"""Between two questions."""
+LOOK_S = 2.0
+"""Seconds between two polls of an engine."""
 SAID_S, STUCK_S = 20.0, 60.0
 """An engine that has finished no step for so long is spoken of; and is taken for dead."""
 SAID_STEPS, STUCK_STEPS = 4.0, 10.0
@@ -73,6 +73,11 @@ class Pulses:
         self._clock = clock
         self._pulses: dict[int, _Pulse] = {}
         self._last = clock()
+
+    @property
+    def steps(self) -> int:
+        """Decoding steps that the present engines have finished, as of the last poll."""
+        return sum(pulse.last.steps for pulse in tuple(self._pulses.values()))
 
     @property
     def due(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -335,7 +336,7 @@ def test_the_inside_needs_python_3_9_and_the_standard_library_alone() -> None:
 def test_an_interpreter_of_its_own_that_has_no_keel(tmp_path: Path) -> None:
     """Isolated, without site-packages: nothing of this process's path."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S "$@"\n')
     python.chmod(0o755)
     bare = subprocess.run([python, "-c", "import keel"], capture_output=True, cwd=tmp_path)
     assert b"ModuleNotFoundError" in bare.stderr

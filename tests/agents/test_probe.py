@@ -107,7 +107,7 @@ SOURCES = {
             "verdict has the parameters `transcript` and",
             "have: messages, finish_reason",
         ),
-        ("opens:Shop", "KeyError: 'no such shop' (", "Mend what its own code raised"),
+        ("opens:Shop", "KeyError: 'no such shop' (", "Fix what its own code raised"),
     ],
 )
 def test_what_cannot_be_opened(tmp_path: Path, target: str, why: str, cure: str) -> None:
@@ -118,7 +118,7 @@ def test_what_cannot_be_opened(tmp_path: Path, target: str, why: str, cure: str)
     said = complaint(given)
     assert said.startswith(f"environment {target} cannot be opened for task p7: ")
     assert why in said and cure in said
-    assert "no such shop" in said or "Mend what its own code raised" not in said
+    assert "no such shop" in said or "Fix what its own code raised" not in said
     assert "pip install" not in said or "is no module" not in said
 
 
@@ -145,7 +145,7 @@ def test_a_verdict_that_is_none_is_warned_of(
     assert bool(said) == bool(why) and why in said
     if why:
         assert said.startswith("environment buys:Shop: no verdict right after the opening of task")
-        assert "Mend `verdict`, unless" in said
+        assert "Fix `verdict`, unless" in said
 
 
 @pytest.mark.parametrize("code", ["", "    def opening(self): pass\n"])

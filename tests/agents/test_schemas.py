@@ -69,6 +69,14 @@ def test_patterns_and_further_arguments_mean_what_they_did() -> None:
     assert complaint({"additionalProperties": True}, {"z": "2"}) == ""
 
 
+def test_a_schema_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(400):
+        schema = {"type": "object", "allOf": [schema]}
+    with pytest.raises(ValueError, match=r"tool f: .* nested too deeply"):
+        complaint(schema, {})
+
+
 def test_a_pattern_is_checked_by_the_engine_that_matches_it() -> None:
     letters = {"pattern": r"^\p{L}+$"}  # in JSON schema's own dialect, not in that of `re`
     assert of(letters, "Größe") == "" and "does not match" in of(letters, "a1")

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
+from keel.configs.diff import (
+    RESUMABLE_KNOBS,
+    check_resumable,
+    diff_configs,
+    flatten_config,
+    stepping,
+)
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 
@@ -34,14 +40,36 @@ def test_every_resumable_knob_exists() -> None:
     assert set(flatten_config(config())) >= RESUMABLE_KNOBS
 
 
-def test_a_resumed_run_may_last_longer_and_nothing_more() -> None:
+def test_a_resumed_run_may_last_longer_and_not_optimise_otherwise() -> None:
     old = config()
     longer = replace(old, run=replace(old.run, steps=500, dir="runs/moved"))
     check_resumable(old, longer, "runs/x")
+    other = replace(longer, trainer=replace(old.trainer, grad_clip=9.0))
     with pytest.raises(ConfigError, match=r"runs/x holds a run with another config:\n") as caught:
-        check_resumable(old, replace(longer, trainer=replace(old.trainer, lr=1e-3)), "runs/x")
-    assert "trainer.lr: 1e-06 → 0.001" in str(caught.value)
+        check_resumable(old, other, "runs/x")
+    assert "trainer.grad_clip: 1.0 → 9.0" in str(caught.value)
     assert "run.steps" not in str(caught.value)
+
+
+def test_the_learning_rate_may_change_and_is_named() -> None:
+    old = config()
+    new = replace(old, trainer=replace(old.trainer, lr=5e-7, schedule="cosine"))
+    check_resumable(old, new, "runs/x")
+    assert stepping(old, new) == ["trainer.lr 1e-06 → 5e-07", "trainer.schedule constant → cosine"]
+    assert stepping(old, old) == []
+
+
+def test_a_source_for_evaluation_alone_may_come_and_go() -> None:
+    old = config()
+    measured = SourceConfig(name="test", source="jsonl", path="test.jsonl", holdout="all")
+    with_test = replace(old, data=DataConfig(sources=(*old.data.sources, measured)))
+    check_resumable(old, with_test, "runs/x")
+    check_resumable(with_test, old, "runs/x")
+    trained = replace(with_test.data.sources[1], holdout=1)
+    with pytest.raises(ConfigError, match=r"data.sources\[test\] is new"):
+        check_resumable(
+            old, replace(old, data=DataConfig(sources=(old.data.sources[0], trained))), "runs/x"
+        )
 
 
 def test_a_source_that_is_new_or_gone_is_one_line() -> None:

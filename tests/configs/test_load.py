@@ -125,7 +125,14 @@ def test_a_value_out_of_range_is_found_where_it_was_written(tmp_path: Path) -> N
         ("data.sources[gcds].holdoutt", "did you mean data.sources[gcds].holdout?"),
         ("model.embedded.cold_start.stepps", "did you mean model.embedded.cold_start.steps?"),
         ("rollout.temprature", "did you mean eval.temperature or "),
-        ("run.zzz", "this section has dir, steps"),
+        ("run.zzz", "keel knobs run lists"),
+        ("trainer.learning_rte", "did you mean trainer.lr?"),
+        ("trainer.ratee", "the nearest is trainer."),
+        ("trainer.checkpointing", "did you mean trainer.activation_checkpointing?"),
+        ("trainer.lora", "LoRA is not supported"),
+        ("peft.r", "LoRA is not supported"),
+        ("model.load_in_4bit", "quantised training is not supported"),
+        ("push_to_hub", "hf upload"),
     ],
 )
 def test_a_typo_is_answered_with_the_nearest_knob(tmp_path: Path, key: str, cure: str) -> None:

@@ -105,9 +105,17 @@ def test_evaluation_is_refused_what_sampling_is() -> None:
 
 @pytest.mark.parametrize("section", [SamplingConfig, EvalConfig])
 def test_temperatures_that_vllm_would_raise_are_refused(section: type[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"temperature = 0\.005: must be in \[0\.01, 10\]"):
+    with pytest.raises(ConfigError, match=r"temperature = 0\.005: must be .*in \[0\.01, 10\]"):
         section(temperature=0.005)
     assert section(temperature=0.01).temperature == 0.01
+
+
+def test_greedy_evaluation_takes_the_likeliest_token() -> None:
+    greedy = replace(config(), eval=EvalConfig(temperature=0.0, top_p=0.5, top_k=9))
+    assert greedy.sampling("eval").greedy and greedy.sampling("eval").top_p == 1
+    assert not greedy.sampling("train").greedy
+    with pytest.raises(ConfigError, match=r"eval\.samples = 4: must be 1"):
+        EvalConfig(temperature=0.0, samples=4)
 
 
 @pytest.mark.parametrize("value", [0, -1])
@@ -198,7 +206,7 @@ NOTHING = {"correct": 0.0, "format": 0.0}
         {"rewards": NOTHING, "kl_coef": 0.01},
         {"rewards": NOTHING, "length": LengthConfig(linear=0.1)},
         {"rewards": NOTHING, "length": LengthConfig(overlong=0.1)},
-        {"rewards": NOTHING, "weight": 0.0},
+        {"rewards": NOTHING, "weight": 0.0, "holdout": 4},
     ],
 )
 def test_a_source_that_trains_has_something_to_learn_from(changes: dict[str, Any]) -> None:

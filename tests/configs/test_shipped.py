@@ -27,19 +27,17 @@ def test_a_name_is_printed_whole_or_answered_with_the_nearest() -> None:
         listed("qwen3-8b-8x8")
 
 
-def test_a_folder_is_no_recipe_and_that_of_a_run_holds_its_own(
+def test_a_folder_is_no_recipe_unless_it_is_a_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r": is a folder; name a YAML file, or a recipe that com"):
+    with pytest.raises(ConfigError, match=r": is a folder; name a YAML file, or a bundled recipe"):
         load_config(tmp_path)
     (tmp_path / "list.yaml").touch()  # which is written much like it
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^quickstart\.yml: no such file; did you mean quickst"):
         load_config("quickstart.yml")
-    (tmp_path / "config.yaml").touch()
-    said = f"is a folder; the recipe of a run in it is {tmp_path / 'config.yaml'}"
-    with pytest.raises(ConfigError, match=said):
-        load_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("defaults: quickstart\nrun: {steps: 7}\n")
+    assert load_config(tmp_path).run.steps == 7
 
 
 def test_names_of_the_shelf_are_enough(tmp_path: Path) -> None:

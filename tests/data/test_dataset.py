@@ -171,7 +171,7 @@ def test_too_few_distinct_questions_to_hold_out() -> None:
         load(gym(size=200, holdout=190, params=SMALL))
     items = load_reasoning_gym(gym(size=200, params=SMALL), seed=0).items
     every = len({question(item.prompt) for item in items})
-    with pytest.raises(ConfigError, match=r"of which none would be left .* has weight: 0\), and"):
+    with pytest.raises(ConfigError, match=r"of which none would be left .*holdout: all"):
         load(gym(size=200, holdout=every, params=SMALL))
 
 
@@ -241,3 +241,16 @@ def test_a_task_is_made_once_and_its_items_are_the_same_again(
         load_reasoning_gym(sums, seed=seed)
     assert load_reasoning_gym(words, seed=0) == first and len(seen) == 4
     assert len(procedural._KEPT) == procedural.KEPT
+
+
+def test_a_source_held_out_as_a_whole_trains_nothing() -> None:
+    test = gym("test", size=20, params={"min_terms": 5, "max_terms": 6})
+    dataset = load(gym(size=40), replace(test, holdout="all"))
+    report = dataset.report["test"]
+    assert report.heldout == len(dataset.heldout["test"]) > 0 == report.train
+    assert list(dataset.train.sources) == ["sums"]
+
+
+def test_a_source_for_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\[sums\]\.weight = 0.*holdout: all"):
+        gym(weight=0)

@@ -165,7 +165,7 @@ BAD_LINES = {
     b'{"prompt": "x", "reward": "4"}': "`reward` must be an object, is text",
     b'{"prompt": "x", "anwser": "4"}': "no `answer`; is `anwser` meant for it?",
     b'{"answer": "4"}': "no `prompt`",
-    b'{"prompt": " ", "answer": "4"}': "`prompt` must be text that is not blank, is blank",
+    b'{"prompt": " ", "answer": "4"}': "`prompt` is empty",
     b'{"prompt": "x", "answer": null}': "no `answer`: it is null",
     b'{"prompt": "x", "answer": true}': "is true or false",
     b'{"prompt": "x", "answer": ["4"]}': "is a list",

@@ -206,7 +206,7 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
     reached = done[-1]["step"]
     (checkpoint,) = (folder / "checkpoints").iterdir()
     assert checkpoint.name == f"step_{reached:06d}" and "Traceback" not in said
-    assert "SIGUSR1: what is being sampled is given up" in said and "SIGTERM" not in said
+    assert "SIGUSR1: dropping the current rollouts" in said and "SIGTERM" not in said
     assert "trip, its environment: opens in" in said and "get_all_hotels_by_city" in said
     assert f"stopped after step {reached} of {STEPS}; to go on: keel train agent-trip" in said
     assert "its program: asked a model by script for 2 turns" in said
@@ -233,7 +233,7 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGHUP, signal.SIGCONT):
         process.send_signal(number)
     said = watched.run.finish(PREEMPTED)
-    assert "SIGHUP: what is being sampled is given up" in said
+    assert "SIGHUP: dropping the current rollouts" in said
     nothing_left(watched)
     done = steps()
     assert [step["step"] for step in done] == list(range(len(done)))

@@ -177,7 +177,7 @@ def test_a_function_that_always_fails_stops_the_run(workers: int) -> None:
         message = (
             "reward failing_rewards.none failed on 5 of the last 5 completions, and "
             f"rewards.max_failure_fraction = 0.2; the last, of prompt file/1: .*{place}"
-            ".*Mend the function"
+            ".*Fix the function"
         )
         with pytest.raises(RewardStopped, match=message):
             future.result(PATIENCE_S)

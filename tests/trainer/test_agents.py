@@ -234,8 +234,11 @@ def test_an_environment_beside_a_program_is_tried_too(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_program_is_said_with_its_cure(
     tmp_path: Path, code: str, program: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s)sources\[shop\].environment: .*{message}"):
+    with pytest.raises(
+        ConfigError, match=rf"(?s)sources\[shop\].environment: .*{message}"
+    ) as caught:
         checked(driven(tmp_path, code, program=program))
+    assert str(caught.value).count("sources[shop].environment") == 1
 
 
 def test_a_program_gets_what_the_recipe_says(tmp_path: Path) -> None:

@@ -174,3 +174,7 @@ def test_gpus_that_a_recipe_speaks_of_are_not_replaced_by_a_cpu(
         assert verdict("check", path, [])[0] == ""
         assert verdict("check", path, ["run.gpu_gib=6"])[0].startswith("an engine's GPU needs")
         assert verdict("train", path, ["run.gpu_gib=139"])[0] == "the recipe needs 1 GPU(s)"
+        refusal, _ = verdict("check", path, ["run.device=gpu"])
+        assert "run.device = gpu" in refusal
+        planned = ["run.device=gpu", "run.gpus_per_node=8", "run.gpu_gib=139"]
+        assert verdict("check", path, planned)[0] == ""

@@ -70,7 +70,7 @@ def test_an_engine_for_cpus_is_promised_no_gpu(
         (["help"], "keel: error: 'help' is no command; did you mean keel --help?"),
         (["resume", "x"], "did you mean train, with the same recipe: it goes on?"),
         (["run", "x"], "'run' is no command; did you mean train?"),
-        (["train"], "keel train: error: name a recipe: a YAML file, or one that comes along"),
+        (["train"], "keel train: error: name a recipe: a YAML file, or a bundled one"),
         (["replay"], "keel replay: error: the following arguments are required: run\n"),
         (["check", "q", "--trainer.lr=3"], "error: a knob is changed without dashes: trainer.lr=3"),
         (["check", "q", "--trainer.lr", "3"], "changed without dashes: trainer.lr=3"),
@@ -86,6 +86,20 @@ def test_a_mistyped_command_line_says_what_was_meant(
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        (["train", "r.yaml", "--eval", "a b.csv", "run.steps=3"], ["eval.file=a b.csv"]),
+        (["check", "r.yaml", "run.steps=3", "--eval=t.jsonl"], ["eval.file=t.jsonl"]),
+        (["eval", "--eval", "1", "r.yaml", "run.steps=3"], ['eval.file="1"']),
+    ],
+)
+def test_an_evaluation_file_is_an_override(words: list[str], overrides: list[str]) -> None:
+    arguments = cli.parsed(cli.parser(), words)
+    assert arguments.recipe == "r.yaml"
+    assert sorted(arguments.override) == sorted(["run.steps=3", *overrides])
 
 
 @pytest.mark.parametrize(

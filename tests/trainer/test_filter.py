@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from keel.trainer.filter import ahead_of, deadline_of, sample_prompts
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.waits import Wait
 from tests.data.rates import scored
 from tests.rl.rollouts import prompt
 
@@ -47,6 +49,7 @@ class Engines:
         self.recorded: dict[str, Sequence[ScoredGroup]] = {}
         self.said: list[str] = []
         self.stopped = False
+        self.decoded: Callable[[], int] | None = None
 
     def sample(self, prompt: Prompt, size: int) -> Future[Group]:
         self.asked.append((prompt, size, Future()))
@@ -72,6 +75,7 @@ class Engines:
             said=lambda: f"{len(self.recorded)} recorded",
             stop=self.stop,
             say=self.said.append,
+            decoded=self.decoded,
         )
 
 
@@ -101,6 +105,29 @@ def test_each_prompt_gets_k_completions_in_groups_as_in_training() -> None:
     for groups in engines.recorded.values():
         assert [len(group.parts_G) for group in groups] == [4, 4, 2]
     assert engines.said[-1] == f"sampled {prompts} of {prompts} prompts; {prompts} recorded"
+
+
+def test_decoding_steps_show_progress_before_a_prompt_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait, shown, steps = Wait("sampling"), [], count(step=7)
+
+    @contextmanager
+    def waiting(*_: Any, **__: Any) -> Iterator[Wait]:
+        yield wait
+
+    class Watched(Engines):
+        def stop(self) -> bool:
+            shown.append((wait.done, wait.unit))
+            return len(shown) > 3
+
+    monkeypatch.setattr(module, "waiting", waiting)
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    engines = Watched()
+    engines.decoded = lambda: next(steps)
+    engines.run(2)
+    assert shown[1:] == [(n, "decoding steps") for n in (7, 14, 21)]
+    assert wait.total >= CONFIG.rollout.sampling.max_tokens and not engines.recorded
 
 
 def test_it_stops_when_asked_keeps_what_is_whole_and_gives_up_the_rest() -> None:

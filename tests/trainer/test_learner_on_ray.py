@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from keel.configs.schema import Config
 from keel.rl.metrics import values
-from keel.trainer.cluster.ray_internals import without_unused_processes
 from keel.trainer.learner import Learner
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import damage, sizes, write_manifest
@@ -25,7 +24,7 @@ from keel.trainer.run.restarts import Lost
 from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, make_config
-from tests.waiting import PATIENCE_S, patiently
+from tests.waiting import PATIENCE_S, start_local_ray
 
 pytestmark = pytest.mark.e2e
 
@@ -34,9 +33,7 @@ pytestmark = pytest.mark.e2e
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
-    with without_unused_processes():
-        local = {"address": "local", "include_dashboard": False, "log_to_driver": False}
-        patiently(lambda: ray.init(num_cpus=1, num_gpus=0, **local), ray.shutdown)
+    start_local_ray(num_cpus=1, num_gpus=0)
     yield folder
     ray.shutdown()
 

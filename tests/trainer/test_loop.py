@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -148,6 +148,11 @@ class FakeRun:
     def hurry(self) -> bool:
         return False
 
+    def leave(self) -> bool:
+        return False
+
+    decoded: Callable[[], int] | None = None
+
     def whole(self, error: Exception) -> bool:
         return True
 
@@ -162,6 +167,8 @@ class FakeRun:
             save=self.save,
             stop=self.stop,
             hurry=self.hurry,
+            leave=self.leave,
+            decoded=self.decoded,
             keep=self.keep,
             whole=self.whole,
         )

@@ -68,6 +68,32 @@ def test_a_resumed_run_that_is_hurried_before_a_step_saves_nothing() -> None:
     assert world.events == ["update@2"]
 
 
+class Asked(FakeRun):
+    """One whose user presses Ctrl-C in an evaluation, which then would never end."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+
+    def leave(self) -> bool:
+        return self.when in self.events
+
+    def stop(self) -> bool:
+        return self.leave()
+
+    def submit(self, what: Any, purpose: str) -> Future[Any]:
+        answer = super().submit(what, purpose)
+        return Future() if self.leave() and purpose == "eval" else answer
+
+
+@pytest.mark.parametrize(("when", "saved"), [("eval@0", []), ("eval@2", ["save@2"])])
+def test_ctrl_c_cuts_an_evaluation_short(when: str, saved: list[str]) -> None:
+    world = Asked(when)
+    assert world.run(config(steps=9, eval_every=2)) == int(when[-1])
+    assert [event for event in world.events if event.startswith("save")] == saved
+    assert not world.evaluated(int(when[-1]))
+
+
 @pytest.mark.parametrize("start", [2, 3])
 def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(start: int) -> None:
     cut_off = Hurried(f"eval@{start}")

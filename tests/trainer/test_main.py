@@ -100,7 +100,7 @@ def test_a_bad_recipe_is_refused_with_a_cure(
 
 
 @pytest.mark.e2e
-def test_check_calls_each_reward_function_once_and_names_what_it_got_wrong(
+def test_check_fails_with_a_reward_function_and_names_its_fault(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = (
@@ -112,7 +112,7 @@ def test_check_calls_each_reward_function_once_and_names_what_it_got_wrong(
     code, out, _ = run(
         capsys, "check", "quickstart", f"data.sources[spelling].rewards={parts}", *FEW
     )
-    assert code == 0
+    assert code == 1
     assert "spelling, checked_rewards.half: 0.5 for a sample completion of spelling/" in out
     assert "warning      spelling, checked_rewards.forgets: failed on a sample completion" in out
     assert "returned None; is there a way through it without a `return`? (checked_rewards.py:4" in (
@@ -288,10 +288,10 @@ def test_a_start_says_whether_the_embedded_model_was_taught_or_found(
 
     monkeypatch.setattr("keel.trainer.system.ensure_embedded", taught)
     model_folder(task)
-    assert capsys.readouterr().out == "embedded model: taught now, kept in somewhere\n"
+    assert capsys.readouterr().out == "embedded model: cold start done; cached in somewhere\n"
     monkeypatch.setattr("keel.trainer.system.ensure_embedded", lambda *_, **__: Path("somewhere"))
     model_folder(task)
-    assert capsys.readouterr().out == "embedded model: taught before, found in somewhere\n"
+    assert capsys.readouterr().out == "embedded model: cold start loaded from somewhere\n"
 
 
 def test_a_full_disk_is_a_message(

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from keel.trainer.feed import decoding_steps
 from tests.trainer.test_loop import FakeRun, config
 
 
@@ -22,3 +29,47 @@ def test_an_evaluation_says_how_far_it_is() -> None:
     for begun in (first, last):
         assert "1 of 1 prompts" in run.events[begun:]
     assert run.events.count("1 of 1 prompts") == 2
+
+
+class Slow(Counting):
+    """One whose evaluation ends after some decoding steps, of which each poll sees ten more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.held: list[tuple[Future[Any], Any]] = []
+
+    def submit(self, what: Any, purpose: str) -> Future[Any]:
+        answer = super().submit(what, purpose)
+        if purpose == "train" or not hasattr(what, "messages"):
+            return answer
+        self.held.append((waiting := Future[Any](), answer.result()))
+        return waiting
+
+    def decoded(self) -> int:
+        self.steps += 10
+        if self.steps >= 50:
+            for future, group in self.held:
+                future.set_result(group)
+            self.held.clear()
+        return self.steps
+
+
+def test_an_evaluation_counts_decoding_steps_before_any_prompt_is_done() -> None:
+    run, settings = Slow(), config(steps=1)
+    run.run(settings)
+    most = settings.rollout.sampling.max_tokens
+    counted = [event for event in run.events if "decoding steps" in event]
+    assert counted[:3] == [f"{n} of {most} decoding steps" for n in (10, 20, 30)]
+    assert "1 of 1 prompts" in run.events
+
+
+@pytest.mark.parametrize(("completions", "engines", "room", "waves"), [(8, 1, 4, 2), (6, 2, 4, 1)])
+def test_decoding_steps_come_in_waves(
+    completions: int, engines: int, room: int, waves: int
+) -> None:
+    base = config()
+    rollout = replace(base.rollout, engines=engines, max_num_seqs=room)
+    longest = base.rollout.sampling.max_tokens
+    steps = decoding_steps(replace(base, rollout=rollout), completions)
+    assert steps == engines * waves * longest

@@ -68,6 +68,9 @@ SMI_S = 10.0
 NOTICED_GIB = 1.0
 """What an idle GPU may show of its driver's."""
 
+QUOTED_PYTHON = {"py_executable": shlex.quote(sys.executable)}
+"""The runtime environment of all actors: Ray passes the path of Python to a shell unquoted."""
+
 
 def start_ray() -> None:
     """Join the cluster that RAY_ADDRESS names (as in `ray job submit`), or start one here. Raises
@@ -92,7 +95,11 @@ def start_ray() -> None:
         try:
             with shielded():
                 bounded(
-                    lambda: ray.init(logging_level=logging.WARNING, log_to_driver=False),
+                    lambda: ray.init(
+                        runtime_env=QUOTED_PYTHON if " " in sys.executable else None,
+                        logging_level=logging.WARNING,
+                        log_to_driver=False,
+                    ),
                     JOIN_S,
                     "take this process into the cluster",
                 )
@@ -146,8 +153,7 @@ def _begin_ray() -> None:
         ray.init(
             address="local",
             include_dashboard=False,
-            # Ray gives it to a shell as it is, which would break a path with a space in two.
-            runtime_env={"py_executable": shlex.quote(sys.executable)},
+            runtime_env=QUOTED_PYTHON,
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
@@ -340,6 +346,12 @@ def hardware_said(config: Config) -> Hardware:
         nodes = idle_nodes(run.nodes, run.gpus_per_node)
         notes.insert(0, "as run.gpus_per_node and run.nodes say")
     assumed = not nodes
+    if assumed and not run.speaks_of_gpus:
+        raise ConfigError(
+            "run.device = gpu: this machine has no GPU and RAY_ADDRESS is not set. To plan for "
+            "another machine, set run.gpus_per_node and run.gpu_gib (GPUs and their memory); to "
+            "run here, set run.device: cpu"
+        )
     if assumed:
         nodes = assumed_nodes(config, node_gpus=Machine().node_gpus)
         notes.insert(0, "by rule, as no GPU is here and no RAY_ADDRESS (run.gpus_per_node)")

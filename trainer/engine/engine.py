@@ -172,7 +172,8 @@ class TrainerEngine:
 
     @property
     def version(self) -> int:
-        """Optimizer steps so far, those skipped for want of a finite gradient included."""
+        """Optimizer steps so far, those skipped for lack of a signal or of a finite gradient
+        included."""
         return self._version
 
     @property
@@ -230,7 +231,22 @@ class TrainerEngine:
         nll = ({"nll": Mean(-float(logp.double().sum()), len(logp))} for logp, _ in scored)
         return merge([*nll, *(looked_at(held) for _, held in scored)])
 
+    def _has_gradient(self, batch: TrainBatch) -> bool:
+        """Whether an objective of the step can have a gradient. The same on all ranks."""
+        algorithm = self._config.algorithm
+        beside = algorithm.kept_mass_coef > 0 or self._network.learning_indexers > 0
+        return batch.signal or (beside and not algorithm.skip_uniform_groups)
+
     def _update(self, batch: TrainBatch, examine: bool) -> dict[str, Metric]:
+        if not self._has_gradient(batch):
+            # Adam's moments and weight decay would move the weights all the same. The version
+            # counts, so that engines and trainer agree about what is published after a step.
+            self._version += 1
+            counts: dict[str, Metric] = {
+                "train/skipped_steps": Sum(0.0),
+                "train/skipped_no_signal": Sum(1.0),
+            }
+            return counts if self._rank == 0 else {}
         seen: list[Callable[[], dict[str, Metric]]] = []
         self._offload.before_gradients()
         split = SplitGaps.begun(batch, self._device, self._scored)
@@ -248,6 +264,7 @@ class TrainerEngine:
             self._examine(batch)
         if self._rank == 0:
             parts.append({"train/skipped_steps": Sum(float(skipped))})
+            parts.append({"train/skipped_no_signal": Sum(0.0)})
             if self._scaled:
                 optimizer: Any = self._engine.optimizer
                 parts.append({"train/loss_scale": Mean(float(optimizer.loss_scale), 1)})

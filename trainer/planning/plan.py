@@ -202,7 +202,7 @@ def make_plan(
     )
 
 
-OF_STEPS = ("batch", "steps", "stabilisers", "time")
+OF_STEPS = ("batch", "steps", "stabilisers")
 """Rows of the plan that an evaluation has no use for."""
 
 
@@ -214,14 +214,19 @@ def describe(
     *,
     hardware: Hardware,
     seats: Sequence[str] = (),
+    cpu_time: Sequence[str] = (),
     trains: bool = True,
 ) -> str:
-    """The plan as `keel check` prints it. `data`: one line per source, from the loader; `seats`:
-    who sits where, one line per node; `trains`: false leaves out what is about steps alone."""
+    """The plan as `keel check` prints it.
+
+    `data`: one line per source, from the loader. `seats`: placement, one line per node. `cpu_time`:
+    the estimate of a run without a GPU, where `plan` has none. `trains`: false leaves out the rows
+    about steps.
+    """
     gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
-    measured = drawn(config.sampling("eval")) * any(s.holdout > 0 for s in config.data.sources)
+    measured = drawn(config.sampling("eval")) * any(s.holdout for s in config.data.sources)
     apart = f", peak {gib(plan.peak)}" * (plan.peak < plan.trainer.total)
     rows: list[tuple[str, str]] = [
         ("model", model_line(config, facts)),
@@ -264,7 +269,7 @@ def describe(
         *(("", line) for line in [sleep_line(config, plan)] if gpu and config.rollout.sleep),
         *(
             ("time" if not i else "", line)
-            for i, line in enumerate(plan.time.lines() if plan.time else ())
+            for i, line in enumerate(plan.time.lines() if plan.time else cpu_time)
         ),
         ("run folder", config.run.dir),
     ]
@@ -331,7 +336,9 @@ def cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:
 
 
 def drawn(sampling: SamplingConfig) -> str:
-    """From what tokens are."""
+    """How tokens are drawn, in words."""
+    if sampling.greedy:
+        return "greedy"
     truncated = f"top-p {sampling.top_p:g}, top-k {sampling.top_k}"
     from_what = truncated if sampling.truncated else "whole vocabulary"
     return f"temperature {sampling.temperature:g}, {from_what}"

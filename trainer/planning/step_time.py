@@ -74,6 +74,12 @@ class Rates:
     host_adam_s: float = 3.5e-10
     """AdamW in host memory (`trainer.offload_optimizer`), for each parameter of a rank's share: 28
     bytes at 80 GB/s, assumed (docs/scaling.md). One core alone takes 1.2e-9 (an Intel Xeon)."""
+    driver_s: float = 0.03
+    group_s: float = 2e-3
+    completion_s: float = 2e-4
+    """Seconds of the driver per step, per group (dispatch, packing) and per completion that a rule
+    scores. Measured with a 135 M parameter model on an H200. Judges, programs and environments take
+    longer and are not counted."""
     update_s: float = 9e-3
     """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
     turn_s: float = 0.05
@@ -150,6 +156,8 @@ class StepTime:
     """Between the trainer's ranks."""
     weights: float
     """From the trainer to the engines, which pause for it."""
+    driver: float = 0.0
+    """Dispatch, scoring by rules, packing and metrics on the driver."""
     turns: float = 0.0
     """Engines go to sleep and wake up, and what the trainer holds goes to host memory and comes
     back (`rollout.sleep`)."""
@@ -175,7 +183,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """One part after the other."""
-        return self.rollout + self.training + self.weights + self.turns
+        return self.rollout + self.training + self.weights + self.driver + self.turns
 
     def lines(self) -> list[str]:
         """The split, as `keel check` prints it."""
@@ -189,7 +197,9 @@ class StepTime:
             f"{bound}; prefill {seconds(self.prefill)})",
             f"training {seconds(self.training)} (compute {seconds(self.compute)}, traffic between "
             f"ranks {seconds(self.traffic)}{waits}); weights to the engines "
-            f"{seconds(self.weights)}" + f"; time-sharing {seconds(self.turns)}" * (self.turns > 0),
+            f"{seconds(self.weights)}; driver and rule-based rewards {seconds(self.driver)}"
+            + f"; time-sharing {seconds(self.turns)}"
+            * (self.turns > 0),
         ]
 
 
@@ -239,6 +249,9 @@ def step_time(
         weights=rates.update_s
         + sent / machine.between(over)
         + math.ceil(sent / (config.trainer.publish_bucket_mib * MIB)) * rates.block_s,
+        driver=rates.driver_s
+        + algorithm.prompts_per_step * rates.group_s
+        + completions * rates.completion_s,
         turns=rates.turn_s + woken / rates.given_bytes + moved / machine.host_bytes
         if woken
         else 0.0,

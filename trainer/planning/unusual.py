@@ -32,6 +32,7 @@ def unusual(config: Config, facts: ModelFacts) -> list[str]:
         *_unseen(config),
         *_upside_down(config),
         *_for_nothing(config),
+        *_uneven(config),
         *_never_there(config),
     ]
 
@@ -69,6 +70,26 @@ def _for_nothing(config: Config) -> Iterator[str]:
         yield (
             f"sft.epochs = {config.sft.epochs:g}: counts with sft.sources alone, and there are "
             "none. How long this run is says run.steps"
+        )
+
+
+def _uneven(config: Config) -> Iterator[str]:
+    """Batches that optimizer steps or ranks cannot share evenly."""
+    algorithm, ranks = config.algorithm, config.trainer.groups
+    prompts, updates = algorithm.prompts_per_step, algorithm.updates_per_batch
+    if not config.data.sources:
+        return
+    if prompts % updates:
+        yield (
+            f"algorithm.prompts_per_step = {prompts}: its {updates} optimizer steps "
+            f"(algorithm.updates_per_batch) have {-(-prompts // updates)} or {prompts // updates} "
+            f"prompts each; make it a multiple of {updates}"
+        )
+    sequences = prompts // updates * algorithm.group_size
+    if sequences % ranks:
+        yield (
+            f"algorithm.prompts_per_step × group_size = {sequences} sequences per optimizer step "
+            f"on {ranks} trainer ranks: some ranks wait for others; make it a multiple of {ranks}"
         )
 
 

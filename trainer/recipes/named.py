@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from keel.configs.auto import DTYPE
+from keel.configs.load import check_resumable, load_config
 from keel.configs.paths import data_path, unwritable
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import EMBEDDED
@@ -24,9 +27,12 @@ SOON = 2**22
 
 
 def check_named(config: Config, command: str, later: Collection[Path] = ()) -> None:
-    """Raises ConfigError, in the words of whoever reads them later. What takes longer to know (the
-    hub's models, the lines of a large file, functions of one's own) is found there alone. later:
-    files and models, by absolute paths, that will be there when it is the command's turn."""
+    """Check what can be checked in a fraction of a second, before torch loads.
+
+    The hub's models, the lines of large files and functions of one's own are checked later. later:
+    absolute paths of files and models that an earlier command of a chain will have written. Raises
+    ConfigError, with the message of the later check.
+    """
     supervised = command in ("sft", "pretrain")
     if supervised and not config.sft.sources:
         raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
@@ -69,6 +75,20 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
                 except ConfigError as error:
                     knob = "model.path" if path == model else "model.tokenizer"
                     raise ConfigError(f"{knob} = {error}{_exported_by(path)}") from error
+
+
+def check_continued(config: Config, left: Collection[str]) -> None:
+    """Raise ConfigError where `keel train` would continue the run in `run.dir` with knobs that must
+    not change. left: knobs that the hardware decides."""
+    folder = Path(config.run.dir).expanduser()
+    saved = folder / "config.yaml"
+    begun = saved.is_file() and any(folder.glob("checkpoints/step_*"))
+    if not begun or config.run.resume == "never":
+        return  # nothing to continue, or refused later with a reason of its own
+    before = load_config(saved)
+    if DTYPE in left:
+        config = replace(config, model=replace(config.model, dtype=before.model.dtype))
+    check_resumable(before, config, str(folder))
 
 
 def _exported_by(path: str) -> str:

@@ -18,7 +18,9 @@ MISSING = "missing"
 class Alarm:
     knob: str
     metric: str
-    words: str
+    problem: str
+    """What is wrong, with the metric's value in its format."""
+    remedy: str
     below: bool = False
 
     def rings(self, value: float, limit: float) -> bool:
@@ -28,37 +30,68 @@ class Alarm:
 
 
 ALARMS = (
-    Alarm("truncated", "rollout/truncated_fraction", "of the completions were cut off"),
+    Alarm(
+        "truncated",
+        "rollout/truncated_fraction",
+        "{:.0%} of the completions hit max_tokens",
+        "raise rollout.sampling.max_tokens",
+    ),
     Alarm(
         "uniform",
         "rollout/uniform_group_fraction",
-        "of the groups have no completion better than another: there is little to learn from",
+        "in {:.0%} of the groups all completions have the same reward",
+        "use easier or harder prompts (keel filter) or a larger algorithm.group_size",
     ),
     Alarm(
         "reward_errors",
         "reward/error",
-        "of the completions have a part of their reward that failed, and counts 0",
+        "a reward part failed in {:.1%} of the completions and counts 0",
+        "read rewards/ in the run folder",
     ),
     Alarm(
         "mismatch",
         "mismatch/logp_abs",
-        "nats a token between what engines sampled with and what the trainer computes",
+        "engines and trainer differ by {:.2g} nats per token",
+        "see docs/alarms.md",
     ),
     Alarm(
         "routing_fallback",
         "routing/fallback_fraction",
-        "of the tokens have no recorded routes: the trainer chose their experts itself",
+        "{:.1%} of the tokens have no recorded routes, so the trainer chose their experts",
+        "see docs/alarms.md",
     ),
-    Alarm("masked", "mask/sequence_fraction", "of the sequences are masked as too far off policy"),
-    Alarm("kl", "kl/ref", "nats a token away from the reference policy"),
-    Alarm("entropy", "entropy/kept", "nats of entropy a token: hardly anything is tried", True),
+    Alarm(
+        "masked",
+        "mask/sequence_fraction",
+        "{:.0%} of the sequences are masked as too far off-policy",
+        "lower trainer.lr, algorithm.max_lag or algorithm.updates_per_batch",
+    ),
+    Alarm(
+        "kl",
+        "kl/ref",
+        "the policy is {:.2g} nats per token away from the reference",
+        "raise data.sources[].kl_coef or lower trainer.lr",
+    ),
+    Alarm(
+        "entropy",
+        "entropy/kept",
+        "entropy is down to {:.2g} nats per token",
+        "lower trainer.lr or raise algorithm.clip_high",
+        below=True,
+    ),
     Alarm(
         "kept_mass",
         "sampling/kept_mass",
-        "of its probability the policy gives to the sampling masks: no ratio shows the rest",
-        True,
+        "the policy gives the sampling masks only {:.0%} of its probability",
+        "set algorithm.kept_mass_coef: 1",
+        below=True,
     ),
-    Alarm("skipped", "train/skipped_steps", "optimizer steps without a finite gradient"),
+    Alarm(
+        "skipped",
+        "train/skipped_steps",
+        "{:.0f} optimizer steps had no finite gradient",
+        "lower trainer.lr; keel replay finds the token",
+    ),
 )
 
 
@@ -75,22 +108,22 @@ class Alarms:
     def look(
         self, step: int, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]
     ) -> tuple[int, list[str]]:
-        """How many alarms ring, and lines for people, of each at most one in `alarms.every` steps.
-        numbers: a step's metrics; groups: all that were sampled for it."""
+        """Return how many alarms ring, and their lines: of each alarm at most one in `alarms.every`
+        steps. numbers: a step's metrics. groups: all that were sampled for it."""
         ringing = {
-            alarm.knob: f"{alarm.metric} {numbers[alarm.metric]:.3g}: {alarm.words}"
+            alarm.knob: f"{alarm.problem.format(numbers[alarm.metric])}; {alarm.remedy} "
+            f"({alarm.metric}, alarms.{alarm.knob} = {getattr(self._config, alarm.knob):g})"
             for alarm in ALARMS
             if alarm.metric in numbers
             and alarm.rings(numbers[alarm.metric], getattr(self._config, alarm.knob))
         }
         if line := self._missing(numbers, groups):
-            ringing[MISSING] = line
+            ringing[MISSING] = f"{line} (alarms.missing = {self._config.missing:g})"
         lines = [self.ends] if self._below(step, numbers) else []
         for knob, words in ringing.items():
             if step - self._said.get(knob, -self._config.every) >= self._config.every:
                 self._said[knob] = step
-                limit = getattr(self._config, knob)
-                lines.append(f"step {step}: {words} (alarms.{knob} = {limit:g})")
+                lines.append(f"step {step}: {words}")
         return len(ringing) + bool(self.ends), lines
 
     def _below(self, step: int, numbers: Mapping[str, float]) -> bool:

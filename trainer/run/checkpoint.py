@@ -5,7 +5,7 @@
         state.json               where the run stands
         keel_manifest.json       written last: digests of all the others
     checkpoints/.step_000124     one that is being written, or that a crash cut short
-    checkpoints/damaged_…        one that is not as it was written, kept for whoever can mend it
+    checkpoints/damaged_…        a damaged one, kept for repair
 
 With ranks on several machines the run folder must be on a file system that all of them see.
 """

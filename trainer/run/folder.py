@@ -26,8 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from keel.configs.diff import stepping
 from keel.configs.load import check_resumable, dump_config, load_config
 from keel.configs.schema import Config, ConfigError
+from keel.configs.shipped import find
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
 from keel.trainer.run.journal import lacking, metric_lines, to_disk
@@ -62,6 +64,8 @@ class RunFolder:
         """Where entering put what an earlier run wrote that cannot be continued."""
         self.base, self.tokenizer = base_of(config), tokenizer
         self._words: list[str] = []
+        self._changed: list[str] = []
+        """Knobs of the learning rate that differ from the run's last start."""
         self._ended = 0
         """Step of the newest checkpoint on entering, damaged ones included."""
         self._problems: dict[Path, list[str]] = {}
@@ -138,7 +142,9 @@ class RunFolder:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if saved.exists():
-            check_resumable(load_config(saved), self._config, str(self.path), of=of)
+            before = load_config(saved)
+            check_resumable(before, self._config, str(self.path), of=of)
+            self._changed = stepping(before, self._config)
         elif state.config != checkpoint.config_digest(self._config):
             raise ConfigError(
                 f"run.dir = {self.path}: holds {self.latest.name} of a run with another config "
@@ -187,7 +193,7 @@ class RunFolder:
 
     @property
     def latest(self) -> Path | None:
-        """Folder of the newest finished checkpoint that is as it was written."""
+        """Folder of the newest intact checkpoint."""
         for path in reversed(checkpoint.finished(self._checkpoints)):
             if path not in self._problems:
                 problems = checkpoint.problems(path)
@@ -236,13 +242,16 @@ class RunFolder:
         lines = [*self._words]
         lines += [f"{path} is damaged ({said(why)})" for path, why in self.damaged.items()]
         if lines and latest:
-            lines.append(f"{latest.name} before it is as it was written: the run resumes from that")
+            lines.append(f"the run resumes from {latest.name}, the newest intact checkpoint")
         if latest and (other := checkpoint.exchanged(latest, self.base, self.tokenizer)):
             lines.append(
                 f"model.path = {self._config.model.path!r} has {other} than when {latest.name} was "
                 "written: what is sampled with it may not be what the run's policy says. Put the "
                 "model back as it was"
             )
+        if latest and self._changed:
+            first = checkpoint.step_of(latest) + 1
+            lines.append(f"from step {first} on: {', '.join(self._changed)}")
         if latest and (other := self._moved()):
             spread = any(knob.startswith("trainer.") for knob in other)
             lines.append(
@@ -283,7 +292,7 @@ class RunFolder:
         return self.path / "rewards"
 
     def check_model(self) -> None:
-        """Raises ConfigError if the exported model is not as it was written."""
+        """Raises ConfigError if the exported model is damaged."""
         check_exported(
             self.model, "move that folder away and start the run as before to write it again"
         )
@@ -358,7 +367,7 @@ class RunFolder:
 def check_recipe(recipe: str, overrides: Sequence[str], config: Config) -> None:
     """Raises ConfigError where a recipe is the `config.yaml` of a run in another folder than its
     `run.dir`, as after it was moved: the command would find no run there, or begin one."""
-    path = Path(recipe)
+    path = find(Path(recipe))
     there = path.name == "config.yaml" and (path.parent / MARK).exists()
     said = any(re.match(r"\s*run(\.dir\s*=|\s*=.*\bdir\b)", word) for word in overrides)
     own = Path(config.run.dir).expanduser().resolve()

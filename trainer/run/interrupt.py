@@ -2,7 +2,7 @@
 
 Ctrl-C            the first asks to stop after the step, with a checkpoint; the second stops at once
 SIGTERM, SIGHUP,  the machine is about to be taken away (a scheduler, `ray job stop`, a warning of
-SIGUSR1           Slurm's), or the terminal is gone: what is being sampled is given up, an optimizer
+SIGUSR1           Slurm's), or the terminal is gone: current rollouts are dropped, an optimizer
                   step under way may end, a checkpoint is written, all within `run.grace_s`
 
 Imports nothing heavy: signals are heeded from a command's first moment on (`watching`), also while
@@ -27,9 +27,10 @@ PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PREEMPTED = 143
 """Exit status of a command that one of them has ended, whichever it was: 128 + SIGTERM."""
 FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop at once."
+NOTHING_YET = "Stopping. Nothing is trained yet, so there is nothing to save."
 SLACK_S = 0.1
 """Timers and clocks are not of one mind to the millisecond."""
-PREEMPTED_FIRST = "{signal}: what is being sampled is given up; a checkpoint follows"
+PREEMPTED_FIRST = "{signal}: dropping the current rollouts; a checkpoint follows"
 
 
 class Preempted(KeyboardInterrupt):
@@ -115,7 +116,8 @@ class _Signals:
             self.asked = True
             if self.open is None or self.open.asked:
                 raise KeyboardInterrupt
-            self.open.ask(self.open.first)
+            first = self.open.first
+            self.open.ask(first if isinstance(first, str) else first())
         elif self.preempted is not None:  # schedulers repeat themselves
             again = self.heard()
             if self.open is not None and self.open.out_of_time:
@@ -268,13 +270,14 @@ class Interrupt:
     def __init__(
         self,
         say: Callable[[str], None],
-        first: str = FIRST,
+        first: str | Callable[[], str] = FIRST,
         *,
         preempted_first: str = PREEMPTED_FIRST,
         grace_s: float = 0.0,
     ) -> None:
-        """first: what is said to Ctrl-C; preempted_first: to a signal of `PREEMPTION`; grace_s: how
-        long after the latter `Preempted` is raised wherever the main thread then is; 0: never."""
+        """first: message at Ctrl-C, or a function that returns it. preempted_first: message at a
+        signal of `PREEMPTION`. grace_s: seconds after such a signal until `Preempted` is raised
+        wherever the main thread then is; 0: never."""
         self._say, self.first, self.preempted_first = say, first, preempted_first
         self.asked = False
         self.grace_s, self._end = grace_s, float("inf")

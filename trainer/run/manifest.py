@@ -206,7 +206,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Entry]:
-    """Raises `OSError`, or `ValueError` for what is no manifest or not as it was written."""
+    """Raises `OSError`, or `ValueError` for what is no manifest or damaged."""
     try:
         content: Any = json.loads(path.read_bytes())
         files = content["files"]

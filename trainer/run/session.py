@@ -95,7 +95,7 @@ def conduct(
         if state:
             restored(folder, restore)
         chosen(folder.path)
-        resumes = f"\nresumes after step {start}; all that came later is done again" * (start > 0)
+        resumes = f"\nresumes after step {start}; later steps will be repeated" * (start > 0)
         print(f"{text}{resumes}", flush=True)
         restarts = Restarts(config.run.max_restarts)
         while True:

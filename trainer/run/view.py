@@ -34,9 +34,23 @@ SHOWN = (
     ("completion length", "length/mean", "{:.1f}"),
     ("tokens per second", "throughput/tokens_per_second", "{:,.0f}"),
 )
+LINE = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "nll", "{:.4f}"),
+    ("epochs", "sft/epochs", "{:.2f}"),
+    ("KL", "kl/ref", "{:.1e}"),
+    ("mismatch", "mismatch/logp_abs", "{:.0e}"),
+    ("grad", "grad_norm", "{:.2f}"),
+    ("length", "length/mean", "{:.0f}"),
+    ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
+)
+"""Figures of a plain step line, which has about 120 characters; metrics.jsonl has all."""
 ERRORS, UNIFORM = "reward/error", "rollout/uniform_group_fraction"
 SPLIT = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))
 BARS = " ▁▂▃▄▅▆▇█"
+STEP = "time/step"
+ECHO = 4
+"""Columns of two `^C`."""
 
 
 class View(Protocol):
@@ -86,7 +100,9 @@ class Now:
 
     def begin(self, activity: str) -> None:
         self._took[self.wait.what] = self.wait.seconds
-        self.wait = Wait(activity, last_s=self._took.get(activity), quiet=True)
+        # An evaluation may take longer than many steps, so plain lines mention it at once.
+        quiet = activity != "evaluating"
+        self.wait = Wait(activity, last_s=self._took.get(activity), quiet=quiet)
 
     def reach(self, done: int, total: int, unit: str) -> None:
         self.wait.unit, self.wait.done, self.wait.total = unit, done, total
@@ -111,13 +127,9 @@ class PlainView:
         line = [f"step {step}/{self._steps}", *troubles(numbers)]
         line += [f"{name} {value:.3f}" for name, value in held_out(numbers).items()]
         line += [
-            f"{label} {form.format(numbers[key])}" for label, key, form in SHOWN if key in numbers
+            f"{label} {form.format(numbers[key])}" for label, key, form in LINE if key in numbers
         ]
-        line += [
-            f"{label} {numbers[f'time/{key}']:.1f} s"
-            for label, key in SPLIT
-            if f"time/{key}" in numbers
-        ]
+        line += [f"{numbers[STEP]:.1f} s"] if STEP in numbers else []
         if left := self._progress.left(step):
             line.append(f"{duration(left)} left")
         self.say("  ".join(line))
@@ -143,8 +155,9 @@ class LiveView:
         self._numbers: dict[str, float] = {}
         self._rewards: list[float] = []
         self._evals: dict[str, list[tuple[int, float]]] = {}
+        self._console = console or Console(file=outliving(sys.stdout))
         self._live = Live(
-            console=console or Console(file=outliving(sys.stdout)),
+            console=self._console,
             get_renderable=self._draw,
             refresh_per_second=4,
         )
@@ -164,13 +177,15 @@ class LiveView:
             self._evals.setdefault(name.removeprefix("eval/"), []).append((step, value))
 
     def say(self, text: str) -> None:
-        self._live.console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False)
 
     def __enter__(self) -> Self:
         self._live.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
+        # The panel stays as a summary of a run that has got somewhere.
+        self._live.transient = self._step == 0 or any(raised)
         self._live.stop()
 
     def _draw(self) -> RenderableType:
@@ -186,7 +201,11 @@ class LiveView:
         body.add_column(ratio=1)
         body.add_column(ratio=1)
         body.add_row(self._health(), self._curves())
-        return Panel(Group(head, now, Text(), body), title=self._title, border_style="cyan")
+        # A terminal echoes ^C behind the last border. Were there no room, that would begin a line
+        # which the next redrawing does not know of.
+        width = max(20, self._console.width - ECHO)
+        content = Group(head, now, Text(), body)
+        return Panel(content, title=self._title, border_style="cyan", width=width)
 
     def _health(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -225,13 +244,13 @@ def held_out(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def troubles(numbers: Mapping[str, float]) -> list[str]:
-    """What a step's rewards came short of, where they did."""
-    found: list[str] = []
+    """Failed rewards, and a step in which all rewards of each group are equal."""
+    notes: list[str] = []
     if (share := numbers.get(ERRORS, 0.0)) > 0:
-        found.append(f"REWARD ERRORS in {share:.1%} of the completions")
+        notes.append(f"reward errors {share:.1%}")
     if numbers.get(UNIFORM) == 1.0:
-        found.append("NO GROUP DIFFERS: all advantages are 0")
-    return found
+        notes.append("no group differs")
+    return notes
 
 
 def sparkline(series: list[float], width: int = 40) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shutil import which
 
 from keel.configs.schema import Config
 from keel.rl.metrics import MEASURES
@@ -29,22 +32,34 @@ def closing_words(
         if unscored:
             lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
     if reached < config.run.steps or preempted():  # the model is exported when it goes on
-        called, again = again, again or shlex.join(["keel", *command])
-        lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
+        called, again = again, again or shlex.join([program(), *command])
+        if reached:
+            lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
+        else:
+            lines.append(f"stopped before step 1; nothing was trained or saved. To begin: {again}")
         by_epochs = command[0] in ("sft", "pretrain") and config.sft.epochs > 0
         if reached and reached < config.run.steps and not by_epochs:
-            knob = f"the knob run.steps={reached}" if called else f"run.steps={reached}"
-            lines.append(f"to end there, with the model: the same, and {knob}")
+            knob = f"run.steps={reached}"
+            export = f"the same with the knob {knob}" if called else f"{again} {knob}"
+            lines.append(f"to export it now: {export}")
     else:
         lines.append(f"trained model   {folder.model}")
+    if not reached and not evaluations:
+        return "\n".join(lines)
     lines += [
-        f"report          {shlex.join(['keel', 'report', str(path)])}",
+        f"report          {shlex.join([program(), 'report', str(path)])}",
         f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",
         f"numbers         {path / 'metrics.jsonl'}",
     ]
     if config.data.sources:
         lines.append(f"completions     {path / 'trajectories'}")
     return "\n".join(lines)
+
+
+def program() -> str:
+    """`keel`, or the path by which this process was started where that is not on PATH."""
+    started = Path(sys.argv[0])
+    return "keel" if started.name != "keel" or which("keel") else str(started)
 
 
 def _in_part(name: str, evaluations: Mapping[str, Sequence[tuple[int, float]]]) -> bool:

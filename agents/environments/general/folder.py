@@ -66,7 +66,7 @@ def folders(names: Sequence[str]) -> list[Folder]:
             known = ", ".join(each.name for each in sorted(SHIPPED.glob("*")))
             raise ValueError(
                 f"{name} is no folder of tasks, nor has it any (looked in {path}; in a sandbox it "
-                f"must be among `readable`). Those that come along: {known}"
+                f"must be among `readable`). Bundled ones: {known}"
             )
         found += map(Folder, inside)
     return found

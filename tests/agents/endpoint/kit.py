@@ -13,11 +13,10 @@ import numpy as np
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from keel.agents.budget import Budget
-from keel.agents.endpoint.record import Recording
+from keel.agents.endpoint.record import Finished, TrajectoryRecorder
 from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.requests import Warnings, asked_of
+from keel.agents.endpoint.requests import Warnings, read_request
 from keel.agents.endpoint.server import Address, Endpoint
-from keel.agents.endpoint.types import Finished
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.episodes import result_of
 from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
@@ -122,8 +121,8 @@ def recording(
     chat: Any = CHAT,
     turn_s: float = PATIENCE_S,
     **more: Any,
-) -> Recording:
-    return Recording(
+) -> TrajectoryRecorder:
+    return TrajectoryRecorder(
         name=name,
         prompt_id="p",
         chat=chat,
@@ -136,11 +135,18 @@ def recording(
 
 
 async def ask(
-    recorded: Recording, messages: Messages, tools: Any = (), *, is_retry: bool = False, **more: Any
+    recorded: TrajectoryRecorder,
+    messages: Messages,
+    tools: Any = (),
+    *,
+    is_retry: bool = False,
+    **more: Any,
 ) -> Reply:
     """A request that came as JSON."""
     body = {"model": "m", "messages": messages, **({"tools": list(tools)} if tools else {}), **more}
-    return await recorded.turn(asked_of(json.dumps(body).encode(), Warnings(), is_retry=is_retry))
+    return await recorded.turn(
+        read_request(json.dumps(body).encode(), Warnings(), is_retry=is_retry)
+    )
 
 
 def as_sent(reply: Reply) -> dict[str, Any]:
@@ -164,7 +170,9 @@ def play(work: Any) -> Any:
 
 
 @asynccontextmanager
-async def served(recorded: Recording) -> AsyncIterator[tuple[Endpoint, Address, AsyncOpenAI]]:
+async def served(
+    recorded: TrajectoryRecorder,
+) -> AsyncIterator[tuple[Endpoint, Address, AsyncOpenAI]]:
     async with Endpoint() as endpoint:
         address = endpoint.add(recorded)
         async with AsyncOpenAI(

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from keel.agents.endpoint.program import AgentProgram, Ended, run_program
+from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.tools import Tools
-from keel.agents.endpoint.types import Finished
 from keel.agents.types import Environment, NoEnvironment
 from keel.rl.types import Prompt, Verdict
 from tests.agents.endpoint.kit import BUDGET, CHAT, Policy, check_law, ids_of, recording

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from keel.agents.endpoint import record, requests
-from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.errors import ApiError
+from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.types import Finished
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.endpoint.kit import (
     BUDGET,
@@ -44,7 +44,7 @@ def test_a_budget_that_is_spent(budget: dict[str, int], status: int, code: str, 
     async def work() -> Finished:
         recorded = recording(policy, **budget)
         messages = [user("a")]
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ApiError) as refused:
             for _ in range(9):
                 messages += [as_sent(await ask(recorded, messages)), user("b")]
         assert (refused.value.status, refused.value.code) == (status, code)
@@ -70,7 +70,7 @@ def test_messages_that_cannot_fit_are_refused_before_they_are_tokenised(
         monkeypatch.setattr(CHAT, "extend", None)
         monkeypatch.setattr(CHAT, "opening", None)
         messages = [user("a"), as_sent(reply), user("b" * (8 << 20))]
-        with pytest.raises(Refused, match="your messages resulted in 524291 tokens") as refused:
+        with pytest.raises(ApiError, match="your messages resulted in 524291 tokens") as refused:
             await ask(recorded, messages)
         assert refused.value.code == "context_length_exceeded"
         return await recorded.finish()
@@ -109,7 +109,7 @@ def test_whatever_a_template_shows_is_counted_before_it_is_tokenised(
 
     async def work() -> None:
         recorded = recording(Policy(["word"]))
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ApiError) as refused:
             await ask(recorded, [user("a"), *before], tools)
         assert refused.value.code == "context_length_exceeded"
 
@@ -125,7 +125,7 @@ def test_more_messages_and_tools_than_fit_are_refused_before_they_are_looked_at(
 
     async def work() -> None:
         for messages, tools in (([user("")] * 6001, ()), ([user("a")], [tool] * 1000)):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(ApiError) as refused:
                 await ask(recording(Policy(["word"])), messages, tools)
             assert refused.value.code == "context_length_exceeded"
 
@@ -168,7 +168,7 @@ def test_turns_at_once_share_the_budget() -> None:
             await asyncio.sleep(0)
         policy.hold.set()
         done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(one, Refused) for one in done) == 1
+        assert sum(isinstance(one, ApiError) for one in done) == 1
         return await recorded.finish()
 
     finished = play(work())
@@ -182,7 +182,7 @@ def test_a_turn_has_a_deadline() -> None:
 
     async def work() -> Finished:
         recorded = recording(policy, turn_s=0.05)
-        with pytest.raises(Refused, match=r"within 0\.05 s") as failed:
+        with pytest.raises(ApiError, match=r"within 0\.05 s") as failed:
             await ask(recorded, [user("a")])
         assert failed.value.status == 503
         return await recorded.finish()
@@ -210,7 +210,7 @@ def test_time_between_turns_counts_and_an_engines_too(monkeypatch: pytest.Monkey
             messages += [as_sent(await ask(recorded, messages)), user("b")]
             now += 0.06
         assert await late == "did not end within 1.1 s"
-        with pytest.raises(Refused, match=r"1\.1 s is spent") as refused:
+        with pytest.raises(ApiError, match=r"1\.1 s is spent") as refused:
             await ask(recorded, messages)
         assert (refused.value.status, refused.value.code) == (403, "time_spent")
         return await recorded.finish()
@@ -244,7 +244,7 @@ def test_turns_that_are_given_up_take_time(monkeypatch: pytest.MonkeyPatch) -> N
             task.cancel()
             await asyncio.wait({task})
         assert await late == "did not end within 10 s"
-        with pytest.raises(Refused, match="10 s is spent"):
+        with pytest.raises(ApiError, match="10 s is spent"):
             await ask(recorded, [user("a")])
         return await recorded.finish()
 
@@ -274,7 +274,7 @@ def test_a_turn_that_ran_out_of_time_before_its_first_token_is_none() -> None:
 
     async def work() -> Finished:
         recorded = recording(policy, deadline_s=9.0)
-        with pytest.raises(Refused, match="9 s is spent"):
+        with pytest.raises(ApiError, match="9 s is spent"):
             await ask(recorded, [user("a")])
         return await recorded.finish()
 
@@ -336,7 +336,7 @@ def ended(*happens: str, window: int = BUDGET.window) -> str:
         async def end(name: str, task: asyncio.Task[Reply]) -> None:
             try:
                 messages[name] += [as_sent(await task), user("Go on.")]
-            except Refused as refused:
+            except ApiError as refused:
                 assert refused.code == "context_length_exceeded"
 
         for what in happens:

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from keel.agents.endpoint import requests
-from keel.agents.endpoint.errors import Refused
-from keel.agents.endpoint.requests import MOST_VALUES, Warnings, asked_of, load
+from keel.agents.endpoint.errors import ApiError
+from keel.agents.endpoint.requests import MOST_VALUES, Warnings, load, read_request
 from tests.agents.endpoint.kit import user
 
 FULL = MOST_VALUES + 1
@@ -25,8 +25,8 @@ def test_what_no_context_holds_is_not_even_read(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "strict_json", None)
-    with pytest.raises(Refused, match="more than 1,048,576 values") as refused:
-        asked_of(body, Warnings())
+    with pytest.raises(ApiError, match="more than 1,048,576 values") as refused:
+        read_request(body, Warnings())
     assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
     with pytest.raises(ValueError, match="more than 1,048,576 values"):
         load(body)
@@ -35,4 +35,4 @@ def test_what_no_context_holds_is_not_even_read(
 def test_a_long_text_is_read() -> None:
     text = "words, and more\n" * (MOST_VALUES // 4)
     body = json.dumps({"messages": [user(text)]}).encode()
-    assert asked_of(body, Warnings()).messages[0]["content"] == text
+    assert read_request(body, Warnings()).messages[0]["content"] == text

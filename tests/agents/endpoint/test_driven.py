@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 
 from keel.agents.endpoint.program import AgentProgram
+from keel.agents.endpoint.requests import read_request
 from keel.agents.runner import EpisodeRunner, Limits
 from keel.agents.types import NoEnvironment
 from keel.rl.turns import TurnRequest, TurnResult
@@ -45,8 +46,9 @@ def post(url, body, until=None):
             time.sleep(0.01)
         head, _, said = reply.read().partition(b"\\r\\n\\r\\n")
     return head.split()[1] == b"200", json.loads(said)
-def ask(answer="Go on."):
-    fine, said = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": messages})
+def ask(answer="Go on.", **more):
+    body = {"messages": messages, **more}
+    fine, said = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
     if not fine:
         raise SystemExit(said["error"]["message"])
     said = said["choices"][0]["message"]
@@ -61,6 +63,7 @@ ENDS = {
     "goes on, judged": "print(json.dumps({'parts': {'correct': 0}}))\nwhile True: ask()",
     "hangs": "ask(); time.sleep(1000)",
     "crashes": "ask(); raise KeyError('no such city')",
+    "is refused": "ask(); ask(guided_json={})",
     "never asks": "print('nothing to do')",
     "hangs at once": "time.sleep(1000)",
     "is not there": "",
@@ -144,6 +147,8 @@ def test_each_end_becomes_a_trajectory_or_a_reason() -> None:
         "judges": ("stop", 1),
         "goes on": ("turns", 4),
         "goes on, judged": ("turns", 4),
+        "crashes": ("crash", 1),
+        "is refused": ("crash", 1),
     }
     assert [message["content"] for message in done["asks"].messages] == [
         *("Sum.", "word 0", "Go on.", "word 1")
@@ -153,14 +158,50 @@ def test_each_end_becomes_a_trajectory_or_a_reason() -> None:
     assert done["goes on, judged"].verdict == Verdict(parts={"correct": 0.0})
     assert done["asks"].verdict == Verdict(parts={})
     reasons = {name: group.dropped[0] for name, group in found.items() if group.dropped}
-    crash, gone = reasons.pop("crashes"), reasons.pop("is not there")
+    gone = reasons.pop("is not there")
+    verdict = done["crashes"].verdict
+    assert verdict is not None and verdict.parts == {"correct": 0.0}
+    assert "exited with status 1" in verdict.facts["crash"]
+    assert "no such city" in verdict.facts["crash"]
+    assert done["asks"].usage is not None
+    assert (done["asks"].usage.contexts_rendered, done["asks"].usage.contexts_extended) == (1, 1)
+    refused = done["is refused"]
+    assert refused.usage is not None and refused.usage.contexts_refused == 1
+    assert done["asks"].dialogues[0].messages == done["asks"].messages
     assert {name: said.partition(f"{sys.executable} ")[2] for name, said in reasons.items()} == {
         "never asks": "ended; its last words: nothing to do; without a turn of the policy",
         "no verdict": "ended; its last words: done; it gave no verdict with a part `correct` and "
         "nothing else grades the task",
     }
-    assert "exited with status 1" in crash and "no such city" in crash
     assert "no-such-agent could not be run: cannot run no-such-agent" in gone
+
+
+def test_a_failing_program_is_left_out_where_asked() -> None:
+    with running(says("word"), {"p": ENDS["crashes"]}, drop_failures=True) as runner:
+        group = runner.submit(task("p"), group_size=1, purpose="train").result(PATIENCE_S)
+    assert not group.trajectories and "no such city" in group.dropped[0]
+
+
+def test_a_failure_of_the_endpoint_is_not_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        if len(policy.requests) == 1:
+            raise OSError("no memory")
+
+    monkeypatch.setattr("keel.agents.endpoint.server.read_request", broken(fails))
+    policy = Policy(lambda turn, _: "word" + END)
+    with running(policy, {"p": "ask(); ask()"}) as runner:
+        group = runner.submit(task("p"), group_size=1, purpose="train").result(PATIENCE_S)
+    assert not group.trajectories and "no memory" in group.dropped[0]
+
+
+def broken(fails: Callable[..., None]) -> Callable[..., Any]:
+    """`read_request`, after `fails`."""
+
+    def asked(*given: Any, **more: Any) -> Any:
+        fails()
+        return read_request(*given, **more)
+
+    return asked
 
 
 def test_a_program_that_hangs_has_the_time_of_its_trajectory() -> None:

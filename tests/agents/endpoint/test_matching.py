@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.endpoint.matching import chain, key_of_tools
-from keel.agents.endpoint.requests import Warnings, asked_of
+from keel.agents.endpoint.lookup import chain, key_of_tools
+from keel.agents.endpoint.requests import Warnings, read_request
 from tests.rollout.chat.families import CITY
 
 ARGUMENTS = {"name": "Rome \u00e9", "days": 2}
@@ -23,7 +23,7 @@ def keys(said: dict[str, Any], arguments: str) -> list[str]:
         {"role": "tool", "tool_call_id": "c", "content": "b"},
     ]
     body = json.dumps({"messages": messages}).encode()
-    return chain(asked_of(body, Warnings()).messages)
+    return chain(read_request(body, Warnings()).messages)
 
 
 SAME = keys({"content": ""}, json.dumps(ARGUMENTS))
@@ -35,6 +35,7 @@ SAME = keys({"content": ""}, json.dumps(ARGUMENTS))
         ({}, json.dumps(ARGUMENTS)),
         ({"content": None, "refusal": None, "name": "agent"}, json.dumps(ARGUMENTS)),
         ({"content": [], "reasoning_content": "more"}, json.dumps(ARGUMENTS, indent=2)),
+        ({"content": "\n \n"}, json.dumps(ARGUMENTS)),
         ({"content": [{"type": "text", "text": ""}]}, json.dumps(ARGUMENTS, ensure_ascii=False)),
         ({}, json.dumps(dict(reversed(ARGUMENTS.items())))),
         ({}, json.dumps({**ARGUMENTS, "days": 2.0})),

@@ -67,6 +67,11 @@ def test_one_that_the_scripts_words_break_is_warned_of(tmp_path: Path) -> None:
     )
 
 
+def test_structured_output_is_warned_of(tmp_path: Path) -> None:
+    found = tried("ask(); ask(response_format={'type': 'json_object'})", tmp_path)
+    assert "WARNING: the endpoint refused a request: response_format" in found.ended
+
+
 @pytest.mark.parametrize(
     ("code", "settings", "why", "cure"),
     [
@@ -79,6 +84,12 @@ def test_one_that_the_scripts_words_break_is_warned_of(tmp_path: Path) -> None:
         ("ask()\nimport late", {}, "No module named 'late'", "-m pip install late"),
         ("raise KeyError('mine')", {}, "KeyError: 'mine'", ""),
         ("raise OSError('Connection refused')", {}, "Connection refused", "at OPENAI_BASE_URL"),
+        (
+            "post(os.environ['OPENAI_BASE_URL'] + '/responses', {}); sys.exit(1)",
+            {},
+            "POST responses: the endpoint serves chat/completions, messages and models",
+            "",
+        ),
         ("pass", {}, "ended; without a turn of the policy", "It must ask the policy at OPENAI_"),
         ("time.sleep(1000)", {"open_s": 0.3}, "ask for a turn within 0.3 s", "or raise open_s"),
         ("ask()", {"window": 8}, "maximum context length is 8 tokens", "Raise agents.window"),
@@ -125,10 +136,12 @@ def test_a_function_that_is_not_there(tmp_path: Path, target: str, why: str) -> 
 
 
 def test_a_script_names_its_interpreter_in_its_first_line(tmp_path: Path) -> None:
-    (tmp_path / "tool").write_text(f"#!{sys.executable}\nimport a_package_of_its_own\n")
+    own = tmp_path / "python"  # a first line has no room for a space in a path
+    own.symlink_to(sys.executable)
+    (tmp_path / "tool").write_text(f"#!{own}\nimport a_package_of_its_own\n")
     (tmp_path / "tool").chmod(0o755)
     command = command_of("./tool", python=sys.executable, folder=tmp_path)
-    with pytest.raises(ValueError, match=f"{sys.executable} -m pip install a_package_of_its_own"):
+    with pytest.raises(ValueError, match=f"{own} -m pip install a_package_of_its_own"):
         tried("", tmp_path, command=command)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from keel.agents.endpoint.program import AgentProgram, Ended, command_of, run_program
+from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.tools import Tools
-from keel.agents.endpoint.types import Finished
 from keel.agents.inside.call import call
 from keel.agents.inside.errors import Refused, told
 from keel.agents.types import NoEnvironment, Unscored
@@ -111,6 +111,7 @@ def test_what_a_program_is_told() -> None:
     assert facts["env"]["OPENAI_MODEL"] == "gpt-9" and "KEEL_TEST_SECRET" not in facts["env"]
     assert facts["env"]["KEEL_SEED"] == "5"
     assert not Path(facts["env"]["TMPDIR"]).exists()
+    assert facts["env"]["HOME"] == facts["env"]["TMPDIR"], "no home is shared"
 
 
 def test_a_task_that_no_environment_variable_holds_is_in_its_file() -> None:
@@ -192,7 +193,8 @@ def test_what_a_recipe_names_is_a_command_or_a_function(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"no command {missing} .*name it by its path"):
             command(missing)
     (tmp_path / "agent.sh").chmod(0o755)
-    assert command("./agent.sh -v") == [str(tmp_path / "agent.sh"), "-v"]
+    for name in ("./agent.sh", "agent.sh", str(tmp_path / "agent.sh")):
+        assert command(f"{name} -v") == [str(tmp_path / "agent.sh"), "-v"]
     assert command("my/agent.py:solve")[-2:] == ["call", "my/agent.py:solve"]
 
 

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keel.agents.conversation import MALFORMED
-from keel.agents.endpoint.errors import Refused
-from keel.agents.endpoint.record import Recording
-from keel.agents.endpoint.types import Finished
+from keel.agents.endpoint.errors import ApiError
+from keel.agents.endpoint.record import Finished, TrajectoryRecorder
 from keel.rl.types import PROGRAM
 from tests.agents.endpoint.kit import (
     CHAT,
@@ -49,7 +48,9 @@ def hermes(context: str, turn: int) -> str:
     return f"{thought}turn {turn}{call * (turn % 3)}"
 
 
-async def loop(recorded: Recording, messages: Messages, turns: int, *, users: bool = True) -> None:
+async def loop(
+    recorded: TrajectoryRecorder, messages: Messages, turns: int, *, users: bool = True
+) -> None:
     """An agent's loop."""
     for _ in range(turns):
         reply = await ask(recorded, messages, TOOLS)
@@ -157,6 +158,39 @@ def test_changed_tools_or_messages_fork() -> None:
     assert [int(s.trainable_T.sum()) for s in finished.segments] == [3 + 1 + 4 + 1, 4, 6]
 
 
+@pytest.mark.parametrize("change", ["\n{}", "{}\n ", " {}"])
+def test_white_space_around_a_turn_extends_it(change: str) -> None:
+    policy = Policy(script)
+
+    async def work() -> Finished:
+        recorded = recording(policy)
+        messages = [user("Where to?")]
+        for _ in range(4):
+            said = as_sent(await ask(recorded, messages))
+            messages += [{**said, "content": change.format(said["content"])}, user("Go on.")]
+        return await recorded.finish()
+
+    finished = play(work())
+    check_law(policy, finished)
+    assert (finished.counts.extended, len(finished.segments)) == (3, 1)
+
+
+def test_a_render_that_begins_with_recorded_ids_extends_them() -> None:
+    """A system message cannot extend a conversation; its render may still go on from the turn."""
+    policy = Policy(["one", "two"], "hermes")
+
+    async def work() -> Finished:
+        recorded = recording(policy, chat=chat_of("hermes"))
+        said = as_sent(await ask(recorded, [user("a")]))
+        note = {"role": "system", "content": "s"}
+        await ask(recorded, [user("a"), said, note, user("b")])
+        return await recorded.finish()
+
+    finished = play(work())
+    check_law(policy, finished)
+    assert (finished.counts.extended, len(finished.segments)) == (1, 1)
+
+
 def test_what_the_program_says_for_the_policy_is_marked_as_its_own() -> None:
     async def work() -> Finished:
         recorded = recording(Policy(["one", "two"]))
@@ -210,7 +244,7 @@ def test_the_end_gives_up_what_is_being_sampled() -> None:
         finished = await recorded.finish()
         assert finished.segments == ()
         for late in (task, ask(recorded, [user("a")])):
-            with pytest.raises(Refused, match="is over"):
+            with pytest.raises(ApiError, match="is over"):
                 await late
 
     play(work())
@@ -285,7 +319,7 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(
 ) -> None:
     policy = Policy(script if family == "embedded" else hermes, family)
 
-    async def go_on(recorded: Recording, talk: dict[str, Any], how: str) -> None:
+    async def go_on(recorded: TrajectoryRecorder, talk: dict[str, Any], how: str) -> None:
         messages = [mangled(message, how) for message in talk["messages"]]
         reply = await ask(recorded, messages, talk["tools"])
         calls = reply.message.get("tool_calls", ())

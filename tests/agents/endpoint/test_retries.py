@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from keel.agents.endpoint import server
-from keel.agents.endpoint.errors import Refused
-from keel.agents.endpoint.types import Finished
+from keel.agents.endpoint.errors import ApiError
+from keel.agents.endpoint.record import Finished
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.endpoint.kit import (
     Policy,
@@ -64,7 +64,7 @@ def test_a_retry_of_a_try_that_failed_gets_no_answer_of_another() -> None:
         recorded = recording(first_fails)
         both = (ask(recorded, [user("a")]) for _ in range(2))
         failed, _ = await asyncio.gather(*both, return_exceptions=True)
-        assert isinstance(failed, Refused) and "engine 3 died" in failed.message
+        assert isinstance(failed, ApiError) and "engine 3 died" in failed.message
         again = await ask(recorded, [user("a")], is_retry=True)
         assert again.message["content"] == "two"
         return await recorded.finish()
@@ -82,7 +82,7 @@ def test_a_turn_that_failed_or_was_given_up_leaves_nothing_and_is_asked_for_agai
         messages = [user("a")]
         messages += [as_sent(await ask(recorded, messages)), user("b")]
         policy.fail = RuntimeError("engine 3 died")
-        with pytest.raises(Refused, match="engine 3 died") as failed:
+        with pytest.raises(ApiError, match="engine 3 died") as failed:
             await ask(recorded, messages)
         assert failed.value.status == 503
         policy.fail, policy.hold = None, asyncio.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import socket
@@ -14,8 +15,8 @@ import aiohttp
 import openai
 import pytest
 
+from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.server import Address, Endpoint
-from keel.agents.endpoint.types import Finished
 from keel.agents.inside.sockets import MOST_PATH
 from tests.agents.endpoint.kit import (
     CHAT,
@@ -186,6 +187,14 @@ WRONG = [
     ({"tool_choice": {"type": "function", "function": {"name": "city"}}}, "tool_choice"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"guided_json": {"type": "object"}}, "guided_json"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"messages": [user("".join(map(chr, range(0x100000, 0x10FFFE))))]}, "messages"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "description": "b" * 300_000}}]},
+        "tools",
+    ),
     ({"n": 2}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": "9"}, "max_completion_tokens"),
@@ -196,8 +205,10 @@ WRONG = [
 ]
 
 
-async def post(address: Address, body: bytes) -> tuple[int, dict[str, Any]]:
-    head = {"Authorization": f"Bearer {address.api_key}"}
+async def post(
+    address: Address, body: bytes, more: dict[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    head = {"Authorization": f"Bearer {address.api_key}", **(more or {})}
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{address.base_url}/chat/completions", data=body, headers=head) as answer,
@@ -209,7 +220,7 @@ def test_a_wrong_request_is_refused_with_the_field() -> None:
     policy = Policy(["a"])
 
     async def work() -> None:
-        async with served(recording(policy)) as (_, address, _):
+        async with served(recording(policy, window=1 << 20)) as (_, address, _):
             for change, field in WRONG:
                 body = {"model": "m", "messages": [user("a")], **change}
                 status, answer = await post(address, json.dumps(body).encode())
@@ -222,6 +233,84 @@ def test_a_wrong_request_is_refused_with_the_field() -> None:
 
     run(work())
     assert not policy.requests
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
+def test_a_compressed_request_is_refused_unread(encoding: str) -> None:
+    async def work() -> None:
+        async with served(recording(Policy(["a"]))) as (_, address, _):
+            for body in (b'{"messages": []}', gzip.compress(b" " * (1 << 20))):
+                status, answer = await post(address, body, {"Content-Encoding": encoding})
+                assert (status, answer["error"]["code"]) == (400, "unsupported_encoding")
+
+    run(work())
+
+
+def test_malformed_http_leaves_no_trace_in_the_log(logged: list[logging.LogRecord]) -> None:
+    async def work() -> None:
+        async with served(recording(Policy(["a"]))) as (_, address, _):
+            host = address.base_url.removeprefix("http://").partition("/")[0]
+            for raw in (b"GARBAGE\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: -3\r\n\r\n"):
+                reader, writer = await asyncio.open_connection(*host.split(":"))
+                writer.write(raw)
+                assert b" 400 " in await asyncio.wait_for(reader.read(), PATIENCE_S)
+                writer.close()
+
+    run(work())
+    assert not logged
+
+
+def test_an_unexpected_error_is_one_of_the_endpoint(
+    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise OSError("no memory")
+
+    async def work() -> Finished:
+        recorded = recording(Policy(["a"]))
+        monkeypatch.setattr(recorded, "turn", fails)
+        async with served(recorded) as (endpoint, address, _):
+            status, answer = await post(address, json.dumps({"messages": [user("a")]}).encode())
+            assert (status, answer["error"]["type"]) == (500, "server_error")
+            return await endpoint.finish("p/0")
+
+    assert "no memory" in run(work()).failure
+
+
+def test_requests_that_are_being_received_hold_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.agents.endpoint.server.MOST_BYTES", 1000)
+    monkeypatch.setattr("keel.agents.endpoint.server.MOST_OF_ONE", 2000)
+    monkeypatch.setattr("keel.agents.endpoint.server.MOST_OF_ALL", 2500)
+
+    async def work() -> None:
+        async with Endpoint() as endpoint:
+            one, other = (endpoint.add(recording(Policy(["a"]), name=f"p/{i}")) for i in range(2))
+            status, answer = await post(one, b" " * 1001)
+            assert (status, answer["error"]["code"]) == (413, "too_large")
+            assert await begun(one, 900) is None and await begun(one, 900) is None
+            assert b" 429 " in (await begun(one, 900) or b""), "the trajectory's own limit"
+            assert await begun(other, 500) is None
+            assert b" 429 " in (await begun(other, 900) or b""), "the limit of all"
+            while HELD:
+                HELD.pop().close()
+
+    run(work())
+
+
+async def begun(address: Address, size: int) -> bytes | None:
+    """Send all of a request but its last byte. Returns the answer that came at once, if any."""
+    host, _, path = address.base_url.removeprefix("http://").partition("/")
+    reader, writer = await asyncio.open_connection(*host.split(":"))
+    head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {size + 1}\r\n"
+    writer.write(f"{head}Authorization: Bearer {address.api_key}\r\n\r\n{' ' * size}".encode())
+    HELD.append(writer)
+    try:
+        return await asyncio.wait_for(reader.read(100), 0.5)
+    except TimeoutError:
+        return None
+
+
+HELD: list[asyncio.StreamWriter] = []
 
 
 def test_a_key_of_any_bytes_is_a_wrong_one() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.errors import ApiError
 from tests.agents.endpoint.kit import CHAT, Messages, Policy, ask, recording, user
 from tests.agents.episodes import run
 from tests.rollout.chat.families import chat_of
@@ -18,7 +18,7 @@ def test_what_the_template_would_not_show_is_refused() -> None:
     late = [user("a"), {"role": "developer", "content": "b"}]
     run(ask(recording(Policy(["a"])), late))
     leaves_out = chat_of("qwen3")  # Qwen's own does not
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         run(ask(recording(Policy(["a"]), chat=leaves_out), late))
     assert (refused.value.status, refused.value.param) == (400, "messages[1].role")
 
@@ -48,5 +48,5 @@ def test_a_system_message_that_is_hidden_among_shown_ones_is_refused(
         return opening(shown, *told, **more)
 
     monkeypatch.setattr(CHAT, "opening", last_only)
-    with pytest.raises(Refused, match=r"messages\[1\]\.role"):
+    with pytest.raises(ApiError, match=r"messages\[1\]\.role"):
         run(ask(recording(Policy(["a"])), [user("a"), NOTE, user("b"), NOTE, user("c")]))

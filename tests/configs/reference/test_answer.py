@@ -23,7 +23,10 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("trainer.lr", ["trainer.lr\n  Learning rate", "default    1e-6", "must stay as it was"]),
+        (
+            "trainer.lr",
+            ["trainer.lr\n  Learning rate", "default    1e-6", "may have another value"],
+        ),
         ("lr", ["trainer.lr\n", "model.embedded.cold_start.lr\n", "lr (metric)\n"]),
         ("run.steps", ["may have another value", "docs/learning.md"]),
         ("data.sources[sums].size", ["data.sources[].size\n", "0 to 10000000"]),
@@ -86,8 +89,8 @@ def test_plain_words_lead_to_knobs_and_are_none_themselves() -> None:
         ("warmpu", "did you mean trainer.warmup_steps?"),
         ("holdot", "did you mean data.sources[].holdout or sft.sources[].holdout?"),
         ("n", "did you mean algorithm.group_size?"),
-        ("learning_rate", "did you mean lr? (TRL's learning_rate)"),
-        ("trainer.foo", "this section has ranks, "),
+        ("learning_rate", "did you mean trainer.lr? (TRL's learning_rate)"),
+        ("trainer.foo", "keel knobs trainer lists"),
         ("xyzzy", "a recipe has run, model, data"),
         ("a/b", "no such metric"),
     ],

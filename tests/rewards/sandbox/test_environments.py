@@ -101,7 +101,9 @@ def test_without_bubblewrap_no_environment_opens(stand_in) -> None:
 )
 def test_isolation_is_tried_out_and_not_believed(script: str, message: str, stand_in) -> None:
     stand_in(script)
-    with pytest.raises(IsolationError, match=rf"does not work here: .*{message}.*install bubble"):
+    with pytest.raises(
+        IsolationError, match=rf"(?s)does not work here: .*{message}.*install bubble"
+    ):
         environment_wrap("bubblewrap", processes=8)
 
 
@@ -166,12 +168,12 @@ def test_what_an_interpreter_needs() -> None:
 
 @pytest.mark.e2e
 def test_what_a_script_needs(tmp_path: Path) -> None:
-    python = runtime(sys.executable)
-    for name, line in (("one", sys.executable), ("two", f"/usr/bin/env -S {sys.executable} -I")):
+    shell = runtime("/bin/sh")
+    for name, line in (("one", "/bin/sh"), ("two", "/usr/bin/env -S /bin/sh -e")):
         script = tmp_path / name
         script.write_text(f"#!{line}\n")
         script.chmod(0o755)
-        assert runtime(str(script)).paths == (script, *python.paths)
+        assert runtime(str(script)).paths == (script, *shell.paths)
 
 
 def test_a_keeper_lets_go_of_what_is_gone() -> None:

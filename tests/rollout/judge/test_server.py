@@ -19,9 +19,8 @@ from keel.rewards.scorer import Scorer
 from keel.rl.types import Prompt
 from keel.rollout.judge.process import JudgeProcess
 from keel.rollout.judge.server import JudgeServer
-from keel.trainer.cluster.ray_internals import without_unused_processes
 from tests.rewards.groups import group
-from tests.waiting import PATIENCE_S, patiently
+from tests.waiting import PATIENCE_S, start_local_ray
 
 pytestmark = pytest.mark.e2e
 
@@ -64,9 +63,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with without_unused_processes():
-        local = {"address": "local", "include_dashboard": False, "log_to_driver": False}
-        patiently(lambda: ray.init(num_cpus=2, **local), ray.shutdown)
+    start_local_ray(num_cpus=2)
     yield
     ray.shutdown()
 

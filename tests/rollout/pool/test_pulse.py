@@ -53,7 +53,7 @@ def test_no_step_for_a_minute_is_said_after_twenty_seconds_and_then_the_end_of_t
 
 def test_an_engine_that_gets_on_is_left_alone_however_slowly() -> None:
     watched = Watched()
-    often = [1 + look // 3 for look in range(200)]
+    often = [1 + look // 3 for look in range(600)]
     assert watched.runs(1000, steps=often) is None and not watched.said
 
 

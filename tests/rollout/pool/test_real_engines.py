@@ -20,12 +20,11 @@ import ray
 from keel.configs.schema import SamplingConfig
 from keel.rollout.pool import pulse
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
-from keel.trainer.cluster.ray_internals import without_unused_processes
 from tests.buckets import pack_buckets
 from tests.rollout.pool.fake_engines import generate
 from tests.rollout.remote_engine import TRUNCATED, engine_spec, prompts
 from tests.rollout.tiny_model import checkpoint_tensors, make_model
-from tests.waiting import PATIENCE_S, patiently, wait_for
+from tests.waiting import PATIENCE_S, start_local_ray, wait_for
 
 pytestmark = pytest.mark.e2e
 START_S = 600
@@ -43,9 +42,7 @@ def buckets(folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def pool(folder: Path, buckets: list[Any]) -> Iterator[RayRolloutPool]:
-    with without_unused_processes():
-        local = {"address": "local", "include_dashboard": False, "log_to_driver": False}
-        patiently(lambda: ray.init(num_cpus=2, **local), ray.shutdown)
+    start_local_ray(num_cpus=2)
     spec = engine_spec(folder, engines=2, deadline_s=2 * PATIENCE_S, update_deadline_s=PATIENCE_S)
     pool = ray_pool(spec, gpu=False, startup_deadline_s=START_S)
     pool.start()
@@ -64,17 +61,24 @@ def stats(pool: RayRolloutPool, name: str) -> list[float]:
     return [each[name] for each in told]
 
 
+def all_work(pool: RayRolloutPool) -> None:
+    """Sample until each engine has: one that is late may have the other do all of it at first."""
+    tries = count()
+
+    def worked() -> bool:
+        list(generate(pool, prompts(4, shared=0, own=9, tag=f"b{next(tries)}"), group_size=4))
+        return min(stats(pool, "sampled_tokens")) > 0
+
+    wait_for(worked, "a completion of each engine")
+
+
 def test_groups_and_weights(pool: RayRolloutPool, buckets: list[Any]) -> None:
     groups = list(generate(pool, prompts(4, shared=0, own=9), group_size=4))
     assert sorted(group.prompt.prompt_id for group in groups) == ["p0", "p1", "p2", "p3"]
     (segment,) = groups[0].trajectories[0].segments
     assert segment.routes_TLK is not None and segment.kept is not None
     assert not segment.routes_TLK.flags.writeable  # read in place from the object store
-    tokens = [
-        ray.get(actor.stats.remote(), timeout=PATIENCE_S)["sampled_tokens"]
-        for actor in actors(pool)
-    ]
-    assert min(tokens) > 0, "one engine did all the work"
+    all_work(pool)
     pool.update(2, [ray.put(buckets[0]), *buckets[1:]]).result(timeout=2 * PATIENCE_S)
     (group,) = generate(pool, prompts(1, shared=0, own=9), group_size=2)
     assert {t.segments[0].version_T[-1] for t in group.trajectories} == {2}
@@ -100,15 +104,7 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
 def test_an_engine_whose_step_hangs_is_replaced_while_its_process_runs_and_answers(
     pool: RayRolloutPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries = count()
-
-    def worked() -> bool:
-        """Both: one that was just started again may still have the other do all of it."""
-        list(generate(pool, prompts(4, shared=0, own=9, tag=f"b{next(tries)}"), group_size=4))
-        asked = [actor.progress.remote() for actor in actors(pool)]
-        return min(each.steps for each in ray.get(asked, timeout=PATIENCE_S)) > 0
-
-    wait_for(worked)
+    all_work(pool)
     monkeypatch.setattr(pulse, "LOOK_S", 0.5)
     monkeypatch.setattr(pulse, "SAID_S", 1.0)
     monkeypatch.setattr(pulse, "STUCK_S", PATIENCE_S)  # until it has been asked how it is

@@ -37,7 +37,7 @@ class Report:
 
     def assert_rare(self, tolerance: Tolerance) -> None:
         assert self.tokens > 0
-        assert self.route_ties <= tolerance.rare * self.routes, self
+        assert self.route_ties <= max(1, tolerance.rare * self.routes), self
         assert self.kept_ties <= max(1, tolerance.rare * self.kept), self
 
 

@@ -14,7 +14,7 @@ from tests.rollout.remote_engine import DEADLINE_S, TRUNCATED, Kind, engine_spec
 from tests.rollout.tiny_model import make_model, perturbed
 
 pytestmark = pytest.mark.e2e
-ACTIONS, UPDATES = 120, 3
+ACTIONS, TOKENS, UPDATES = 120, 500, 3
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("", 0), ("fast", 1)])
@@ -26,7 +26,7 @@ def test_drawn_interleavings_are_recorded_rightly(tmp_path: Path, kind: Kind, se
         tensors = perturbed(model, seed=20 + version)
         updates.append(list(pack_buckets(tensors.items(), 40_000)))
     with running_engine(engine_spec(tmp_path), gpu=False, kind=kind) as engine:
-        asked = engine.process.submit(traffic, seed, ACTIONS, updates)
+        asked = engine.process.submit(traffic, seed, ACTIONS, TOKENS, updates)
         seen = asked.result(timeout=DEADLINE_S)
         watch = engine.watch()
     report, tolerance = Report(), Tolerance()
@@ -43,6 +43,6 @@ def test_drawn_interleavings_are_recorded_rightly(tmp_path: Path, kind: Kind, se
     for segment in seen.segments:
         reference.check(trajectory_of(segment), TRUNCATED, report, tolerance)
     report.assert_rare(tolerance)
-    assert watch.preempted and report.tokens > 500
+    assert watch.preempted and report.tokens >= TOKENS
     versions = {int(v) for segment in seen.segments for v in segment.version_T if v >= 0}
     assert len(versions) > 1, "weights changed under way"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -52,9 +53,13 @@ class Seen:
     stats: dict[str, float] = field(default_factory=dict[str, float])
 
 
-def traffic(seed: int, actions: int, updates: Sequence[Sequence[Any]]) -> Seen:
-    """updates: buckets of each, which come at drawn times."""
-    return Traffic(seed).run(actions, updates)
+def traffic(seed: int, actions: int, tokens: int, updates: Sequence[Sequence[Any]]) -> Seen:
+    """Act at least `actions` times, and on until there is enough to judge on any machine.
+
+    Enough are `tokens` sampled for the record, a preemption and a cancelled answer. `updates` holds
+    the buckets of each weight update, which come at drawn times among the first actions.
+    """
+    return Traffic(seed).run(actions, tokens, updates)
 
 
 class Traffic:
@@ -66,10 +71,13 @@ class Traffic:
         self._open: dict[Future[Any], Asked | tuple[int, TurnRequest]] = {}
         self._seen = Seen()
 
-    def run(self, actions: int, updates: Sequence[Sequence[Any]]) -> Seen:
+    def run(self, actions: int, tokens: int, updates: Sequence[Sequence[Any]]) -> Seen:
         at = sorted(self._draw.sample(range(5, actions), len(updates)))
-        for number in range(actions):
+        end = time.monotonic() + remote_engine.DEADLINE_S / 2
+        for number in count():
             self._gather()
+            if number >= actions and (self._enough(tokens) or time.monotonic() > end):
+                break
             if number in at:
                 version = at.index(number) + 1
                 remote_engine._update(version, updates[version - 1])
@@ -80,6 +88,14 @@ class Traffic:
         self._seen.segments = [segment for segment in segments if segment is not None]
         self._seen.stats = self._engine.stats()
         return self._seen
+
+    def _enough(self, tokens: int) -> bool:
+        if not (self._seen.cancelled and remote_engine._WATCH.preempted):
+            return False
+        groups = (group for asked, group in self._seen.groups if asked.record)
+        turns = (talk.segment() for talk in self._talks)
+        sampled = sum(one.sampled_tokens for group in groups for one in group.trajectories)
+        return tokens <= sampled + sum(int(t.trainable_T.sum()) for t in turns if t is not None)
 
     def _act(self, number: int) -> None:
         chance = self._draw.random()

@@ -218,7 +218,9 @@ def sizes(hardware: Hardware) -> tuple[list[int], float]:
 
 def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, gpus=0, gib=0.0)
-    wide = recipe(engines=2, tensor_parallel=8)
+    with pytest.raises(ConfigError, match=r"run\.device = gpu: this machine has no GPU"):
+        hardware_said(recipe())
+    wide = recipe(replace(GPUS, gpu_gib=80.0), engines=2, tensor_parallel=8)
     rule = hardware_said(wide)
     assert "by rule, as no GPU is here and no RAY_ADDRESS" in str(rule)
     assert not rule.found
@@ -270,7 +272,6 @@ def test_what_may_start_on_fewer_ranks_is_planned_as_a_whole(
         (("auto", 139, 0, 1), (0, 0.0), ([8], 139.0), ([], 139.0)),
         (("auto", 139, 4, 2), (0, 0.0), ([4, 4], 139.0), ([], 139.0)),
         (("auto", 0, 4, 1), (0, 0.0), ([4], 0.0), ([], 0.0)),
-        (("gpu", 0, 0, 1), (0, 0.0), ([8], 0.0), ([], 0.0)),
         # A run has no more than there is, and no more than the recipe says.
         (("auto", 139, 8, 1), (2, 80.0), ([8], 139.0), ([2], 80.0)),
         (("auto", 40, 1, 1), (2, 80.0), ([1], 40.0), ([1], 40.0)),
@@ -370,12 +371,13 @@ def test_a_raylet_has_no_agent_of_the_dashboard_beside_it(monkeypatch: pytest.Mo
     assert getattr(services, STARTS) is own
     ((program, session, line, node),) = commands
     assert (program, session, node) == ("raylet", "--session_dir=/s", "--node_id=7")
-    assert line.startswith("--dashboard_agent_command=")
-    assert line.endswith(f"-I -S {NO_AGENT} /s 7") and NO_AGENT.is_file()
+    words = shlex.split(line.removeprefix("--dashboard_agent_command="))
+    assert words == [sys.executable, "-I", "-S", str(NO_AGENT), "/s", "7"] and NO_AGENT.is_file()
     other = f"{RUNTIME_AGENT}='/a b/python' other.py"
     bound = lighter(["--session_dir=/s", agent, other, "--node_id=7"])[2]
-    assert bound.startswith(f"{RUNTIME_AGENT}={sys.executable} -I -S {BOUND} ")
-    assert bound.endswith(" '/a b/python' other.py") and BOUND.is_file()
+    words = shlex.split(bound.removeprefix(f"{RUNTIME_AGENT}="))
+    assert words[:4] == [sys.executable, "-I", "-S", str(BOUND)] and BOUND.is_file()
+    assert words[-2:] == ["/a b/python", "other.py"]
     workers = f"{WORKERS}='/a b/python' /ray/workers/setup_worker.py '/a b/default_worker.py' --x=1"
     setting = lighter(["--session_dir=/s", agent, workers, "--node_id=7"])[2]
     assert shlex.split(setting.partition("=")[2]) == [

@@ -30,7 +30,13 @@ from keel.model.load import facts_of
 from keel.trainer.cli import main
 from keel.trainer.cluster.downloads import fetch_on_others
 from keel.trainer.cluster.fewer import layouts
-from keel.trainer.cluster.nodes import cluster_nodes, hardware_here, hardware_said, seating
+from keel.trainer.cluster.nodes import (
+    QUOTED_PYTHON,
+    cluster_nodes,
+    hardware_here,
+    hardware_said,
+    seating,
+)
 from keel.trainer.cluster.ray_internals import without_unused_processes
 from keel.trainer.cluster.reservation import Reservation, reserved
 from keel.trainer.planning.placement import ENGINE, RANK, Hardware
@@ -109,7 +115,7 @@ def cluster(fake_gpus: None, hub: str, cache: Path) -> Iterator[Cluster]:
         cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         patiently(lambda: cluster.add_node(num_cpus=CPUS, num_gpus=4, env_vars=own))
     cluster.wait_for_nodes(PATIENCE_S)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
+    ray.init(cluster.address, runtime_env=QUOTED_PYTHON, log_to_driver=False)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
@@ -128,7 +134,7 @@ def outside(two_nodes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ray.shutdown()
     monkeypatch.setenv("RAY_ADDRESS", two_nodes)
     yield two_nodes
-    ray.init(address=two_nodes, log_to_driver=False)
+    ray.init(two_nodes, runtime_env=QUOTED_PYTHON, log_to_driver=False)
     wait_for(lambda: not placement_groups())
 
 

@@ -26,7 +26,7 @@ from tests.ports import free_ports
 from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.crowding import crowding
 from tests.trainer.engine.ranks import SAVED_AFTER, STAGES, STEPS, TIGHT, Ranks, make_config
-from tests.trainer.engine.skipping import skipping
+from tests.trainer.engine.skipping import skipping, without_signal
 from tests.waiting import PATIENCE_S
 
 Result = dict[str, Any]
@@ -306,6 +306,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         **{f"reference {stage}": referenced(stage) for stage in (0, 3)},
         **{f"reference {stage} asleep": referenced(stage, sleep=True) for stage in (1, 3)},
         **{f"skipping {stage}": skipping(stage) for stage in STAGES},
+        **{f"without signal {stage}": without_signal(stage) for stage in STAGES},
         **{f"skipping {stage} bfloat16": skipping(stage, bfloat16=True) for stage in (1, 2, 3)},
         **{
             f"skipping {stage} offloaded": skipping(stage, bfloat16=True, offload_optimizer=True)

@@ -88,3 +88,47 @@ def told(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGroup]) -
     everyone: list[Any] = [None] * ranks.world_size
     torch.distributed.all_gather_object(everyone, findings)
     return list(said_of([finding for found in everyone for finding in found], groups))
+
+
+def without_signal(stage: int) -> Any:
+    """A step in which no group differs, after steps that have filled Adam's moments; and resumes
+    after it, one of them with a tenth of the learning rate."""
+
+    def run(ranks: Ranks) -> dict[str, Any]:
+        config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0)
+        groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
+        good = ranks.batch(groups, config)
+        uniform = [replace(each, advantages_G=each.advantages_G * 0) for each in groups]
+        silent = ranks.batch(uniform, config)
+        folder = ranks.folder / f"silent-{ranks.world_size}-{stage}"
+        folder.mkdir(exist_ok=True)
+        torch.distributed.barrier()
+
+        straight, skipped = ranks.engine(config), ranks.engine(config)
+        for engine in (straight, skipped):
+            engine.step([good])
+        before = ranks.published(skipped)
+        metrics = ranks.merged(skipped.step([silent]))
+        after = ranks.published(skipped)
+        skipped.save(folder)
+        torch.distributed.barrier()
+        resumed = ranks.engine(config)
+        resumed.load(folder)
+        slower = ranks.engine(replace(config, trainer=replace(config.trainer, lr=1e-3)))
+        slower.load(folder)
+        metrics_of_slower = ranks.merged(slower.step([good]))
+        for engine in (straight, skipped, resumed):
+            metrics_of_last = ranks.merged(engine.step([good]))
+        return {
+            "before": before,
+            "after": after,
+            "metrics": [metrics, metrics_of_last],
+            "straight": ranks.published(straight),
+            "skipped": ranks.published(skipped),
+            "resumed": ranks.published(resumed),
+            "slower": ranks.published(slower),
+            "slower metrics": metrics_of_slower,
+            "counts": (resumed.steps, resumed.version),
+        }
+
+    return run

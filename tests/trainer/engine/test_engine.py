@@ -278,6 +278,33 @@ def test_steps_without_a_finite_gradient_might_never_have_been(
     assert "3 optimizer steps in a row, the last to version 7" in result["gave up"][1]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_without_a_signal_moves_no_weight(results: dict[str, Any], stage: int) -> None:
+    """Adam's moments and weight decay would; it counts as a step and a version all the same."""
+    result = results[f"without signal {stage}"]
+    silent, last = map(values, result["metrics"])
+    same(result["after"], result["before"], atol=0)
+    assert silent["train/skipped_no_signal"] == 1 and silent["train/skipped_steps"] == 0
+    assert last["train/skipped_no_signal"] == 0 and last["grad_norm"] > 0
+    for name in ("skipped", "resumed"):
+        same(result[name], result["straight"], atol=0)
+    assert result["counts"] == (3, 3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_has_the_learning_rate_of_its_recipe(
+    results: dict[str, Any], stage: int
+) -> None:
+    result = results[f"without signal {stage}"]
+    assert values(result["slower metrics"])["lr"] == 1e-3
+    before = result["after"]
+    far, near = (
+        sum(float((result[name][key] - old).abs().sum()) for key, old in before.items())
+        for name in ("straight", "slower")
+    )
+    assert near == pytest.approx(far / 10, rel=0.02)
+
+
 @pytest.mark.parametrize("how", SKIPPING)
 def test_the_token_that_made_a_gradient_infinite_is_named(
     results: dict[str, Any], how: str

@@ -72,6 +72,10 @@ def test_another_layout_goes_on_where_it_was(
     assert moved_steps == steps
     same(moved, state, atol=0)
     (unmoved,), (resumed,) = before["metrics"], after["metrics"]
-    # Sums over ranks and micro-batches; in bfloat16 activations are rounded to 8 bits as well.
-    rel = 1e-4 if layout.dtype == "float32" else 2e-2
-    assert values(resumed) == pytest.approx(values(unmoved), rel=rel, abs=rel / 100, nan_ok=True)
+    if layout.dtype == "float32":
+        # Sums over ranks and micro-batches are rounded in another order.
+        limits = {"rel": 1e-4, "abs": 1e-6}
+    else:
+        # Activations are rounded to 8 bits, and differences of log-probabilities lose more of them.
+        limits = {"rel": 0.2, "abs": 2e-3}
+    assert values(resumed) == pytest.approx(values(unmoved), **limits, nan_ok=True)

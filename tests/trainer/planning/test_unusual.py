@@ -116,8 +116,30 @@ def test_old_completions_under_masks_whose_mass_nobody_holds_are_warned_about() 
     (line,) = unusual(replace(usual, algorithm=old), DENSE)
     assert line.startswith("algorithm.kept_mass_coef = 0: completions are up to 16 optimizer steps")
     assert unusual(replace(usual, algorithm=replace(old, kept_mass_coef=1.0)), DENSE) == []
-    assert unusual(replace(usual, algorithm=replace(old, updates_per_batch=3)), DENSE) == []
+    assert unusual(replace(usual, algorithm=replace(old, updates_per_batch=2)), DENSE) == []
     assert unusual(replace(recipe(), algorithm=old), DENSE) == [], "sampled from the whole"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "updates", "group", "ranks", "named"),
+    [
+        (8, 2, 4, 2, ()),
+        (4, 3, 8, 1, ("updates_per_batch", "multiple of 3")),
+        (1, 1, 3, 2, ("2 trainer ranks", "multiple of 2")),
+        (5, 1, 8, 2, ()),  # ranks share completions, not prompts
+    ],
+)
+def test_batches_that_cannot_be_shared_evenly_are_warned_about(
+    prompts: int, updates: int, group: int, ranks: int, named: tuple[str, ...]
+) -> None:
+    base = recipe()
+    algorithm = replace(
+        base.algorithm, prompts_per_step=prompts, updates_per_batch=updates, group_size=group
+    )
+    trainer = replace(base.trainer, ranks=ranks)
+    lines = unusual(replace(base, algorithm=algorithm, trainer=trainer), DENSE)
+    assert len(lines) == bool(named)
+    assert all(part in lines[0] for part in named)
 
 
 def test_rewards_for_what_is_wrong_are_warned_about() -> None:

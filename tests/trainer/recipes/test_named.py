@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from keel.configs.load import load_config
+from keel.configs.load import dump_config, load_config, load_recipe
 from keel.configs.schema import ConfigError
-from keel.trainer.recipes.named import SOON, check_named
+from keel.trainer.recipes.named import SOON, check_continued, check_named
 
 
 def said(folder: Path, *overrides: str, recipe: str = "quickstart", command: str = "check") -> str:
@@ -61,6 +61,22 @@ def test_a_model_beside_other_models_is_no_name_of_the_hub(tmp_path: Path) -> No
     assert said(tmp_path, "model.path=Qwen/Qwen3-0.6B") == ""  # later: the hub has to be asked
     (tmp_path / "weights").write_text("")
     assert "is a file; name the folder" in said(tmp_path, "model.path=weights")
+
+
+def test_a_run_that_cannot_be_continued_is_refused_before_libraries_load(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_000002").mkdir(parents=True)
+    own = f"run.dir={run}"
+    # As it was resolved for the CPU that the run began on.
+    saved = dump_config(load_config("quickstart", [own, "model.dtype=float16"]))
+    (run / "config.yaml").write_text(saved)
+    quickstart = [own, "model.dtype=auto"]
+    check_continued(*load_recipe("quickstart", quickstart))
+    check_continued(*load_recipe("quickstart", [*quickstart, "trainer.lr=1e-9"]))
+    with pytest.raises(ConfigError, match=r"algorithm\.group_size: 8 → 4"):
+        check_continued(*load_recipe("quickstart", [*quickstart, "algorithm.group_size=4"]))
+    other = [f"run.dir={tmp_path / 'new'}", "algorithm.group_size=4"]
+    check_continued(*load_recipe("quickstart", other))
 
 
 def test_a_run_in_a_file_and_lessons_of_nothing(tmp_path: Path) -> None:

@@ -13,12 +13,11 @@ from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 from keel.trainer.cli import main, parser
 from keel.trainer.recipes import new as module
-from keel.trainer.recipes.draft import scalar
-from keel.trainer.recipes.new import context_of, gpus_here, new
+from keel.trainer.recipes.new import context_of, gpus_here, new, scalar
 
 HARDWARE = (
     *("colocated", "ranks", "gpu_memory_utilization", "sleep"),
-    *("micro_batch_tokens", "zero_stage", "compile"),
+    *("zero_stage", "compile"),
 )
 """Not a user's to decide."""
 
@@ -50,7 +49,7 @@ def written(*flags: str, status: int = 0) -> Config:
     (path,) = checked
     text = Path(path).read_text()
     assert not any(knob in text for knob in HARDWARE)
-    assert 15 <= len(text.splitlines()) <= 30
+    assert 15 <= len(text.splitlines()) <= 36
     return load_config(path)
 
 
@@ -104,7 +103,7 @@ def test_an_environment_that_makes_its_tasks_needs_no_rows() -> None:
 def test_a_short_context_is_shared_by_prompt_and_completion() -> None:
     Path("small").mkdir()
     Path("small", "config.json").write_text('{"max_position_embeddings": 512}')
-    flags = ("--model", "./small", "--task", "chain_sum", "--gpus", "0")
+    flags = ("--model", "./small", "--task", "chain_sum", "--gpus", "1", "--gpu-gib", "80")
     config = written(*flags)
     assert (config.data.max_prompt_tokens, config.rollout.sampling.max_tokens) == (256, 256)
     with pytest.raises(ConfigError, match=r"--max-tokens 300: .* up to 256 of it; at most 256"):
@@ -117,7 +116,7 @@ def test_completions_fit_the_models_context(config: dict[str, dict[str, int]]) -
     Path("small").mkdir()
     config.get("text_config", config)["max_position_embeddings"] = 768  # type: ignore[assignment]
     Path("small", "config.json").write_text(json.dumps(config))
-    flags = ("--model", "./small", "--data", "school.jsonl", "--gpus", "0")
+    flags = ("--model", "./small", "--data", "school.jsonl", "--gpus", "1", "--gpu-gib", "80")
     assert written(*flags).rollout.sampling.max_tokens == 768 - 256
     with pytest.raises(ConfigError, match=r"--max-tokens 600: ./small has a context of 768 .* 512"):
         written(*flags, "other.yaml", "--max-tokens", "600")
@@ -138,7 +137,7 @@ def test_names_may_have_anything_in_them(here: Path) -> None:
     odd = "a b\nrun: {steps: 7}.jsonl"
     (here / "school.jsonl").rename(odd)
     config = written("my own.yaml", "--model", "a/b", "--gpus", "0", "--data", odd)
-    assert config.data.sources[0].path == odd and config.run.steps == 200
+    assert config.data.sources[0].path == odd and config.run.steps == 50
     assert "keel train 'my own.yaml'" in Path("my own.yaml").read_text()
 
 
@@ -195,19 +194,68 @@ class Terminal:
 
 
 def test_a_terminal_is_asked_for_what_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal(monkeypatch, "4", "", "open.jsonl", "y", "", "its.yaml")
+    replies = ("4", "", "open.jsonl", "", "y", "", "70", "its.yaml")
+    terminal = Terminal(monkeypatch, *replies)
     config = written("--model", "a/b")
     assert [question.partition(" [")[0] for question in terminal.asked] == [
         "GPUs (0: none)",
         "Memory of a GPU, in GiB",
         "Prompts: a file, a folder, a dataset of the hub, or a task of reasoning_gym",
-        "Think before answering (y/n)",
         "No column looks like an answer. Reward function",
+        "Think before answering (y/n)",
+        "Longest completion, in tokens",
+        "Steps",
         "File to write",
     ]
     assert (config.run.gpus_per_node, config.run.gpu_gib) == (4, 80)
     assert config.data.sources[0].rewards == {"my_rewards.reward": 1}
+    assert (config.rollout.sampling.max_tokens, config.run.steps) == (4096, 70)
     assert Path("its.yaml").exists()
+
+
+def test_a_reply_that_cannot_be_used_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slips = [
+        *("two", "-1", "0"),  # GPUs
+        *("./nope", "a/b"),  # model
+        *("nope.jsonl", "school.jsonl"),  # prompts
+        *("maybe", "NO"),  # thinking
+        *("none", "64"),  # length
+        *("0", "30"),  # steps
+        *("school.jsonl", "my.yaml"),  # file
+    ]
+    terminal = Terminal(monkeypatch, *slips)
+    config = written()
+    assert len(terminal.asked) == len(slips) and len(set(terminal.asked)) == 7
+    assert (config.model.path, config.run.steps) == ("a/b", 30)
+    assert config.rollout.sampling.max_tokens == 64
+    assert not config.data.sources[0].thinking
+    shown = capsys.readouterr().out
+    for part in ("'two': must be", "'./nope' does not exist", "nope.jsonl", "answer y or n"):
+        assert part in shown
+
+
+def test_a_cpu_gets_short_completions_and_small_batches() -> None:
+    config = written("--model", "a/b", "--data", "school.jsonl", "--gpus", "0")
+    algorithm = config.algorithm
+    assert algorithm.prompts_per_step * algorithm.group_size <= 32
+    assert config.rollout.sampling.max_tokens <= 128
+    assert config.data.sources[0].holdout <= 16 and config.run.steps <= 50
+
+
+def test_an_evaluation_file_is_a_source_that_never_trains() -> None:
+    Path("test.jsonl").write_text(Path("school.jsonl").read_text().replace(" + ", " - "))
+    flags = ("--model", "a/b", "--data", "school.jsonl", "--eval", "test.jsonl")
+    train, test = written(*flags, "--gpus", "8").data.sources
+    assert train.holdout == 0 and (test.name, test.holdout, test.size) == ("test", "all", 0)
+    assert (test.template, test.columns, test.rewards) == (
+        train.template,
+        train.columns,
+        train.rewards,
+    )
+    *_, few = written("x.yaml", *flags, "--gpus", "0").data.sources
+    assert 0 < few.size < 300, "an evaluation takes long on a CPU"
 
 
 def test_who_stops_answering_gets_no_file(

@@ -144,14 +144,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     looking.check()
     said = "\n".join(looking.words())
     assert f"{newest} is damaged ({victim.name}: " in said
-    assert "step_000001 before it is as it was written" in said
+    assert "resumes from step_000001, the newest intact" in said
     assert newest.is_dir()
 
     with RunFolder(made) as folder:
         state, (named, resumed) = folder.state(), folder.words()
         assert state is not None and state.step == 1
         assert f"{newest} is damaged ({victim.name}: " in named and "damaged_step_000002" in named
-        assert "resumes from that" in resumed
+        assert "the newest intact checkpoint" in resumed
         folder.begin(1)
         assert (tmp_path / "model_2").is_dir(), "the model is that of step 2"
         checkpoint(folder, made, 2)
@@ -245,16 +245,27 @@ def test_a_run_that_goes_on_keeps_the_model_of_its_earlier_end(tmp_path: Path) -
 
 def test_another_config_is_refused_only_when_something_would_be_lost(tmp_path: Path) -> None:
     made = config(tmp_path)
-    other = replace(made, trainer=replace(made.trainer, lr=1.0))
+    other = replace(made, trainer=replace(made.trainer, grad_clip=9.0))
     with RunFolder(made):
         pass
     with RunFolder(other) as folder:  # no checkpoint yet: nothing to mix up
         checkpoint(folder, other, 1)
-    with pytest.raises(ConfigError, match=r"another config:\n  trainer.lr: 1.0 → "):
+    with pytest.raises(ConfigError, match=r"another config:\n  trainer.grad_clip: 9.0 → "):
         RunFolder(made).__enter__()
     never = replace(other, run=replace(other.run, resume="never"))
     with pytest.raises(ConfigError, match=r"holds step_000001, and run\.resume is never"):
         RunFolder(never).__enter__()
+
+
+def test_a_changed_learning_rate_is_named_with_its_first_step(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    with RunFolder(made) as folder:
+        checkpoint(folder, made, 4)
+    slower = replace(made, trainer=replace(made.trainer, lr=1e-9))
+    with RunFolder(slower) as folder:
+        assert f"from step 5 on: trainer.lr {made.trainer.lr} → 1e-09" in folder.words()
+    with RunFolder(slower) as folder:
+        assert not [line for line in folder.words() if "trainer.lr" in line]
 
 
 def test_without_its_config_a_folder_is_known_by_its_checkpoint(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_run_that_resumes_says_after_which_step(
     with RunFolder(config) as folder:
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
         folder.save(State(step=2, version=2, config=config_digest(config)), lambda _: {})
-    assert said() == "plan\nresumes after step 2; all that came later is done again\n"
+    assert said() == "plan\nresumes after step 2; later steps will be repeated\n"
 
 
 def test_checkpoints_know_the_tokenizer(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from keel.configs.load import load_config
+from keel.trainer.run import words
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.words import closing_words
 
@@ -28,13 +31,15 @@ def test_a_run_that_stopped_says_how_to_go_on(tmp_path: Path) -> None:
         from_python = closing_words(folder, config, 1, command, again="make the same call again")
     assert "after step 1 of 60; to go on: keel train 'my recipe.yaml'\n" in said
     assert "after step 1 of 60; to go on: make the same call again\n" in from_python
-    assert "with the model: the same, and the knob run.steps=1\n" in from_python
-    end = "to end there, with the model: the same, and run.steps=1\n"
+    assert "to export it now: the same with the knob run.steps=1\n" in from_python
+    end = "to export it now: keel train 'my recipe.yaml' run.steps=1\n"
     assert end in said
+    with RunFolder(config) as folder:
+        assert "nothing was trained or saved" in closing_words(folder, config, 0, command)
     by_epochs = replace(config, sft=replace(config.sft, epochs=2.0))
     with RunFolder(config) as folder:
         assert end in closing_words(folder, by_epochs, 1, command)
-        assert end not in closing_words(folder, by_epochs, 1, ["sft", "my recipe.yaml"])
+        assert "export it" not in closing_words(folder, by_epochs, 1, ["sft", "my recipe.yaml"])
 
 
 def test_a_set_of_which_nothing_is_wholly_right_has_its_score_said(tmp_path: Path) -> None:
@@ -50,3 +55,22 @@ def test_a_set_of_which_nothing_is_wholly_right_has_its_score_said(tmp_path: Pat
         said = closing_words(folder, config, 60, ["train", "quickstart"])
     assert "held-out sums/score: 0.060 at step 0, 0.280 at step 60 (+0.220)\n" in said
     assert "chains/score" not in said
+
+
+@pytest.mark.parametrize(
+    ("started", "on_path", "expected"),
+    [
+        (".venv/bin/keel", False, ".venv/bin/keel report "),
+        (".venv/bin/keel", True, "keel report "),
+        ("keel/__main__.py", False, "keel report "),
+    ],
+)
+def test_commands_are_printed_as_they_can_be_typed(
+    started: str, on_path: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [started, "train"])
+    monkeypatch.setattr(words, "which", lambda _: "/usr/bin/keel" if on_path else None)
+    config = load_config("quickstart", [f"run.dir={tmp_path}"])
+    with RunFolder(config) as folder:
+        text = closing_words(folder, config, 60, ["train", "quickstart"])
+    assert f" {expected}" in text

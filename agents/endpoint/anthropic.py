@@ -1,0 +1,163 @@
+"""Anthropic's Messages API, as a chat completion request and its answer.
+
+Served for programs that speak nothing else: text, tools and their results, streams. A request is
+rewritten as one of OpenAI's, so that both are read, recorded and refused alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from keel.agents.endpoint.errors import ApiError, wrong
+from keel.agents.endpoint.replies import Reply
+from keel.agents.endpoint.requests import load
+
+_STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+_SETTINGS = ("model", "max_tokens", "stream", "metadata", "temperature", "top_p", "top_k")
+_CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+
+
+def as_chat_request(body: bytes) -> bytes:
+    """Rewrite a Messages request as a chat completion request. Raises ApiError."""
+    try:
+        request = load(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+    if not isinstance(request, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    fields = cast(dict[str, Any], request)
+    messages: list[dict[str, Any]] = []
+    if system := fields.get("system"):
+        messages.append({"role": "system", "content": _text("system", system)})
+    for i, message in enumerate(_objects("messages", fields.get("messages"))):
+        messages += _messages(f"messages[{i}]", message)
+    chat = {name: fields[name] for name in _SETTINGS if name in fields}
+    chat["messages"] = messages
+    if fields.get("tools"):
+        chat["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.get("name"),
+                    "description": tool.get("description"),
+                    "parameters": tool.get("input_schema"),
+                },
+            }
+            for tool in _objects("tools", fields["tools"])
+        ]
+    if choice := fields.get("tool_choice"):
+        (kind,) = _objects("tool_choice", [choice])
+        chat["tool_choice"] = _CHOICES.get(str(kind.get("type")), "required")
+    return json.dumps(chat).encode()
+
+
+def answer(reply: Reply, model: str) -> dict[str, Any]:
+    """Return a turn as the Messages API does."""
+    return {
+        "id": reply.reply_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": list(_blocks(reply)),
+        "stop_reason": _STOPS[reply.finish_reason],
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+            "cache_read_input_tokens": reply.cached_tokens,
+            "output_tokens": reply.completion_tokens,
+        },
+    }
+
+
+def events(reply: Reply, model: str) -> Iterator[bytes]:
+    """Return a turn as the server-sent events of a stream."""
+    whole = answer(reply, model)
+    blocks: list[dict[str, Any]] = whole["content"]
+    yield _event("message_start", message={**whole, "content": [], "stop_reason": None})
+    for index, block in enumerate(blocks):
+        kind = block["type"]
+        if kind == "tool_use":
+            start = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        else:
+            start = {**block, kind: ""}
+            delta = {"type": f"{kind}_delta", kind: block[kind]}
+        yield _event("content_block_start", index=index, content_block=start)
+        yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield _event("message_delta", delta=ended, usage=whole["usage"])
+    yield _event("message_stop")
+
+
+def error(refused: ApiError) -> dict[str, Any]:
+    """Return an error as the Messages API does."""
+    kind: str = refused.body()["error"]["type"]
+    kind = "api_error" if kind == "server_error" else kind
+    return {"type": "error", "error": {"type": kind, "message": refused.message}}
+
+
+def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a message as OpenAI's API has it: tools' results are messages of their own there."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise wrong(f"{at}.role", "must be user or assistant")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    texts: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for i, block in enumerate(_objects(f"{at}.content", content)):
+        here, kind = f"{at}.content[{i}]", block.get("type")
+        if kind == "text":
+            texts.append({"type": "text", "text": block.get("text")})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(str(block.get("thinking")))
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            result = _text(f"{here}.content", block.get("content") or "")
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+        else:
+            raise wrong(f"{here}.type", "must be text, thinking, tool_use or tool_result")
+    if role == "assistant":
+        thought = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+        yield {"role": role, "content": texts, "tool_calls": calls, **thought}
+    elif texts:
+        yield {"role": role, "content": texts}
+
+
+def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
+    message = reply.message
+    if thought := message.get("reasoning_content"):
+        yield {"type": "thinking", "thinking": thought, "signature": ""}
+    if message["content"]:
+        yield {"type": "text", "text": message["content"]}
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = dict(function["arguments"])
+        yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+
+
+def _text(at: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    blocks = _objects(at, content)
+    if any(block.get("type") != "text" for block in blocks):
+        raise wrong(at, "must be text: the policy reads nothing else")
+    return "\n".join(str(block.get("text")) for block in blocks)
+
+
+def _objects(at: str, items: Any) -> list[dict[str, Any]]:
+    if not isinstance(items, list) or not all(
+        isinstance(item, dict) for item in cast(list[Any], items)
+    ):
+        raise wrong(at, "must be a list of objects")
+    return cast(list[dict[str, Any]], items)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

@@ -1,0 +1,466 @@
+r"""Values of LaTeX formulas, read once and then evaluated at sample points.
+
+A formula is read only if the grammar covers all of it, in time linear in its length. Two formulas
+are equal if they agree to 80 digits at points whose coordinates are drawn from the names of their
+symbols. Nothing is expanded and every number is bounded, so `(x+y+z)^{500}` costs one power.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import mpmath  # pyright: ignore[reportMissingTypeStubs]
+
+_DIGITS = 100
+_context: Any = mpmath.mp.clone()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_context.dps = _DIGITS
+_MOST_DIGITS = 1_500
+"""Precision for sums of very different terms."""
+_LARGEST = 10**15
+"""Limit for exponents and for arguments of functions."""
+_DEEPEST = 40
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\[A-Za-z]+|\\[|])"
+    r"|(?P<word>[a-z]{4,})|(?P<name>[A-Z]{2,}(?![a-z_'])|[A-Za-z])|(?P<other>\S))"
+)
+_GREEK = """
+alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho
+sigma tau upsilon phi varphi chi psi omega ell hbar
+Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega
+"""
+_OPAQUE = "vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline bar"
+"""Commands whose argument is a part of a name."""
+_CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
+_OPENS_FUNCTION = frozenset("fghEFGP")
+"""Letters before a bracket that are functions; `x(x+1)` and `n(n+1)` are products."""
+
+Value = Any
+"""A number of mpmath."""
+Node = Callable[["Point"], Value]
+
+
+class Unreadable(ValueError):
+    """Raised for text outside the grammar, and for formulas without a bounded value."""
+
+
+class LostTerm(Unreadable):
+    """Raised if a term of a sum is too small for the precision."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Coordinates of every symbol, derived from its name: positive at point 0."""
+
+    number: int
+
+    def of(self, name: str) -> Value:
+        drawn = crc32(f"{self.number} {name}".encode())
+        sign = -1 if self.number and drawn >> 8 & 1 else 1
+        return sign * (_context.mpf(drawn % 100_003) / 50_000 + _context.mpf(1) / 3)
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula that has been read.
+
+    work: operations on constants that a question may ask for, such as `binom`, `!` or `sin`.
+    """
+
+    node: Node
+    text: str = ""
+    names: frozenset[str] = frozenset()
+    work: frozenset[str] = frozenset()
+    imaginary: bool = False
+
+    def at(self, point: Point) -> Value:
+        """The value at a point. Raises Unreadable where there is none, or none within bounds."""
+        try:
+            value = self.node(point)
+            if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
+                with _context.workdps(2 * _context.dps):
+                    return value if abs(self.node(point)) > abs(value) / 2 else value * 0
+            return value
+        except LostTerm:
+            raise
+        except (ArithmeticError, ValueError, TypeError, RecursionError) as error:
+            raise Unreadable(str(error)) from error
+
+    def constant(self) -> Value | None:
+        """The value of a formula without symbols; None for others."""
+        try:
+            return None if self.names else self.at(Point(0))
+        except Unreadable:
+            return None
+
+
+def number(value: Any) -> Value:
+    """A fraction as a number of mpmath."""
+    return _context.mpf(value.numerator) / value.denominator
+
+
+def close(left: Value, right: Value) -> bool:
+    """Compare two values up to the last 20 digits of the larger one."""
+    larger = max(abs(left), abs(right))
+    return bool(
+        left == right or abs(left - right) <= larger * _digit(20 - _context.dps) < _context.inf
+    )
+
+
+def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
+    """Compare two formulas by their values at sample points. ratio: up to a constant factor."""
+    try:
+        return _agree(one, other, ratio=ratio)
+    except LostTerm:  # as in 3^{2020}-1
+        if one.names or other.names or one.work or other.work:
+            return False
+    with _context.workdps(_MOST_DIGITS):
+        try:
+            return _agree(one, other, ratio=ratio)
+        except LostTerm:
+            return False
+
+
+def _agree(one: Formula, other: Formula, *, ratio: bool) -> bool:
+    factors: list[Value] = []
+    for point in map(Point, range(3 if one.names or other.names else 1)):
+        try:
+            left = one.at(point)
+        except LostTerm:
+            raise
+        except Unreadable:
+            continue
+        if point.number and not one.imaginary and _context.im(left):
+            continue  # outside the domain of a real formula
+        try:
+            right = other.at(point)
+        except LostTerm:
+            raise
+        except Unreadable:
+            return False
+        if bool(left) != bool(right) or not (ratio or close(left, right)):
+            return False
+        if ratio and left:
+            factors.append(right / left)
+        elif not ratio:
+            factors.append(1)
+    return bool(factors) and all(close(factors[0], factor) for factor in factors)
+
+
+def read(text: str) -> Formula:
+    """Read all of `text`. Raises Unreadable."""
+    reader = _Reader(text)
+    try:
+        node = reader.sum()
+    except (ValueError, RecursionError) as error:  # CPython's limits on digits and depth
+        raise Unreadable(str(error)) from error
+    if reader.token:
+        raise Unreadable(f"unexpected {reader.token!r}")
+    return Formula(node, text, frozenset(reader.names), frozenset(reader.work), reader.imaginary)
+
+
+class _Reader:
+    """Recursive descent over the tokens. Each method returns the node of the text it has read."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
+        self.at = self.depth = self.bars = self.symbols = 0
+        self.degrees = self.imaginary = False
+        self.names: set[str] = set()
+        self.work: set[str] = set()
+
+    @property
+    def kind(self) -> str:
+        return self.tokens[self.at][0] if self.at < len(self.tokens) else ""
+
+    @property
+    def token(self) -> str:
+        return self.tokens[self.at][1] if self.at < len(self.tokens) else ""
+
+    def take(self, expected: str = "") -> str:
+        token = self.token
+        if not token or (expected and token != expected):
+            raise Unreadable(f"expected {expected or 'more'}, got {token!r}")
+        self.at += 1
+        return token
+
+    def skip(self, *tokens: str) -> bool:
+        """Take these tokens if they come next."""
+        if [token for _, token in self.tokens[self.at : self.at + len(tokens)]] != [*tokens]:
+            return False
+        self.at += len(tokens)
+        return True
+
+    def sign(self) -> int:
+        sign = 1
+        while self.token in ("+", "-"):
+            sign *= -1 if self.take() == "-" else 1
+        return sign
+
+    def sum(self) -> Node:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise Unreadable("it is nested too deeply")
+        total = _signed(self.sign(), self.product())
+        while self.token in ("+", "-"):
+            total = _apply(_addition, total, _signed(self.sign(), self.product()))
+        self.depth -= 1
+        return total
+
+    def product(self, *, argument: bool = False) -> Node:
+        """argument: of a function without brackets, which ends before the next function."""
+        result = self.power()
+        while True:
+            if self.token in ("*", "/") and not argument:
+                operation = operator.mul if self.take() == "*" else operator.truediv
+                result = _apply(operation, result, _signed(self.sign(), self.power()))
+            elif self.starts_factor(argument=argument):
+                result = _apply(operator.mul, result, self.power())
+            else:
+                return result
+
+    def starts_factor(self, *, argument: bool) -> bool:
+        if self.kind == "command":
+            ends = ("\\rfloor", "\\rceil", "\\circ", "\\|")
+            return self.token not in ends and not (argument and self.token[1:] in _FUNCTIONS)
+        return (
+            self.kind == "name"
+            or self.token in ("(", "[", "{")
+            or (self.token == "|" and not self.bars)
+        )
+
+    def power(self) -> Node:
+        symbols, base = self.symbols, self.atom()
+        while self.token in ("^", "!", "%"):
+            mark = self.take()
+            if mark == "%":
+                base = _apply(operator.truediv, base, _constant(100))
+            elif mark == "!":
+                double = self.skip("!")
+                if self.token == "!":
+                    raise Unreadable("a factorial of a factorial needs brackets")
+                base = self.worked(
+                    "!", symbols, _apply(_DOUBLE_FACTORIAL if double else _FACTORIAL, base)
+                )
+            elif self.skip("\\circ") or self.skip("{", "\\circ", "}"):
+                base = _apply(_context.radians, base) if self.degrees else base
+            else:
+                base = _apply(_power, base, self.exponent())
+        return base
+
+    def exponent(self) -> Node:
+        if self.token in ("+", "-"):
+            return _signed(self.sign(), self.exponent())
+        node = self.argument()
+        # Towers are read from the top.
+        return _apply(_power, node, self.exponent()) if self.skip("^") else node
+
+    def argument(self) -> Node:
+        r"""A group in braces, or one token as in `\frac12` and `x^2`."""
+        if self.kind == "number" and len(self.token) > 1:
+            if not self.token.isdecimal():
+                raise Unreadable("a decimal without braces")
+            self.tokens[self.at : self.at + 1] = [("number", digit) for digit in self.token]
+        return self.group() if self.token == "{" else self.atom()
+
+    def group(self) -> Node:
+        opening = self.take()
+        bars, self.bars = self.bars, 0
+        node = self.sum()
+        self.bars = bars
+        self.take(_CLOSING[opening])
+        return node
+
+    def atom(self) -> Node:
+        symbols = self.symbols
+        if self.kind == "number":
+            return _constant(self.take())
+        if self.token in ("(", "[", "{"):
+            return self.group()
+        if self.skip("|"):
+            self.bars += 1
+            node = self.sum()
+            self.bars -= 1
+            self.take("|")
+            return self.worked("abs", symbols, _apply(abs, node))
+        if self.token in ("\\lfloor", "\\lceil"):
+            operation = _context.floor if self.token == "\\lfloor" else _context.ceil
+            return self.worked("floor", symbols, _apply(operation, self.group()))
+        if self.kind == "name":
+            return self.name(self.take())
+        if self.kind == "command":
+            return self.command(self.take()[1:])
+        raise Unreadable(f"unexpected {self.token!r}")
+
+    def command(self, name: str) -> Node:
+        symbols = self.symbols
+        if name == "frac":
+            if self.skip("{", "d"):
+                raise Unreadable("a derivative")
+            return _apply(operator.truediv, self.argument(), self.argument())
+        if name == "sqrt":
+            index = self.group() if self.token == "[" else _constant(2)
+            return _apply(_root, self.argument(), index)
+        if name == "binom":
+            node = _apply(_BINOMIAL, self.argument(), self.argument())
+            return self.worked(name, symbols, node)
+        if name in _LISTS:
+            closing = _CLOSING.get(self.take(), "")
+            nodes = [self.sum()]
+            while self.skip(","):
+                nodes.append(self.sum())
+            self.take(closing or "brackets")
+            return self.worked(name, symbols, _apply(_LISTS[name], *nodes))
+        if name in _FUNCTIONS:
+            return self.function(name)
+        inside = [kind for kind, _ in self.tokens[self.at : self.at + 3]]
+        if name in ("overline", "bar") and inside[:1] != ["name"] and inside[1::2] != ["name"]:
+            return _apply(_context.conj, self.argument())
+        if (
+            inside[:1] != ["name"]
+            and inside != ["other", "name", "other"]
+            and name in _OPAQUE.split()
+        ):
+            raise Unreadable(f"{name} of more than a name")
+        if name in _OPAQUE.split():
+            return self.name(f"{name} {self.raw()}")
+        if name == "pi":
+            return lambda _: +_context.pi
+        if name in _GREEK.split():
+            return self.name(name)
+        raise Unreadable(f"unknown command {name!r}")
+
+    def raw(self) -> str:
+        """The text of the next group or token, as a part of a name."""
+        start, depth = self.at, 0
+        while True:
+            depth += {"{": 1, "}": -1}.get(self.take(), 0)
+            if depth == 0:
+                return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
+
+    def worked(self, name: str, symbols: int, node: Node) -> Node:
+        """Note an operation unless symbols have been read since there were so many."""
+        if self.symbols == symbols:
+            self.work.add(name)
+        return node
+
+    def function(self, name: str) -> Node:
+        exponent: Node | None = None
+        base, operation = _constant(10), _FUNCTIONS[name]
+        while self.token in ("^", "_"):
+            if self.take() == "_":
+                if name != "log":
+                    raise Unreadable(f"an index of {name}")
+                base = self.argument()
+            elif f"arc{name}" in _FUNCTIONS and self.skip("{", "-", "1", "}"):
+                operation = _FUNCTIONS[f"arc{name}"]
+            else:
+                exponent = self.argument()
+        symbols, degrees = self.symbols, self.degrees
+        self.degrees = True
+        node = self.group() if self.token in _CLOSING else self.product(argument=True)
+        self.degrees = degrees
+        if name != "exp":
+            self.worked("log" if name in ("ln", "log") else "trigonometry", symbols, node)
+        node = _apply(operation, node, base) if name == "log" else _apply(operation, node)
+        return node if exponent is None else _apply(_power, node, exponent)
+
+    def name(self, name: str) -> Node:
+        if name == "e" and self.token != "_":
+            return lambda _: +_context.e
+        if name == "i" and self.token != "_":
+            self.imaginary = True
+            return lambda _: _context.mpc(0, 1)
+        if self.skip("_"):
+            name = f"{name}_{self.raw()}"
+        while self.token == "'":
+            name += self.take()
+        self.names.add(name)
+        self.symbols += 1
+        if self.token == "(" and name[0] in _OPENS_FUNCTION and name.rstrip("'") == name[0]:
+            argument = self.group()
+            # An unknown function is a wave whose frequency is drawn from its name.
+            return lambda point: _context.sin(_bounded(argument(point)) * point.of(name))
+        return lambda point: point.of(name)
+
+
+def _apply(operation: Callable[..., Value], *nodes: Node) -> Node:
+    return lambda point: operation(*(node(point) for node in nodes))
+
+
+def _signed(sign: int, node: Node) -> Node:
+    return node if sign > 0 else _apply(operator.neg, node)
+
+
+def _constant(text: str | int) -> Node:
+    return lambda _: _context.mpf(text)
+
+
+def _digit(place: int) -> Value:
+    return _context.mpf(10) ** place
+
+
+def _bounded(value: Value) -> Value:
+    if not abs(value) <= _LARGEST:
+        raise Unreadable("the number is too large")
+    return value
+
+
+def _addition(one: Value, two: Value) -> Value:
+    small, large = sorted((abs(one), abs(two)))
+    # A larger one is a rounding error, as of the cosine of 90 degrees.
+    if 0 < small < large * _digit(-15 - _context.dps) < _context.inf:
+        raise LostTerm("a sum loses one of its terms")
+    return one + two
+
+
+def _power(base: Value, exponent: Value) -> Value:
+    return base ** _bounded(exponent)
+
+
+def _root(value: Value, index: Value) -> Value:
+    if _context.im(value) == 0 > _context.re(value) and index % 2 == 1:
+        return -_root(-value, index)
+    return (
+        _context.root(value, int(index))
+        if index in range(2, 100)
+        else value ** (1 / _bounded(index))
+    )
+
+
+def _logarithm(value: Value, base: Value) -> Value:
+    return _context.log(value) / _context.log(base)
+
+
+def _whole(operation: Callable[..., int], *values: Value) -> Value:
+    if any(value != int(_bounded(value)) for value in values):
+        raise Unreadable("the numbers are not whole")
+    return _context.mpf(operation(*map(int, values)))
+
+
+def _within_bounds(name: str) -> Callable[..., Value]:
+    function = getattr(_context, name)
+    return lambda *values: function(*map(_bounded, values))
+
+
+_FACTORIAL, _DOUBLE_FACTORIAL, _BINOMIAL = map(_within_bounds, ("factorial", "fac2", "binomial"))
+_LISTS: dict[str, Callable[..., Value]] = {
+    **{"max": max, "min": min},
+    **{"gcd": partial(_whole, math.gcd), "lcm": partial(_whole, math.lcm)},
+}
+_BOUNDED = "exp sin cos tan sec csc cot sinh cosh tanh coth"
+_INVERTIBLE = "sin cos tan cot sec csc sinh cosh tanh"
+_FUNCTIONS: dict[str, Callable[..., Value]] = {
+    **{name: _within_bounds(name) for name in _BOUNDED.split()},
+    **{f"arc{name}": _within_bounds(f"a{name}") for name in _INVERTIBLE.split()},
+    **{"ln": _context.log, "log": _logarithm},
+}
+
+INFINITE = Formula(lambda _: _context.inf, "∞")
+MINUS_INFINITE = Formula(lambda _: -_context.inf, "-∞")

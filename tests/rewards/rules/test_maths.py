@@ -1,0 +1,221 @@
+r"""Mathematical answers: the pairs of answers.jsonl by kind, formats of the answer, and bounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.rewards.rules import formula
+from keel.rewards.rules.verifiers import Verifier, verifier_for
+
+PAIRS: dict[str, list[dict[str, Any]]] = defaultdict(list)
+for line in (Path(__file__).parent / "answers.jsonl").read_text().splitlines():
+    pair = json.loads(line)
+    PAIRS[pair["kind"]].append(pair)
+
+
+@cache
+def verifier(right: str, tolerance: float | None = None) -> Verifier:
+    spec = {"kind": "answer", "match": "math", "answer": right}
+    return verifier_for(spec if tolerance is None else {**spec, "tolerance": tolerance})
+
+
+@pytest.mark.parametrize("kind", sorted(PAIRS))
+def test_pairs_are_judged_as_expected(kind: str) -> None:
+    wrong = [
+        (pair["answer"], pair["completion"], pair["expected"])
+        for pair in PAIRS[kind]
+        if verifier(pair["answer"], pair.get("tolerance"))(pair["completion"]) != pair["expected"]
+    ]
+    assert not wrong
+
+
+MARKED = ["\\boxed{%s}", "So $\\boxed{%s}$.", "\\[\\boxed{%s}\\]", "<answer>%s</answer>"]
+SAID = ["%s", "**%s**", "`%s`", "The answer is %s.", "The answer is **%s**.", "The answer is `%s`."]
+SAID += ["Therefore, the final answer is: %s", "Work.\n\nThe answer is\n> %s", "**Answer:** %s"]
+TEXT = ["\\boxed{\\text{%s}}", "\\boxed{\\textbf{%s}}", "<answer>\\text{%s}</answer>"]
+MATHS = ["$%s$", "\\(%s\\)", "The answer is $%s$.", "The answer is (%s).", "<answer>$%s$</answer>"]
+MATHS += ["\\boxed{\\boldsymbol{%s}}", "\\boxed{\\text{The answer is }%s}", "Work.\n#### %s"]
+MATHS += ["<answer>The answer is %s.</answer>", "The result is\n\\[\n%s.\n\\]"]
+WORDS = ("no", "False", "no solution", "does not exist", "never", "unknown", "incorrect", "even")
+WORDS += ("not enough information", "Not a function", "Paris", "undefined")
+
+
+@pytest.mark.parametrize("format_", [*MARKED, *SAID, *TEXT])
+def test_words_in_every_format(format_: str) -> None:
+    for word in WORDS:
+        for right in (word, f"\\text{{{word}}}"):
+            assert verifier(right)(format_ % word) == verifier(right)(format_ % word.title()) == 1.0
+            assert verifier(right)(format_ % "something else") == 0.0
+
+
+@pytest.mark.parametrize("format_", [*MARKED, *SAID, *MATHS])
+def test_numbers_and_formulas_in_every_format(format_: str) -> None:
+    for right in ("42", "-7", "1/2", "3.14", "1000", "\\frac{3}{4}", "2\\sqrt{3}", "x^2+1"):
+        assert verifier(right)(format_ % right) == 1.0, right
+        assert verifier(right)(format_ % "17") == 0.0, right
+
+
+@given(st.integers(-999, 999), st.integers(2, 99), st.sampled_from("+-*/^"))
+def test_an_expression_is_not_the_number(left: int, right: int, sign: str) -> None:
+    value = {"+": left + right, "-": left - right, "*": left * right}.get(sign, left // right)
+    written = f"{left} {sign} {right}"
+    if sign == "^":
+        written, value = f"({left})^2", left**2
+    elif sign == "/":
+        written, value = f"{left * right} / {right}", left
+    for text in (
+        written,
+        f"\\boxed{{{written}}}",
+        f"Compute {written}.",
+        f"The answer is {written}",
+    ):
+        assert verifier(str(value))(text) == 0.0
+    assert verifier(str(value))(f"\\boxed{{{written} = {value}}}") == 1.0
+
+
+@settings(max_examples=200)
+@given(st.integers(-9999, 9999), st.integers(1, 999), st.integers(1, 9))
+def test_fractions_are_compared_exactly(top: int, bottom: int, factor: int) -> None:
+    right = f"\\frac{{{top}}}{{{bottom}}}"
+    assert verifier(right)(f"\\boxed{{{top * factor}/{bottom * factor}}}") == 1.0
+    assert verifier(right)(f"\\boxed{{{top * factor + 1}/{bottom * factor}}}") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("(x+y)^2", "x^2+2xy+y^2", True),
+        ("(x+y)^2", "x^2+2xy+y^2+10^{-20}", False),
+        ("\\sqrt{x^2}", "x", False),
+        ("|x|", "\\sqrt{x^2}", True),
+        ("\\frac{n!}{(n-1)!}", "n", True),
+        ("\\sqrt{5+2\\sqrt{6}}", "\\sqrt{2}+\\sqrt{3}", True),
+        ("e^{-150}", "e^{-160}", False),
+        ("\\sqrt{2}-\\sqrt{2}", "0", True),
+        ("f(x)+1", "1+f(x)", True),
+        ("f(x)", "f(2x)", False),
+        ("\\cos 60^\\circ", "0.5", True),
+        ("\\sqrt[3]{-8}", "-2", True),
+        ("i^{2023}", "-i", True),
+        ("e^{i\\pi}", "-1", True),
+    ],
+)
+def test_formulas_are_equal_by_value(one: str, other: str, alike: bool) -> None:
+    assert formula.equal(formula.read(one), formula.read(other)) is alike
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1 2", "3)", "(3", "x^", "\\frac{1}", "\\foo{1}", "42_{16}", "\\sum n", "dollars"]
+)
+def test_a_formula_is_read_whole_or_not(text: str) -> None:
+    with pytest.raises(formula.Unreadable):
+        formula.read(text)
+
+
+PARTS = [
+    "1 ",
+    "1,",
+    "(",
+    "{",
+    "[",
+    "\\{",
+    "\\frac",
+    "\\frac{1}{2}",
+    "^",
+    "x^",
+    "-",
+    "1+",
+    "|",
+    "$",
+    "$1$",
+]
+PARTS += [
+    "\\text{a}",
+    "1\\text{ a}",
+    "\\sqrt",
+    "x=1,",
+    "1<x<",
+    "(1,2)\\cup",
+    "x\\ne1,",
+    "1.",
+    "9^",
+    "!",
+]
+PARTS += [
+    "(9^9)!",
+    "(x+y+z)^{500}+",
+    "\\sin ",
+    "\\pm 1,",
+    "is ",
+    "not ",
+    "answer is ",
+    "5% ",
+    "1:",
+    "\\[",
+]
+PARTS += [
+    "5, which ",
+    "not 5 but ",
+    "\\binom{n}{k}+",
+    "(10^{14}+x)!+",
+    "\\gcd(9^9,6)",
+    "5 a",
+    "a\\in b ",
+]
+RIGHT = [
+    "7",
+    "x^2+1",
+    "\\{1,2\\}",
+    "Paris",
+    "x<3",
+    "x=1,y=2",
+    "\\binom{n}{3}\\sin 3",
+    "\\gcd(2,x)!",
+]
+EXPLOSIVE = [
+    "(x+y+z)^{500}",
+    "(a+b+c+d+e)^{200}",
+    "\\prod_{n=1}^{1000000} n",
+    "((9!)!)!",
+    "9^{9^{9^9}}",
+]
+EXPLOSIVE += ["\\binom{10^{9}}{10^{8}}", "1e999999", "\\int_0^{10^9} x^{999} dx", "e^{e^{e^{e^e}}}"]
+
+
+@pytest.mark.parametrize("right", RIGHT)
+def test_long_and_explosive_texts_are_judged_quickly(right: str) -> None:
+    texts = [part * (2_000 // len(part)) for part in PARTS] + EXPLOSIVE
+    texts += ["(" * 900 + "1" + ")" * 900, "9" * 2_000, "\\begin{pmatrix}" + "1&2\\\\" * 300]
+    verify = verifier(right)
+    for text in texts:
+        for given_ in (text, f"\\boxed{{{text}}}", f"The answer is ${text}$."):
+            began = time.thread_time()
+            assert verify(given_) == 0.0, text[:40]
+            assert time.thread_time() - began < 1.0, text[:40]
+
+
+@pytest.mark.e2e
+def test_plain_answers_load_no_computer_algebra() -> None:
+    code = (
+        "import sys; from keel.rewards.rules.maths import mathematical as m\n"
+        "assert m('42')(r'\\boxed{42}') and m(r'\\{1,2\\}')(r'\\boxed{\\{2,1\\}}')\n"
+        "assert m(r'x^2+1')('$1+x^2$') and not any('sympy' in name for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_tolerance_is_a_share() -> None:
+    for wrong in (0, -1, 1, "0.1", True):
+        with pytest.raises(ValueError, match="tolerance"):
+            verifier_for({"kind": "answer", "match": "math", "answer": "1", "tolerance": wrong})
