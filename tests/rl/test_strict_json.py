@@ -15,7 +15,7 @@ from keel.rl import strict_json
         ("NaN", "NaN is no JSON"),
         ('{"a": [-Infinity]}', "-Infinity is no JSON"),
         ("[1e999]", "1e999 is too large a number"),
-        ("1" * 5000, "Exceeds the limit"),
+        ("1" * 5000, "5000 digits"),
         ("[" * 101 + "]" * 101, "more than 100 levels"),
         ('{"a": ' * 60 + "[" * 60 + "]" * 60 + "}" * 60, "more than 100 levels"),
         ("[" * 100_000, "nested too deep"),

@@ -23,6 +23,7 @@ from keel.agents.environments.general.folder import Folder
 from keel.agents.environments.general.rules import function, namespace, parsed
 from keel.agents.inside.errors import Refused, told
 from keel.agents.inside.kinds import Tool, functions_of
+from keel.rl import strict_json
 
 
 def tools_child(folder: Folder, seed: int) -> Child:
@@ -90,13 +91,11 @@ SUBMIT: dict[str, Any] = {
 
 
 def answer_of(text: str) -> Any:
-    """What was submitted: as JSON, where it is that."""
-
+    """Parse a submitted answer as JSON, or return it as text if it is not JSON."""
     try:
-        answer = json.loads(text)
-        # What cannot be written as JSON is none, either: 1e999, and half of a surrogate pair.
-        json.dumps(answer, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
+        answer = strict_json.load(text)
+        json.dumps(answer, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+    except ValueError:
         return text.encode(errors="replace").decode()
     return answer
 

@@ -147,7 +147,8 @@ def test_questions_are_asked_as_in_rollouts() -> None:
 
 
 def test_sources_are_mixed_by_weight() -> None:
-    sources = [SPELLING, replace(SPIRALS, weight=3.0), replace(SPIRALS, name="off", weight=0.0)]
+    unused = replace(SPIRALS, name="off", weight=0.0, holdout="all")
+    sources = [SPELLING, replace(SPIRALS, weight=3.0), unused]
     examples = make_examples(curriculum(*sources), TOKENIZER, count=100)
     spelt = sum("Spell" in question_of(example) for example in examples)
     assert (spelt, len(examples)) == (25, 100)
