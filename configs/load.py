@@ -132,12 +132,13 @@ OF_THE_FILE = frozenset(
 def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
     """Turn `eval.file` into a source that is held out as a whole, read as the first source of rows
     is."""
-    section, data = tree.get("eval"), tree.get("data")
-    if not isinstance(section, dict) or not isinstance(data, dict):
+    if not isinstance(tree.get("eval"), dict) or not isinstance(tree.get("data"), dict):
         return tree
-    path, sources = section.get("file"), data.get("sources")
-    if not isinstance(path, str) or not path or not isinstance(sources, list):
+    section, data = cast(dict[str, Any], tree["eval"]), cast(dict[str, Any], tree["data"])
+    path = section.get("file")
+    if not isinstance(path, str) or not path or not isinstance(data.get("sources"), list):
         return tree
+    sources = cast(list[Any], data["sources"])
     others = [cast(dict[str, Any], one) for one in sources if isinstance(one, dict)]
     rows = next((one for one in others if one.get("source") in ROWS), {})
     name = Path(path).name.partition(".")[0] or "eval"

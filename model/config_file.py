@@ -86,7 +86,9 @@ def ignored_code(folder: Path | None, known: Any) -> list[str]:
     """List the code that a model folder's files name and that is not run, a line for each file.
     `known`: the module whose classes can be named (transformers)."""
     lines: list[str] = []
-    for file in () if folder is None else ("config.json", "tokenizer_config.json"):
+    if folder is None:
+        return lines
+    for file in ("config.json", "tokenizer_config.json"):
         try:
             content = json.loads((folder / file).read_text("utf-8"))
         except (OSError, ValueError, RecursionError):

@@ -53,7 +53,7 @@ def question_of(group: Mapping[str, Any]) -> str:
     messages = list(group.get("messages") or ())
     for one in group["trajectories"]:
         messages = messages or list(one.get("messages") or ())[: one.get("opening") or 0]
-    content = (messages[-1].get("content") if messages else "") or ""
+    content: Any = (messages[-1].get("content") if messages else "") or ""
     text = " ".join((content if isinstance(content, str) else as_json(content)).split())
     if len(text) <= HEAD + TAIL:
         return text

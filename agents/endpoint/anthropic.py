@@ -82,7 +82,7 @@ def events(reply: Reply, model: str) -> Iterator[bytes]:
             start = {**block, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
-            start = {**block, kind: ""}
+            start = {**block, str(kind): ""}
             delta = {"type": f"{kind}_delta", kind: block[kind]}
         yield _event("content_block_start", index=index, content_block=start)
         yield _event("content_block_delta", index=index, delta=delta)

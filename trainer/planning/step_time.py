@@ -74,12 +74,12 @@ class Rates:
     host_adam_s: float = 3.5e-10
     """AdamW in host memory (`trainer.offload_optimizer`), for each parameter of a rank's share: 28
     bytes at 80 GB/s, assumed (docs/scaling.md). One core alone takes 1.2e-9 (an Intel Xeon)."""
-    driver_s: float = 0.03
+    driver_s: float = 0.1
     group_s: float = 2e-3
     completion_s: float = 2e-4
-    """Seconds of the driver per step, per group (dispatch, packing) and per completion that a rule
-    scores. Measured with a 135 M parameter model on an H200. Judges, programs and environments take
-    longer and are not counted."""
+    """Seconds of the driver per step (until the first token is sampled, metrics), per group
+    (dispatch, packing) and per completion that a rule scores. Measured with a 135 M parameter model
+    on an H200. Judges, programs and environments take longer and are not counted."""
     update_s: float = 9e-3
     """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
     turn_s: float = 0.05
