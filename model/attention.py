@@ -175,12 +175,15 @@ def packed_attention(
             f"attention {NAME!r} of {type(module).__name__}: attention by a mask that the model "
             "computes is not supported"
         )
-    unknown = [f"{what} ({name})" for name, what in UNKNOWN.items() if unused.get(name) is not None]
-    unknown += [f"dropout of {dropout}"] * (dropout > 0)
-    unknown += ["attention to later tokens"] * (not getattr(module, "is_causal", True))
-    if unknown:
+    unknown = [name for name in UNKNOWN if unused.get(name) is not None]
+    causal = getattr(module, "is_causal", True)
+    if unknown or dropout or not causal:
+        # Texts are built here alone: a compiled layer cannot trace them.
+        parts = [f"{UNKNOWN[name]} ({name})" for name in unknown]
+        parts += [f"dropout of {dropout}"] * (dropout > 0)
+        parts += ["attention to later tokens"] * (not causal)
         raise UnsupportedAttention(
-            f"{type(module).__name__} has {' and '.join(unknown)}, which attention over packed "
+            f"{type(module).__name__} has {' and '.join(parts)}, which attention over packed "
             "segments does not compute here"
         )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]

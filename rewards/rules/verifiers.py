@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import regex as timed_regex
-
 from keel.rewards.code.spec import read_task
 from keel.rewards.code.verifier import CodeSettings, verify_code
 from keel.rewards.custom import function
@@ -110,6 +108,9 @@ def regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     A match that takes longer than `MATCH_TIMEOUT_S` is wrong. Raises ValueError for a pattern that
     does not compile in Python's `re`.
     """
+    # Loaded for this rule alone: workers stay light.
+    import regex as timed_regex  # noqa: PLC0415
+
     try:
         re.compile(str(spec["answer"]))  # the other library accepts more, so that data would differ
         compiled = timed_regex.compile(str(spec["answer"]))

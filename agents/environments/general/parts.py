@@ -23,7 +23,6 @@ from keel.agents.environments.general.folder import Folder
 from keel.agents.environments.general.rules import function, namespace, parsed
 from keel.agents.inside.errors import Refused, told
 from keel.agents.inside.kinds import Tool, functions_of
-from keel.rl import strict_json
 
 
 def tools_child(folder: Folder, seed: int) -> Child:
@@ -93,9 +92,10 @@ SUBMIT: dict[str, Any] = {
 def answer_of(text: str) -> Any:
     """Parse a submitted answer as JSON, or return it as text if it is not JSON."""
     try:
-        answer = strict_json.load(text)
-        json.dumps(answer, ensure_ascii=False).encode()  # fails for half of a surrogate pair
-    except ValueError:
+        answer = json.loads(text)
+        # Fails for 1e999, NaN and half of a surrogate pair, which are not JSON.
+        json.dumps(answer, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
         return text.encode(errors="replace").decode()
     return answer
 

@@ -71,8 +71,8 @@ def test_a_cache_is_no_larger_than_its_answers() -> None:
     enough = cache.SPARE * 8 * 2 * (7 + cache.SPARE_PAGES) * page  # 100 tokens are 7 pages
     given: list[list[float]] = []
 
-    def record(_: Any, specs: Any, available: list[float]) -> str:
-        given.append(available)
+    def record(vllm_config: Any, kv_cache_specs: Any, available_memory: list[float]) -> str:
+        given.append(available_memory)
         return "configs"
 
     before, core.get_kv_cache_configs = core.get_kv_cache_configs, record

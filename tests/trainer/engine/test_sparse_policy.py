@@ -96,6 +96,7 @@ def test_a_skipped_step_in_float16_is_looked_into_where_that_is_asked_for(
         _scaled=True,
         _offload=NoOffload(),
         _apply_gradients=lambda: math.inf,
+        _has_gradient=lambda _: True,
         _examine=looked.append,
     )
     batch: Any = SimpleNamespace(micro_batches=())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.models import QWEN3_06B
+from benchmarks.common import QWEN3_06B
 from keel.configs.auto import DTYPE
 from keel.configs.load import load_recipe
 from keel.configs.schema import Config

@@ -303,7 +303,7 @@ def test_the_parts_add_up_and_are_called_an_estimate(moe: ModelFacts) -> None:
     config = recipe()
     plan = make_plan(config, moe, gpu=True)
     assert plan.time is not None
-    parts = plan.time.rollout + plan.time.training + plan.time.weights
+    parts = plan.time.rollout + plan.time.training + plan.time.weights + plan.time.driver
     assert plan.time.total == pytest.approx(parts)
     text = describe(config, moe, plan, [], hardware=GPU)
     assert "ESTIMATE, not measured, for NVIDIA H200 and" in text

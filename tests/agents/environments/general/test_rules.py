@@ -87,7 +87,7 @@ def test_tasks_are_numbered_through_all_folders() -> None:
 
 def test_answers_that_are_json_or_not() -> None:
     assert answer_of('{"a": [1, 2.5]}') == {"a": [1, 2.5]}
-    for text in ("NaN", "[1e999]", '"\\ud83d"', "1" * 5000, "[" * 100_000, "Kesek Inn", ""):
+    for text in ("NaN", "[1e999]", '"\\ud83d"', "1" * 60_000, "[" * 100_000, "Kesek Inn", ""):
         assert answer_of(text) == text  # nothing that no verifier could be sent
     assert answer_of("\ud83d") == "?"
     assert answer_of(json.dumps("x")) == "x"
