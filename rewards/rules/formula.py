@@ -56,13 +56,13 @@ class LostTerm(Unreadable):
 
 @dataclass(frozen=True)
 class Point:
-    """Coordinates of every symbol, derived from its name: positive at point 0."""
+    """Coordinates of every symbol, derived from its name: positive at points 0 and 3."""
 
     number: int
 
     def of(self, name: str) -> Value:
         drawn = crc32(f"{self.number} {name}".encode())
-        sign = -1 if self.number and drawn >> 8 & 1 else 1
+        sign = -1 if self.number % 3 and drawn >> 8 & 1 else 1
         return sign * (_context.mpf(drawn % 100_003) / 50_000 + _context.mpf(1) / 3)
 
 
@@ -129,7 +129,7 @@ def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
 
 def _agree(one: Formula, other: Formula, *, ratio: bool) -> bool:
     factors: list[Value] = []
-    for point in map(Point, range(3 if one.names or other.names else 1)):
+    for point in map(Point, range(3 + ratio if one.names or other.names else 1)):
         try:
             left = one.at(point)
         except LostTerm:
@@ -150,7 +150,7 @@ def _agree(one: Formula, other: Formula, *, ratio: bool) -> bool:
             factors.append(right / left)
         elif not ratio:
             factors.append(1)
-    return bool(factors) and all(close(factors[0], factor) for factor in factors)
+    return len(factors) > ratio and all(close(factors[0], factor) for factor in factors)
 
 
 def read(text: str) -> Formula:
@@ -280,6 +280,8 @@ class _Reader:
     def atom(self) -> Node:
         symbols = self.symbols
         if self.kind == "number":
+            if len(self.token) > _DIGITS - 20:
+                raise Unreadable("more digits than are compared")
             return _constant(self.take())
         if self.token in ("(", "[", "{"):
             return self.group()

@@ -70,13 +70,15 @@ def mathematical(
         return any(_same(one, other, tolerance) for one in gold() for other in readings)
 
     def verify(text: str) -> bool:
+        text = text.replace("\\fbox{", BOXED)
         marked = marked_answer(text)
         if marked is None and BOXED in text:  # it was never closed
             return False
         if len(text if marked is None else marked) > longest:
             return False
         if marked is not None:
-            return not statements.mark_denied(text, marked) and judge(marked)
+            boxes = statements.boxes(text, marked)
+            return bool(boxes) and (all(map(judge, boxes)) or judge(", ".join(boxes)))
         if words:
             return statements.asserts(text, words)
         return any(
@@ -254,23 +256,35 @@ def _matrix(text: str, depth: int) -> Answer | None:
 
 
 def _listed(text: str, depth: int) -> Answer | None:
-    parts, marks = _split(text.replace("\\\\", ";"), ",;∧∨")
+    parts, marks = _split(text.replace("\\\\", ";"), ",;¦∧∨")
     parts = [part for part in parts if part]
     if not marks:
         return None
     if not 1 < len(parts) <= _MOST_ITEMS:
         return parse(parts[0], depth) if len(parts) == 1 else Text(text)
-    items = [parse(part, depth) for part in parts]
+    items = _items(parts, depth)
     regions = [_region(item.value if _names(item) else item, point=True) for item in items]
     if all(regions) and any(isinstance(item, Region) for item in items):
         found = [region for region in regions if region]
-        return _joined(found) if "∨" in marks else _intersection(found)
+        return _intersection(found) if {*"∨¦"}.isdisjoint(marks) else _joined(found)
+    if not {*"∧∨"}.isdisjoint(marks) and not any(isinstance(item, Relation) for item in items):
+        return Text(text)  # of logic, not of answers
     if any(isinstance(item, Text) and not item.text.startswith("\\text") for item in items):
         return Text(text)
     names = [item.name if isinstance(item, Relation) else "" for item in items]
     if names[0] and (not any(names[1:]) or len(set(names)) == 1):  # x = 1, 2 and x = 1, x = 2
         items = [item.value if isinstance(item, Relation) else item for item in items]
-    return Several("∨" if set(marks) == {"∨"} else ",", "", tuple(items))
+    return Several("∨" if set(marks) <= {*"∨¦"} else ",", "", tuple(items))
+
+
+def _items(parts: Sequence[str], depth: int) -> list[Answer]:
+    """Read the parts of a list; 0, ±4 has three items."""
+    items: list[Answer] = []
+    for part in parts:
+        item = parse(part, depth)
+        signs = isinstance(item, Several) and item.opening == "," and re.search("[±∓]", part)
+        items += item.items if signs and isinstance(item, Several) else [item]
+    return items
 
 
 def _names(answer: Answer) -> TypeGuard[Relation]:
@@ -300,7 +314,7 @@ def _member(text: str, depth: int) -> Answer | None:
 
 
 def _either(text: str, depth: int) -> Answer | None:
-    if not _split(text, "±∓")[1]:
+    if not re.search("[±∓]", text) or re.search("[,;⦃⟨]", text):
         return None
     signs = (text.translate({0xB1: one, 0x2213: two}) for one, two in ("+-", "-+"))
     values = [parse(sign, depth) for sign in signs]
@@ -312,13 +326,17 @@ _NAME = re.compile(
     r"|\\(?:angle|triangle)?\s?[A-Za-z]+"
     r"|\\(?:overline|overrightarrow|vec|hat|bar|mathbf|mathcal|dot)\s*\{\w+\}"
     r"|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d\w\s*\})"
-    r"(?:_\w|_\{[^{}]*\})?'{0,3}(?:\([^()=]*\))?"
+    r"(?:_\w|_\{[^{}]*\})?'{0,3}(?:\^\{-1\})?(?:\([^()=]*\))?"
 )
 _FLIPPED = str.maketrans("<>≤≥", "><≥≤")
 
 
 def _related(text: str, depth: int) -> Answer | None:
-    sides, signs = _split(text, "=<>≤≥≠≈→")
+    steps, arrows = _split(text, "→")
+    if arrows:
+        concludes = re.search("[=<>≤≥]", steps[0]) or _constant(steps[0]) is not None
+        return parse(steps[-1], depth) if concludes else Text(text)
+    sides, signs = _split(text, "=<>≤≥≠≈")
     if not signs:
         return None
     if signs[0] in "=≈" and not sides[0]:
@@ -326,8 +344,6 @@ def _related(text: str, depth: int) -> Answer | None:
     if not all(sides):
         return Text(text)
     value = parse(sides[-1], depth)
-    if signs[-1] == "→":
-        return value
     name = sides[0] if _NAME.fullmatch(sides[0]) or len(sides) > 2 or "≈" in signs else ""
     if not set(signs) <= {"=", "≈"}:
         relation = Relation(tuple(sides), signs, "", value)
@@ -356,6 +372,8 @@ def _inequality(relation: Relation) -> Region | None:
     sides, signs = relation.sides, relation.signs
     if signs[0] in ">≥":
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
+    if len(sides) == 2 and "|" in "".join(sides) and (region := _distance(*sides, signs)):
+        return region
     place = next((n for n, side in enumerate(sides) if _NAME.fullmatch(side)), -1)
     ends = [_as_formula(parse(side, 5)) for n, side in enumerate(sides) if n != place]
     if place < 0 or not all(ends) or (len(sides) > 2 and (place, len(sides)) != (1, 3)):
@@ -372,6 +390,28 @@ def _inequality(relation: Relation) -> Region | None:
         if place
         else ((MINUS_INFINITE, False, high, signs == "≤"),)
     )
+
+
+_DISTANCE = re.compile(r"\|\s*(\d*)\s*[A-Za-z]\s*([+-][^|]*)?\|")
+
+
+def _distance(small: str, large: str, sign: str) -> Region | None:
+    """The region of `|2x - 3| < 5` or `5 < |2x - 3|`."""
+    inside, outside = _DISTANCE.fullmatch(small), _DISTANCE.fullmatch(large)
+    match, radius = inside or outside, large if inside else small
+    if match is None or (inside and outside) or sign not in "<≤":
+        return None
+    ends = [
+        _as_formula(parse(rf"\frac{{{side}({radius})-(0{match[2] or ''})}}{{{match[1] or 1}}}", 5))
+        for side in "-+"
+    ]
+    low, high = ends
+    if low is None or high is None or low.imaginary or not _place(low) < _place(high):
+        return None
+    closed = sign == "≤"
+    if inside:
+        return Region(((low, closed, high, closed),))
+    return Region(((MINUS_INFINITE, False, low, closed), (high, closed, INFINITE, False)))
 
 
 def _other_than(end: Formula) -> Region:
@@ -398,11 +438,7 @@ def _bracketed(text: str, depth: int) -> Answer | None:
         return parse(inside, depth) if text[0] + text[-1] in ("()", "{}") else None
     if len(parts) > _MOST_ITEMS:
         return Text(text)
-    items: list[Answer] = []
-    for part in parts if inside else []:
-        item = parse(part, depth)
-        signed = isinstance(item, Several) and re.search("[±∓]", part) and item.opening == ","
-        items += item.items if signed and isinstance(item, Several) else [item]
+    items = _items(parts if inside else [], depth)
     if any(isinstance(item, Text) for item in items):
         return Text(text)
     return Several(text[0].replace("{", "⦃"), text[-1], tuple(items))
@@ -550,6 +586,9 @@ _PI = re.compile(r"-?(?:\d+(?:\.\d+)?)?\s?\\pi")
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
     """Compare with a number, which must be written as one, in powers of ten only if `gold` is."""
+    if isinstance(given, Formula) and given.imaginary and not given.work:  # i^2
+        value = given.constant()
+        return value is not None and formula.close(formula.number(gold.share), value)
     if not isinstance(given, Number):
         multiple = tolerance and isinstance(given, Formula) and _PI.fullmatch(given.text)
         return bool(multiple) and _near(formula.number(gold.value), _value(given), tolerance)

@@ -52,6 +52,8 @@ _FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan|cot)h?|sec|csc|ln|log|lg|exp|max
 _GROUPED = re.compile(
     r"(?<![\w.,])\d{1,3}(?:(?:\{,\}|,?\\!\s*|\\[,;: ]|[ ~\u00a0\u2009\u202f])\s?\d{3}"
     r"|(?:,\\!\s*|\{,\})\d{3})+(?!\w|[.,]?\d)"
+    r"|(?<![\w.,])\d{1,3}(?:,\d{3})+(?=(?:\.\d+)?(?:[ ~]|\\[,;: ])*(?!\\text\s*\{\s*(?:and|or)\b)"
+    r"(?:\\(?:text|mathrm)\b|(?<=[ ~])(?!(?:and|or)\b)[A-Za-z]))"
 )
 _ORDINAL = re.compile(
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm|textit|rm)\s*\{\s*)?(?:st|nd|rd|th)\b\s*\}{0,2}(?!\w)"
@@ -125,7 +127,7 @@ def plain(text: str) -> str:
         text = _DEGREES.sub(r"\1", _COMMAND.sub(_sign, text)).replace("$", "")
         text = _SHORT_FRACTION.sub(_braced, _SHORT_FRACTION.sub(_braced, text))
         if _LETTERS.search(text):
-            text = _CONJUNCTION.sub(lambda match: "∧" if match[1] == "and" else "∨", text)
+            text = _CONJUNCTION.sub(lambda match: "," if match[1] == "and" else "¦", text)
             text = _BARE_NAME.sub(lambda match: _COMMANDS.get(match[1], f"\\{match[1]} "), text)
         for spelling, sign in _SPELLINGS.items():
             text = text.replace(spelling, sign)
@@ -147,7 +149,7 @@ def _upright(match: re.Match[str]) -> str:
     content = match[1].strip()
     word = content.strip(" ,;.").lower()
     if word in ("and", "or"):
-        return " ∧ " if word == "and" else " ∨ "
+        return ", " if word == "and" else " ¦ "
     after_value = _AFTER_VALUE.search(match.string, 0, match.start())
     if _FUNCTION.fullmatch(content) and not (after_value and content in ("min", "sec")):
         return f" \\{content} "
@@ -162,7 +164,7 @@ def _upright(match: re.Match[str]) -> str:
         return _BASES.get(word, rf"\text{{{content}}}")
     if joined := _JOINED.fullmatch(content):  # 3 red and, before 4 blue
         return (
-            rf"\text{{{joined[1]}}}{' ∧ ' if joined[2] == 'and' else ' ∨ ' if joined[2] else ', '}"
+            rf"\text{{{joined[1]}}}{' ¦ ' if joined[2] == 'or' else ', '}"
         )
     return rf"\text{{{content}}}"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from keel.rewards.rules.notation import SIGNED_WORD
-from keel.rewards.text import BOXED, normalise
+from keel.rewards.text import BOXED, marked_answers, normalise
 
 MEANINGS = """
 hundred thousand million billion trillion dozen dozens wrong false incorrect invalid never except
@@ -61,8 +61,13 @@ def spelled(text: str) -> str:
 
 _BEFORE_MARK = re.compile(
     r"(?:(?:\bnot|n['’]t|\bnever|\banything\s+but|\bthan|\bdoubt\w*(?:\s+\w+){0,4})"
-    r"(?:\s+(?:be|equal\s+to|the|an?))*|(\\boxed\b.*)\bor)[\s$*(\\\[]*\Z",
+    r"(?:\s+(?:be|equal\s+to|the|an?))*)[\s$*(\\\[]*\Z",
     re.IGNORECASE | re.S,
+)
+_CORRECTION = re.compile(
+    r"\b(?:wait|actually|no|not|but|however|instead|correct\w*|wrong|mistake|error|oops|sorry|should"
+    r"|so|thus|hence|therefore|finally|final|answer|total|overall|result)\b|n['’]t\b",
+    re.IGNORECASE,
 )
 _AFTER_MARK = re.compile(
     r"[\s$*)\\\]}]*(?:\?|(?:is|was|are)\s*(?:n['’]t|\s+not|\s+wrong|\s+incorrect|\s+false)\b"
@@ -109,14 +114,18 @@ _OPERATOR = re.compile(
 )
 
 
-def mark_denied(text: str, marked: str) -> bool:
-    """Return True if the words around the last box deny it or name another answer."""
+def boxes(text: str, marked: str) -> list[str]:
+    """Return the content of the last mark and of the boxes before it that no word corrects; none
+    if the words around the last one deny it."""
     start = text.rfind(BOXED)
     if start < 0:
-        return False
+        return [marked]
     after = text[text.find(marked, start) + len(marked) :].lstrip()[1:]
-    before = text[max(0, start - 80) : start]
-    return bool(_BEFORE_MARK.search(before) or _AFTER_MARK.match(after))
+    if _BEFORE_MARK.search(text[max(0, start - 80) : start]) or _AFTER_MARK.match(after):
+        return []
+    corrections = list(_CORRECTION.finditer(text, 0, start))
+    rest = text[corrections[-1].end() :] if corrections else text
+    return list(dict.fromkeys(marked_answers(rest)))
 
 
 def _claim(text: str) -> tuple[str, bool]:
