@@ -18,7 +18,7 @@ from typing import Any, TypeGuard, cast
 
 from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.rules import formula, statements
-from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, Point, Unreadable
+from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, LostTerm, Unreadable
 from keel.rewards.rules.notation import plain, squeezed
 from keel.rewards.text import BOXED, marked_answer
 
@@ -775,8 +775,9 @@ def _region(answer: Answer, *, point: bool = False) -> Region | None:
 
 def _place(end: Formula) -> float:
     try:
-        return float(end.at(Point(0)).real)
-    except (Unreadable, OverflowError):
+        value = end.at(0)
+        return float("nan" if value is None else value.real)
+    except (LostTerm, OverflowError):
         return float("nan")
 
 

@@ -163,9 +163,7 @@ def _upright(match: re.Match[str]) -> str:
     if before == "_{":
         return _BASES.get(word, rf"\text{{{content}}}")
     if joined := _JOINED.fullmatch(content):  # 3 red and, before 4 blue
-        return (
-            rf"\text{{{joined[1]}}}{' ¦ ' if joined[2] == 'or' else ', '}"
-        )
+        return rf"\text{{{joined[1]}}}{' ¦ ' if joined[2] == 'or' else ', '}"
     return rf"\text{{{content}}}"
 
 
