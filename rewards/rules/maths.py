@@ -455,15 +455,6 @@ pa kpa nm
 _NOT_UNITS = FUNCTION_WORDS | KEYWORDS | {*statements.MEANINGS.split()}
 _NOT_UNITS -= {"byte", "long", "of", "per", "in", "short", "double", "till", "de", "e", "a"}
 _UNITS = {
-    *"""
-m s g h l j n w v k c f cm mm km kg mg ml ft in yd mi lb oz hr min sec mph rpm kmh rad deg am pm hz
-pa kpa nm
-""".split()
-}
-_LIKE_FUNCTION_WORDS = {*"byte long of per in short double till de e a".split()}
-_NOT_UNITS = FUNCTION_WORDS | KEYWORDS | {*statements.MEANINGS.split()}
-_NOT_UNITS -= _LIKE_FUNCTION_WORDS
-_UNITS = {
     name: names.split()[0]
     for names in """
 mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre,
@@ -656,12 +647,13 @@ def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool
 
 def _same_names(gold: Several, given: Several) -> bool:
     """Compare the values of several names, in order if one side has no names."""
-    named = [[item for item in side.items if _names(item)] for side in (gold, given)]
-    if [len(gold.items), len(given.items)] == [*map(len, named)]:
-        values, others = ({item.name: item.value for item in side} for side in named)
+    sides = gold.items, given.items
+    named = [{item.name: item.value for item in side if _names(item)} for side in sides]
+    if [*map(len, named)] == [*map(len, sides)]:
+        values, others = named
         return values.keys() == others.keys() and all(_same(values[n], others[n]) for n in values)
-    values, others = (tuple(map(_unnamed, side.items)) for side in (gold, given))
-    return not all(named) and "⦃" not in gold.opening + given.opening and _in_order(values, others)
+    bare = [[*map(_unnamed, side)] for side in sides]
+    return not all(named) and "⦃" not in gold.opening + given.opening and _in_order(*bare)
 
 
 def _same_relation(gold: Relation, given: Relation) -> bool:
