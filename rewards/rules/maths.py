@@ -454,15 +454,12 @@ pa kpa nm
 """
 _NOT_UNITS = FUNCTION_WORDS | KEYWORDS | {*statements.MEANINGS.split()}
 _NOT_UNITS -= {"byte", "long", "of", "per", "in", "short", "double", "till", "de", "e", "a"}
-_UNITS = {
-    name: names.split()[0]
-    for names in """
-mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre,
-in inch inche, ft foot feet, yd yard, mi mile, g gram, kg kilogram, s sec second, min minute,
-h hr hour, day, week, month, year, dollar, cent, am a.m, pm p.m
-""".split(",")
-    for name in names.split()
-}
+_UNIT_NAMES = """
+mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
+in inch inche; ft foot feet; yd yard; mi mile; g gram; kg kilogram; s sec second; min minute;
+h hr hour; day; week; month; year; dollar; cent; am a.m; pm p.m
+"""
+_UNITS = {name: names.split()[0] for names in _UNIT_NAMES.split(";") for name in names.split()}
 _DENIED = re.compile(
     r"n['’]t\b(?!\s+matter)|\b(?:wrong|false|incorrect|invalid|except|never)\b|\bnot\b(?!\s+"
     r"(?!it|that|this|the|right|correct|true|a|an|sure|certain|possible|valid|so|be)[a-z]{3,})",
@@ -515,10 +512,10 @@ def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
     if isinstance(given, Several) and given.opening == "∨" and not isinstance(gold, Several):
         return all(_same(gold, item) for item in given.items)  # 1/2 or 0.5
     if isinstance(gold, Relation):
-        if isinstance(given, Relation) and gold.name != given.name or not gold.name:
-            return isinstance(given, Relation) and _same_relation(gold, given)
+        if isinstance(given, Relation) and not (gold.name and gold.name == given.name):
+            return _same_relation(gold, given)
         given = given.value if isinstance(given, Relation) else given
-        return _same(gold.value, given, tolerance)
+        return bool(gold.name) and _same(gold.value, given, tolerance)
     if isinstance(given, Relation) and set(given.signs) <= {*"=≈"}:
         if isinstance(gold, Several) and any(map(_names, gold.items)):
             return False
@@ -652,8 +649,8 @@ def _same_names(gold: Several, given: Several) -> bool:
     if [*map(len, named)] == [*map(len, sides)]:
         values, others = named
         return values.keys() == others.keys() and all(_same(values[n], others[n]) for n in values)
-    bare = [[*map(_unnamed, side)] for side in sides]
-    return not all(named) and "⦃" not in gold.opening + given.opening and _in_order(*bare)
+    bare = sides if all(named) else ([*map(_unnamed, side)] for side in sides)
+    return "⦃" not in gold.opening + given.opening and _in_order(*bare)
 
 
 def _same_relation(gold: Relation, given: Relation) -> bool:
