@@ -19,7 +19,7 @@ from typing import Any, TypeGuard, cast
 from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.rules import formula, statements
 from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, LostTerm, Unreadable
-from keel.rewards.rules.notation import plain, squeezed
+from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import BOXED, marked_answer
 
 MAX_CHARACTERS = 2_048
@@ -581,9 +581,9 @@ def _same_formula(gold: Formula, given: Answer, tolerance: float | None = None) 
         return True
     value, other = gold.constant(), answer.constant()
     decimal = isinstance(given, Number) and given.form == "decimal"
-    if value is not None and other is not None:
-        if _near(value, other, tolerance) or (decimal and _rounded(value, other)):
-            return True
+    constants = value is not None and other is not None
+    if constants and (_near(value, other, tolerance) or (decimal and _rounded(value, other))):
+        return True
     return formula.equal(gold, answer)
 
 

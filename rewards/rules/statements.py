@@ -1,16 +1,182 @@
-r"""Extraction of the answer that a text asserts.
+r"""The answer that a text states, and one notation for the many ways to write it.
 
-`undressed` strips Markdown, delimiters and "The answer is". For text without a mark, `statements`
-extracts a number or formula, and `asserts` compares words. A negation, an alternative or a question
-means that there is no answer.
+For text without a mark, `statements` extracts a number or formula, and `asserts` compares words; a
+negation, an alternative or a question means that there is no answer. `boxes` returns the marked
+ones. `plain` writes signs for commands (`\\leq` is ≤, `\\{` is ⦃), upright letters and functions as
+the usual ones, numbers in digits, and no layout. The result consists of formulas
+(`keel.rewards.rules.formula`) between the signs that `keel.rewards.rules.maths` splits at.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
 
-from keel.rewards.rules.notation import SIGNED_WORD
-from keel.rewards.text import BOXED, marked_answers, normalise
+from keel.rewards.text import BOXED, marked_answers, normalise, raised
+
+# --- Notation ---
+
+_SIGNS = str.maketrans(
+    {
+        **dict.fromkeys("−–", "-"),
+        **dict.fromkeys("⁄∕÷", "/"),
+        **dict.fromkeys("×·⋅", "*"),
+        **{"°": "^\\circ ", "π": "\\pi ", "\u200b": "", "≅": "≈", "。": ".", "ℝ": "\\mathbb{R}"},
+    }
+)
+_CHARACTERS = """
+≤ le leq leqslant leqq; ≥ ge geq geqslant geqq; ≠ ne neq; < lt; > gt; ≈ approx simeq; ∪ cup bigcup;
+∩ cap; ∖ setminus backslash smallsetminus; ∈ in; ± pm; ∓ mp; ∞ infty infinity inf; % %; ∣ mid;
+∅ emptyset varnothing; ⟨ langle; ⟩ rangle; ∧ land wedge; ∨ lor vee; | lvert rvert vert; / div;
+→ to rightarrow implies Rightarrow; ⦃ { lbrace; ⦄ } rbrace; \\log lg; \\tan tg; * cdot times ast;
+\\frac dfrac tfrac cfrac; \\binom dbinom; i imath; ^\\circ degree; \\ldots dots cdots dotsc
+"""
+_COMMANDS = {
+    name: names.split()[0] for names in _CHARACTERS.split(";") for name in names.split()[1:]
+}
+_LAYOUT = "$ ! left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits"
+_COMMANDS |= dict.fromkeys(_LAYOUT.split(), "") | dict.fromkeys(",;: >", " ")
+_COMMANDS |= dict.fromkeys(("quad", "qquad"), "; ")
+_GROUPED = re.compile(
+    r"(?<![\w.,])\d{1,3}(?:(?:(?:\{,\}|,?\\!\s*|\\[,;: ]|[ ~\u00a0\u2009\u202f])\s?\d{3}"
+    r"|(?:,\\!\s*|\{,\})\d{3})+(?!\w|[.,]?\d)"
+    r"|(?:,\d{3})+(?=(?:\.\d+)?(?:[ ~]|\\[,;: ])*(?!\\text\s*\{\s*(?:and|or)\b)"
+    r"(?:\\(?:text|mathrm)\b|(?<=[ ~])(?!(?:and|or)\b)[A-Za-z])))"
+)
+_UNUSUAL = re.compile(r"[^\W\d_]{2}|[\\${%*(=>.]|[^\x00-\x7f]")
+_MIXED = re.compile(r"(?<![\w.,/^{}])(\d{1,15})[ ~]\s*(\d{1,15})/(\d{1,15})(?![\w/.]*\d)")
+_FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan|cot)h?|sec|csc|ln|log|lg|exp|max|min|gcd|lcm|det")
+_AFTER_VALUE = re.compile(r"[\d})](?:\s|\\[,;:! ]|~){0,4}\Z")
+_JOINED = re.compile(r"(.*[^\s,;])(?:\s*[,;]|[\s,;]+(and|or))")
+_NUMERALS = "two three four five six seven eight nine ten eleven twelve"
+_BASES = {word: str(base) for base, word in enumerate(_NUMERALS.split(), 2)}
+_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+
+
+def plain(text: str) -> str:
+    """Write an answer in one notation: signs for commands, upright letters as the usual ones, and
+    numbers in digits."""
+    text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
+    text = unicodedata.normalize("NFKC", raised(text)).translate(_SIGNS).strip()
+    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    if _UNUSUAL.search(text):
+        if re.search(r"\\(?:vec|mathbf|overrightarrow|boldsymbol)(?![A-Za-z])", text):
+            text = text.replace("\\times", "\\cross")  # there are two products of vectors
+        for pattern, new in _RULES:
+            text = pattern.sub(new, text)
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", text).strip(" $;,")
+
+
+def _command(match: re.Match[str]) -> str:
+    sign = _COMMANDS.get(match[1] or match[2], match[0])
+    return f"{sign} " if "\\" in sign and sign != match[0] else sign
+
+
+def _upright(match: re.Match[str]) -> str:
+    content = match[1].strip()
+    word = content.strip(" ,;.").lower()
+    if word in ("and", "or"):
+        return ", " if word == "and" else " ¦ "
+    after_value = _AFTER_VALUE.search(match.string, 0, match.start())
+    if _FUNCTION.fullmatch(content) and not (after_value and content in ("min", "sec")):
+        return f" \\{content} "
+    letter = len(content) == 1 and content.isalpha() and not after_value
+    numbers = re.search(r"\d", content) and "_" not in content
+    if content in ("e", "i", "d") or letter or numbers:
+        return f" {content} "
+    if match.string[: match.start()].endswith("_{"):
+        return _BASES.get(word, rf"\text{{{content}}}")
+    if joined := _JOINED.fullmatch(content):  # 3 red and, before 4 blue
+        return rf"\text{{{joined[1]}}}{' ¦ ' if joined[2] == 'or' else ', '}"
+    return rf"\text{{{content}}}"
+
+
+def _braced(match: re.Match[str]) -> str:
+    top, bottom = (part if part[0] == "{" else f"{{{part}}}" for part in match.group(2, 3))
+    return f"\\{match[1]}{top}{bottom}"
+
+
+def _counted(match: re.Match[str]) -> str:
+    value = Fraction(match[1]) * 10 ** _ZEROS[match[2].lower()]
+    return str(value) if value.denominator == 1 else str(float(value))
+
+
+def _repeating(match: re.Match[str]) -> str:
+    once, again = match[2], match[3] or match[4] or match[5]
+    value = Fraction(f"{match[1] or 0}.{once or 0}")
+    value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+SIGNED_WORD = re.compile(
+    r"(?i:\b(?:negative|minus)\s+|\\text\s*\{\s*(?:negative|minus)\s*\}\s*)(?=[\d\\.])"
+)
+_RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
+_RULES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in {
+        # 3rd, 3^{\text{rd}}
+        r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm|textit|rm)\s*\{\s*)?(?:st|nd|rd|th)\b"
+        r"\s*\}{0,2}(?!\w)": "",
+        SIGNED_WORD.pattern: "-",
+        r"(?i)(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?"
+        r"(?:\\(?:text|mathrm)\s*\{\s*)?(hundred|thousand|million|billion|trillion)\b\s*\}?": (
+            _counted
+        ),
+        r"\\(?:text)?color\s*\{\w*\}": "",
+        r"^\s*\\text\s*\{[^{}\d]*:\s*\}": "",
+        r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)": ":",
+        # Money and percentages
+        r"(?:\\\$|[$€£¥]|\\text\s*\{\s*(?:USD|EUR|GBP|INR|Rs\.?|US\s?\$|\\?\$)\s*\}"
+        r"|\b(?:USD|EUR|Rs\.?)(?=\s?\d))\s*(?=[\d.])|(?<=\d)\s*[€£¥]": "",
+        r"(?i)\s*(?:\\[,;: ]\s*)?(?:\\?%|\\(?:text|mathrm)\s*\{\s*(?:\\?%|per\s?cent)\s*\}"
+        r"|(?<=[\d\s}])per\s?cent\b)": "%",
+        r"\{:\}": ":",
+        r"~": " ",
+        # 0.1\overline{6}, 0.1(6)
+        r"(?<![\w.,])(\d{0,15})\.(\d{0,15})"
+        r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)": _repeating,
+        r"\{([^{}]*)\\choose\s?([^{}]*)\}": r"\\binom{\1}{\2}",
+        r"\\(?:mathrm|text(?:rm|bf|it|normal)?|rm|operatorname\*?|mathit|mathsf|mbox)"
+        r"\s*\{([^{}]*)\}": _upright,
+        # 2 hours 5 minutes
+        r"(\d\s*(?:\\text\{[^{}]*\}|(?:hours?|hrs?|minutes?|min|days?|weeks?|years?|months?|feet"
+        r"|ft|pounds?|lbs?|dollars?|h|m|km|kg)\b))(?:\s|\\ ){0,3}(?=\d)": r"\1, ",
+        r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))|(?<![\\a-z])sqrt\s*\(([^()]*)\)": (
+            lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}"
+        ),
+        r"\\([A-Za-z]+)[ \t]*|\\([^A-Za-z])": _command,
+        # 20 °C
+        r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*"
+        r"(?:[CF](?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})": r"\1",
+        r"\$": "",
+        r"\\(frac|binom)\s*(\{[^{}]*\}|\w)\s*(\{|\w)": _braced,
+        r"\\(frac|binom)\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\w)\s*(\{|\w)": _braced,
+        r"(?<![A-Za-z\\])and(?![A-Za-z])": ",",
+        r"(?<![A-Za-z\\])or(?![A-Za-z])": "¦",
+        r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp|infinity|inf)(?![A-Za-z])": (
+            lambda match: _COMMANDS.get(match[1], f"\\{match[1]} ")
+        ),
+        r"\*\*": "^",
+        r"\.\.\.": r"\\ldots ",
+        "=>": "→",
+        ">=": "≥",
+        "<=": "≤",
+    }.items()
+]
+
+
+def squeezed(text: str) -> str:
+    """A text in plain notation without white space and needless braces, for comparing texts."""
+    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
+    words = "\\" not in text and re.search(r"[^\W\d_]{2}", text)
+    return text.casefold() if words else text
+
+
+# --- Statements ---
 
 MEANINGS = """
 hundred thousand million billion trillion dozen dozens wrong false incorrect invalid never except
