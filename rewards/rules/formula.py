@@ -382,15 +382,7 @@ def _power(base: Value, exponent: Value) -> Value:
 def _root(value: Value, index: Value) -> Value:
     if _context.im(value) == 0 > _context.re(value) and index % 2 == 1:
         return -_root(-value, index)
-    return (
-        _context.root(value, int(index))
-        if index in range(2, 100)
-        else value ** (1 / _bounded(index))
-    )
-
-
-def _logarithm(value: Value, base: Value) -> Value:
-    return _context.log(value) / _context.log(base)
+    return value ** (1 / _bounded(index))
 
 
 def _whole(operation: Callable[..., int], *values: Value) -> Value:
@@ -400,22 +392,18 @@ def _whole(operation: Callable[..., int], *values: Value) -> Value:
 
 
 def _within_bounds(name: str) -> Callable[..., Value]:
-    function = getattr(_context, name)
-    return lambda *values: function(*map(_bounded, values))
+    return lambda *values: getattr(_context, name)(*map(_bounded, values))
 
 
 _FACTORIAL, _DOUBLE_FACTORIAL, _BINOMIAL = map(_within_bounds, ("factorial", "fac2", "binomial"))
-_LISTS: dict[str, Callable[..., Value]] = {
-    **{"max": max, "min": min},
-    **{"gcd": partial(_whole, math.gcd), "lcm": partial(_whole, math.lcm)},
-}
+_LISTS: dict[str, Callable[..., Value]] = {"max": max, "min": min}
+_LISTS |= {"gcd": partial(_whole, math.gcd), "lcm": partial(_whole, math.lcm)}
 _BOUNDED = "exp sin cos tan sec csc cot sinh cosh tanh coth"
 _INVERTIBLE = "sin cos tan cot sec csc sinh cosh tanh"
-_FUNCTIONS: dict[str, Callable[..., Value]] = {
-    **{name: _within_bounds(name) for name in _BOUNDED.split()},
-    **{f"arc{name}": _within_bounds(f"a{name}") for name in _INVERTIBLE.split()},
-    **{"ln": _context.log, "log": _logarithm},
-}
+_FUNCTIONS = {name: _within_bounds(name) for name in _BOUNDED.split()}
+_FUNCTIONS |= {f"arc{name}": _within_bounds(f"a{name}") for name in _INVERTIBLE.split()}
+_FUNCTIONS["ln"] = _context.log
+_FUNCTIONS["log"] = lambda value, base: _context.log(value) / _context.log(base)
 
 INFINITE = Formula(lambda _: _context.inf, "∞")
 MINUS_INFINITE = Formula(lambda _: -_context.inf, "-∞")

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.rules import formula, statements
@@ -46,8 +45,7 @@ def mathematical(
     read `right` now, so that no completion's deadline pays for it.
     Raises ValueError for a tolerance that is not between 0 and 1.
     """
-    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    if tolerance is not None and not (is_number and 0 < tolerance < 1):
+    if tolerance is not None and not (type(tolerance) is float and 0 < tolerance < 1):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
     right = statements.undressed(right)
     spelling, words = statements.spelled(right), statements.words_of(right)
@@ -98,16 +96,15 @@ def _worked_out(text: str) -> Answer:
         value = cast(Any, latex2sympy(text, is_real=None)).doit()
         answer = parse(plain(cast(str, latex(value))))
     except Exception:  # whatever the library cannot read is compared as text
-        return Text(text)
+        return text
     index = re.search(r"_\s*\{\s*i\s*=", text)  # an index, and not the imaginary unit
-    return Text(text) if index and isinstance(answer, Formula) and answer.imaginary else answer
+    return text if index and isinstance(answer, Formula) and answer.imaginary else answer
 
 
 # --- Reading ---
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(NamedTuple):
     """A rational number and its spelling.
 
     form: integer, decimal, fraction, ratio or scientific. lowest: of a fraction, whether it is in
@@ -126,8 +123,7 @@ class Number:
         return self.value / 100 if self.percent else self.value
 
 
-@dataclass(frozen=True, slots=True)
-class Several:
+class Several(NamedTuple):
     """Values in brackets; "," opens a list without any, "∨" alternatives, "matrix" rows."""
 
     opening: str
@@ -139,15 +135,13 @@ Interval = tuple[Formula, bool, Formula, bool]
 """The low end, whether it is included, and the same of the high end. An end may be infinite."""
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """A union of intervals of real numbers."""
 
     parts: tuple[Interval, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Relation:
+class Relation(NamedTuple):
     """Sides and the signs between them.
 
     name: the first side if it is a name, as in `x = 3` and `f(x) = x^2`. value: the last side.
@@ -159,14 +153,8 @@ class Relation:
     value: Answer
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """An answer outside this grammar, compared as text."""
-
-    text: str
-
-
-Answer = Number | Formula | Several | Region | Relation | Text
+Answer = Number | Formula | Several | Region | Relation | str
+"""An answer that has been read; a text is outside this grammar, and compared as it is."""
 
 _FRACTION = (
     r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}\s?\{\s*(?P<bottom>\d{1,4000})\s*\}"
@@ -181,12 +169,12 @@ _NUMBER = re.compile(
 )
 
 
-def _number(match: re.Match[str]) -> Number | Text:
+def _number(match: re.Match[str]) -> Number | str:
     sign = -1 if (match["sign"] == "-") != (match["minus"] == "-") else 1
     if top := match["top"] or match["left"]:
         bottom = int(match["bottom"] or match["right"])
         if not bottom:
-            return Text(match[0])
+            return match[0]
         part, ratio = Fraction(int(top), bottom), match["over"] == ":"
         lowest = part.denominator == bottom and (bottom > 1 or ratio)
         lowest = lowest and (not match["mixed"] or part < 1)
@@ -212,12 +200,12 @@ _BEGIN = re.compile(
 
 
 def parse(text: str, depth: int = 0) -> Answer:
-    """Read all of an answer in plain notation, or return it as Text."""
+    """Read all of an answer in plain notation, or return it as it is."""
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
         return _number(match)
     if not text or depth > 7 or "\\ldots" in text:
-        return Text(text)
+        return text
     if constant := _CONSTANTS.get(text.replace(" ", "").removeprefix("+")):
         return constant
     if match := _BEGIN.fullmatch(text):
@@ -257,7 +245,7 @@ def _matrix(match: re.Match[str], depth: int) -> Answer:
     if match[1] in ("cases", "aligned"):
         return parse(match[2].replace("\\\\", ";").replace("&", " "), depth)
     if match[1] == "vmatrix" or "\\begin" in match[2]:
-        return Text(match[0])
+        return match[0]
     rows = [row.split("&") for row in match[2].strip().removesuffix("\\\\").split("\\\\")]
     lines = [Several("row", "", tuple(parse(cell, depth) for cell in row)) for row in rows]
     return Several("matrix", "", tuple(lines))
@@ -267,15 +255,15 @@ def _listed(text: str, parts: list[str], marks: str, depth: int) -> Answer:
     """Read values between commas, semicolons, ∧ and ∨ (of logic), and ¦ (the word "or")."""
     parts = [part for part in parts if part]
     if not 1 < len(parts) <= _MOST_ITEMS:
-        return parse(parts[0], depth) if len(parts) == 1 else Text(text)
+        return parse(parts[0], depth) if len(parts) == 1 else text
     items = _items(parts, depth)
     regions = [region for item in items if (region := _region(_unnamed(item), point=True))]
     if len(regions) == len(items) and any(isinstance(item, Region) for item in items):
-        return _joined(regions) if re.search("[∨¦]", marks) else _intersection(regions)
+        return _union(regions) if re.search("[∨¦]", marks) else _intersection(regions)
     if re.search("[∧∨]", marks) and not any(isinstance(item, Relation) for item in items):
-        return Text(text)  # of logic, not of answers
-    if any(isinstance(item, Text) and not item.text.startswith("\\text") for item in items):
-        return Text(text)
+        return text  # of logic, not of answers
+    if any(isinstance(item, str) and not item.startswith("\\text") for item in items):
+        return text
     names = [item.name if isinstance(item, Relation) else "" for item in items]
     if names[0] and (not any(names[1:]) or len(set(names)) == 1):  # x = 1, 2 and x = 1, x = 2
         items = [item.value if isinstance(item, Relation) else item for item in items]
@@ -303,21 +291,20 @@ def _unnamed(answer: Answer) -> Answer:
 def _united(text: str, parts: list[str], marks: str, depth: int) -> Answer:
     regions = [region for part in parts if (region := _region(parse(part, depth), point=True))]
     if len(regions) == len(parts) and set(marks) == {"∪"}:
-        return _joined(regions)
+        return _union(regions)
     points = [part for region in regions[1:] for part in region.parts]
     if len(regions) < len(parts) or marks != "∖" or any(one[0] is not one[2] for one in points):
-        return Text(text)
+        return text
     return _intersection([regions[0], *(_other_than(point[0]) for point in points)])
 
 
 def _member(text: str, parts: list[str], marks: str, depth: int) -> Answer:
-    named = len(parts) == 2 and _NAME.fullmatch(parts[0])
-    return parse(parts[1], depth) if named else Text(text)
+    return parse(parts[1], depth) if len(parts) == 2 and _NAME.fullmatch(parts[0]) else text
 
 
 def _concluded(text: str, parts: list[str], marks: str, depth: int) -> Answer:
     concludes = re.search("[=<>≤≥]", parts[0]) or _constant(parts[0]) is not None
-    return parse(parts[-1], depth) if concludes else Text(text)
+    return parse(parts[-1], depth) if concludes else text
 
 
 _NAME = re.compile(
@@ -334,13 +321,13 @@ def _related(text: str, parts: list[str], signs: str, depth: int) -> Answer:
     if signs[0] in "=≈" and not parts[0]:
         return parse(text[1:], depth)
     if not all(parts):
-        return Text(text)
+        return text
     sides, value = tuple(parts), parse(parts[-1], depth)
     if not set(signs) <= {*"=≈"}:
         return _inequality(sides, signs) or Relation(sides, signs, "", value)
     constants = [c for side in sides if (c := _constant(side)) is not None]
     if any(abs(one - constants[-1]) > abs(constants[-1]) / 100 for one in constants):
-        return Text(text)  # 7 = 3.14
+        return text  # 7 = 3.14
     if len(constants) == len(sides) and "≈" not in signs:
         return value
     names = re.fullmatch(r"\(([\w\s,]+)\)", sides[0])
@@ -348,10 +335,9 @@ def _related(text: str, parts: list[str], signs: str, depth: int) -> Answer:
         pairs = zip(names[1].split(","), value.items, strict=True)
         named = (Relation(sides, signs, name.strip(), item) for name, item in pairs)
         return Several(",", "", tuple(named))
-    is_name = _NAME.fullmatch(sides[0]) or len(sides) > 2 or "≈" in signs
-    return Relation(
-        sides, signs, sides[0] if is_name or isinstance(value, Region | Several) else "", value
-    )
+    is_name = _NAME.fullmatch(sides[0]) or isinstance(value, Region | Several)
+    is_name = is_name or len(sides) > 2 or "≈" in signs
+    return Relation(sides, signs, sides[0] if is_name else "", value)
 
 
 def _constant(text: str) -> Any:
@@ -369,26 +355,23 @@ def _inequality(sides: tuple[str, ...], signs: str) -> Region | None:
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
     if signs not in ("≠", "<", "≤", "<<", "<≤", "≤<", "≤≤"):
         return None
-    ends = [_as_formula(parse(side, 5)) for side in sides]
+    values = [_as_formula(parse(side, 5)) for side in sides]
     place = next((n for n, side in enumerate(sides) if _NAME.fullmatch(side)), -1)
     if len(sides) == 3:
-        low, _, high = ends
+        low, _, high = values
         within = place == 1 and low and high
         return Region(((low, signs[0] == "≤", high, signs[1] == "≤"),)) if within else None
     closed = signs == "≤"
-    if place >= 0 and (end := ends[1 - place]):
+    if place >= 0 and (end := values[1 - place]):
         above, below = (end, closed, INFINITE, False), (MINUS_INFINITE, False, end, closed)
         return _other_than(end) if signs == "≠" else Region((above if place else below,))
     distances = [match for side in sides if (match := _DISTANCE.fullmatch(side))]
     if len(distances) != 1 or signs == "≠":
         return None
     inside, (match,) = sides[0] == distances[0][0], distances
-    least, most = (
-        _as_formula(
-            parse(rf"\frac{{{sign}({sides[inside]})-(0{match[2] or ''})}}{{{match[1] or 1}}}", 5)
-        )
-        for sign in "-+"
-    )
+    shift, factor = match[2] or "", match[1] or "1"
+    ends = [rf"\frac{{{sign}({sides[inside]})-(0{shift})}}{{{factor}}}" for sign in "-+"]
+    least, most = (_as_formula(parse(end, 5)) for end in ends)
     if not least or not most or least.imaginary or not _place(least) < _place(most):
         return None
     outer = (MINUS_INFINITE, False, least, closed), (most, closed, INFINITE, False)
@@ -412,35 +395,32 @@ _CONSTANTS: dict[str, Answer] = {
     "∅": Several("⦃", "⦄", ()),
     "\\mathbb{R}": Region(((MINUS_INFINITE, False, INFINITE, False),)),
 }
-_SUCH_THAT = re.compile(r"\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)", re.S)
+_SUCH_THAT = re.compile(r"(?s)\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)")
 
 
 def _bracketed(text: str, depth: int) -> Answer | None:
     level = 0
-    for place, character in enumerate(text):
+    for place, character in enumerate(text, 1):
         level += (character in _OPENING) - (character in _CLOSING)
-        if level == 0 and place < len(text) - 1:
+        if (level == 0) != (place == len(text)):
             return None
-    if level:
-        return None
     inside = text[1:-1].strip()
     if text[0] == "⦃" and (match := _SUCH_THAT.fullmatch(inside)):
         answer = parse(match[1], depth)
-        return answer if isinstance(answer, Region) else Text(text)
+        return answer if isinstance(answer, Region) else text
     parts, marks = _split(inside, ",;")
     if not marks and text[0] in "([{":
         return parse(inside, depth) if text[0] + text[-1] in ("()", "{}") else None
     items = _items(parts if inside else [], depth)
-    if len(parts) > _MOST_ITEMS or any(isinstance(item, Text) for item in items):
-        return Text(text)
+    if len(parts) > _MOST_ITEMS or any(isinstance(item, str) for item in items):
+        return text
     return Several(text[0].replace("{", "⦃"), text[-1], tuple(items))
 
 
 _WORD = r"[A-Za-z][A-Za-z.'-]*"
 _TRAILING = re.compile(
-    r"(?P<value>.*[\w)}\]%|!])\s*(?:\\text\{(?P<text>[^{}]*)\}|(?<=[\d)}%])\s*(?P<bare>"
-    rf"{_WORD}(?:\s{_WORD}){{0,3}}(?:/{_WORD})?))(?P<power>\s*\^\s*\{{?-?\d\}}?)?",
-    re.S,
+    r"(?s)(?P<value>.*[\w)}\]%|!])\s*(?:\\text\{(?P<text>[^{}]*)\}|(?<=[\d)}%])\s*(?P<bare>"
+    rf"{_WORD}(?:\s{_WORD}){{0,3}}(?:/{_WORD})?))(?P<power>\s*\^\s*\{{?-?\d\}}?)?"
 )
 _LETTERS = r"[A-Za-z]{1,3}(?:\^\{?[23]\}?)?"
 _SHORT = re.compile(
@@ -461,9 +441,8 @@ h hr hour; day; week; month; year; dollar; cent; am a.m; pm p.m
 """
 _UNITS = {name: names.split()[0] for names in _UNIT_NAMES.split(";") for name in names.split()}
 _DENIED = re.compile(
-    r"n['’]t\b(?!\s+matter)|\b(?:wrong|false|incorrect|invalid|except|never)\b|\bnot\b(?!\s+"
-    r"(?!it|that|this|the|right|correct|true|a|an|sure|certain|possible|valid|so|be)[a-z]{3,})",
-    re.IGNORECASE,
+    r"(?i)n['’]t\b(?!\s+matter)|\b(?:wrong|false|incorrect|invalid|except|never)\b|\bnot\b(?!\s+"
+    r"(?!it|that|this|the|right|correct|true|a|an|sure|certain|possible|valid|so|be)[a-z]{3,})"
 )
 
 
@@ -474,7 +453,7 @@ def _measured(text: str, depth: int) -> Answer:
         if isinstance(value, Number) and {*_SHORT_UNITS.split()}.issuperset(
             re.findall(r"[a-z]+", match["unit"].lower())
         ):
-            return replace(value, unit=_unit(match["unit"]))
+            return value._replace(unit=_unit(match["unit"]))
     try:
         return formula.read(text)
     except Unreadable:
@@ -482,21 +461,21 @@ def _measured(text: str, depth: int) -> Answer:
     if match := _MODULO.fullmatch(text):
         value = parse(match[1], depth)
         if isinstance(value, Number) and 0 <= value.value < int(match[2]):
-            return replace(value, unit=f"mod {match[2]}")
+            return value._replace(unit=f"mod {match[2]}")
     match = _TRAILING.fullmatch(text)
     if match is None:
-        return Text(text)
+        return text
     words = (match["bare"] if match["text"] is None else match["text"]).strip()
     value = parse(match["value"], depth)
     if words[:1] in ("(", ""):
-        return Text(text) if _DENIED.search(words) else value
+        return text if _DENIED.search(words) else value
     is_unit = _NOT_UNITS.isdisjoint(re.findall(r"[a-z]+", words.lower()))
     is_unit = is_unit and (match["text"] is not None or len(words) > 2)
     if not is_unit and words.lower() not in _SHORT_UNITS.split():
-        return Text(text)
+        return text
     if isinstance(value, Number):
-        return value if value.unit else replace(value, unit=_unit(words) + (match["power"] or ""))
-    return value if isinstance(value, Formula) and match["text"] is not None else Text(text)
+        return value if value.unit else value._replace(unit=_unit(words) + (match["power"] or ""))
+    return value if isinstance(value, Formula) and match["text"] is not None else text
 
 
 def _unit(words: str) -> str:
@@ -532,8 +511,8 @@ def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
             return _same_several(gold, given)
         case Region():
             return _same_region(gold, _region(given))
-        case Text():
-            return isinstance(given, Text) and squeezed(gold.text) == squeezed(given.text)
+        case str():
+            return isinstance(given, str) and squeezed(gold) == squeezed(given)
 
 
 _PI = re.compile(r"-?(?:\d+(?:\.\d+)?)?\s?\\pi")
@@ -594,9 +573,8 @@ def _rounded(right: Any, given: Any) -> bool:
 
 
 def _near(right: Any, given: Any, tolerance: float | None) -> bool:
-    if tolerance is None or given is None:
-        return False
-    return bool(abs(right - given) <= tolerance * (abs(right) or 1))
+    exact = tolerance is None or given is None
+    return not exact and bool(abs(right - given) <= tolerance * (abs(right) or 1))
 
 
 def _same_several(gold: Several, given: Answer) -> bool:
@@ -719,7 +697,7 @@ def _place(end: Formula) -> float:
         return float("nan")
 
 
-def _joined(regions: Sequence[Region]) -> Region:
+def _union(regions: Sequence[Region]) -> Region:
     return Region(tuple(part for region in regions for part in region.parts))
 
 

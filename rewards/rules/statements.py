@@ -187,9 +187,8 @@ maybe perhaps probably approximately about nearly almost
 
 _BOLD = re.compile(r"(?<![\w)}\]*])(\*{1,3})(?![\s*])([^*\n]+?)(?<!\s)\1(?![\w({\[*])|`+")
 _LEAD = re.compile(
-    r"\s*(?:\\text\w*\s*\{\s*)?(?:(?:so|thus|hence|therefore|then),?\s+)?(?:the\s+|my\s+)?"
-    r"(?:final\s+|correct\s+|right\s+)?answer(?:\s+is\b\s*:?|\s*:)\s*\}?\s*",
-    re.IGNORECASE,
+    r"(?i)\s*(?:\\text\w*\s*\{\s*)?(?:(?:so|thus|hence|therefore|then),?\s+)?(?:the\s+|my\s+)?"
+    r"(?:final\s+|correct\s+|right\s+)?answer(?:\s+is\b\s*:?|\s*:)\s*\}?\s*"
 )
 _STYLED = re.compile(
     r"\\(?:boxed|text|textbf|mathbf|boldsymbol|bm|pmb|underline|mathrm|displaystyle)\s*"
@@ -226,57 +225,49 @@ def spelled(text: str) -> str:
 
 
 _BEFORE_MARK = re.compile(
-    r"(?:(?:\bnot|n['’]t|\bnever|\banything\s+but|\bthan|\bdoubt\w*(?:\s+\w+){0,4})"
-    r"(?:\s+(?:be|equal\s+to|the|an?))*)[\s$*(\\\[]*\Z",
-    re.IGNORECASE | re.S,
+    r"(?is)(?:(?:\bnot|n['’]t|\bnever|\banything\s+but|\bthan|\bdoubt\w*(?:\s+\w+){0,4})"
+    r"(?:\s+(?:be|equal\s+to|the|an?))*)[\s$*(\\\[]*\Z"
 )
 _CORRECTION = re.compile(
-    r"\b(?:wait|actually|no|not|but|however|instead|correct\w*|wrong|mistake|error|oops|sorry|should"
-    r"|so|thus|hence|therefore|finally|final|answer|total|overall|result)\b|n['’]t\b",
-    re.IGNORECASE,
+    r"(?i)\b(?:wait|actually|no|not|but|however|instead|correct\w*|wrong|mistake|error|oops|sorry|should"
+    r"|so|thus|hence|therefore|finally|final|answer|total|overall|result)\b|n['’]t\b"
 )
 _AFTER_MARK = re.compile(
-    r"[\s$*)\\\]}]*(?:\?|(?:is|was|are)\s*(?:n['’]t|\s+not|\s+wrong|\s+incorrect|\s+false)\b"
-    r"|(?:cannot|can['’]t|could\s+not)\s+be\b|or\s+\$?\\?\w)",
-    re.IGNORECASE,
+    r"(?i)[\s$*)\\\]}]*(?:\?|(?:is|was|are)\s*(?:n['’]t|\s+not|\s+wrong|\s+incorrect|\s+false)\b"
+    r"|(?:cannot|can['’]t|could\s+not)\s+be\b|or\s+\$?\\?\w)"
 )
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z(\\$*])|\n+")
-_ANSWER = re.compile(r"\banswer(?:\s+\w+){0,4}?(?:\s+is\b\s*:?|\s*:)[\s*>]*(?=\S)", re.IGNORECASE)
+_ANSWER = re.compile(r"(?i)\banswer(?:\s+\w+){0,4}?(?:\s+is\b\s*:?|\s*:)[\s*>]*(?=\S)")
 _CLAUSE = re.compile(r"[.!?]\s|\n|,\s+(?:so|thus|hence|therefore|and)\b")
 _CONCLUSION = re.compile(r"[,;:]\s+(?:so|thus|hence|therefore)\b,?")
 _DOUBT = re.compile(
-    r"\?|\b(?:not|never|neither|nor|cannot|except|wrong|false|incorrect|either|maybe|perhaps|might"
+    r"(?i)\?|\b(?:not|never|neither|nor|cannot|except|wrong|false|incorrect|either|maybe|perhaps|might"
     r"|could|possibly|probably|unlikely|(?<!no\s)doubt\w*|unsure|less|more|greater|fewer|larger"
     r"|smaller|other|rather|under|over|below|above|nearly|almost|least|most|say|says|said|claims?"
     r"|guess|although|though|but|unless|between|from|wait|actually|instead|or)\b"
-    r"|n['’]t\b|\banything\b|\ball\s+but\b",
-    re.IGNORECASE,
+    r"|n['’]t\b|\banything\b|\ball\s+but\b"
 )
 _ASIDE = re.compile(
-    r",?\s+(?:which|because|since|(?:and\s+)?not\s(?=[^;]*\d)|rather\s+than|instead\s+of)\b"
-    r"(?!.*\bbut\b)[^;]*$|\bnot\s+[^\s,]+\s*,?\s+but(?:\s+rather)?\b",
-    re.IGNORECASE,
+    r"(?i),?\s+(?:which|because|since|(?:and\s+)?not\s(?=[^;]*\d)|rather\s+than|instead\s+of)\b"
+    r"(?!.*\bbut\b)[^;]*$|\bnot\s+[^\s,]+\s*,?\s+but(?:\s+rather)?\b"
 )
 _VERB = re.compile(
-    r"\b(?:is|are|be|was|were|equals?|equal\s+to|makes?|gives?|gets?|becomes?|has|have|so|thus|hence"
-    r"|therefore|obtain|yields?|leaves?|costs?)\b[:,]?|=>|⇒|→|\\(?:implies|Rightarrow)\b|:(?=\s)",
-    re.IGNORECASE,
+    r"(?i)\b(?:is|are|be|was|were|equals?|equal\s+to|makes?|gives?|gets?|becomes?|has|have|so|thus|hence"
+    r"|therefore|obtain|yields?|leaves?|costs?)\b[:,]?|=>|⇒|→|\\(?:implies|Rightarrow)\b|:(?=\s)"
 )
 _PROSE = re.compile(
     r"(?<![\\A-Za-z])(?:(?!(?:sqrt|sin|cos|tan|log|exp|and|mod|inf|infinity)\b)[^\W\d_]{3,}"
     r"|(?i:is|it|so|we|he|be|by|as|at|an|on|of|to|if|my|no|do)\b)"
 )
-_DISPLAY = re.compile(r"\s*(?:\\\[(?:(?!\\[\[\]]).)*\\\]|\$\$[^$]*\$\$)", re.S)
+_DISPLAY = re.compile(r"(?s)\s*(?:\\\[(?:(?!\\[\[\]]).)*\\\]|\$\$[^$]*\$\$)")
 _FORMULA = re.compile(
-    r"\$[^$]+\$|\\\(.+?\\\)|(?:(?<![A-Za-z])[b-zB-HJ-Z](?![A-Za-z])|\\[A-Za-z]+|\\[%$]"
-    r"|[\d.,+\-*/^=()\[\]{}<>!%√π°×·÷−|_:²³€£]|(?<=\S)[ \t])+",
-    re.S,
+    r"(?s)\$[^$]+\$|\\\(.+?\\\)|(?:(?<![A-Za-z])[b-zB-HJ-Z](?![A-Za-z])|\\[A-Za-z]+|\\[%$]"
+    r"|[\d.,+\-*/^=()\[\]{}<>!%√π°×·÷−|_:²³€£]|(?<=\S)[ \t])+"
 )
 
 
 _OPERATOR = re.compile(
-    r"\d\W{0,2}\s(?:plus|minus|times|by|over|mod|modulo|(?:multiplied|divided)\s+by)\s*$",
-    re.IGNORECASE,
+    r"(?i)\d\W{0,2}\s(?:plus|minus|times|by|over|mod|modulo|(?:multiplied|divided)\s+by)\s*$"
 )
 
 
@@ -322,11 +313,9 @@ def statements(text: str, *, exclaims: bool) -> list[str]:
     aside = _ASIDE.search(sentence)
     if aside and re.search(r"\d", kept := sentence[: aside.start()] + sentence[aside.end() :]):
         sentence = kept  # 26, not 25
-    if doubt or not _PROSE.search(sentence):
-        return [] if doubt else [sentence]
     conclusion = _CONCLUSION.split(sentence)[-1]
-    if _DOUBT.search(conclusion):  # but not for the words of a remark in the formula
-        return [] if _DOUBT.search(_WRAPPED.sub("", sentence)) else [sentence]
+    if doubt or not _PROSE.search(sentence) or _DOUBT.search(conclusion):
+        return [] if doubt or _PROSE.search(sentence) else [sentence]
     verbs = list(_VERB.finditer(conclusion))
     tail = conclusion[verbs[-1].end() :].strip() if verbs else ""
     formulas = [match for match in _FORMULA.finditer(conclusion) if re.search(r"\d", match[0])]
