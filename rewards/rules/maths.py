@@ -322,7 +322,8 @@ def _related(text: str, parts: list[str], signs: str, depth: int) -> Answer:
         return parse(text[1:], depth)
     if not all(parts):
         return text
-    sides, value = tuple(parts), parse(parts[-1], depth)
+    sides: tuple[str, ...] = tuple(parts)
+    value = parse(parts[-1], depth)
     if not set(signs) <= {*"=≈"}:
         return _inequality(sides, signs) or Relation(sides, signs, "", value)
     constants = [c for side in sides if (c := _constant(side)) is not None]
@@ -359,18 +360,21 @@ def _inequality(sides: tuple[str, ...], signs: str) -> Region | None:
     place = next((n for n, side in enumerate(sides) if _NAME.fullmatch(side)), -1)
     if len(sides) == 3:
         low, _, high = values
-        within = place == 1 and low and high
-        return Region(((low, signs[0] == "≤", high, signs[1] == "≤"),)) if within else None
+        if place != 1 or low is None or high is None:
+            return None
+        return Region(((low, signs[0] == "≤", high, signs[1] == "≤"),))
     closed = signs == "≤"
     if place >= 0 and (end := values[1 - place]):
         above, below = (end, closed, INFINITE, False), (MINUS_INFINITE, False, end, closed)
         return _other_than(end) if signs == "≠" else Region((above if place else below,))
-    distances = [match for side in sides if (match := _DISTANCE.fullmatch(side))]
-    if len(distances) != 1 or signs == "≠":
+    inside, outside = (_DISTANCE.fullmatch(side) for side in (sides[0], sides[-1]))
+    match = inside or outside
+    if match is None or (inside and outside) or signs == "≠":
         return None
-    inside, (match,) = sides[0] == distances[0][0], distances
     shift, factor = match[2] or "", match[1] or "1"
-    ends = [rf"\frac{{{sign}({sides[inside]})-(0{shift})}}{{{factor}}}" for sign in "-+"]
+    ends = [
+        rf"\frac{{{sign}({sides[inside is not None]})-(0{shift})}}{{{factor}}}" for sign in "-+"
+    ]
     least, most = (_as_formula(parse(end, 5)) for end in ends)
     if not least or not most or least.imaginary or not _place(least) < _place(most):
         return None
@@ -573,8 +577,9 @@ def _rounded(right: Any, given: Any) -> bool:
 
 
 def _near(right: Any, given: Any, tolerance: float | None) -> bool:
-    exact = tolerance is None or given is None
-    return not exact and bool(abs(right - given) <= tolerance * (abs(right) or 1))
+    if tolerance is None or given is None:
+        return False
+    return bool(abs(right - given) <= tolerance * (abs(right) or 1))
 
 
 def _same_several(gold: Several, given: Answer) -> bool:
@@ -637,14 +642,11 @@ def _same_relation(gold: Relation, given: Relation) -> bool:
     if not all(sides):
         alike = [*map(squeezed, gold.sides)] == [*map(squeezed, given.sides)]
         return alike and gold.signs == given.signs
-    for others, signs in (
-        (given.sides, given.signs),
-        (given.sides[::-1], given.signs.translate(_FLIPPED)[::-1]),
-    ):
+    ways = [(given.sides, given.signs), (given.sides[::-1], given.signs.translate(_FLIPPED)[::-1])]
+    for others, signs in ways:
         if signs == gold.signs:
-            pairs = zip(gold.sides, others, strict=True)
-            one, other = (f"({left})-({right})" for left, right in (gold.sides[:2], others[:2]))
-            if all(_equal(*pair) for pair in pairs) or (
+            one, other = (f"({sides[0]})-({sides[1]})" for sides in (gold.sides, others))
+            if all(map(_equal, gold.sides, others)) or (
                 len(signs) == 1 and _equal(one, other, ratio=signs in "=≠")
             ):
                 return True
