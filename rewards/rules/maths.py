@@ -214,7 +214,7 @@ def parse(text: str, depth: int = 0) -> Answer:
     if re.search("[±∓]", text) and not re.search("[,;¦∧∨⦃⟨]", text):
         signs = (text.translate({0xB1: one, 0x2213: two}) for one, two in ("+-", "-+"))
         return Several(",", "", tuple(_unnamed(parse(sign, depth)) for sign in signs))
-    for marks, reader in _READERS.items():
+    for marks, reader in _READERS.items() if _MARK.search(text) else ():
         parts, signs = _split(text, marks)
         if signs:
             return reader(text, parts, signs, depth)
@@ -338,7 +338,7 @@ def _related(text: str, parts: list[str], signs: str, depth: int) -> Answer:
         return Several(",", "", tuple(named))
     is_name = _NAME.fullmatch(sides[0]) or isinstance(value, Region | Several)
     is_name = is_name or len(sides) > 2 or "≈" in signs
-    return Relation(sides, signs, sides[0] if is_name else "", value)
+    return Relation(sides, signs, parts[0] if is_name else "", value)
 
 
 def _constant(text: str) -> Any:
@@ -393,6 +393,7 @@ _READERS: dict[str, Callable[[str, list[str], str, int], Answer]] = {
     "→": _concluded,
     "=<>≤≥≠≈": _related,
 }
+_MARK = re.compile(f"[{''.join(_READERS)}]")
 _CONSTANTS: dict[str, Answer] = {
     "∞": INFINITE,
     "-∞": MINUS_INFINITE,
@@ -525,8 +526,8 @@ _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "de
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
     """Compare with a number, which must be written as one, in powers of ten only if `gold` is."""
-    right = formula.number(gold.share)
     if isinstance(given, Formula):
+        right = formula.number(gold.share)
         value = given.constant()
         if given.imaginary and not given.work:  # i^2
             return value is not None and formula.close(right, value)
@@ -547,7 +548,10 @@ def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
         values.append(given.value / 100)
     exact = any(one.form == "integer" and not one.percent for one in (gold, given))
     rounds = "decimal" in (gold.form, given.form) and not exact
-    return gold.share in values or any(
+    if gold.share in values:
+        return True
+    right = formula.number(gold.share)
+    return any(
         _near(right, value, tolerance) or (rounds and _rounded(right, value))
         for value in map(formula.number, values)
     )

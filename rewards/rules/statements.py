@@ -51,6 +51,7 @@ _FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan|cot)h?|sec|csc|ln|log|lg|exp|max
 _AFTER_VALUE = re.compile(r"[\d})](?:\s|\\[,;:! ]|~){0,4}\Z")
 _JOINED = re.compile(r"(.*[^\s,;])(?:\s*[,;]|[\s,;]+(and|or))")
 _NUMERALS = "two three four five six seven eight nine ten eleven twelve"
+_SPELLINGS = {"**": "^", "...": "\\ldots ", "=>": "→", ">=": "≥", "<=": "≤", "$": ""}
 _BASES = {word: str(base) for base, word in enumerate(_NUMERALS.split(), 2)}
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
@@ -61,11 +62,14 @@ def plain(text: str) -> str:
     text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
     text = unicodedata.normalize("NFKC", raised(text)).translate(_SIGNS).strip()
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = text.replace("{:}", ":").replace("~", " ")
     if _UNUSUAL.search(text):
         if re.search(r"\\(?:vec|mathbf|overrightarrow|boldsymbol)(?![A-Za-z])", text):
             text = text.replace("\\times", "\\cross")  # there are two products of vectors
         for pattern, new in _RULES:
             text = pattern.sub(new, text)
+        for spelling, sign in _SPELLINGS.items():
+            text = text.replace(spelling, sign)
     return _MIXED.sub(r"\1\\frac{\2}{\3}", text).strip(" $;,")
 
 
@@ -133,8 +137,6 @@ _RULES = [
         r"|\b(?:USD|EUR|Rs\.?)(?=\s?\d))\s*(?=[\d.])|(?<=\d)\s*[€£¥]": "",
         r"(?i)\s*(?:\\[,;: ]\s*)?(?:\\?%|\\(?:text|mathrm)\s*\{\s*(?:\\?%|per\s?cent)\s*\}"
         r"|(?<=[\d\s}])per\s?cent\b)": "%",
-        r"\{:\}": ":",
-        r"~": " ",
         # 0.1\overline{6}, 0.1(6)
         r"(?<![\w.,])(\d{0,15})\.(\d{0,15})"
         r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)": _repeating,
@@ -151,7 +153,6 @@ _RULES = [
         # 20 °C
         r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*"
         r"(?:[CF](?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})": r"\1",
-        r"\$": "",
         r"\\(frac|binom)\s*(\{[^{}]*\}|\w)\s*(\{|\w)": _braced,
         r"\\(frac|binom)\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\w)\s*(\{|\w)": _braced,
         r"(?<![A-Za-z\\])and(?![A-Za-z])": ",",
@@ -159,11 +160,6 @@ _RULES = [
         r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp|infinity|inf)(?![A-Za-z])": (
             lambda match: _COMMANDS.get(match[1], f"\\{match[1]} ")
         ),
-        r"\*\*": "^",
-        r"\.\.\.": r"\\ldots ",
-        "=>": "→",
-        ">=": "≥",
-        "<=": "≤",
     }.items()
 ]
 
@@ -280,6 +276,8 @@ def boxes(text: str, marked: str) -> list[str]:
     after = text[text.find(marked, start) + len(marked) :].lstrip()[1:]
     if _BEFORE_MARK.search(text[max(0, start - 80) : start]) or _AFTER_MARK.match(after):
         return []
+    if text.count(BOXED) == 1:
+        return [marked]
     corrections = list(_CORRECTION.finditer(text, 0, start))
     rest = text[corrections[-1].end() :] if corrections else text
     return list(dict.fromkeys(marked_answers(rest)))
