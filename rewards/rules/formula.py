@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from zlib import crc32
 
@@ -166,8 +166,9 @@ class _Reader:
 
     def skip(self, *tokens: str) -> bool:
         """Take these tokens if they come next."""
-        if [token for _, token in self.tokens[self.at : self.at + len(tokens)]] != [*tokens]:
-            return False
+        for place, token in enumerate(tokens, self.at):
+            if self.tokens[place][1] != token:
+                return False
         self.at += len(tokens)
         return True
 
@@ -182,26 +183,26 @@ class _Reader:
         else:
             node = self.atom()
         while True:
-            if level < 1 and self.token in ("+", "-"):
+            token = self.token
+            if level < 1 and token in ("+", "-"):
                 node = _apply(_addition, node, self.expression(1))
-            elif level < 2 and self.token in ("*", "/"):
+            elif level < 2 and token in ("*", "/"):
                 operation = operator.mul if self.take() == "*" else operator.truediv
                 node = _apply(operation, node, self.expression(3))
             elif level < 3 and self.starts_factor(argument=level == 2):
                 node = _apply(operator.mul, node, self.expression(3))
-            elif self.token not in ("^", "!", "%"):
+            elif token not in ("^", "!", "%"):
                 return node
-            elif self.skip("%"):
-                node = _apply(operator.truediv, node, _constant(100))
-            elif self.skip("!"):
+            elif self.take() == "%":
+                node = _apply(operator.truediv, node, _constant("100"))
+            elif token == "!":
                 factorial = _DOUBLE_FACTORIAL if self.skip("!") else _FACTORIAL
                 if self.token == "!":
                     raise Unreadable("a factorial of a factorial needs brackets")
                 node = self.worked("!", symbols, _apply(factorial, node))
-            elif self.skip("^", "\\circ") or self.skip("^", "{", "\\circ", "}"):
+            elif self.skip("\\circ") or self.skip("{", "\\circ", "}"):
                 node = _apply(_context.radians, node) if self.degrees else node
             else:
-                self.take("^")
                 node = _apply(_power, node, self.exponent())
 
     def starts_factor(self, *, argument: bool) -> bool:
@@ -264,7 +265,7 @@ class _Reader:
                 raise Unreadable("a derivative")
             return _apply(operator.truediv, self.argument(), self.argument())
         if name == "sqrt":
-            index = self.group() if self.token == "[" else _constant(2)
+            index = self.group() if self.token == "[" else _constant("2")
             return _apply(_root, self.argument(), index)
         if name == "binom":
             node = _apply(_BINOMIAL, self.argument(), self.argument())
@@ -291,7 +292,7 @@ class _Reader:
 
     def function(self, name: str) -> Node:
         exponent: Node | None = None
-        base, operation = _constant(10), _FUNCTIONS[name]
+        base, operation = _constant("10"), _FUNCTIONS[name]
         while self.token in ("^", "_"):
             if name == "log" and self.skip("_"):
                 base = self.argument()
@@ -346,17 +347,19 @@ def _coordinate(point: int, name: str) -> Value:
     """The value of a symbol at a point, drawn from its name: positive at points 0 and 3."""
     drawn = crc32(f"{point} {name}".encode())
     sign = -1 if point % 3 and drawn >> 8 & 1 else 1
-    return sign * (_context.mpf(drawn % 100_003) / 50_000 + _context.mpf(1) / 3)
+    return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000
 
 
 def _apply(operation: Callable[..., Value], *nodes: Node) -> Node:
     return lambda point: operation(*(node(point) for node in nodes))
 
 
-def _constant(text: str | int) -> Node:
-    return lambda _: _context.mpf(text)
+def _constant(text: str) -> Node:
+    value = int(text) if text.isdecimal() else text
+    return lambda _: _context.mpf(value)
 
 
+@cache
 def _digit(place: int) -> Value:
     return _context.mpf(10) ** place
 

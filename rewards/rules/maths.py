@@ -211,7 +211,7 @@ def parse(text: str, depth: int = 0) -> Answer:
     if match := _BEGIN.fullmatch(text):
         return _matrix(match, depth)
     text = text if "\\begin" in text else text.replace("\\\\", ";")
-    if re.search("[±∓]", text) and not re.search("[,;¦∧∨⦃⟨]", text):
+    if ("±" in text or "∓" in text) and not re.search("[,;¦∧∨⦃⟨]", text):
         signs = (text.translate({0xB1: one, 0x2213: two}) for one, two in ("+-", "-+"))
         return Several(",", "", tuple(_unnamed(parse(sign, depth)) for sign in signs))
     for marks, reader in _READERS.items() if _MARK.search(text) else ():
