@@ -7,12 +7,11 @@ symbols. Nothing is expanded and every number is bounded, so `(x+y+z)^{500}` cos
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from zlib import crc32
 
@@ -270,13 +269,6 @@ class _Reader:
         if name == "binom":
             node = _apply(_BINOMIAL, self.argument(), self.argument())
             return self.worked(name, symbols, node)
-        if name in _LISTS:
-            closing = _CLOSING.get(self.take(), "")
-            nodes = [self.expression()]
-            while self.skip(","):
-                nodes.append(self.expression())
-            self.take(closing or "brackets")
-            return self.worked(name, symbols, _apply(_LISTS[name], *nodes))
         if name in _FUNCTIONS:
             return self.function(name)
         if name in _OPAQUE.split():
@@ -388,19 +380,11 @@ def _root(value: Value, index: Value) -> Value:
     return value ** (1 / _bounded(index))
 
 
-def _whole(operation: Callable[..., int], *values: Value) -> Value:
-    if any(value != int(_bounded(value)) for value in values):
-        raise Unreadable("the numbers are not whole")
-    return _context.mpf(operation(*map(int, values)))
-
-
 def _within_bounds(name: str) -> Callable[..., Value]:
     return lambda *values: getattr(_context, name)(*map(_bounded, values))
 
 
 _FACTORIAL, _DOUBLE_FACTORIAL, _BINOMIAL = map(_within_bounds, ("factorial", "fac2", "binomial"))
-_LISTS: dict[str, Callable[..., Value]] = {"max": max, "min": min}
-_LISTS |= {"gcd": partial(_whole, math.gcd), "lcm": partial(_whole, math.lcm)}
 _BOUNDED = "exp sin cos tan sec csc cot sinh cosh tanh coth"
 _INVERTIBLE = "sin cos tan cot sec csc sinh cosh tanh"
 _FUNCTIONS = {name: _within_bounds(name) for name in _BOUNDED.split()}

@@ -153,7 +153,6 @@ _RULES = [
         # 20 °C
         r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*"
         r"(?:[CF](?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})": r"\1",
-        r"\\(frac|binom)\s*(\{[^{}]*\}|\w)\s*(\{|\w)": _braced,
         r"\\(frac|binom)\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\w)\s*(\{|\w)": _braced,
         r"(?<![A-Za-z\\])and(?![A-Za-z])": ",",
         r"(?<![A-Za-z\\])or(?![A-Za-z])": "¦",
