@@ -131,14 +131,14 @@ class Several(NamedTuple):
     items: tuple[Answer, ...]
 
 
-Interval = tuple[Formula, bool, Formula, bool]
-"""The low end, whether it is included, and the same of the high end. An end may be infinite."""
+Cut = tuple[float, bool, Formula]
+"""An end of an interval: where it is, whether it comes right after that number, and its formula."""
 
 
 class Region(NamedTuple):
-    """A union of intervals of real numbers."""
+    """Real numbers: those between the first cut and the second, the third and the fourth, …"""
 
-    parts: tuple[Interval, ...]
+    cuts: tuple[Cut, ...]
 
 
 class Relation(NamedTuple):
@@ -259,7 +259,9 @@ def _listed(text: str, parts: list[str], marks: str, depth: int) -> Answer:
     items = _items(parts, depth)
     regions = [region for item in items if (region := _region(_unnamed(item), point=True))]
     if len(regions) == len(items) and any(isinstance(item, Region) for item in items):
-        return _union(regions) if re.search("[∨¦]", marks) else _intersection(regions)
+        rule = any if re.search("[∨¦]", marks) else all
+        if region := _combined(rule, regions):
+            return region
     if re.search("[∧∨]", marks) and not any(isinstance(item, Relation) for item in items):
         return text  # of logic, not of answers
     if any(isinstance(item, str) and not item.startswith("\\text") for item in items):
@@ -290,12 +292,11 @@ def _unnamed(answer: Answer) -> Answer:
 
 def _united(text: str, parts: list[str], marks: str, depth: int) -> Answer:
     regions = [region for part in parts if (region := _region(parse(part, depth), point=True))]
-    if len(regions) == len(parts) and set(marks) == {"∪"}:
-        return _union(regions)
-    points = [part for region in regions[1:] for part in region.parts]
-    if len(regions) < len(parts) or marks != "∖" or any(one[0] is not one[2] for one in points):
+    if len(regions) < len(parts) or len(set(marks)) > 1:
         return text
-    return _intersection([regions[0], *(_other_than(point[0]) for point in points)])
+    if marks[0] == "∖":
+        return _combined(lambda inside: inside[0] and not any(inside[1:]), regions) or text
+    return _combined(any, regions) or Several("∪", "", tuple(regions))
 
 
 def _member(text: str, parts: list[str], marks: str, depth: int) -> Answer:
@@ -362,28 +363,57 @@ def _inequality(sides: tuple[str, ...], signs: str) -> Region | None:
         low, _, high = values
         if place != 1 or low is None or high is None:
             return None
-        return Region(((low, signs[0] == "≤", high, signs[1] == "≤"),))
+        return _interval(low, high, "(["[signs[0] == "≤"] + ")]"[signs[1] == "≤"])
     closed = signs == "≤"
     if place >= 0 and (end := values[1 - place]):
-        above, below = (end, closed, INFINITE, False), (MINUS_INFINITE, False, end, closed)
-        return _other_than(end) if signs == "≠" else Region((above if place else below,))
+        if signs == "≠":
+            return _outside(_interval(end, end, "[]"))
+        ends = (end, INFINITE) if place else (MINUS_INFINITE, end)
+        return _interval(*ends, "[]" if closed else "()")
     inside, outside = (_DISTANCE.fullmatch(side) for side in (sides[0], sides[-1]))
     match = inside or outside
     if match is None or (inside and outside) or signs == "≠":
         return None
-    shift, factor = match[2] or "", match[1] or "1"
-    ends = [
-        rf"\frac{{{sign}({sides[inside is not None]})-(0{shift})}}{{{factor}}}" for sign in "-+"
-    ]
-    least, most = (_as_formula(parse(end, 5)) for end in ends)
-    if not least or not most or least.imaginary or not _place(least) < _place(most):
+    radius, shift, factor = sides[inside is not None], match[2] or "", match[1] or "1"
+    ends = [rf"\frac{{{sign}({radius})-(0{shift})}}{{{factor}}}" for sign in "-+"]
+    low, high = (_as_formula(parse(end, 5)) for end in ends)
+    if not low or not high or low.imaginary or not _place(low) < _place(high):
         return None
-    outer = (MINUS_INFINITE, False, least, closed), (most, closed, INFINITE, False)
-    return Region(((least, closed, most, closed),) if inside else outer)
+    region = _interval(low, high, "[]" if closed == bool(inside) else "()")
+    return region if inside else _outside(region)
 
 
-def _other_than(end: Formula) -> Region:
-    return Region(((MINUS_INFINITE, False, end, False), (end, False, INFINITE, False)))
+def _interval(low: Formula, high: Formula, brackets: str) -> Region:
+    first, last = _place(low), _place(high)
+    after_first = brackets[0] == "(" and first != float("-inf")
+    after_last = brackets[1] == "]" and last != float("inf")
+    return Region(((first, after_first, low), (last, after_last, high)))
+
+
+def _place(end: Formula) -> float:
+    try:
+        value = end.at(0)
+        return float("nan" if value is None else value.real)
+    except (LostTerm, OverflowError):
+        return float("nan")
+
+
+def _outside(region: Region) -> Region:
+    low, high = _interval(MINUS_INFINITE, INFINITE, "()").cuts
+    return Region((low, *region.cuts, high))
+
+
+def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[Region]) -> Region | None:
+    """The numbers for which `rule` holds, given in which regions they are; None for symbols."""
+    cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
+    if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
+        return None
+    changes: list[Cut] = []
+    for cut in cuts:
+        inside = [sum(one[:2] <= cut[:2] for one in region.cuts) % 2 == 1 for region in regions]
+        if rule(inside) != (len(changes) % 2 == 1):
+            changes.append(cut)
+    return Region(tuple(changes))
 
 
 _READERS: dict[str, Callable[[str, list[str], str, int], Answer]] = {
@@ -398,7 +428,7 @@ _CONSTANTS: dict[str, Answer] = {
     "∞": INFINITE,
     "-∞": MINUS_INFINITE,
     "∅": Several("⦃", "⦄", ()),
-    "\\mathbb{R}": Region(((MINUS_INFINITE, False, INFINITE, False),)),
+    "\\mathbb{R}": _interval(MINUS_INFINITE, INFINITE, "()"),
 }
 _SUCH_THAT = re.compile(r"(?s)\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)")
 
@@ -676,56 +706,23 @@ def _region(answer: Answer, *, point: bool = False) -> Region | None:
     if isinstance(answer, Region):
         return answer
     if point and (end := _as_formula(answer)):
-        return Region(((end, True, end, True),))
+        return _interval(end, end, "[]")
     if not isinstance(answer, Several):
         return None
     ends = [end for item in answer.items if (end := _as_formula(item))]
     if len(ends) < len(answer.items):
         return None
     if answer.opening == "⦃":
-        return Region(tuple((end, True, end, True) for end in ends))
+        return _combined(any, [_interval(end, end, "[]") for end in ends])
     if answer.opening not in "([" or answer.closing not in ")]" or len(ends) != 2:
         return None
     low, high = ends
-    if not low.names and not high.names and not _place(low) < _place(high):
-        return None
-    finite = [abs(_place(end)) != float("inf") for end in ends]
-    return Region(
-        ((low, answer.opening == "[" and finite[0], high, answer.closing == "]" and finite[1]),)
-    )
-
-
-def _place(end: Formula) -> float:
-    try:
-        value = end.at(0)
-        return float("nan" if value is None else value.real)
-    except (LostTerm, OverflowError):
-        return float("nan")
-
-
-def _union(regions: Sequence[Region]) -> Region:
-    return Region(tuple(part for region in regions for part in region.parts))
-
-
-def _intersection(regions: Sequence[Region]) -> Region:
-    parts = regions[0].parts
-    for region in regions[1:]:
-        pairs = [(one, two) for one in parts for two in region.parts][: _MOST_ITEMS**2]
-        lows = [max(pair, key=lambda part: (_place(part[0]), not part[1])) for pair in pairs]
-        highs = [min(pair, key=lambda part: (_place(part[2]), part[3])) for pair in pairs]
-        joined = [(*low[:2], *high[2:]) for low, high in zip(lows, highs, strict=True)]
-        parts = tuple(part for part in joined if _place(part[0]) < _place(part[2]))
-    return Region(parts)
+    region = _interval(low, high, answer.opening + answer.closing)
+    return region if low.names or high.names or _place(low) < _place(high) else None
 
 
 def _same_region(gold: Region | None, given: Region | None) -> bool:
-    if gold is None or given is None or len(gold.parts) != len(given.parts):
+    if gold is None or given is None or len(gold.cuts) != len(given.cuts):
         return False
-    ordered = (
-        sorted(one.parts, key=lambda part: (_place(part[0]), _place(part[2])))
-        for one in (gold, given)
-    )
-    return all(
-        one[1::2] == two[1::2] and _same_formula(one[0], two[0]) and _same_formula(one[2], two[2])
-        for one, two in zip(*ordered, strict=True)
-    )
+    pairs = zip(gold.cuts, given.cuts, strict=True)
+    return all(one[1] == two[1] and _same_formula(one[2], two[2]) for one, two in pairs)
