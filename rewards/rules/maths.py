@@ -365,18 +365,18 @@ def _inequality(sides: tuple[str, ...], signs: str) -> Region | None:
             return None
         return _interval(low, high, "(["[signs[0] == "≤"] + ")]"[signs[1] == "≤"])
     closed = signs == "≤"
-    if place >= 0 and (end := values[1 - place]):
+    inside, outside = (_DISTANCE.fullmatch(side) for side in (sides[0], sides[-1]))
+    match = inside or outside
+    if match is None and place >= 0 and (end := values[1 - place]):
         if signs == "≠":
             return _outside(_interval(end, end, "[]"))
         ends = (end, INFINITE) if place else (MINUS_INFINITE, end)
         return _interval(*ends, "[]" if closed else "()")
-    inside, outside = (_DISTANCE.fullmatch(side) for side in (sides[0], sides[-1]))
-    match = inside or outside
     if match is None or (inside and outside) or signs == "≠":
         return None
     radius, shift, factor = sides[inside is not None], match[2] or "", match[1] or "1"
-    ends = [rf"\frac{{{sign}({radius})-(0{shift})}}{{{factor}}}" for sign in "-+"]
-    low, high = (_as_formula(parse(end, 5)) for end in ends)
+    distances = [rf"\frac{{{sign}({radius})-(0{shift})}}{{{factor}}}" for sign in "-+"]
+    low, high = (_as_formula(parse(end, 5)) for end in distances)
     if not low or not high or low.imaginary or not _place(low) < _place(high):
         return None
     region = _interval(low, high, "[]" if closed == bool(inside) else "()")
