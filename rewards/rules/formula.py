@@ -190,11 +190,9 @@ class _Reader:
                 node = _apply(operation, node, self.expression(3))
             elif level < 3 and self.starts_factor(argument=level == 2):
                 node = _apply(operator.mul, node, self.expression(3))
-            elif token not in ("^", "!", "%"):
+            elif token not in ("^", "!"):
                 return node
-            elif self.take() == "%":
-                node = _apply(operator.truediv, node, _constant("100"))
-            elif token == "!":
+            elif self.take() == "!":
                 factorial = _DOUBLE_FACTORIAL if self.skip("!") else _FACTORIAL
                 if self.token == "!":
                     raise Unreadable("a factorial of a factorial needs brackets")
@@ -221,8 +219,6 @@ class _Reader:
     def argument(self) -> Node:
         r"""A group in braces, or one token as in `\frac12` and `x^2`."""
         if self.kind == "number" and len(self.token) > 1:
-            if not self.token.isdecimal():
-                raise Unreadable("a decimal without braces")
             self.tokens[self.at : self.at + 1] = [("number", digit) for digit in self.token]
         return self.atom()
 

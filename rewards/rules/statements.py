@@ -299,8 +299,6 @@ def statements(text: str, *, exclaims: bool) -> list[str]:
 
     exclaims: a final "!" may be a factorial.
     """
-    if text.count("$") % 2:  # money
-        text = text.replace("\\$", "").replace("$", "")
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
     text = SIGNED_WORD.sub("-", text)
