@@ -69,7 +69,7 @@ class Formula:
     imaginary: bool = False
 
     def at(self, point: int) -> Value | None:
-        """The value at a point; None where there is none, or none within bounds."""
+        """The value at a point; None outside the domain or beyond the bounds."""
         try:
             value = self.node(point)
             if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
@@ -213,7 +213,7 @@ class _Reader:
         if self.token in ("+", "-"):
             return self.expression(3)
         node = self.argument()
-        # Towers are read from the top.
+        # x^{y}^{z} is read from the top.
         return _apply(_power, node, self.exponent()) if self.skip("^") else node
 
     def argument(self) -> Node:

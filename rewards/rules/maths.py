@@ -153,7 +153,7 @@ class Relation(NamedTuple):
 
 
 Answer = Number | Formula | Several | Region | Relation | str
-"""An answer that has been read; a text is outside this grammar, and compared as it is."""
+"""An answer that has been read; a text is outside this grammar, and compared as text."""
 
 _FRACTION = (
     r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}\s?\{\s*(?P<bottom>\d{1,4000})\s*\}"
@@ -199,7 +199,7 @@ _BEGIN = re.compile(
 
 
 def parse(text: str, depth: int = 0) -> Answer:
-    """Read all of an answer in plain notation, or return it as it is."""
+    """Read all of an answer in plain notation, or return it unchanged."""
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
         return _number(match)

@@ -2,7 +2,7 @@ r"""The answer that a text states, and one notation for the many ways to write i
 
 For text without a mark, `statements` extracts a number or formula, and `asserts` compares words; a
 negation, an alternative or a question means that there is no answer. `boxes` returns the marked
-ones. `plain` writes signs for commands (`\\leq` is ≤, `\\{` is ⦃), upright letters and functions as
+ones. `plain` writes signs for commands (`\leq` is ≤, `\{` is ⦃), upright letters and functions as
 the usual ones, numbers in digits, and no layout. The result consists of formulas
 (`keel.rewards.rules.formula`) between the signs that `keel.rewards.rules.maths` splits at.
 """
@@ -18,14 +18,8 @@ from keel.rewards.text import BOXED, marked_answers, normalise, raised
 
 # --- Notation ---
 
-_SIGNS = str.maketrans(
-    {
-        **dict.fromkeys("−–", "-"),
-        **dict.fromkeys("⁄∕÷", "/"),
-        **dict.fromkeys("×·⋅", "*"),
-        **{"°": "^\\circ ", "π": "\\pi ", "\u200b": "", "≅": "≈", "。": ".", "ℝ": "\\mathbb{R}"},
-    }
-)
+_SIGNS = str.maketrans("−–⁄∕÷×·⋅≅。", "--///***≈.")
+_SIGNS |= str.maketrans({"°": "^\\circ ", "π": "\\pi ", "\u200b": "", "ℝ": "\\mathbb{R}"})
 _CHARACTERS = """
 ≤ le leq leqslant leqq; ≥ ge geq geqslant geqq; ≠ ne neq; < lt; > gt; ≈ approx simeq; ∪ cup bigcup;
 ∩ cap; ∖ setminus backslash smallsetminus; ∈ in; ± pm; ∓ mp; ∞ infty infinity inf; % %; ∣ mid;
