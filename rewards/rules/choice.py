@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from keel.rewards.rules.notation import plain, squeezed
+from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import WRAPPED, marked_answers, normalise
 
 MAX_CHARACTERS = 32_768

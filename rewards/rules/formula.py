@@ -7,12 +7,11 @@ symbols. Nothing is expanded and every number is bounded, so `(x+y+z)^{500}` cos
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 from zlib import crc32
 
@@ -25,7 +24,6 @@ _MOST_DIGITS = 1_500
 """Precision for sums of very different terms."""
 _LARGEST = 10**15
 """Limit for exponents and for arguments of functions."""
-_DEEPEST = 40
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\[A-Za-z]+|\\[|])"
     r"|(?P<word>[a-z]{4,})|(?P<name>[A-Z]{2,}(?![a-z_'])|[A-Za-z])|(?P<other>\S))"
@@ -35,7 +33,9 @@ alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lam
 sigma tau upsilon phi varphi chi psi omega ell hbar
 Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega
 """
-_OPAQUE = "vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline bar"
+_OPAQUE = """
+vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline bar
+"""
 """Commands whose argument is a part of a name."""
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _OPENS_FUNCTION = frozenset("fghEFGP")
@@ -43,27 +43,16 @@ _OPENS_FUNCTION = frozenset("fghEFGP")
 
 Value = Any
 """A number of mpmath."""
-Node = Callable[["Point"], Value]
+Node = Callable[[int], Value]
+"""From the number of a sample point to the value there."""
 
 
 class Unreadable(ValueError):
     """Raised for text outside the grammar, and for formulas without a bounded value."""
 
 
-class LostTerm(Unreadable):
+class LostTerm(Exception):
     """Raised if a term of a sum is too small for the precision."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """Coordinates of every symbol, derived from its name: positive at point 0."""
-
-    number: int
-
-    def of(self, name: str) -> Value:
-        drawn = crc32(f"{self.number} {name}".encode())
-        sign = -1 if self.number and drawn >> 8 & 1 else 1
-        return sign * (_context.mpf(drawn % 100_003) / 50_000 + _context.mpf(1) / 3)
 
 
 @dataclass(frozen=True)
@@ -79,24 +68,22 @@ class Formula:
     work: frozenset[str] = frozenset()
     imaginary: bool = False
 
-    def at(self, point: Point) -> Value:
-        """The value at a point. Raises Unreadable where there is none, or none within bounds."""
+    def at(self, point: int) -> Value | None:
+        """The value at a point; None outside the domain or beyond the bounds."""
         try:
             value = self.node(point)
             if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
                 with _context.workdps(2 * _context.dps):
                     return value if abs(self.node(point)) > abs(value) / 2 else value * 0
             return value
-        except LostTerm:
-            raise
-        except (ArithmeticError, ValueError, TypeError, RecursionError) as error:
-            raise Unreadable(str(error)) from error
+        except (ArithmeticError, ValueError, TypeError, RecursionError):
+            return None
 
     def constant(self) -> Value | None:
         """The value of a formula without symbols; None for others."""
         try:
-            return None if self.names else self.at(Point(0))
-        except Unreadable:
+            return None if self.names else self.at(0)
+        except LostTerm:
             return None
 
 
@@ -107,58 +94,43 @@ def number(value: Any) -> Value:
 
 def close(left: Value, right: Value) -> bool:
     """Compare two values up to the last 20 digits of the larger one."""
-    larger = max(abs(left), abs(right))
-    return bool(
-        left == right or abs(left - right) <= larger * _digit(20 - _context.dps) < _context.inf
-    )
+    bound = max(abs(left), abs(right)) * _digit(20 - _context.dps)
+    return bool(left == right or abs(left - right) <= bound < _context.inf)
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
     """Compare two formulas by their values at sample points. ratio: up to a constant factor."""
-    try:
-        return _agree(one, other, ratio=ratio)
-    except LostTerm:  # as in 3^{2020}-1
-        if one.names or other.names or one.work or other.work:
-            return False
-    with _context.workdps(_MOST_DIGITS):
-        try:
-            return _agree(one, other, ratio=ratio)
-        except LostTerm:
-            return False
+    symbols = bool(one.names or other.names)
+    for digits in (_DIGITS, _MOST_DIGITS):
+        with _context.workdps(digits):
+            try:
+                return _agree(one, other, range(3 + ratio if symbols else 1), ratio=ratio)
+            except LostTerm:  # as in 3^{2020}-1
+                if symbols or one.work or other.work:
+                    return False
+    return False
 
 
-def _agree(one: Formula, other: Formula, *, ratio: bool) -> bool:
+def _agree(one: Formula, other: Formula, points: range, *, ratio: bool) -> bool:
     factors: list[Value] = []
-    for point in map(Point, range(3 if one.names or other.names else 1)):
-        try:
-            left = one.at(point)
-        except LostTerm:
-            raise
-        except Unreadable:
-            continue
-        if point.number and not one.imaginary and _context.im(left):
+    for point in points:
+        left = one.at(point)
+        if left is None or (point and not one.imaginary and _context.im(left)):
             continue  # outside the domain of a real formula
-        try:
-            right = other.at(point)
-        except LostTerm:
-            raise
-        except Unreadable:
+        right = other.at(point)
+        if right is None or bool(left) != bool(right) or not (ratio or close(left, right)):
             return False
-        if bool(left) != bool(right) or not (ratio or close(left, right)):
-            return False
-        if ratio and left:
-            factors.append(right / left)
-        elif not ratio:
-            factors.append(1)
-    return bool(factors) and all(close(factors[0], factor) for factor in factors)
+        if left or not ratio:
+            factors.append(right / left if ratio else 1)
+    return len(factors) > ratio and all(close(factors[0], factor) for factor in factors)
 
 
 def read(text: str) -> Formula:
     """Read all of `text`. Raises Unreadable."""
     reader = _Reader(text)
     try:
-        node = reader.sum()
-    except (ValueError, RecursionError) as error:  # CPython's limits on digits and depth
+        node = reader.expression()
+    except RecursionError as error:
         raise Unreadable(str(error)) from error
     if reader.token:
         raise Unreadable(f"unexpected {reader.token!r}")
@@ -170,18 +142,19 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
-        self.at = self.depth = self.bars = self.symbols = 0
+        self.tokens.append(("", ""))
+        self.at = self.bars = self.symbols = 0
         self.degrees = self.imaginary = False
         self.names: set[str] = set()
         self.work: set[str] = set()
 
     @property
     def kind(self) -> str:
-        return self.tokens[self.at][0] if self.at < len(self.tokens) else ""
+        return self.tokens[self.at][0]
 
     @property
     def token(self) -> str:
-        return self.tokens[self.at][1] if self.at < len(self.tokens) else ""
+        return self.tokens[self.at][1]
 
     def take(self, expected: str = "") -> str:
         token = self.token
@@ -192,87 +165,67 @@ class _Reader:
 
     def skip(self, *tokens: str) -> bool:
         """Take these tokens if they come next."""
-        if [token for _, token in self.tokens[self.at : self.at + len(tokens)]] != [*tokens]:
-            return False
+        for place, token in enumerate(tokens, self.at):
+            if self.tokens[place][1] != token:
+                return False
         self.at += len(tokens)
         return True
 
-    def sign(self) -> int:
-        sign = 1
-        while self.token in ("+", "-"):
-            sign *= -1 if self.take() == "-" else 1
-        return sign
-
-    def sum(self) -> Node:
-        self.depth += 1
-        if self.depth > _DEEPEST:
-            raise Unreadable("it is nested too deeply")
-        total = _signed(self.sign(), self.product())
-        while self.token in ("+", "-"):
-            total = _apply(_addition, total, _signed(self.sign(), self.product()))
-        self.depth -= 1
-        return total
-
-    def product(self, *, argument: bool = False) -> Node:
-        """argument: of a function without brackets, which ends before the next function."""
-        result = self.power()
+    def expression(self, level: int = 0) -> Node:
+        r"""A sum (level 0), a product (1), the argument of `\sin` without brackets (2) or a power
+        (3)."""
+        symbols = self.symbols
+        if self.token in ("+", "-"):
+            negative = self.take() == "-"
+            node = self.expression(max(level, 1))
+            node = _apply(operator.neg, node) if negative else node
+        else:
+            node = self.atom()
         while True:
-            if self.token in ("*", "/") and not argument:
+            token = self.token
+            if level < 1 and token in ("+", "-"):
+                node = _apply(_addition, node, self.expression(1))
+            elif level < 2 and token in ("*", "/"):
                 operation = operator.mul if self.take() == "*" else operator.truediv
-                result = _apply(operation, result, _signed(self.sign(), self.power()))
-            elif self.starts_factor(argument=argument):
-                result = _apply(operator.mul, result, self.power())
+                node = _apply(operation, node, self.expression(3))
+            elif level < 3 and self.starts_factor(argument=level == 2):
+                node = _apply(operator.mul, node, self.expression(3))
+            elif token not in ("^", "!"):
+                return node
+            elif self.take() == "!":
+                factorial = _DOUBLE_FACTORIAL if self.skip("!") else _FACTORIAL
+                if self.token == "!":
+                    raise Unreadable("a factorial of a factorial needs brackets")
+                node = self.worked("!", symbols, _apply(factorial, node))
+            elif self.skip("\\circ") or self.skip("{", "\\circ", "}"):
+                node = _apply(_context.radians, node) if self.degrees else node
             else:
-                return result
+                node = _apply(_power, node, self.exponent())
 
     def starts_factor(self, *, argument: bool) -> bool:
         if self.kind == "command":
             ends = ("\\rfloor", "\\rceil", "\\circ", "\\|")
             return self.token not in ends and not (argument and self.token[1:] in _FUNCTIONS)
-        return (
-            self.kind == "name"
-            or self.token in ("(", "[", "{")
-            or (self.token == "|" and not self.bars)
-        )
-
-    def power(self) -> Node:
-        symbols, base = self.symbols, self.atom()
-        while self.token in ("^", "!", "%"):
-            mark = self.take()
-            if mark == "%":
-                base = _apply(operator.truediv, base, _constant(100))
-            elif mark == "!":
-                double = self.skip("!")
-                if self.token == "!":
-                    raise Unreadable("a factorial of a factorial needs brackets")
-                base = self.worked(
-                    "!", symbols, _apply(_DOUBLE_FACTORIAL if double else _FACTORIAL, base)
-                )
-            elif self.skip("\\circ") or self.skip("{", "\\circ", "}"):
-                base = _apply(_context.radians, base) if self.degrees else base
-            else:
-                base = _apply(_power, base, self.exponent())
-        return base
+        starts = self.kind == "name" or self.token in ("(", "[", "{")
+        return starts or (self.token == "|" and not self.bars)
 
     def exponent(self) -> Node:
         if self.token in ("+", "-"):
-            return _signed(self.sign(), self.exponent())
+            return self.expression(3)
         node = self.argument()
-        # Towers are read from the top.
+        # x^{y}^{z} is read from the top.
         return _apply(_power, node, self.exponent()) if self.skip("^") else node
 
     def argument(self) -> Node:
         r"""A group in braces, or one token as in `\frac12` and `x^2`."""
         if self.kind == "number" and len(self.token) > 1:
-            if not self.token.isdecimal():
-                raise Unreadable("a decimal without braces")
             self.tokens[self.at : self.at + 1] = [("number", digit) for digit in self.token]
-        return self.group() if self.token == "{" else self.atom()
+        return self.atom()
 
     def group(self) -> Node:
         opening = self.take()
         bars, self.bars = self.bars, 0
-        node = self.sum()
+        node = self.expression()
         self.bars = bars
         self.take(_CLOSING[opening])
         return node
@@ -280,12 +233,14 @@ class _Reader:
     def atom(self) -> Node:
         symbols = self.symbols
         if self.kind == "number":
+            if len(self.token) > _DIGITS - 20:
+                raise Unreadable("more digits than are compared")
             return _constant(self.take())
         if self.token in ("(", "[", "{"):
             return self.group()
         if self.skip("|"):
             self.bars += 1
-            node = self.sum()
+            node = self.expression()
             self.bars -= 1
             self.take("|")
             return self.worked("abs", symbols, _apply(abs, node))
@@ -305,66 +260,38 @@ class _Reader:
                 raise Unreadable("a derivative")
             return _apply(operator.truediv, self.argument(), self.argument())
         if name == "sqrt":
-            index = self.group() if self.token == "[" else _constant(2)
+            index = self.group() if self.token == "[" else _constant("2")
             return _apply(_root, self.argument(), index)
         if name == "binom":
             node = _apply(_BINOMIAL, self.argument(), self.argument())
             return self.worked(name, symbols, node)
-        if name in _LISTS:
-            closing = _CLOSING.get(self.take(), "")
-            nodes = [self.sum()]
-            while self.skip(","):
-                nodes.append(self.sum())
-            self.take(closing or "brackets")
-            return self.worked(name, symbols, _apply(_LISTS[name], *nodes))
         if name in _FUNCTIONS:
             return self.function(name)
-        inside = [kind for kind, _ in self.tokens[self.at : self.at + 3]]
-        if name in ("overline", "bar") and inside[:1] != ["name"] and inside[1::2] != ["name"]:
-            return _apply(_context.conj, self.argument())
-        if (
-            inside[:1] != ["name"]
-            and inside != ["other", "name", "other"]
-            and name in _OPAQUE.split()
-        ):
-            raise Unreadable(f"{name} of more than a name")
         if name in _OPAQUE.split():
-            return self.name(f"{name} {self.raw()}")
+            if "name" in [kind for kind, _ in self.tokens[self.at : self.at + 2]]:
+                return self.name(f"{name} {self.raw()}")
+            if name in ("overline", "bar"):
+                return _apply(_context.conj, self.argument())
         if name == "pi":
             return lambda _: +_context.pi
         if name in _GREEK.split():
             return self.name(name)
         raise Unreadable(f"unknown command {name!r}")
 
-    def raw(self) -> str:
-        """The text of the next group or token, as a part of a name."""
-        start, depth = self.at, 0
-        while True:
-            depth += {"{": 1, "}": -1}.get(self.take(), 0)
-            if depth == 0:
-                return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
-
-    def worked(self, name: str, symbols: int, node: Node) -> Node:
-        """Note an operation unless symbols have been read since there were so many."""
-        if self.symbols == symbols:
-            self.work.add(name)
-        return node
-
     def function(self, name: str) -> Node:
         exponent: Node | None = None
-        base, operation = _constant(10), _FUNCTIONS[name]
+        base, operation = _constant("10"), _FUNCTIONS[name]
         while self.token in ("^", "_"):
-            if self.take() == "_":
-                if name != "log":
-                    raise Unreadable(f"an index of {name}")
+            if name == "log" and self.skip("_"):
                 base = self.argument()
-            elif f"arc{name}" in _FUNCTIONS and self.skip("{", "-", "1", "}"):
+            elif f"arc{name}" in _FUNCTIONS and self.skip("^", "{", "-", "1", "}"):
                 operation = _FUNCTIONS[f"arc{name}"]
             else:
+                self.take("^")
                 exponent = self.argument()
         symbols, degrees = self.symbols, self.degrees
         self.degrees = True
-        node = self.group() if self.token in _CLOSING else self.product(argument=True)
+        node = self.group() if self.token in _CLOSING else self.expression(2)
         self.degrees = degrees
         if name != "exp":
             self.worked("log" if name in ("ln", "log") else "trigonometry", symbols, node)
@@ -386,22 +313,41 @@ class _Reader:
         if self.token == "(" and name[0] in _OPENS_FUNCTION and name.rstrip("'") == name[0]:
             argument = self.group()
             # An unknown function is a wave whose frequency is drawn from its name.
-            return lambda point: _context.sin(_bounded(argument(point)) * point.of(name))
-        return lambda point: point.of(name)
+            return lambda point: _context.sin(_bounded(argument(point)) * _coordinate(point, name))
+        return lambda point: _coordinate(point, name)
+
+    def raw(self) -> str:
+        """The text of the next group or token, as a part of a name."""
+        start, depth = self.at, 0
+        while True:
+            depth += {"{": 1, "}": -1}.get(self.take(), 0)
+            if depth == 0:
+                return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
+
+    def worked(self, name: str, symbols: int, node: Node) -> Node:
+        """Note an operation unless symbols have been read since there were so many."""
+        if self.symbols == symbols:
+            self.work.add(name)
+        return node
+
+
+def _coordinate(point: int, name: str) -> Value:
+    """The value of a symbol at a point, drawn from its name: positive at points 0 and 3."""
+    drawn = crc32(f"{point} {name}".encode())
+    sign = -1 if point % 3 and drawn >> 8 & 1 else 1
+    return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000
 
 
 def _apply(operation: Callable[..., Value], *nodes: Node) -> Node:
     return lambda point: operation(*(node(point) for node in nodes))
 
 
-def _signed(sign: int, node: Node) -> Node:
-    return node if sign > 0 else _apply(operator.neg, node)
+def _constant(text: str) -> Node:
+    value = int(text) if text.isdecimal() else text
+    return lambda _: _context.mpf(value)
 
 
-def _constant(text: str | int) -> Node:
-    return lambda _: _context.mpf(text)
-
-
+@cache
 def _digit(place: int) -> Value:
     return _context.mpf(10) ** place
 
@@ -427,40 +373,20 @@ def _power(base: Value, exponent: Value) -> Value:
 def _root(value: Value, index: Value) -> Value:
     if _context.im(value) == 0 > _context.re(value) and index % 2 == 1:
         return -_root(-value, index)
-    return (
-        _context.root(value, int(index))
-        if index in range(2, 100)
-        else value ** (1 / _bounded(index))
-    )
-
-
-def _logarithm(value: Value, base: Value) -> Value:
-    return _context.log(value) / _context.log(base)
-
-
-def _whole(operation: Callable[..., int], *values: Value) -> Value:
-    if any(value != int(_bounded(value)) for value in values):
-        raise Unreadable("the numbers are not whole")
-    return _context.mpf(operation(*map(int, values)))
+    return value ** (1 / _bounded(index))
 
 
 def _within_bounds(name: str) -> Callable[..., Value]:
-    function = getattr(_context, name)
-    return lambda *values: function(*map(_bounded, values))
+    return lambda *values: getattr(_context, name)(*map(_bounded, values))
 
 
 _FACTORIAL, _DOUBLE_FACTORIAL, _BINOMIAL = map(_within_bounds, ("factorial", "fac2", "binomial"))
-_LISTS: dict[str, Callable[..., Value]] = {
-    **{"max": max, "min": min},
-    **{"gcd": partial(_whole, math.gcd), "lcm": partial(_whole, math.lcm)},
-}
 _BOUNDED = "exp sin cos tan sec csc cot sinh cosh tanh coth"
 _INVERTIBLE = "sin cos tan cot sec csc sinh cosh tanh"
-_FUNCTIONS: dict[str, Callable[..., Value]] = {
-    **{name: _within_bounds(name) for name in _BOUNDED.split()},
-    **{f"arc{name}": _within_bounds(f"a{name}") for name in _INVERTIBLE.split()},
-    **{"ln": _context.log, "log": _logarithm},
-}
+_FUNCTIONS = {name: _within_bounds(name) for name in _BOUNDED.split()}
+_FUNCTIONS |= {f"arc{name}": _within_bounds(f"a{name}") for name in _INVERTIBLE.split()}
+_FUNCTIONS["ln"] = _context.log
+_FUNCTIONS["log"] = lambda value, base: _context.log(value) / _context.log(base)
 
 INFINITE = Formula(lambda _: _context.inf, "∞")
 MINUS_INFINITE = Formula(lambda _: -_context.inf, "-∞")

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.rules import formula, statements
-from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, Point, Unreadable
-from keel.rewards.rules.notation import plain, squeezed
+from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, LostTerm, Unreadable
+from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import BOXED, marked_answer
 
 MAX_CHARACTERS = 2_048
@@ -29,25 +28,23 @@ _PLACES = 6
 """Decimals are compared after rounding to so many places; below 1e-5, to so many digits."""
 
 
-_ASSIGNED = re.compile(r"\A\s*[a-df-hj-zA-Z]\s*=")
-
-
 def mathematical(
     right: str, *, tolerance: float | None = None, ready: bool = True
 ) -> Callable[[str], bool]:
     r"""A test for the value of `right`: numbers, formulas, sets and intervals are compared up to
     their form, words as text.
 
-    An answer marked with `\boxed{}` has to be all of the mark. Of other texts, the last statement
-    counts, and it must assert one answer. Where `right` is a number the answer must be a number:
-    `70 - 67` is not 3. Decimals are compared to six places (below 1e-5 to six digits), a unit or a
+    An answer marked with `\boxed{}` has to be all of the mark, and several boxes without a
+    correction between them are a list. Of other texts, the last statement counts, and it must
+    assert one answer. Where `right` is a number the answer must be a number: `70 - 67` is not 3,
+    but `i^2` is -1. Decimals are compared to six places (below 1e-5 to six digits), a unit or a
     remark after a number is set aside, and 50 % is both 50 and 1/2 where `right` has the sign.
 
     tolerance: between numbers, relative to the right one, and absolute where that is 0. ready:
     read `right` now, so that no completion's deadline pays for it.
     Raises ValueError for a tolerance that is not between 0 and 1.
     """
-    if tolerance is not None and not _is_share(tolerance):
+    if tolerance is not None and not (type(tolerance) is float and 0 < tolerance < 1):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
     right = statements.undressed(right)
     spelling, words = statements.spelled(right), statements.words_of(right)
@@ -57,44 +54,56 @@ def mathematical(
         gold()
 
     def judge(answer: str) -> bool:
-        number = None if words else _NUMBER.fullmatch(_ASSIGNED.sub("", answer))
+        number = None if words else _NUMBER.fullmatch(answer)
         if number and isinstance(expected := gold()[0], Number):
             return _same_number(expected, _number(number), tolerance)
         answer = statements.undressed(answer)
-        if not answer or statements.spelled(answer) == spelling:
-            return bool(answer)
-        if words:
-            return False
+        if not answer or words or statements.spelled(answer) == spelling:
+            return bool(answer) and statements.spelled(answer) == spelling
         answer = plain(answer)
         readings = [parse(answer), *_ungrouped(answer)]
         return any(_same(one, other, tolerance) for one in gold() for other in readings)
 
     def verify(text: str) -> bool:
+        text = text.replace("\\fbox{", BOXED)
         marked = marked_answer(text)
         if marked is None and BOXED in text:  # it was never closed
             return False
-        if len(text if marked is None else marked) > longest:
+        boxes = [text] if marked is None else statements.boxes(text, marked)
+        if not boxes or sum(map(len, boxes)) > longest:
             return False
         if marked is not None:
-            return not statements.mark_denied(text, marked) and judge(marked)
+            return all(map(judge, boxes)) or (len(boxes) > 1 and judge(", ".join(boxes)))
         if words:
             return statements.asserts(text, words)
-        return any(
-            judge(statement) for statement in statements.statements(text, exclaims="!" in right)
-        )
+        return any(map(judge, statements.statements(text, exclaims="!" in right)))
 
     return verify
 
 
-def _is_share(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1
+_CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vmatrix\}")
+
+
+def _worked_out(text: str) -> Answer:
+    """Read the known answer, with its sums, integrals, limits and determinants evaluated."""
+    if not _CALCULUS.search(text):
+        return parse(text)
+    from latex2sympy2_extended import latex2sympy  # noqa: PLC0415  # pyright: ignore
+    from sympy import latex  # noqa: PLC0415  # pyright: ignore
+
+    try:
+        value = cast(Any, latex2sympy(text, is_real=None)).doit()
+        answer = parse(plain(cast(str, latex(value))))
+    except Exception:  # whatever the library cannot read is compared as text
+        return text
+    index = re.search(r"_\s*\{\s*i\s*=", text)  # an index, and not the imaginary unit
+    return text if index and isinstance(answer, Formula) and answer.imaginary else answer
 
 
 # --- Reading ---
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(NamedTuple):
     """A rational number and its spelling.
 
     form: integer, decimal, fraction, ratio or scientific. lowest: of a fraction, whether it is in
@@ -113,8 +122,7 @@ class Number:
         return self.value / 100 if self.percent else self.value
 
 
-@dataclass(frozen=True, slots=True)
-class Several:
+class Several(NamedTuple):
     """Values in brackets; "," opens a list without any, "∨" alternatives, "matrix" rows."""
 
     opening: str
@@ -122,19 +130,17 @@ class Several:
     items: tuple[Answer, ...]
 
 
-Interval = tuple[Formula, bool, Formula, bool]
-"""The low end, whether it is included, and the same of the high end. An end may be infinite."""
+Cut = tuple[float, bool, Formula]
+"""An end of an interval: where it is, whether it comes right after that number, and its formula."""
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A union of intervals of real numbers."""
+class Region(NamedTuple):
+    """Real numbers: those between the first cut and the second, the third and the fourth, …"""
 
-    parts: tuple[Interval, ...]
+    cuts: tuple[Cut, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Relation:
+class Relation(NamedTuple):
     """Sides and the signs between them.
 
     name: the first side if it is a name, as in `x = 3` and `f(x) = x^2`. value: the last side.
@@ -146,21 +152,15 @@ class Relation:
     value: Answer
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """An answer outside this grammar, compared as text."""
+Answer = Number | Formula | Several | Region | Relation | str
+"""An answer that has been read; a text is outside this grammar, and compared as text."""
 
-    text: str
-
-
-Answer = Number | Formula | Several | Region | Relation | Text
-
-_INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,4000}"
 _FRACTION = (
     r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}\s?\{\s*(?P<bottom>\d{1,4000})\s*\}"
 )
 _NUMBER = re.compile(
-    rf"\s*(?P<sign>[+-]?)\s*(?:(?=\.?\d)(?P<whole>{_INTEGER})?(?P<decimals>\.\d{{0,4000}})?"
+    r"\s*(?P<sign>[+-]?)\s*(?:(?=\.?\d)(?P<whole>\d{1,3}(?:,\d{3})+|\d{1,4000})?"
+    r"(?P<decimals>\.\d{0,4000})?"
     r"(?:[eE](?P<exponent>[+-]?\d{1,4}))?(?:\s?\*\s?10\s?\^\s?\{?\s*(?P<ten>[+-]?\d{1,4})\s*\}?)?"
     rf"|(?P<mixed>\d{{1,40}})?\s?{_FRACTION}"
     r"|(?P<left>\d{1,4000})\s?(?P<over>[/:])\s?(?P<right>\d{1,4000}))"
@@ -168,18 +168,17 @@ _NUMBER = re.compile(
 )
 
 
-def _number(match: re.Match[str]) -> Number | Text:
+def _number(match: re.Match[str]) -> Number | str:
     sign = -1 if (match["sign"] == "-") != (match["minus"] == "-") else 1
     if top := match["top"] or match["left"]:
         bottom = int(match["bottom"] or match["right"])
         if not bottom:
-            return Text(match[0])
-        part = Fraction(int(top), bottom)
-        lowest = part.denominator == bottom and (bottom > 1 or match["over"] == ":")
+            return match[0]
+        part, ratio = Fraction(int(top), bottom), match["over"] == ":"
+        lowest = part.denominator == bottom and (bottom > 1 or ratio)
         lowest = lowest and (not match["mixed"] or part < 1)
-        form = "ratio" if match["over"] == ":" else "fraction"
         value = sign * (int(match["mixed"] or 0) + part)
-        return Number(value, form, lowest, bool(match["percent"]))
+        return Number(value, "ratio" if ratio else "fraction", lowest, bool(match["percent"]))
     decimals, exponent = (match["decimals"] or "").rstrip("."), int(match["exponent"] or 0)
     form = "decimal" if decimals or exponent < 0 else "integer"
     if match["ten"]:
@@ -194,27 +193,33 @@ def _ungrouped(text: str) -> list[Answer]:
     return [] if spaced == text else [parse(spaced)]
 
 
+_BEGIN = re.compile(
+    r"\\begin\s*\{([pbB]?matrix|array|cases|aligned)\}(?:\s*\{[lcr|]*\})?(.*)\\end\s*\{\1\}", re.S
+)
+
+
 def parse(text: str, depth: int = 0) -> Answer:
-    """Read all of an answer in plain notation, or return it as Text."""
-    text = text.strip()
+    """Read all of an answer in plain notation, or return it unchanged."""
+    text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
         return _number(match)
-    if not text or depth > 6 or "\\ldots" in text:
-        return Text(text)
-    for reader in (
-        _matrix,
-        _listed,
-        _united,
-        _member,
-        _either,
-        _related,
-        _bracketed,
-        _constant_sign,
-    ):
-        answer = reader(text, depth + 1)
-        if answer is not None:
-            return answer
-    return _measured(text, depth + 1)
+    if not text or depth > 7 or "\\ldots" in text:
+        return text
+    if constant := _CONSTANTS.get(text.replace(" ", "").removeprefix("+")):
+        return constant
+    if match := _BEGIN.fullmatch(text):
+        return _matrix(match, depth)
+    text = text if "\\begin" in text else text.replace("\\\\", ";")
+    if ("±" in text or "∓" in text) and not re.search("[,;¦∧∨⦃⟨]", text):
+        signs = (text.translate({0xB1: one, 0x2213: two}) for one, two in ("+-", "-+"))
+        return Several(",", "", tuple(_unnamed(parse(sign, depth)) for sign in signs))
+    for marks, reader in _READERS.items() if _MARK.search(text) else ():
+        parts, signs = _split(text, marks)
+        if signs:
+            return reader(text, parts, signs, depth)
+    if text[0] in _OPENING and (answer := _bracketed(text, depth)):
+        return answer
+    return _measured(text, depth)
 
 
 _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
@@ -222,89 +227,82 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
     """Split at marks outside brackets. Returns the parts and the marks between them."""
-    parts, found, depth, start = list[str](), "", 0, 0
-    for match in re.finditer(rf"[(\[{{⦃⟨]|[)\]}}⦄⟩]|[{marks}]", text):
+    parts, signs, depth, start = list[str](), "", 0, 0
+    for match in re.finditer(rf"[(\[{{⦃⟨)\]}}⦄⟩{marks}]", text):
         if match[0] in _OPENING:
             depth += 1
         elif match[0] in _CLOSING:
             depth -= 1
         elif depth == 0:
             parts.append(text[start : match.start()].strip())
-            found += match[0]
+            signs += match[0]
             start = match.end()
-    return [*parts, text[start:].strip()], found
+    return [*parts, text[start:].strip()], signs
 
 
-_BEGIN = re.compile(
-    r"\\begin\s*\{([pbBv]?matrix|array|cases|aligned)\}(?:\s*\{[lcr|]*\})?(.*)\\end\s*\{\1\}", re.S
-)
-
-
-def _matrix(text: str, depth: int) -> Answer | None:
-    match = _BEGIN.fullmatch(text)
-    if match is None:
-        return None
+def _matrix(match: re.Match[str], depth: int) -> Answer:
     if match[1] in ("cases", "aligned"):
         return parse(match[2].replace("\\\\", ";").replace("&", " "), depth)
-    if match[1] == "vmatrix" or "\\begin" in match[2]:
-        return Text(text)
     rows = [row.split("&") for row in match[2].strip().removesuffix("\\\\").split("\\\\")]
     lines = [Several("row", "", tuple(parse(cell, depth) for cell in row)) for row in rows]
     return Several("matrix", "", tuple(lines))
 
 
-def _listed(text: str, depth: int) -> Answer | None:
-    parts, marks = _split(text.replace("\\\\", ";"), ",;∧∨")
+def _listed(text: str, parts: list[str], marks: str, depth: int) -> Answer:
+    """Read values between commas, semicolons, ∧ and ∨ (of logic), and ¦ (the word "or")."""
     parts = [part for part in parts if part]
-    if not marks:
-        return None
     if not 1 < len(parts) <= _MOST_ITEMS:
-        return parse(parts[0], depth) if len(parts) == 1 else Text(text)
-    items = [parse(part, depth) for part in parts]
-    regions = [_region(item.value if _names(item) else item, point=True) for item in items]
-    if all(regions) and any(isinstance(item, Region) for item in items):
-        found = [region for region in regions if region]
-        return _joined(found) if "∨" in marks else _intersection(found)
-    if any(isinstance(item, Text) and not item.text.startswith("\\text") for item in items):
-        return Text(text)
+        return parse(parts[0], depth) if len(parts) == 1 else text
+    items = _items(parts, depth)
+    regions = [region for item in items if (region := _region(_unnamed(item), point=True))]
+    if len(regions) == len(items) and any(isinstance(item, Region) for item in items):
+        rule = any if re.search("[∨¦]", marks) else all
+        if region := _combined(rule, regions):
+            return region
+    if re.search("[∧∨]", marks) and not any(isinstance(item, Relation) for item in items):
+        return text  # of logic, not of answers
+    if any(isinstance(item, str) and not item.startswith("\\text") for item in items):
+        return text
     names = [item.name if isinstance(item, Relation) else "" for item in items]
     if names[0] and (not any(names[1:]) or len(set(names)) == 1):  # x = 1, 2 and x = 1, x = 2
         items = [item.value if isinstance(item, Relation) else item for item in items]
-    return Several("∨" if set(marks) == {"∨"} else ",", "", tuple(items))
+    return Several("∨" if set(marks) <= {*"∨¦"} else ",", "", tuple(items))
+
+
+def _items(parts: Sequence[str], depth: int) -> list[Answer]:
+    """Read the parts of a list; 0, ±4 has three items."""
+    items: list[Answer] = []
+    for part in parts:
+        item = parse(part, depth)
+        signed = isinstance(item, Several) and item.opening == "," and re.search("[±∓]", part)
+        items += item.items if signed and isinstance(item, Several) else [item]
+    return items
 
 
 def _names(answer: Answer) -> TypeGuard[Relation]:
     return isinstance(answer, Relation) and bool(answer.name)
 
 
-def _united(text: str, depth: int) -> Answer | None:
-    parts, marks = _split(text, "∪∖")
-    if not marks:
-        return None
+def _unnamed(answer: Answer) -> Answer:
+    return answer.value if _names(answer) else answer
+
+
+def _united(text: str, parts: list[str], marks: str, depth: int) -> Answer:
     regions = [region for part in parts if (region := _region(parse(part, depth), point=True))]
-    if len(regions) < len(parts):
-        return Text(text)
-    if set(marks) == {"∪"}:
-        return _joined(regions)
-    points = [part for region in regions[1:] for part in region.parts]
-    if marks != "∖" or any(low is not high for low, _, high, _ in points):
-        return Text(text)
-    return _intersection([regions[0], *(_other_than(low) for low, _, _, _ in points)])
+    if len(regions) < len(parts) or len(set(marks)) > 1:
+        return text
+    if marks[0] == "∖":
+        return _combined(lambda inside: inside[0] and not any(inside[1:]), regions) or text
+    return _combined(any, regions) or Several("∪", "", tuple(regions))
 
 
-def _member(text: str, depth: int) -> Answer | None:
-    parts, marks = _split(text, "∈")
-    if len(marks) != 1:
-        return None
-    return parse(parts[1], depth) if _NAME.fullmatch(parts[0]) else Text(text)
+def _member(text: str, parts: list[str], marks: str, depth: int) -> Answer:
+    return parse(parts[1], depth) if len(parts) == 2 and _NAME.fullmatch(parts[0]) else text
 
 
-def _either(text: str, depth: int) -> Answer | None:
-    if not _split(text, "±∓")[1]:
-        return None
-    signs = (text.translate({0xB1: one, 0x2213: two}) for one, two in ("+-", "-+"))
-    values = [parse(sign, depth) for sign in signs]
-    return Several(",", "", tuple(value.value if _names(value) else value for value in values))
+def _concluded(text: str, parts: list[str], marks: str, depth: int) -> Answer:
+    concludes = re.search("[=<>≤≥]", parts[0]) or _constant(parts[0]) is not None
+    return parse(parts[-1], depth) if concludes else text
 
 
 _NAME = re.compile(
@@ -312,160 +310,169 @@ _NAME = re.compile(
     r"|\\(?:angle|triangle)?\s?[A-Za-z]+"
     r"|\\(?:overline|overrightarrow|vec|hat|bar|mathbf|mathcal|dot)\s*\{\w+\}"
     r"|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d\w\s*\})"
-    r"(?:_\w|_\{[^{}]*\})?'{0,3}(?:\([^()=]*\))?"
+    r"(?:_\w|_\{[^{}]*\})?'{0,3}(?:\^\{-1\})?(?:\([^()=]*\))?"
 )
 _FLIPPED = str.maketrans("<>≤≥", "><≥≤")
 
 
-def _related(text: str, depth: int) -> Answer | None:
-    sides, signs = _split(text, "=<>≤≥≠≈→")
-    if not signs:
-        return None
-    if signs[0] in "=≈" and not sides[0]:
-        return parse(text.strip()[1:], depth)
-    if not all(sides):
-        return Text(text)
-    value = parse(sides[-1], depth)
-    if signs[-1] == "→":
-        return value
-    name = sides[0] if _NAME.fullmatch(sides[0]) or len(sides) > 2 or "≈" in signs else ""
-    if not set(signs) <= {"=", "≈"}:
-        relation = Relation(tuple(sides), signs, "", value)
-        return _inequality(relation) or relation
+def _related(text: str, parts: list[str], signs: str, depth: int) -> Answer:
+    if signs[0] in "=≈" and not parts[0]:
+        return parse(text[1:], depth)
+    if not all(parts):
+        return text
+    sides: tuple[str, ...] = tuple(parts)
+    value = parse(parts[-1], depth)
+    if not set(signs) <= {*"=≈"}:
+        return _inequality(sides, signs) or Relation(sides, signs, "", value)
     constants = [c for side in sides if (c := _constant(side)) is not None]
     if any(abs(one - constants[-1]) > abs(constants[-1]) / 100 for one in constants):
-        return Text(text)  # 7 = 3.14
-    if len(constants) == len(sides) and "≈" not in signs:
-        return value
+        return text  # 7 = 3.14
     names = re.fullmatch(r"\(([\w\s,]+)\)", sides[0])
     if names and isinstance(value, Several) and names[1].count(",") == len(value.items) - 1:
         pairs = zip(names[1].split(","), value.items, strict=True)
-        relations = [Relation(tuple(sides), signs, one.strip(), item) for one, item in pairs]
-        return Several(",", "", tuple(relations))
-    name = sides[0] if isinstance(value, Region | Several) else name
-    return Relation(tuple(sides), signs, name, value)
+        named = (Relation(sides, signs, name.strip(), item) for name, item in pairs)
+        return Several(",", "", tuple(named))
+    is_name = _NAME.fullmatch(sides[0]) or isinstance(value, Region | Several)
+    is_name = is_name or len(sides) > 2 or "≈" in signs
+    return Relation(sides, signs, parts[0] if is_name else "", value)
 
 
 def _constant(text: str) -> Any:
-    answer = parse(text, 5)
-    return formula.number(answer.share) if isinstance(answer, Number) else _value(answer)
+    """The value of a constant; None for anything else."""
+    answer = _as_formula(parse(text, 5))
+    return answer.constant() if answer else None
 
 
-def _inequality(relation: Relation) -> Region | None:
-    """The region of one name, as in `1 < x < 2` and `x \\ne 3`."""
-    sides, signs = relation.sides, relation.signs
+_DISTANCE = re.compile(r"\|\s*(\d*)\s*[A-Za-z]\s*([+-][^|]*)?\|")
+
+
+def _inequality(sides: tuple[str, ...], signs: str) -> Region | None:
+    """The region of one name, as in `1 < x < 2`, `x \\ne 3` and `|2x - 1| < 3`."""
     if signs[0] in ">≥":
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
+    if signs not in ("≠", "<", "≤", "<<", "<≤", "≤<", "≤≤"):
+        return None
+    values = [_as_formula(parse(side, 5)) for side in sides]
     place = next((n for n, side in enumerate(sides) if _NAME.fullmatch(side)), -1)
-    ends = [_as_formula(parse(side, 5)) for n, side in enumerate(sides) if n != place]
-    if place < 0 or not all(ends) or (len(sides) > 2 and (place, len(sides)) != (1, 3)):
-        return None
-    low, high = cast(Formula, ends[0]), cast(Formula, ends[-1])
-    if signs == "≠":
-        return _other_than(low)
-    if not set(signs) <= {"<", "≤"}:
-        return None
     if len(sides) == 3:
-        return Region(((low, signs[0] == "≤", high, signs[1] == "≤"),))
-    return Region(
-        ((low, signs == "≤", INFINITE, False),)
-        if place
-        else ((MINUS_INFINITE, False, high, signs == "≤"),)
-    )
+        low, _, high = values
+        if place != 1 or low is None or high is None:
+            return None
+        return _interval(low, high, "(["[signs[0] == "≤"] + ")]"[signs[1] == "≤"])
+    closed = signs == "≤"
+    inside, outside = (_DISTANCE.fullmatch(side) for side in (sides[0], sides[-1]))
+    match = inside or outside
+    if match is None and place >= 0 and (end := values[1 - place]):
+        if signs == "≠":
+            return _outside(_interval(end, end, "[]"))
+        ends = (end, INFINITE) if place else (MINUS_INFINITE, end)
+        return _interval(*ends, "[]" if closed else "()")
+    if match is None or (inside and outside) or signs == "≠":
+        return None
+    radius, shift, factor = sides[inside is not None], match[2] or "", match[1] or "1"
+    distances = [rf"\frac{{{sign}({radius})-(0{shift})}}{{{factor}}}" for sign in "-+"]
+    low, high = (_as_formula(parse(end, 5)) for end in distances)
+    if not low or not high or low.imaginary or not _place(low) < _place(high):
+        return None
+    region = _interval(low, high, "[]" if closed == bool(inside) else "()")
+    return region if inside else _outside(region)
 
 
-def _other_than(end: Formula) -> Region:
-    return Region(((MINUS_INFINITE, False, end, False), (end, False, INFINITE, False)))
+def _interval(low: Formula, high: Formula, brackets: str) -> Region:
+    first, last = _place(low), _place(high)
+    after_first = brackets[0] == "(" and first != float("-inf")
+    after_last = brackets[1] == "]" and last != float("inf")
+    return Region(((first, after_first, low), (last, after_last, high)))
 
 
-_SUCH_THAT = re.compile(r"\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)", re.S)
+def _place(end: Formula) -> float:
+    try:
+        value = end.at(0)
+        return float("nan" if value is None else value.real)
+    except (LostTerm, OverflowError):
+        return float("nan")
+
+
+def _outside(region: Region) -> Region:
+    low, high = _interval(MINUS_INFINITE, INFINITE, "()").cuts
+    return Region((low, *region.cuts, high))
+
+
+def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[Region]) -> Region | None:
+    """The numbers for which `rule` holds, given in which regions they are; None for symbols."""
+    cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
+    if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
+        return None
+    changes: list[Cut] = []
+    for cut in cuts:
+        inside = [sum(one[:2] <= cut[:2] for one in region.cuts) % 2 == 1 for region in regions]
+        if rule(inside) != (len(changes) % 2 == 1):
+            changes.append(cut)
+    return Region(tuple(changes))
+
+
+_READERS: dict[str, Callable[[str, list[str], str, int], Answer]] = {
+    ",;¦∧∨": _listed,
+    "∪∖": _united,
+    "∈": _member,
+    "→": _concluded,
+    "=<>≤≥≠≈": _related,
+}
+_MARK = re.compile(f"[{''.join(_READERS)}]")
+_CONSTANTS: dict[str, Answer] = {
+    "∞": INFINITE,
+    "-∞": MINUS_INFINITE,
+    "∅": Several("⦃", "⦄", ()),
+    "\\mathbb{R}": _interval(MINUS_INFINITE, INFINITE, "()"),
+}
+_SUCH_THAT = re.compile(r"(?s)\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)")
 
 
 def _bracketed(text: str, depth: int) -> Answer | None:
-    if text[0] not in _OPENING or text[-1] not in _CLOSING:
-        return None
     level = 0
-    for place, character in enumerate(text):
+    for place, character in enumerate(text, 1):
         level += (character in _OPENING) - (character in _CLOSING)
-        if level == 0 and place < len(text) - 1:
+        if (level == 0) != (place == len(text)):
             return None
     inside = text[1:-1].strip()
     if text[0] == "⦃" and (match := _SUCH_THAT.fullmatch(inside)):
         answer = parse(match[1], depth)
-        return answer if isinstance(answer, Region) else Text(text)
+        return answer if isinstance(answer, Region) else text
     parts, marks = _split(inside, ",;")
     if not marks and text[0] in "([{":
         return parse(inside, depth) if text[0] + text[-1] in ("()", "{}") else None
-    if len(parts) > _MOST_ITEMS:
-        return Text(text)
-    items: list[Answer] = []
-    for part in parts if inside else []:
-        item = parse(part, depth)
-        signed = isinstance(item, Several) and re.search("[±∓]", part) and item.opening == ","
-        items += item.items if signed and isinstance(item, Several) else [item]
-    if any(isinstance(item, Text) for item in items):
-        return Text(text)
+    items = _items(parts if inside else [], depth)
+    if len(parts) > _MOST_ITEMS or any(isinstance(item, str) for item in items):
+        return text
     return Several(text[0].replace("{", "⦃"), text[-1], tuple(items))
-
-
-def _constant_sign(text: str, _: int) -> Answer | None:
-    if text.lstrip("+-") == "∞":
-        return MINUS_INFINITE if text[0] == "-" else INFINITE
-    if text == "∅":
-        return Several("⦃", "⦄", ())
-    if text.replace(" ", "") == "\\mathbb{R}":
-        return Region(((MINUS_INFINITE, False, INFINITE, False),))
-    return None
 
 
 _WORD = r"[A-Za-z][A-Za-z.'-]*"
 _TRAILING = re.compile(
-    r"(?P<value>.*[\w)}\]%|!])\s*(?:\\text\{(?P<text>[^{}]*)\}|(?<=[\d)}%])\s*(?P<bare>"
-    rf"{_WORD}(?:\s{_WORD}){{0,3}}(?:/{_WORD})?))(?P<power>\s*\^\s*\{{?-?\d\}}?)?",
-    re.S,
+    r"(?s)(?P<value>.*[\w)}\]%|!])\s*(?:\\text\{(?P<text>[^{}]*)\}|(?<=[\d)}%])\s*(?P<bare>"
+    rf"{_WORD}(?:\s{_WORD}){{0,3}}(?:/{_WORD})?))(?P<power>\s*\^\s*\{{?-?\d\}}?)?"
 )
 _LETTERS = r"[A-Za-z]{1,3}(?:\^\{?[23]\}?)?"
 _SHORT = re.compile(
-    rf"(?P<number>[+-]?[\d.,]+)(?:\s+|(?=[ckm]?m\b|kg\b|ft\b))(?P<unit>{_LETTERS}(?:\s?/\s?{_LETTERS})?)"
+    r"(?P<number>[+-]?[\d.,]+)(?:\s+|(?=[ckm]?m\b|kg\b|ft\b))"
+    rf"(?P<unit>{_LETTERS}(?:\s?/\s?{_LETTERS})?)"
 )
-_MODULO = re.compile(r"([^\\]+)\(?\s*\\(pmod|bmod)\s*\{?\s*(\d{1,15})\s*\}?\s*\)?")
+_MODULO = re.compile(r"([^\\]+)\(?\s*\\pmod\s*\{?\s*(\d{1,15})\s*\}?\s*\)?")
 _SHORT_UNITS = """
 m s g h l j n w v k c f cm mm km kg mg ml ft in yd mi lb oz hr min sec mph rpm kmh rad deg am pm hz
 pa kpa nm
 """
-_LIKE_FUNCTION_WORDS = "byte long of per in short double till de e a"
 _NOT_UNITS = FUNCTION_WORDS | KEYWORDS | {*statements.MEANINGS.split()}
-_NOT_UNITS -= {*_LIKE_FUNCTION_WORDS.split()}
+_NOT_UNITS -= {"byte", "long", "of", "per", "in", "short", "double", "till", "de", "e", "a"}
 _UNIT_NAMES = """
-mm millimeter millimetre
-cm centimeter centimetre
-m meter metre
-km kilometer kilometre
-in inch inche
-ft foot feet
-yd yard
-mi mile
-g gram
-kg kilogram
-s sec second
-min minute
-h hr hour
-day
-week
-month
-year
-dollar
-cent
-am a.m
-pm p.m
+mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
+in inch inche; ft foot feet; yd yard; mi mile; g gram; kg kilogram; s sec second; min minute;
+h hr hour; day; week; month; year; dollar; cent; am a.m; pm p.m
 """
-_UNITS = {
-    name: line.split()[0] for line in _UNIT_NAMES.strip().splitlines() for name in line.split()
-}
+_UNITS = {name: names.split()[0] for names in _UNIT_NAMES.split(";") for name in names.split()}
 _DENIED = re.compile(
-    r"n['’]t\b(?!\s+matter)|\b(?:wrong|false|incorrect|invalid|except|never)\b|\bnot\b(?!\s+"
-    r"(?!it|that|this|the|right|correct|true|a|an|sure|certain|possible|valid|so|be)[a-z]{3,})",
-    re.IGNORECASE,
+    r"(?i)n['’]t\b(?!\s+matter)|\b(?:wrong|false|incorrect|invalid|except|never)\b|\bnot\b(?!\s+"
+    r"(?!it|that|this|the|right|correct|true|a|an|sure|certain|possible|valid|so|be)[a-z]{3,})"
 )
 
 
@@ -473,31 +480,32 @@ def _measured(text: str, depth: int) -> Answer:
     """A formula, or a value with a unit or a remark after it."""
     if (match := _SHORT.fullmatch(text)) and (number := _NUMBER.fullmatch(match["number"])):
         value = _number(number)
-        units = re.findall(r"[a-z]+", match["unit"].lower())
-        if isinstance(value, Number) and {*_SHORT_UNITS.split()}.issuperset(units):
-            return replace(value, unit=_unit(match["unit"]))
+        if isinstance(value, Number) and {*_SHORT_UNITS.split()}.issuperset(
+            re.findall(r"[a-z]+", match["unit"].lower())
+        ):
+            return value._replace(unit=_unit(match["unit"]))
     try:
         return formula.read(text)
     except Unreadable:
         pass
     if match := _MODULO.fullmatch(text):
         value = parse(match[1], depth)
-        if isinstance(value, Number) and match[2] == "pmod" and 0 <= value.value < int(match[3]):
-            return replace(value, unit=f"mod {match[3]}")
+        if isinstance(value, Number) and 0 <= value.value < int(match[2]):
+            return value._replace(unit=f"mod {match[2]}")
     match = _TRAILING.fullmatch(text)
     if match is None:
-        return Text(text)
+        return text
     words = (match["bare"] if match["text"] is None else match["text"]).strip()
     value = parse(match["value"], depth)
     if words[:1] in ("(", ""):
-        return Text(text) if _DENIED.search(words) else value
-    known = _NOT_UNITS.isdisjoint(re.findall(r"[a-z]+", words.lower()))
-    long = match["text"] is not None or len(words) > 2
-    if words.lower() not in _SHORT_UNITS.split() and not (known and long):
-        return Text(text)
+        return text if _DENIED.search(words) else value
+    is_unit = _NOT_UNITS.isdisjoint(re.findall(r"[a-z]+", words.lower()))
+    is_unit = is_unit and (match["text"] is not None or len(words) > 2)
+    if not is_unit and words.lower() not in _SHORT_UNITS.split():
+        return text
     if isinstance(value, Number):
-        return value if value.unit else replace(value, unit=_unit(words) + (match["power"] or ""))
-    return value if isinstance(value, Formula) and match["text"] is not None else Text(text)
+        return value if value.unit else value._replace(unit=_unit(words) + (match["power"] or ""))
+    return value if isinstance(value, Formula) and match["text"] is not None else text
 
 
 def _unit(words: str) -> str:
@@ -512,11 +520,12 @@ def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
     """Compare two answers."""
     if isinstance(given, Several) and given.opening == "∨" and not isinstance(gold, Several):
         return all(_same(gold, item) for item in given.items)  # 1/2 or 0.5
-    if (
-        isinstance(given, Relation)
-        and not isinstance(gold, Relation)
-        and set(given.signs) <= {"=", "≈"}
-    ):
+    if isinstance(gold, Relation):
+        if isinstance(given, Relation) and not (gold.name and gold.name == given.name):
+            return _same_relation(gold, given)
+        given = given.value if isinstance(given, Relation) else given
+        return bool(gold.name) and _same(gold.value, given, tolerance)
+    if isinstance(given, Relation) and set(given.signs) <= {*"=≈"}:
         if isinstance(gold, Several) and any(map(_names, gold.items)):
             return False
         before = given.signs.find("≈")
@@ -528,60 +537,50 @@ def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
             return _same_number(gold, given, tolerance)
         case Formula():
             return _same_formula(gold, given, tolerance)
-        case Relation():
-            if isinstance(given, Relation):
-                named = gold.name and gold.name == given.name
-                return (
-                    _same(gold.value, given.value, tolerance)
-                    if named
-                    else _same_relation(gold, given)
-                )
-            return bool(gold.name) and _same(gold.value, given, tolerance)
         case Several():
             return _same_several(gold, given)
         case Region():
             return _same_region(gold, _region(given))
-        case Text():
-            return isinstance(given, Text) and squeezed(gold.text) == squeezed(given.text)
+        case str():
+            return isinstance(given, str) and squeezed(gold) == squeezed(given)
 
 
 _PI = re.compile(r"-?(?:\d+(?:\.\d+)?)?\s?\\pi")
+_EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "decimal"}
 
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
     """Compare with a number, which must be written as one, in powers of ten only if `gold` is."""
+    if isinstance(given, Formula):
+        right = formula.number(gold.share)
+        value = given.constant()
+        if given.imaginary and not given.work:  # i^2
+            return value is not None and formula.close(right, value)
+        return bool(_PI.fullmatch(given.text)) and _near(right, value, tolerance)
     if not isinstance(given, Number):
-        multiple = tolerance and isinstance(given, Formula) and _PI.fullmatch(given.text)
-        return bool(multiple) and _near(formula.number(gold.value), _value(given), tolerance)
+        return False
     units = {gold.unit, given.unit}
-    if (len(units) > 1 and units <= {*_UNITS.values()}) or (
-        gold.unit[:3] == "mod" and gold.unit != given.unit
-    ):
+    if len(units) > 1 and (units <= {*_UNITS.values()} or gold.unit[:3] == "mod"):
         return False
-    if given.form not in ("integer", "decimal", gold.form):
-        ratio, fraction = given.form == "ratio", given.form == "fraction"
-        allowed = ("fraction",) if ratio else ("ratio", "percent") if fraction else ("decimal",)
-        if gold.form not in allowed and not (fraction and given.lowest):
+    if given.form in _EQUIVALENT_FORMS and given.form != gold.form:
+        lowest = given.form == "fraction" and given.lowest
+        if _EQUIVALENT_FORMS[given.form] != gold.form and not lowest:
             return False
-    if given.form == "ratio" and given.lowest != gold.lowest:
-        return False
-    values = (
-        [given.share, given.value / 100] if gold.percent and not given.percent else [given.share]
-    )
-    if gold.share in values:
-        return True
+    values = [given.share]
+    if gold.percent and not given.percent:
+        values.append(given.value / 100)
     exact = any(one.form == "integer" and not one.percent for one in (gold, given))
     rounds = "decimal" in (gold.form, given.form) and not exact
+    if gold.share in values:
+        return True
     right = formula.number(gold.share)
     return any(
-        _near(right, formula.number(value), tolerance)
-        or (rounds and _rounded(right, formula.number(value)))
-        for value in values
+        _near(right, value, tolerance) or (rounds and _rounded(right, value))
+        for value in map(formula.number, values)
     )
 
 
-def _same_formula(gold: Formula, given: Answer, tolerance: float | None) -> bool:
-    value, decimal = gold.constant(), isinstance(given, Number) and given.form == "decimal"
+def _same_formula(gold: Formula, given: Answer, tolerance: float | None = None) -> bool:
     answer = _as_formula(given)
     if answer is None:
         return False
@@ -590,27 +589,18 @@ def _same_formula(gold: Formula, given: Answer, tolerance: float | None) -> bool
         return False
     if len(gold.text) == 1 and gold.text.casefold() == answer.text.casefold():
         return True
-    other = answer.constant()
-    if (
-        value is not None
-        and other is not None
-        and (_near(value, other, tolerance) or (decimal and _rounded(value, other)))
-    ):
+    value, other = gold.constant(), answer.constant()
+    decimal = isinstance(given, Number) and given.form == "decimal"
+    constants = value is not None and other is not None
+    if constants and (_near(value, other, tolerance) or (decimal and _rounded(value, other))):
         return True
     return formula.equal(gold, answer)
 
 
-def _value(answer: Answer) -> Any:
-    """The value of a constant formula; None for anything else."""
-    return answer.constant() if isinstance(answer, Formula) else None
-
-
 def _rounded(right: Any, given: Any) -> bool:
     """Compare two numbers to six decimal places, tiny ones to six digits."""
-    difference, larger = abs(right - given), max(abs(right), abs(given))
-    if larger * 10**5 < 1:
-        return bool(difference * 10**_PLACES <= larger)
-    return bool(difference * 2 * 10**_PLACES <= 1)
+    larger = max(abs(right), abs(given))
+    return bool(abs(right - given) * 10**_PLACES <= (larger if larger * 10**5 < 1 else 0.5))
 
 
 def _near(right: Any, given: Any, tolerance: float | None) -> bool:
@@ -655,52 +645,46 @@ def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool
     remaining = list(given)
     for one in gold:
         place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
-        if place is None:
-            if not (once and any(_same_item(one, two) for two in given)):
-                return False
-        else:
+        if place is not None:
             del remaining[place]
+        elif not (once and any(_same_item(one, two) for two in given)):
+            return False
     return all(once and any(_same_item(one, two) for one in gold) for two in remaining)
 
 
 def _same_names(gold: Several, given: Several) -> bool:
     """Compare the values of several names, in order if one side has no names."""
-    named = [{item.name: item.value for item in one.items if _names(item)} for one in (gold, given)]
-    complete = [len(one) == len(side.items) for one, side in zip(named, (gold, given), strict=True)]
-    if all(complete):
-        return named[0].keys() == named[1].keys() and all(
-            _same(value, named[1][name]) for name, value in named[0].items()
-        )
-    if all(named) or not any(complete):
-        return _in_order(gold.items, given.items)
-    bare = [[item.value if _names(item) else item for item in one.items] for one in (gold, given)]
-    return "⦃" not in (gold.opening, given.opening) and _in_order(*bare)
+    sides = gold.items, given.items
+    named = [{item.name: item.value for item in side if _names(item)} for side in sides]
+    if [*map(len, named)] == [*map(len, sides)]:
+        values, others = named
+        return values.keys() == others.keys() and all(_same(values[n], others[n]) for n in values)
+    bare = sides if all(named) else ([*map(_unnamed, side)] for side in sides)
+    return "⦃" not in gold.opening + given.opening and _in_order(*bare)
 
 
 def _same_relation(gold: Relation, given: Relation) -> bool:
     """Compare equations up to a factor, and chains of inequalities side by side."""
-    sides = [[_as_formula(parse(side, 1)) for side in one.sides] for one in (gold, given)]
-    if not all(map(all, sides)):
+    sides = [_as_formula(parse(side, 1)) for side in (*gold.sides, *given.sides)]
+    if not all(sides):
         alike = [*map(squeezed, gold.sides)] == [*map(squeezed, given.sides)]
         return alike and gold.signs == given.signs
     ways = [(given.sides, given.signs), (given.sides[::-1], given.signs.translate(_FLIPPED)[::-1])]
     for others, signs in ways:
-        if signs == gold.signs and len(others) == len(gold.sides):
-            pairs = zip(gold.sides, others, strict=True)
-            if all(_same_difference(one, "0", other, "0") for one, other in pairs):
-                return True
-            factor = signs in "=≠"
-            if len(signs) == 1 and _same_difference(*gold.sides, *others, ratio=factor):
+        if signs == gold.signs:
+            one, other = (f"({sides[0]})-({sides[1]})" for sides in (gold.sides, others))
+            if all(map(_equal, gold.sides, others)) or (
+                len(signs) == 1 and _equal(one, other, ratio=signs in "=≠")
+            ):
                 return True
     return False
 
 
-def _same_difference(one: str, two: str, three: str, four: str, *, ratio: bool = False) -> bool:
+def _equal(one: str, other: str, *, ratio: bool = False) -> bool:
     try:
-        left, right = formula.read(f"({one})-({two})"), formula.read(f"({three})-({four})")
+        return formula.equal(formula.read(one), formula.read(other), ratio=ratio)
     except Unreadable:
         return False
-    return formula.equal(left, right, ratio=ratio)
 
 
 def _as_formula(answer: Answer) -> Formula | None:
@@ -715,84 +699,23 @@ def _region(answer: Answer, *, point: bool = False) -> Region | None:
     if isinstance(answer, Region):
         return answer
     if point and (end := _as_formula(answer)):
-        return Region(((end, True, end, True),))
+        return _interval(end, end, "[]")
     if not isinstance(answer, Several):
         return None
     ends = [end for item in answer.items if (end := _as_formula(item))]
     if len(ends) < len(answer.items):
         return None
     if answer.opening == "⦃":
-        return Region(tuple((end, True, end, True) for end in ends))
+        return _combined(any, [_interval(end, end, "[]") for end in ends])
     if answer.opening not in "([" or answer.closing not in ")]" or len(ends) != 2:
         return None
     low, high = ends
-    if not low.names and not high.names and not _place(low) < _place(high):
-        return None
-    finite = [abs(_place(end)) != float("inf") for end in ends]
-    return Region(
-        ((low, answer.opening == "[" and finite[0], high, answer.closing == "]" and finite[1]),)
-    )
-
-
-def _place(end: Formula) -> float:
-    try:
-        return float(end.at(Point(0)).real)
-    except (Unreadable, OverflowError):
-        return float("nan")
-
-
-def _joined(regions: Sequence[Region]) -> Region:
-    return Region(tuple(part for region in regions for part in region.parts))
-
-
-def _intersection(regions: Sequence[Region]) -> Region:
-    parts = regions[0].parts
-    for region in regions[1:]:
-        pairs = [(one, two) for one in parts for two in region.parts][: _MOST_ITEMS**2]
-        ends = [
-            (
-                max(pair, key=lambda part: (_place(part[0]), not part[1])),
-                min(pair, key=lambda part: (_place(part[2]), part[3])),
-            )
-            for pair in pairs
-        ]
-        parts = tuple(
-            (low[0], low[1], high[2], high[3])
-            for low, high in ends
-            if _place(low[0]) < _place(high[2])
-        )
-    return Region(parts)
+    region = _interval(low, high, answer.opening + answer.closing)
+    return region if low.names or high.names or _place(low) < _place(high) else None
 
 
 def _same_region(gold: Region | None, given: Region | None) -> bool:
-    if gold is None or given is None or len(gold.parts) != len(given.parts):
+    if gold is None or given is None or len(gold.cuts) != len(given.cuts):
         return False
-    ordered = (
-        sorted(one.parts, key=lambda part: (_place(part[0]), _place(part[2])))
-        for one in (gold, given)
-    )
-    return all(
-        (one[1], one[3]) == (two[1], two[3])
-        and _same_formula(one[0], two[0], None)
-        and _same_formula(one[2], two[2], None)
-        for one, two in zip(*ordered, strict=True)
-    )
-
-
-_CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vmatrix\}")
-
-
-def _worked_out(text: str) -> Answer:
-    """Read the known answer, with its sums, integrals, limits and determinants evaluated."""
-    if not _CALCULUS.search(text):
-        return parse(text)
-    from latex2sympy2_extended import latex2sympy  # noqa: PLC0415  # pyright: ignore
-    from sympy import latex  # noqa: PLC0415  # pyright: ignore
-
-    try:
-        value = cast(Any, latex2sympy(text, is_real=None)).doit()
-        answer = parse(plain(cast(str, latex(value))))
-    except Exception:  # whatever the library cannot read is compared as text
-        return Text(text)
-    index = re.search(r"_\s*\{\s*i\s*=", text)  # an index, and not the imaginary unit
-    return Text(text) if index and isinstance(answer, Formula) and answer.imaginary else answer
+    pairs = zip(gold.cuts, given.cuts, strict=True)
+    return all(one[1] == two[1] and _same_formula(one[2], two[2]) for one, two in pairs)

@@ -1,16 +1,171 @@
-r"""Extraction of the answer that a text asserts.
+r"""The answer that a text states, and one notation for the many ways to write it.
 
-`undressed` strips Markdown, delimiters and "The answer is". For text without a mark, `statements`
-extracts a number or formula, and `asserts` compares words. A negation, an alternative or a question
-means that there is no answer.
+For text without a mark, `statements` extracts a number or formula, and `asserts` compares words; a
+negation, an alternative or a question means that there is no answer. `boxes` returns the marked
+ones. `plain` writes signs for commands (`\leq` is ≤, `\{` is ⦃), upright letters and functions as
+the usual ones, numbers in digits, and no layout. The result consists of formulas
+(`keel.rewards.rules.formula`) between the signs that `keel.rewards.rules.maths` splits at.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
 
-from keel.rewards.rules.notation import SIGNED_WORD
-from keel.rewards.text import BOXED, normalise
+from keel.rewards.text import BOXED, marked_answers, normalise, raised
+
+# --- Notation ---
+
+_SIGNS = str.maketrans("−–⁄∕÷×·⋅≅。", "--///***≈.")
+_SIGNS |= str.maketrans({"°": "^\\circ ", "π": "\\pi ", "\u200b": "", "ℝ": "\\mathbb{R}"})
+_CHARACTERS = """
+≤ le leq leqslant leqq; ≥ ge geq geqslant geqq; ≠ ne neq; < lt; > gt; ≈ approx simeq; ∪ cup bigcup;
+∩ cap; ∖ setminus backslash smallsetminus; ∈ in; ± pm; ∓ mp; ∞ infty infinity inf; % %; ∣ mid;
+∅ emptyset varnothing; ⟨ langle; ⟩ rangle; ∧ land wedge; ∨ lor vee; | lvert rvert vert; / div;
+→ to rightarrow implies Rightarrow; ⦃ { lbrace; ⦄ } rbrace; \\log lg; \\tan tg; * cdot times ast;
+\\frac dfrac tfrac cfrac; \\binom dbinom; i imath; ^\\circ degree; \\ldots dots cdots dotsc
+"""
+_COMMANDS = {
+    name: names.split()[0] for names in _CHARACTERS.split(";") for name in names.split()[1:]
+}
+_LAYOUT = "$ ! left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits"
+_COMMANDS |= dict.fromkeys(_LAYOUT.split(), "") | dict.fromkeys(",;: >", " ")
+_COMMANDS |= dict.fromkeys(("quad", "qquad"), "; ")
+_GROUPED = re.compile(
+    r"(?<![\w.,])\d{1,3}(?:(?:(?:\{,\}|,?\\!\s*|\\[,;: ]|[ ~\u00a0\u2009\u202f])\s?\d{3}"
+    r"|(?:,\\!\s*|\{,\})\d{3})+(?!\w|[.,]?\d)"
+    r"|(?:,\d{3})+(?=(?:\.\d+)?(?:[ ~]|\\[,;: ])*(?!\\text\s*\{\s*(?:and|or)\b)"
+    r"(?:\\(?:text|mathrm)\b|(?<=[ ~])(?!(?:and|or)\b)[A-Za-z])))"
+)
+_UNUSUAL = re.compile(r"[^\W\d_]{2}|[\\${%*(=>.]|[^\x00-\x7f]")
+_MIXED = re.compile(r"(?<![\w.,/^{}])(\d{1,15})[ ~]\s*(\d{1,15})/(\d{1,15})(?![\w/.]*\d)")
+_FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan|cot)h?|sec|csc|ln|log|lg|exp|max|min|gcd|lcm|det")
+_AFTER_VALUE = re.compile(r"[\d})](?:\s|\\[,;:! ]|~){0,4}\Z")
+_JOINED = re.compile(r"(.*[^\s,;])(?:\s*[,;]|[\s,;]+(and|or))")
+_NUMERALS = "two three four five six seven eight nine ten eleven twelve"
+_SPELLINGS = {"**": "^", "...": "\\ldots ", "=>": "→", ">=": "≥", "<=": "≤", "$": ""}
+_BASES = {word: str(base) for base, word in enumerate(_NUMERALS.split(), 2)}
+_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+
+
+def plain(text: str) -> str:
+    """Write an answer in one notation: signs for commands, upright letters as the usual ones, and
+    numbers in digits."""
+    text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
+    text = unicodedata.normalize("NFKC", raised(text)).translate(_SIGNS).strip()
+    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = text.replace("{:}", ":").replace("~", " ")
+    if _UNUSUAL.search(text):
+        if re.search(r"\\(?:vec|mathbf|overrightarrow|boldsymbol)(?![A-Za-z])", text):
+            text = text.replace("\\times", "\\cross")  # there are two products of vectors
+        for pattern, new in _RULES:
+            text = pattern.sub(new, text)
+        for spelling, sign in _SPELLINGS.items():
+            text = text.replace(spelling, sign)
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", text).strip(" $;,")
+
+
+def _command(match: re.Match[str]) -> str:
+    sign = _COMMANDS.get(match[1] or match[2], match[0])
+    return f"{sign} " if "\\" in sign and sign != match[0] else sign
+
+
+def _upright(match: re.Match[str]) -> str:
+    content = match[1].strip()
+    word = content.strip(" ,;.").lower()
+    if word in ("and", "or"):
+        return ", " if word == "and" else " ¦ "
+    after_value = _AFTER_VALUE.search(match.string, 0, match.start())
+    if _FUNCTION.fullmatch(content) and not (after_value and content in ("min", "sec")):
+        return f" \\{content} "
+    letter = len(content) == 1 and content.isalpha() and not after_value
+    numbers = re.search(r"\d", content) and "_" not in content
+    if content in ("e", "i", "d") or letter or numbers:
+        return f" {content} "
+    if match.string[: match.start()].endswith("_{"):
+        return _BASES.get(word, rf"\text{{{content}}}")
+    if joined := _JOINED.fullmatch(content):  # 3 red and, before 4 blue
+        return rf"\text{{{joined[1]}}}{' ¦ ' if joined[2] == 'or' else ', '}"
+    return rf"\text{{{content}}}"
+
+
+def _braced(match: re.Match[str]) -> str:
+    top, bottom = (part if part[0] == "{" else f"{{{part}}}" for part in match.group(2, 3))
+    return f"\\{match[1]}{top}{bottom}"
+
+
+def _counted(match: re.Match[str]) -> str:
+    value = Fraction(match[1]) * 10 ** _ZEROS[match[2].lower()]
+    return str(value) if value.denominator == 1 else str(float(value))
+
+
+def _repeating(match: re.Match[str]) -> str:
+    once, again = match[2], match[3] or match[4] or match[5]
+    value = Fraction(f"{match[1] or 0}.{once or 0}")
+    value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+SIGNED_WORD = re.compile(
+    r"(?i:\b(?:negative|minus)\s+|\\text\s*\{\s*(?:negative|minus)\s*\}\s*)(?=[\d\\.])"
+)
+_RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
+_RULES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in {
+        # 3rd, 3^{\text{rd}}
+        r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm|textit|rm)\s*\{\s*)?(?:st|nd|rd|th)\b"
+        r"\s*\}{0,2}(?!\w)": "",
+        SIGNED_WORD.pattern: "-",
+        r"(?i)(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?"
+        r"(?:\\(?:text|mathrm)\s*\{\s*)?(hundred|thousand|million|billion|trillion)\b\s*\}?": (
+            _counted
+        ),
+        r"\\(?:text)?color\s*\{\w*\}": "",
+        r"^\s*\\text\s*\{[^{}\d]*:\s*\}": "",
+        r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)": ":",
+        # Money and percentages
+        r"(?:\\\$|[$€£¥]|\\text\s*\{\s*(?:USD|EUR|GBP|INR|Rs\.?|US\s?\$|\\?\$)\s*\}"
+        r"|\b(?:USD|EUR|Rs\.?)(?=\s?\d))\s*(?=[\d.])|(?<=\d)\s*[€£¥]": "",
+        r"(?i)\s*(?:\\[,;: ]\s*)?(?:\\?%|\\(?:text|mathrm)\s*\{\s*(?:\\?%|per\s?cent)\s*\}"
+        r"|(?<=[\d\s}])per\s?cent\b)": "%",
+        # 0.1\overline{6}, 0.1(6)
+        r"(?<![\w.,])(\d{0,15})\.(\d{0,15})"
+        r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)": _repeating,
+        r"\{([^{}]*)\\choose\s?([^{}]*)\}": r"\\binom{\1}{\2}",
+        r"\\(?:mathrm|text(?:rm|bf|it|normal)?|rm|operatorname\*?|mathit|mathsf|mbox)"
+        r"\s*\{([^{}]*)\}": _upright,
+        # 2 hours 5 minutes
+        r"(\d\s*(?:\\text\{[^{}]*\}|(?:hours?|hrs?|minutes?|min|days?|weeks?|years?|months?|feet"
+        r"|ft|pounds?|lbs?|dollars?|h|m|km|kg)\b))(?:\s|\\ ){0,3}(?=\d)": r"\1, ",
+        r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))|(?<![\\a-z])sqrt\s*\(([^()]*)\)": (
+            lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}"
+        ),
+        r"\\([A-Za-z]+)[ \t]*|\\([^A-Za-z])": _command,
+        # 20 °C
+        r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*"
+        r"(?:[CF](?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})": r"\1",
+        r"\\(frac|binom)\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\w)\s*(\{|\w)": _braced,
+        r"(?<![A-Za-z\\])and(?![A-Za-z])": ",",
+        r"(?<![A-Za-z\\])or(?![A-Za-z])": "¦",
+        r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp|infinity|inf)(?![A-Za-z])": (
+            lambda match: _COMMANDS.get(match[1], f"\\{match[1]} ")
+        ),
+    }.items()
+]
+
+
+def squeezed(text: str) -> str:
+    """A text in plain notation without white space and needless braces, for comparing texts."""
+    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
+    words = "\\" not in text and re.search(r"[^\W\d_]{2}", text)
+    return text.casefold() if words else text
+
+
+# --- Statements ---
 
 MEANINGS = """
 hundred thousand million billion trillion dozen dozens wrong false incorrect invalid never except
@@ -21,9 +176,8 @@ maybe perhaps probably approximately about nearly almost
 
 _BOLD = re.compile(r"(?<![\w)}\]*])(\*{1,3})(?![\s*])([^*\n]+?)(?<!\s)\1(?![\w({\[*])|`+")
 _LEAD = re.compile(
-    r"\s*(?:\\text\w*\s*\{\s*)?(?:(?:so|thus|hence|therefore|then),?\s+)?(?:the\s+|my\s+)?"
-    r"(?:final\s+|correct\s+|right\s+)?answer(?:\s+is\b\s*:?|\s*:)\s*\}?\s*",
-    re.IGNORECASE,
+    r"(?i)\s*(?:\\text\w*\s*\{\s*)?(?:(?:so|thus|hence|therefore|then),?\s+)?(?:the\s+|my\s+)?"
+    r"(?:final\s+|correct\s+|right\s+)?answer(?:\s+is\b\s*:?|\s*:)\s*\}?\s*"
 )
 _STYLED = re.compile(
     r"\\(?:boxed|text|textbf|mathbf|boldsymbol|bm|pmb|underline|mathrm|displaystyle)\s*"
@@ -60,63 +214,66 @@ def spelled(text: str) -> str:
 
 
 _BEFORE_MARK = re.compile(
-    r"(?:(?:\bnot|n['’]t|\bnever|\banything\s+but|\bthan|\bdoubt\w*(?:\s+\w+){0,4})"
-    r"(?:\s+(?:be|equal\s+to|the|an?))*|(\\boxed\b.*)\bor)[\s$*(\\\[]*\Z",
-    re.IGNORECASE | re.S,
+    r"(?is)(?:(?:\bnot|n['’]t|\bnever|\banything\s+but|\bthan|\bdoubt\w*(?:\s+\w+){0,4})"
+    r"(?:\s+(?:be|equal\s+to|the|an?))*)[\s$*(\\\[]*\Z"
+)
+_CORRECTION = re.compile(
+    r"(?i)\b(?:wait|actually|no|not|but|however|instead|correct\w*|wrong|mistake|error|oops|sorry|should"
+    r"|so|thus|hence|therefore|finally|final|answer|total|overall|result)\b|n['’]t\b"
 )
 _AFTER_MARK = re.compile(
-    r"[\s$*)\\\]}]*(?:\?|(?:is|was|are)\s*(?:n['’]t|\s+not|\s+wrong|\s+incorrect|\s+false)\b"
-    r"|(?:cannot|can['’]t|could\s+not)\s+be\b|or\s+\$?\\?\w)",
-    re.IGNORECASE,
+    r"(?i)[\s$*)\\\]}]*(?:\?|(?:is|was|are)\s*(?:n['’]t|\s+not|\s+wrong|\s+incorrect|\s+false)\b"
+    r"|(?:cannot|can['’]t|could\s+not)\s+be\b|or\s+\$?\\?\w)"
 )
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z(\\$*])|\n+")
-_ANSWER = re.compile(r"\banswer(?:\s+\w+){0,4}?(?:\s+is\b\s*:?|\s*:)[\s*>]*(?=\S)", re.IGNORECASE)
+_ANSWER = re.compile(r"(?i)\banswer(?:\s+\w+){0,4}?(?:\s+is\b\s*:?|\s*:)[\s*>]*(?=\S)")
 _CLAUSE = re.compile(r"[.!?]\s|\n|,\s+(?:so|thus|hence|therefore|and)\b")
 _CONCLUSION = re.compile(r"[,;:]\s+(?:so|thus|hence|therefore)\b,?")
 _DOUBT = re.compile(
-    r"\?|\b(?:not|never|neither|nor|cannot|except|wrong|false|incorrect|either|maybe|perhaps|might"
+    r"(?i)\?|\b(?:not|never|neither|nor|cannot|except|wrong|false|incorrect|either|maybe|perhaps|might"
     r"|could|possibly|probably|unlikely|(?<!no\s)doubt\w*|unsure|less|more|greater|fewer|larger"
     r"|smaller|other|rather|under|over|below|above|nearly|almost|least|most|say|says|said|claims?"
     r"|guess|although|though|but|unless|between|from|wait|actually|instead|or)\b"
-    r"|n['’]t\b|\banything\b|\ball\s+but\b",
-    re.IGNORECASE,
+    r"|n['’]t\b|\banything\b|\ball\s+but\b"
 )
 _ASIDE = re.compile(
-    r",?\s+(?:which|because|since|(?:and\s+)?not\s(?=[^;]*\d)|rather\s+than|instead\s+of)\b"
-    r"(?!.*\bbut\b)[^;]*$|\bnot\s+[^\s,]+\s*,?\s+but(?:\s+rather)?\b",
-    re.IGNORECASE,
+    r"(?i),?\s+(?:which|because|since|(?:and\s+)?not\s(?=[^;]*\d)|rather\s+than|instead\s+of)\b"
+    r"(?!.*\bbut\b)[^;]*$|\bnot\s+[^\s,]+\s*,?\s+but(?:\s+rather)?\b"
 )
 _VERB = re.compile(
-    r"\b(?:is|are|be|was|were|equals?|equal\s+to|makes?|gives?|gets?|becomes?|has|have|so|thus|hence"
-    r"|therefore|obtain|yields?|leaves?|costs?)\b[:,]?|=>|⇒|→|\\(?:implies|Rightarrow)\b|:(?=\s)",
-    re.IGNORECASE,
+    r"(?i)\b(?:is|are|be|was|were|equals?|equal\s+to|makes?|gives?|gets?|becomes?|has|have|so|thus|hence"
+    r"|therefore|obtain|yields?|leaves?|costs?)\b[:,]?|=>|⇒|→|\\(?:implies|Rightarrow)\b|:(?=\s)"
 )
 _PROSE = re.compile(
     r"(?<![\\A-Za-z])(?:(?!(?:sqrt|sin|cos|tan|log|exp|and|mod|inf|infinity)\b)[^\W\d_]{3,}"
     r"|(?i:is|it|so|we|he|be|by|as|at|an|on|of|to|if|my|no|do)\b)"
 )
-_DISPLAY = re.compile(r"\s*(?:\\\[(?:(?!\\[\[\]]).)*\\\]|\$\$[^$]*\$\$)", re.S)
+_DISPLAY = re.compile(r"(?s)\s*(?:\\\[(?:(?!\\[\[\]]).)*\\\]|\$\$[^$]*\$\$)")
 _FORMULA = re.compile(
-    r"\$[^$]+\$|\\\(.+?\\\)|(?:(?<![A-Za-z])[b-zB-HJ-Z](?![A-Za-z])|\\[A-Za-z]+|\\[%$]"
-    r"|[\d.,+\-*/^=()\[\]{}<>!%√π°×·÷−|_:²³€£]|(?<=\S)[ \t])+",
-    re.S,
+    r"(?s)\$[^$]+\$|\\\(.+?\\\)|(?:(?<![A-Za-z])[b-zB-HJ-Z](?![A-Za-z])|\\[A-Za-z]+|\\[%$]"
+    r"|[\d.,+\-*/^=()\[\]{}<>!%√π°×·÷−|_:²³€£]|(?<=\S)[ \t])+"
 )
 
 
 _OPERATOR = re.compile(
-    r"\d\W{0,2}\s(?:plus|minus|times|by|over|mod|modulo|(?:multiplied|divided)\s+by)\s*$",
-    re.IGNORECASE,
+    r"(?i)\d\W{0,2}\s(?:plus|minus|times|by|over|mod|modulo|(?:multiplied|divided)\s+by)\s*$"
 )
 
 
-def mark_denied(text: str, marked: str) -> bool:
-    """Return True if the words around the last box deny it or name another answer."""
+def boxes(text: str, marked: str) -> list[str]:
+    """Return the content of the last mark and of the boxes before it that no word corrects; none
+    if the words around the last one deny it."""
     start = text.rfind(BOXED)
     if start < 0:
-        return False
+        return [marked]
     after = text[text.find(marked, start) + len(marked) :].lstrip()[1:]
-    before = text[max(0, start - 80) : start]
-    return bool(_BEFORE_MARK.search(before) or _AFTER_MARK.match(after))
+    if _BEFORE_MARK.search(text[max(0, start - 80) : start]) or _AFTER_MARK.match(after):
+        return []
+    if text.count(BOXED) == 1:
+        return [marked]
+    corrections = list(_CORRECTION.finditer(text, 0, start))
+    rest = text[corrections[-1].end() :] if corrections else text
+    return list(dict.fromkeys(marked_answers(rest)))
 
 
 def _claim(text: str) -> tuple[str, bool]:
@@ -136,8 +293,6 @@ def statements(text: str, *, exclaims: bool) -> list[str]:
 
     exclaims: a final "!" may be a factorial.
     """
-    if text.count("$") % 2:  # money
-        text = text.replace("\\$", "").replace("$", "")
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
     text = SIGNED_WORD.sub("-", text)
@@ -147,11 +302,9 @@ def statements(text: str, *, exclaims: bool) -> list[str]:
     aside = _ASIDE.search(sentence)
     if aside and re.search(r"\d", kept := sentence[: aside.start()] + sentence[aside.end() :]):
         sentence = kept  # 26, not 25
-    if doubt or not _PROSE.search(sentence):
-        return [] if doubt else [sentence]
     conclusion = _CONCLUSION.split(sentence)[-1]
-    if _DOUBT.search(conclusion):  # but not for the words of a remark in the formula
-        return [] if _DOUBT.search(_WRAPPED.sub("", sentence)) else [sentence]
+    if doubt or not _PROSE.search(sentence) or _DOUBT.search(conclusion):
+        return [] if doubt or _PROSE.search(sentence) else [sentence]
     verbs = list(_VERB.finditer(conclusion))
     tail = conclusion[verbs[-1].end() :].strip() if verbs else ""
     formulas = [match for match in _FORMULA.finditer(conclusion) if re.search(r"\d", match[0])]
