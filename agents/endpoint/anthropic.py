@@ -77,12 +77,12 @@ def events(reply: Reply, model: str) -> Iterator[bytes]:
     blocks: list[dict[str, Any]] = whole["content"]
     yield _event("message_start", message={**whole, "content": [], "stop_reason": None})
     for index, block in enumerate(blocks):
-        kind = block["type"]
+        kind, start = str(block["type"]), dict[str, Any](block)
         if kind == "tool_use":
-            start = {**block, "input": {}}
+            start["input"] = {}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
-            start = {**block, str(kind): ""}
+            start[kind] = ""
             delta = {"type": f"{kind}_delta", kind: block[kind]}
         yield _event("content_block_start", index=index, content_block=start)
         yield _event("content_block_delta", index=index, delta=delta)

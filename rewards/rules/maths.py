@@ -462,8 +462,9 @@ _SHORT_UNITS = """
 m s g h l j n w v k c f cm mm km kg mg ml ft in yd mi lb oz hr min sec mph rpm kmh rad deg am pm hz
 pa kpa nm
 """
-_NOT_UNITS = FUNCTION_WORDS | KEYWORDS | {*statements.MEANINGS.split()}
-_NOT_UNITS -= {"byte", "long", "of", "per", "in", "short", "double", "till", "de", "e", "a"}
+_NOT_UNITS = (FUNCTION_WORDS | KEYWORDS | {*statements.MEANINGS.split()}) - {
+    *("byte", "long", "of", "per", "in", "short", "double", "till", "de", "e", "a")
+}
 _UNIT_NAMES = """
 mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
 in inch inche; ft foot feet; yd yard; mi mile; g gram; kg kilogram; s sec second; min minute;

@@ -18,8 +18,9 @@ from keel.rewards.text import BOXED, marked_answers, normalise, raised
 
 # --- Notation ---
 
-_SIGNS = str.maketrans("−–⁄∕÷×·⋅≅。", "--///***≈.")
-_SIGNS |= str.maketrans({"°": "^\\circ ", "π": "\\pi ", "\u200b": "", "ℝ": "\\mathbb{R}"})
+_SIGNS = str.maketrans("−–⁄∕÷×·⋅≅。", "--///***≈.") | str.maketrans(
+    {"°": "^\\circ ", "π": "\\pi ", "\u200b": "", "ℝ": "\\mathbb{R}"}
+)
 _CHARACTERS = """
 ≤ le leq leqslant leqq; ≥ ge geq geqslant geqq; ≠ ne neq; < lt; > gt; ≈ approx simeq; ∪ cup bigcup;
 ∩ cap; ∖ setminus backslash smallsetminus; ∈ in; ± pm; ∓ mp; ∞ infty infinity inf; % %; ∣ mid;
@@ -27,12 +28,13 @@ _CHARACTERS = """
 → to rightarrow implies Rightarrow; ⦃ { lbrace; ⦄ } rbrace; \\log lg; \\tan tg; * cdot times ast;
 \\frac dfrac tfrac cfrac; \\binom dbinom; i imath; ^\\circ degree; \\ldots dots cdots dotsc
 """
-_COMMANDS = {
-    name: names.split()[0] for names in _CHARACTERS.split(";") for name in names.split()[1:]
-}
 _LAYOUT = "$ ! left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits"
-_COMMANDS |= dict.fromkeys(_LAYOUT.split(), "") | dict.fromkeys(",;: >", " ")
-_COMMANDS |= dict.fromkeys(("quad", "qquad"), "; ")
+_COMMANDS = {
+    **{name: names.split()[0] for names in _CHARACTERS.split(";") for name in names.split()[1:]},
+    **dict.fromkeys(_LAYOUT.split(), ""),
+    **dict.fromkeys(",;: >", " "),
+    **dict.fromkeys(("quad", "qquad"), "; "),
+}
 _GROUPED = re.compile(
     r"(?<![\w.,])\d{1,3}(?:(?:(?:\{,\}|,?\\!\s*|\\[,;: ]|[ ~\u00a0\u2009\u202f])\s?\d{3}"
     r"|(?:,\\!\s*|\{,\})\d{3})+(?!\w|[.,]?\d)"
@@ -111,50 +113,47 @@ def _repeating(match: re.Match[str]) -> str:
 SIGNED_WORD = re.compile(
     r"(?i:\b(?:negative|minus)\s+|\\text\s*\{\s*(?:negative|minus)\s*\}\s*)(?=[\d\\.])"
 )
-_RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
-_RULES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in {
-        # 3rd, 3^{\text{rd}}
-        r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm|textit|rm)\s*\{\s*)?(?:st|nd|rd|th)\b"
-        r"\s*\}{0,2}(?!\w)": "",
-        SIGNED_WORD.pattern: "-",
-        r"(?i)(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?"
-        r"(?:\\(?:text|mathrm)\s*\{\s*)?(hundred|thousand|million|billion|trillion)\b\s*\}?": (
-            _counted
-        ),
-        r"\\(?:text)?color\s*\{\w*\}": "",
-        r"^\s*\\text\s*\{[^{}\d]*:\s*\}": "",
-        r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)": ":",
-        # Money and percentages
-        r"(?:\\\$|[$€£¥]|\\text\s*\{\s*(?:USD|EUR|GBP|INR|Rs\.?|US\s?\$|\\?\$)\s*\}"
-        r"|\b(?:USD|EUR|Rs\.?)(?=\s?\d))\s*(?=[\d.])|(?<=\d)\s*[€£¥]": "",
-        r"(?i)\s*(?:\\[,;: ]\s*)?(?:\\?%|\\(?:text|mathrm)\s*\{\s*(?:\\?%|per\s?cent)\s*\}"
-        r"|(?<=[\d\s}])per\s?cent\b)": "%",
-        # 0.1\overline{6}, 0.1(6)
-        r"(?<![\w.,])(\d{0,15})\.(\d{0,15})"
-        r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)": _repeating,
-        r"\{([^{}]*)\\choose\s?([^{}]*)\}": r"\\binom{\1}{\2}",
-        r"\\(?:mathrm|text(?:rm|bf|it|normal)?|rm|operatorname\*?|mathit|mathsf|mbox)"
-        r"\s*\{([^{}]*)\}": _upright,
-        # 2 hours 5 minutes
-        r"(\d\s*(?:\\text\{[^{}]*\}|(?:hours?|hrs?|minutes?|min|days?|weeks?|years?|months?|feet"
-        r"|ft|pounds?|lbs?|dollars?|h|m|km|kg)\b))(?:\s|\\ ){0,3}(?=\d)": r"\1, ",
-        r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))|(?<![\\a-z])sqrt\s*\(([^()]*)\)": (
-            lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}"
-        ),
-        r"\\([A-Za-z]+)[ \t]*|\\([^A-Za-z])": _command,
-        # 20 °C
-        r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*"
-        r"(?:[CF](?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})": r"\1",
-        r"\\(frac|binom)\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\w)\s*(\{|\w)": _braced,
-        r"(?<![A-Za-z\\])and(?![A-Za-z])": ",",
-        r"(?<![A-Za-z\\])or(?![A-Za-z])": "¦",
-        r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp|infinity|inf)(?![A-Za-z])": (
-            lambda match: _COMMANDS.get(match[1], f"\\{match[1]} ")
-        ),
-    }.items()
-]
+_REPLACEMENTS: dict[str, str | Callable[[re.Match[str]], str]] = {
+    # 3rd, 3^{\text{rd}}
+    r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm|textit|rm)\s*\{\s*)?(?:st|nd|rd|th)\b"
+    r"\s*\}{0,2}(?!\w)": "",
+    SIGNED_WORD.pattern: "-",
+    r"(?i)(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?"
+    r"(?:\\(?:text|mathrm)\s*\{\s*)?(hundred|thousand|million|billion|trillion)\b\s*\}?": (
+        _counted
+    ),
+    r"\\(?:text)?color\s*\{\w*\}": "",
+    r"^\s*\\text\s*\{[^{}\d]*:\s*\}": "",
+    r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)": ":",
+    # Money and percentages
+    r"(?:\\\$|[$€£¥]|\\text\s*\{\s*(?:USD|EUR|GBP|INR|Rs\.?|US\s?\$|\\?\$)\s*\}"
+    r"|\b(?:USD|EUR|Rs\.?)(?=\s?\d))\s*(?=[\d.])|(?<=\d)\s*[€£¥]": "",
+    r"(?i)\s*(?:\\[,;: ]\s*)?(?:\\?%|\\(?:text|mathrm)\s*\{\s*(?:\\?%|per\s?cent)\s*\}"
+    r"|(?<=[\d\s}])per\s?cent\b)": "%",
+    # 0.1\overline{6}, 0.1(6)
+    r"(?<![\w.,])(\d{0,15})\.(\d{0,15})"
+    r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)": _repeating,
+    r"\{([^{}]*)\\choose\s?([^{}]*)\}": r"\\binom{\1}{\2}",
+    r"\\(?:mathrm|text(?:rm|bf|it|normal)?|rm|operatorname\*?|mathit|mathsf|mbox)"
+    r"\s*\{([^{}]*)\}": _upright,
+    # 2 hours 5 minutes
+    r"(\d\s*(?:\\text\{[^{}]*\}|(?:hours?|hrs?|minutes?|min|days?|weeks?|years?|months?|feet"
+    r"|ft|pounds?|lbs?|dollars?|h|m|km|kg)\b))(?:\s|\\ ){0,3}(?=\d)": r"\1, ",
+    r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))|(?<![\\a-z])sqrt\s*\(([^()]*)\)": (
+        lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}"
+    ),
+    r"\\([A-Za-z]+)[ \t]*|\\([^A-Za-z])": _command,
+    # 20 °C
+    r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*"
+    r"(?:[CF](?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})": r"\1",
+    r"\\(frac|binom)\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\w)\s*(\{|\w)": _braced,
+    r"(?<![A-Za-z\\])and(?![A-Za-z])": ",",
+    r"(?<![A-Za-z\\])or(?![A-Za-z])": "¦",
+    r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp|infinity|inf)(?![A-Za-z])": (
+        lambda match: _COMMANDS.get(match[1], f"\\{match[1]} ")
+    ),
+}
+_RULES = [(re.compile(pattern), replacement) for pattern, replacement in _REPLACEMENTS.items()]
 
 
 def squeezed(text: str) -> str:
