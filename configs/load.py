@@ -139,7 +139,7 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
     if not isinstance(path, str) or not path or not isinstance(data.get("sources"), list):
         return tree
     sources = cast(list[Any], data["sources"])
-    others = cast(list[dict[str, Any]], [one for one in sources if isinstance(one, dict)])
+    others = [cast(dict[str, Any], one) for one in sources if isinstance(one, dict)]
     rows = next((one for one in others if one.get("source") in ROWS), {})
     name = Path(path).name.partition(".")[0] or "eval"
     names = [one.get("name") for one in others]
