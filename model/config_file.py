@@ -14,7 +14,8 @@ MOST_BYTES = 2**22
 """Largest config.json that is read; published ones have a few KiB."""
 MOST_ENTRIES = 2**16
 """Longest list or mapping in it."""
-MOST: Mapping[str, int] = {
+MOST: Mapping[str, float] = {
+    "model_max_length|sliding_window|max_window_size|param": float("inf"),  # these size no tensor
     "vocab": 2**26,
     "theta": 2**50,
     "position|context|length|window|chunk|_seq": 2**25,

@@ -19,7 +19,7 @@ MEMORY = 2**30
 """Bytes beyond what the process has."""
 MOST_TEXT = 2**20
 """Characters of all of them together."""
-_DONE, _MEMORY, _LONG = 0, 3, 4
+_DONE, _OURS, _MEMORY, _LONG = 0, 1, 3, 4
 """Exit codes of the process that tries."""
 
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -49,6 +49,7 @@ def check_template(tokenizer: Any, name: str) -> None:
     Raises:
         ConfigError: it does not end, takes too much memory, or writes too much. `name`: whose
             template it is.
+        RuntimeError: it could not be tried, for no fault of its own.
     """
     if said := _ended(lambda: sum(map(len, _written(tokenizer)))):
         raise ConfigError(
@@ -100,21 +101,31 @@ def _ended(count: Callable[[], int]) -> str:
         return f"it writes more than {MOST_TEXT:,} characters"
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"it takes more than {CPU_S} s"
+    if code == _OURS:
+        raise RuntimeError("chat templates cannot be tried here: the process that tries one failed")
     return f"its process ended with {code}"
 
 
 def _limited(count: Callable[[], int]) -> NoReturn:
-    code = 1
+    code = _OURS
     try:
         for number in (signal.SIGXCPU, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         spent = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
-        resource.setrlimit(resource.RLIMIT_AS, (has + MEMORY, has + MEMORY))
-        resource.setrlimit(resource.RLIMIT_CPU, (spent + CPU_S, spent + CPU_S + 1))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _limit(resource.RLIMIT_AS, has + MEMORY, has + MEMORY)
+        _limit(resource.RLIMIT_CPU, spent + CPU_S, spent + CPU_S + 1)
+        _limit(resource.RLIMIT_CORE, 0, 0)
         code = _DONE if count() <= MOST_TEXT else _LONG
     except MemoryError:
         code = _MEMORY
     finally:
         os._exit(code)
+
+
+def _limit(kind: int, soft: int, hard: int) -> None:
+    """Set a limit of this process, at most the hard one that it has: no user may raise that."""
+    _, most = resource.getrlimit(kind)
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(kind, (soft, hard))

@@ -18,6 +18,8 @@ from keel.trainer.serve import find_model, serving
 
 REPLY_S = 300.0
 """Longest wait for the next token of an answer."""
+CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
+"""Control characters that are not printed: a terminal obeys them."""
 HELP = "/reset begins a new conversation, Ctrl-C cuts an answer short, Ctrl-D ends"
 
 
@@ -43,7 +45,7 @@ class Conversation:
                 for choice in chunk.choices:
                     part = choice.delta.content or ""
                     answer += part
-                    print(part, end="", flush=True)
+                    print(part.translate(CONTROLS), end="", flush=True)
         except KeyboardInterrupt:
             print(" …", end="")
         finally:
@@ -118,4 +120,4 @@ def chat(
                 try:
                     conversation.ask(line)
                 except openai.OpenAIError as error:
-                    print(f"no answer: {error}")
+                    print(f"no answer: {error}".translate(CONTROLS))

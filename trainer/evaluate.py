@@ -174,7 +174,7 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
         policy=(its or "the base model") + told,
         whose=(its or f"model.path = {task.config.model.path}") + told,
         name=chosen.name if chosen else "base",
-        text=task.text(trains=False),
+        text=task.text(trains=False, evaluates=knob == "eval.checkpoint"),
         sampling=sampling,
         tokenizer=task.tokenizer_digest,
         count_tokens=lambda prompt: prompt_tokens(prompt, task.tokenizer, task.facts),

@@ -122,7 +122,7 @@ class Parts:
     such as a lost process."""
     leave: Callable[[], bool] = never
     """Return True to cut evaluations short, since the user has asked to stop. One that is cut short
-    is made when the run resumes."""
+    is made when the run resumes; that of the last step is not cut short."""
     decoded: Callable[[], int] | None = None
     """Decoding steps of all engines so far; None if they are not counted."""
     whole: Callable[[Exception], bool] = lambda _: True
@@ -141,12 +141,14 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     try:
         if start == 0:
             parts.journal.begin("evaluating")
-            parts.journal.record(0, evaluate(parts, config), [])
+            parts.journal.record(0, evaluate(parts, config, 0), [])
+            if parts.stop():
+                return start
         else:  # the engines started from the base model
             wait_for(parts.rollouts.update(learner.version, learner.publish()), hurry)
             if parts.heldout and evaluation_due(run, start) and not parts.journal.evaluated(start):
                 parts.journal.begin("evaluating")  # which was cut off
-                parts.journal.record(start, evaluate(parts, config), [])
+                parts.journal.record(start, evaluate(parts, config, start), [])
                 if parts.stop():
                     return start
     except Abandoned:
@@ -203,7 +205,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             if evaluating and not ends and not hurry():
                 parts.journal.begin("evaluating")
                 with put_off(parts, ends):
-                    metrics |= evaluate(parts, config)
+                    metrics |= evaluate(parts, config, step)
             parts.journal.record(step, metrics, batch.groups, batch.discarded)
             if result.gave_up:  # a policy that gives no gradient may be broken: no checkpoint of it
                 raise RuntimeError(f"step {step}: {result.gave_up}")
@@ -263,9 +265,13 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
     return step == run.steps or (run.eval_every > 0 and step % run.eval_every == 0)
 
 
-def evaluate(parts: Parts, config: Config) -> dict[str, Metric]:
+def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     """Return `eval/<set>/pass@1`, `score` and `unscored` of every held-out set
-    (`keel.rl.evaluation`). Raises `Abandoned` once `parts.hurry()` or `parts.leave()`."""
+    (`keel.rl.evaluation`).
+
+    Raises `Abandoned` once `parts.hurry()`, and before the last step once `parts.leave()`.
+    """
+    leave = parts.leave if step < config.run.steps else never
     score = partial(parts.rewards.submit, purpose="eval")
     scored = {
         name: [then(parts.rollouts.submit(prompt, "eval"), score) for prompt in prompts]
@@ -287,7 +293,7 @@ def evaluate(parts: Parts, config: Config) -> dict[str, Metric]:
             parts.journal.reach(done, len(every), "prompts")
         elif every:
             parts.journal.reach(steps, most, "decoding steps")
-        return parts.hurry() or parts.leave()
+        return parts.hurry() or leave()
 
     try:
         found = {

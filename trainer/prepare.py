@@ -107,22 +107,26 @@ class Task:
         """Whether any prompt needs a judge."""
         return needs_judge(self.config, self.dataset)
 
-    def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
-        """The plan (`keel.trainer.planning.plan.describe`)."""
+    def text(
+        self, *, seats: Sequence[str] = (), trains: bool = True, evaluates: bool = True
+    ) -> str:
+        """The plan (`keel.trainer.planning.plan.describe`). evaluates: whether the command measures
+        the sets of `eval.prompts`."""
         lines = source_lines(self.config, self.dataset)
         lines += [f"{name}: {note}" for name, note in self.programs.items()]
         text = describe(
             *(self.config, self.facts, self.plan, lines),
             hardware=self.hardware,
             seats=seats,
-            cpu_time=self._cpu_time(trains=trains),
+            cpu_time=self._cpu_time(trains=trains, evaluates=evaluates),
             trains=trains,
         )
         return "\n".join([text, *ending_lines(self.choice, self.warnings)])
 
-    def _cpu_time(self, *, trains: bool) -> list[str]:
+    def _cpu_time(self, *, trains: bool, evaluates: bool) -> list[str]:
         """Estimated times on a CPU; none for episodes, whose turns are not known in advance."""
-        if self.gpu or self.config.with_agents:
+        evaluates &= not trains or self.config.run.eval_every >= 0
+        if self.gpu or self.config.with_agents or not (trains or evaluates):
             return []
         train, heldout = self.dataset.train.sources, self.dataset.heldout
         prompts = [p for each in train.values() for p in each[:SAMPLED]]
@@ -135,7 +139,7 @@ class Task:
             self.config,
             self.facts,
             prompt_tokens=fmean(lengths),
-            heldout=sum(len(each[: most or None]) for each in measured.values()),
+            heldout=sum(len(each[: most or None]) for each in measured.values()) * evaluates,
         )
         return estimate.lines(trains=trains)
 

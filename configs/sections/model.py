@@ -168,9 +168,10 @@ class ModelConfig:
     dtype: Dtype = "bfloat16"
     """Precision of the engine's weights (but see `rollout.dtype`) and of the trainer's compute on a
     GPU; master weights, and the trainer on a CPU, are always float32. auto: bfloat16, and float32
-    on a CPU without bfloat16 instructions. float16 is eight times as exact as bfloat16, so engine
-    and trainer differ less (docs/stability.md), but ends at 65,504: the loss is scaled, a step
-    whose gradients overflow is skipped, and a model with larger activations needs bfloat16."""
+    on a CPU without bfloat16 instructions; a run that goes on keeps its own. float16 is eight times
+    as exact as bfloat16, so engine and trainer differ less (docs/stability.md), but ends at 65,504:
+    the loss is scaled, a step whose gradients overflow is skipped, and a model with larger
+    activations needs bfloat16."""
     batch_invariant: bool = False
     """Engines run vLLM's batch-invariant kernels and the trainer the same ones: on the same weights
     a token's hidden states are equal to the last bit, so ratios are 1 but for the head's rounding

@@ -95,6 +95,10 @@ def digest_of(source: SourceConfig) -> str:
 
 
 def _found_beside(source: SourceConfig) -> None:
+    """Import from the environment's folder, too, unless the script is Keel's own: the folder may be
+    a stranger's (`keel replay`)."""
+    if source.environment.demonstrations.startswith("keel."):
+        return
     if (folder := str(Path(source.environment.folder).absolute())) not in sys.path:
         sys.path.append(folder)  # after everything: a file called `json.py` must not replace json
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from keel.configs.schema import ConfigError
 from keel.model import template_probe
-from keel.model.config_file import ignored_code
+from keel.model.config_file import check_config, ignored_code
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import load_model_config, load_policy, load_tokenizer
 from keel.model.source import MOST_HEADER, missing_weights
@@ -96,6 +96,20 @@ def test_configs_out_of_range_are_refused(folder: Path, knobs: dict[str, Any], n
     assert named in refused(folder).replace("\\n", "\n")
 
 
+def test_large_numbers_that_size_nothing_pass() -> None:
+    check_config(
+        "m",
+        {
+            "model_type": "qwen3",
+            "model_max_length": 10**30,
+            "sliding_window": 2**31,
+            "max_window_size": 2**31,
+            "num_params": 7 * 10**9,
+            "text_config": {"num_parameters": 7 * 10**9},
+        },
+    )
+
+
 @pytest.mark.parametrize("text", ["[" * 10**5, "[]", "{", "", " " * 2**23], ids=range(5))
 def test_configs_that_are_no_mapping_are_refused(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
@@ -152,6 +166,32 @@ def test_templates_cannot_change_this_process(folder: Path) -> None:
     check_template(tokenizer, "x")
     assert (resource.getrlimit(resource.RLIMIT_AS), os.getpid()) == before
     assert len(bytearray(MEMORY + 2**20)) > MEMORY
+
+
+def test_templates_are_tried_under_lower_hard_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As within `ulimit -v`: who is not root cannot raise a hard limit."""
+    most, set_limit = 2**40, resource.setrlimit
+
+    def as_user(kind: int, limits: tuple[int, int]) -> None:
+        if not limits[0] <= limits[1] <= most:
+            raise ValueError("not allowed to raise maximum limit")
+        set_limit(kind, limits)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    monkeypatch.setattr(resource, "setrlimit", as_user)
+    monkeypatch.setattr(template_probe, "MEMORY", 2**41)
+    monkeypatch.setattr(template_probe, "CPU_S", 2**41)
+    check_template(build_tokenizer(), "x")
+
+
+def test_a_failed_trial_is_not_the_templates_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr(resource, "setrlimit", fails)
+    with pytest.raises(RuntimeError, match="cannot be tried") as error:
+        check_template(build_tokenizer(), "x")
+    assert not isinstance(error.value, ConfigError)
 
 
 TENSOR = {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}

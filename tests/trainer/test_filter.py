@@ -227,17 +227,23 @@ def test_the_command_writes_what_a_recipe_reads(
     assert main(["filter", *words]) == 0
     out = capsys.readouterr().out
     assert "prompts to sample, with model.path = embedded" in out and "pass@3" in out
+    assert "ESTIMATE" not in out, "of evaluations, and there is none"
     table = tmp_path / "filter" / "pass_rates.jsonl"
     rates = {line["id"]: line["pass_rate"] for line in map(json.loads, table.open())}
     assert list(rates) == fake.asked and set(rates.values()) == {0, 1 / 3}
-    plain = prepare("quickstart", words[1:]).dataset
-    assert set(rates) == {p.prompt_id for some in plain.train.sources.values() for p in some}
+    plain = prepare("quickstart", words[1:])
+    assert set(rates) == {
+        p.prompt_id for some in plain.dataset.train.sources.values() for p in some
+    }
 
     read = prepare("quickstart", (*words[1:], f"data.sources[spelling].pass_rates={table}"))
     (spelling, spiral) = read.dataset.train.sources.values()
     assert {p.prompt_id for p in spelling} == {n for n, r in rates.items() if r and "spell" in n}
-    assert spiral == plain.train.sources["spiral"]
+    assert spiral == plain.dataset.train.sources["spiral"]
     assert "out of the bounds of pass rates" in read.text()
+    assert "per evaluation" in plain.text()
+    unmeasured = prepare("quickstart", (*words[1:], "run.eval_every=-1")).text()
+    assert "per step" in unmeasured and "per evaluation" not in unmeasured
 
     # Other bounds are a matter of the table alone.
     asked = len(fake.asked)

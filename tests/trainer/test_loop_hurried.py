@@ -86,12 +86,45 @@ class Asked(FakeRun):
         return Future() if self.leave() and purpose == "eval" else answer
 
 
+class Slow(Asked):
+    """One whose evaluation ends a while after Ctrl-C."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__(when)
+        self.late: list[tuple[Future[Any], Any]] = []
+
+    def submit(self, what: Any, purpose: str) -> Future[Any]:
+        answer = FakeRun.submit(self, what, purpose)
+        if not self.leave():
+            return answer
+        self.late.append((Future(), answer.result()))
+        return self.late[-1][0]
+
+    def hurry(self) -> bool:
+        while self.late:
+            future, result = self.late.pop()
+            future.set_result(result)
+        return False
+
+
 @pytest.mark.parametrize(("when", "saved"), [("eval@0", []), ("eval@2", ["save@2"])])
 def test_ctrl_c_cuts_an_evaluation_short(when: str, saved: list[str]) -> None:
     world = Asked(when)
     assert world.run(config(steps=9, eval_every=2)) == int(when[-1])
     assert [event for event in world.events if event.startswith("save")] == saved
     assert not world.evaluated(int(when[-1]))
+
+
+def test_ctrl_c_does_not_cut_the_last_evaluation() -> None:
+    world = Slow("eval@2")
+    assert world.run(config(steps=2, eval_every=2)) == 2
+    assert world.evaluated(2) and world.events[-1] == "save@2"
+
+
+def test_ctrl_c_after_the_first_evaluation_ends_the_run() -> None:
+    world = FakeRun(stop_after=0)
+    assert world.run(config(steps=2)) == 0
+    assert world.events == ["eval@0"] and world.evaluated(0)
 
 
 @pytest.mark.parametrize("start", [2, 3])

@@ -146,12 +146,13 @@ class Completions:
 
     def __init__(self) -> None:
         self.requests: list[list[str]] = []
+        self.parts: tuple[str | None, ...] = ("a ", None, "b")
 
     def create(self, *, messages: list[Any], **_: Any) -> Iterator[Any]:
         self.requests.append([message["content"] for message in messages])
         if "fail" in self.requests[-1]:
             raise openai.OpenAIError("no connection")
-        for part in ("a ", None, "b"):
+        for part in self.parts:
             if part == "b" and self.requests[-1][-1] == "stop":
                 raise KeyboardInterrupt
             delta = SimpleNamespace(content=part)
@@ -192,6 +193,14 @@ def test_a_conversation_goes_on_until_it_is_reset(
         ["three"],
     ]
     assert capsys.readouterr().out.count("no answer: ") == 1
+
+
+def test_answers_print_no_control_characters(
+    completions: Completions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    completions.parts = ("\x1b]52;c;eA==\x07a\r", "\x9b2J\tb\n", "क्\u200dष\u3000")
+    chat.chat(None, url="u", prompt="one", gpu=False)
+    assert capsys.readouterr().out == "]52;c;eA==a2J\tb\nक्\u200dष\u3000\n"
 
 
 def test_a_prompt_is_answered_once(

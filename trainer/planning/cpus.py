@@ -11,10 +11,12 @@ from statistics import median
 import torch
 
 from keel.configs.auto import DTYPE
+from keel.configs.load import load_config
 from keel.configs.schema import Config
 from keel.model.load import ModelFacts
 from keel.trainer.planning.memory import BYTES
 from keel.trainer.planning.step_time import body_parameters, passes, seconds
+from keel.trainer.run import checkpoint
 
 CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"avx512_bf16", "amx_bf16"}
@@ -45,11 +47,17 @@ def has_bfloat16() -> bool:
 
 
 def with_dtype(config: Config, left: frozenset[str], *, gpu: bool) -> Config:
-    """Resolve `model.dtype: auto`: float32 on a CPU without bfloat16 instructions, else bfloat16,
-    which is the schema's default."""
-    if gpu or DTYPE not in left or has_bfloat16():
+    """Resolve `model.dtype: auto`: that of the run in `run.dir`; for a new run float32 on a CPU
+    without bfloat16 instructions, else bfloat16, which is the schema's default."""
+    if DTYPE not in left:
         return config
-    return replace(config, model=replace(config.model, dtype="float32"))
+    folder = Path(config.run.dir).expanduser()
+    saved = folder / "config.yaml"
+    if saved.is_file() and checkpoint.latest(folder / "checkpoints"):
+        dtype = load_config(saved).model.dtype
+    else:
+        dtype = config.model.dtype if gpu or has_bfloat16() else "float32"
+    return replace(config, model=replace(config.model, dtype=dtype))
 
 
 def slow_dtype(config: Config, *, gpu: bool) -> str:

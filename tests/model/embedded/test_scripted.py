@@ -20,7 +20,7 @@ from keel.configs.schema import (
 )
 from keel.model.embedded.cache import content_key
 from keel.model.embedded.cold_start import Curriculum, Example, make_examples
-from keel.model.embedded.scripted import demonstrate, digest_of
+from keel.model.embedded.scripted import demonstrate, demonstrator, digest_of
 from keel.model.embedded.tokenizer import build_tokenizer
 from tests.agents.test_environments_guide import BLOCK, GUIDE
 
@@ -80,6 +80,13 @@ def test_what_goes_wrong_is_named(
     (folder / "odd.py").write_text(text)
     with pytest.raises(ConfigError, match=rf"data\.sources\[shop\]\.env.*'{name}': {why}"):
         demonstrate(of(folder, name), "shop", 3)
+
+
+def test_keels_own_scripts_import_nothing_from_the_folder(folder: Path) -> None:
+    own = "keel.agents.environments.demonstrations:guess_demonstrations"
+    (source,) = of(folder, own).data.sources
+    assert demonstrator(source) and not digest_of(source)
+    assert str(folder) not in sys.path
 
 
 def test_other_scripts_make_another_model(folder: Path) -> None:

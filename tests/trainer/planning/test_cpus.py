@@ -9,11 +9,13 @@ import pytest
 
 from benchmarks.common import QWEN3_06B
 from keel.configs.auto import DTYPE
-from keel.configs.load import load_recipe
+from keel.configs.load import dump_config, load_recipe
 from keel.configs.schema import Config
 from keel.model.load import facts_of
 from keel.trainer.planning import cpus
 from keel.trainer.planning.cpus import CpuTime, cpu_time, has_bfloat16, slow_dtype, with_dtype
+from keel.trainer.run import checkpoint
+from keel.trainer.run.checkpoint import State
 
 OPEN = frozenset({DTYPE})
 
@@ -51,6 +53,22 @@ def test_an_open_precision_is_what_the_cpu_computes_fast(
     assert chosen.model.dtype == ("bfloat16" if bfloat16 else "float32")
     assert not slow_dtype(chosen, gpu=False)
     assert with_dtype(config, left, gpu=True).model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("begun", ["float32", "bfloat16"])
+def test_a_run_keeps_the_precision_it_began_with(
+    bfloat16: bool, tmp_path: Path, begun: str, gpu: bool
+) -> None:
+    """On another machine too."""
+    config, left = recipe(tmp_path, "")
+    config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")))
+    before = replace(config, model=replace(config.model, dtype=begun))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(before))
+    saved = State(step=2, version=2, config="c")
+    checkpoint.save(tmp_path / "run" / "checkpoints", saved, lambda _: {}, keep=9)
+    assert with_dtype(config, left, gpu=gpu).model.dtype == begun
 
 
 def test_a_precision_that_is_given_stays_and_a_slow_one_is_warned_of(
