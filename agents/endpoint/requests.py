@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from keel.agents.budget import CHARACTERS_A_TOKEN
 from keel.agents.endpoint.errors import ApiError, wrong
@@ -51,6 +51,10 @@ def _as_parts(content: Any) -> Any:
     return content
 
 
+def _as_calls(calls: Any) -> Any:
+    return [] if calls is None else calls
+
+
 def _as_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments or {}
@@ -58,6 +62,8 @@ def _as_arguments(arguments: Any) -> Any:
 
 
 class _Model(BaseModel):
+    """Lists are `FailFast`: errors of a million entries would block the event loop for seconds."""
+
     model_config = ConfigDict(strict=True)
 
 
@@ -78,8 +84,8 @@ class _Call(_Model):
 
 class _Message(_Model):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_TextPart], BeforeValidator(_as_parts)] = []
-    tool_calls: list[_Call] | None = None
+    content: Annotated[list[_TextPart], FailFast(), BeforeValidator(_as_parts)] = []
+    tool_calls: Annotated[list[_Call], FailFast(), BeforeValidator(_as_calls)] = []
     tool_call_id: str | None = None
     reasoning_content: Any = None
     reasoning: Any = None
@@ -107,10 +113,10 @@ class _Request(_Model):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    messages: list[_Message] = Field(min_length=1)
+    messages: Annotated[list[_Message], FailFast()] = Field(min_length=1)
     model: str = ""
     n: Literal[1] = 1
-    tools: list[_Tool] = []
+    tools: Annotated[list[_Tool], FailFast()] = []
     tool_choice: Any = "auto"
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
