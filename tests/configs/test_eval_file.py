@@ -35,7 +35,7 @@ def test_an_evaluation_file_is_kept_beside_the_only_sources(tmp_path: Path) -> N
     recipe = tmp_path / "own.yaml"
     recipe.write_text(f"{RECIPE}    - {{name: other, source: jsonl, path: other.jsonl}}\n")
     config = load_config(recipe, ["eval.file=sets/test.jsonl", "data.only=[school]"])
-    assert [one.name for one in config.data.chosen] == ["school", "test"]
+    assert [one.name for one in config.data.sources] == ["school", "test"]
 
 
 @pytest.mark.parametrize(
