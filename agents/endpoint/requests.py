@@ -189,16 +189,7 @@ class Warnings:
 
 def read_request(body: bytes, warnings: Warnings, *, is_retry: bool = False) -> ChatRequest:
     """Parse a request. Raises ApiError that names the wrong field."""
-    try:
-        value = load(body)
-    except TooMuch as error:
-        code = "context_length_exceeded"  # by which programs know that they may shorten it
-        raise ApiError(400, str(error), param="messages", code=code, limit="window") from error
-    except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    fields = {k: v for k, v in cast(dict[str, Any], value).items() if v is not None}
+    fields = {name: value for name, value in load_object(body).items() if value is not None}
     try:
         request = _Request.model_validate(fields)
     except ValidationError as error:
@@ -327,6 +318,20 @@ def load(text: bytes | str) -> Any:
     if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise TooMuch(f"more than {MOST_VALUES:,} values do not fit the model's context")
     return sound(strict_json.load(text, most_deep=MOST_DEEP))
+
+
+def load_object(body: bytes) -> dict[str, Any]:
+    """Parse a request's body. Raises ApiError."""
+    try:
+        value = load(body)
+    except TooMuch as error:
+        code = "context_length_exceeded"  # by which programs know that they may shorten it
+        raise ApiError(400, str(error), param="messages", code=code, limit="window") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return cast(dict[str, Any], value)
 
 
 def sound(value: Any) -> Any:
