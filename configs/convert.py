@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -168,11 +168,12 @@ class _Builder:
         if origin in (Union, UnionType):
             if value is None and NoneType in args:
                 return None
-            words = [arg for arg in args if get_origin(arg) is Literal]  # such as `all`
-            if isinstance(value, str) and any(value in get_args(each) for each in words):
+            choices = [arg for arg in args if get_origin(arg) is Literal]
+            words = [word for choice in choices for word in get_args(choice)]  # such as `all`
+            if isinstance(value, str) and value in words:
                 return value
-            (hint,) = (arg for arg in args if arg is not NoneType and arg not in words)
-            return self.value(hint, value, at)
+            (hint,) = (arg for arg in args if arg is not NoneType and arg not in choices)
+            return self.scalar(hint, value, at, words) if words else self.value(hint, value, at)
         if origin is Literal:
             # `True == 1`, so equality alone would let a bool pass for an int.
             if any(value == arg and type(value) is type(arg) for arg in args):
@@ -202,9 +203,10 @@ class _Builder:
             return key
         return self.problem(at, f": its key {key!r} must be text; put it in quotes")
 
-    def scalar(self, hint: type, value: Any, at: _At) -> Any:
+    def scalar(self, hint: type, value: Any, at: _At, words: Sequence[str] = ()) -> Any:
+        """Return a value of the type `hint`. words: what else the knob may be, for the error."""
+        kind = ", or ".join([_TYPE_NAMES[hint], *words, *self.or_auto(at)])
         if value is None:
-            kind = ", or ".join([_TYPE_NAMES[hint], *self.or_auto(at)])
             empty = f'; an empty one is "" (in a shell: {at.knob}=\'""\'), and # begins a comment'
             cure = empty if hint is str else ""
             return self.problem(at, f" = null: must be {kind}{cure}")
@@ -229,7 +231,6 @@ class _Builder:
             plain = unicodedata.normalize("NFKC", value).strip()
             if plain.lstrip("-").isdigit():
                 cure = " without quotes" if value.isascii() else f"; write {plain} in plain digits"
-        kind = ", or ".join([_TYPE_NAMES[hint], *self.or_auto(at)])
         return self.problem(at, f" = {value!r}: must be {kind}{cure}")
 
     def or_auto(self, at: _At) -> list[str]:

@@ -152,7 +152,10 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
     }
     where[f"data.sources.{len(sources)}"] = where.get("eval.file", "")
     inner = {knob: value for knob, value in section.items() if knob != "file"}
-    return {**tree, "eval": inner, "data": {**data, "sources": [*sources, source]}}
+    data = {**data, "sources": [*sources, source]}
+    if isinstance(only := data.get("only"), list) and only:
+        data["only"] = [*cast(list[Any], only), source["name"]]
+    return {**tree, "eval": inner, "data": data}
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from typing import Any, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.conversations.forms import ROLES, text_of
+from keel.data.conversations.forms import ROLES, calls_of, text_of
 from keel.data.items import COUNTED, Item, Loaded, malformed, told
 from keel.data.rows.columns import WRITTEN, Columns, Given, parsed_json
 from keel.data.rows.lines import BadLine, kind_of
@@ -286,7 +286,10 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             raise BadLine(f"`{at}.content` must be text, is {kind_of(content)}")
-        chat.append({**message, "content": text_of(content, f"{at}.content")})
+        message = {**message, "content": text_of(content, f"{at}.content")}
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = calls_of(calls, f"{at}.tool_calls")
+        chat.append(message)
     if chat[-1]["role"] not in ("user", "tool", "developer"):
         raise BadLine(f"the last message is from the {chat[-1]['role']}: nothing to answer")
     return chat

@@ -12,41 +12,29 @@ from typing import Any, cast
 
 from keel.agents.endpoint.errors import ApiError, wrong
 from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.requests import load
+from keel.agents.endpoint.requests import load_object
 
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
-_SETTINGS = ("model", "max_tokens", "stream", "metadata", "temperature", "top_p", "top_k")
+_REWRITTEN = ("system", "messages", "tools", "tool_choice", "output_format")
 _CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 
 
 def as_chat_request(body: bytes) -> bytes:
     """Rewrite a Messages request as a chat completion request. Raises ApiError."""
-    try:
-        request = load(body)
-    except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
-    if not isinstance(request, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    fields = cast(dict[str, Any], request)
+    fields = load_object(body)
     messages: list[dict[str, Any]] = []
     if system := fields.get("system"):
         messages.append({"role": "system", "content": _text("system", system)})
     for i, message in enumerate(_objects("messages", fields.get("messages"))):
         messages += _messages(f"messages[{i}]", message)
-    chat = {name: fields[name] for name in _SETTINGS if name in fields}
+    # What is not rewritten stays, for `read_request` to read, refuse or report as ignored.
+    chat = {name: value for name, value in fields.items() if name not in _REWRITTEN}
     chat["messages"] = messages
     if fields.get("tools"):
-        chat["tools"] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.get("name"),
-                    "description": tool.get("description"),
-                    "parameters": tool.get("input_schema"),
-                },
-            }
-            for tool in _objects("tools", fields["tools"])
-        ]
+        tools = _objects("tools", fields["tools"])
+        chat["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
+    if (form := fields.get("output_format")) is not None:
+        chat["response_format"] = form
     if choice := fields.get("tool_choice"):
         (kind,) = _objects("tool_choice", [choice])
         chat["tool_choice"] = _CHOICES.get(str(kind.get("type")), "required")
@@ -128,6 +116,18 @@ def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": role, "content": texts, "tool_calls": calls, **thought}
     elif texts:
         yield {"role": role, "content": texts}
+
+
+def _tool(at: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise wrong(f"{at}.type", "must be custom: give the tool a name and an input_schema")
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict"),
+    }
+    return {"type": "function", "function": function}
 
 
 def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:

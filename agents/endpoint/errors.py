@@ -27,6 +27,11 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.limit: FinishReason | None = limit
 
+    @property
+    def of_the_endpoint(self) -> bool:
+        """Whether the endpoint or an engine failed, or was too busy, and not the program."""
+        return self.status >= 500 or self.status in (408, 429)
+
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {

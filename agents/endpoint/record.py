@@ -57,9 +57,9 @@ class Counts:
     repeated: int = 0
     """Answers sent again to a client that never received them."""
     refused: int = 0
-    """Requests that got an error below 500: for a limit, or a field that is wrong."""
+    """Requests that got an error for a limit, or for a field that is wrong."""
     failed: int = 0
-    """Requests that got an error of 500 or more: the engine or the endpoint failed."""
+    """Requests that got an error because the engine or the endpoint failed or was too busy."""
     given_up: int = 0
     """Turns whose client disconnected while they were sampled."""
 
@@ -183,7 +183,7 @@ class TrajectoryRecorder:
 
     def refused(self, error: ApiError) -> None:
         """Count a request that got an error, and keep the reason for the trajectory's report."""
-        if error.status >= 500:
+        if error.of_the_endpoint:
             self.failure = error.message
             self._count("failed")
         else:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from keel.agents.budget import CHARACTERS_A_TOKEN
 from keel.agents.endpoint.errors import ApiError, wrong
@@ -51,6 +51,10 @@ def _as_parts(content: Any) -> Any:
     return content
 
 
+def _as_calls(calls: Any) -> Any:
+    return [] if calls is None else calls
+
+
 def _as_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments or {}
@@ -58,6 +62,8 @@ def _as_arguments(arguments: Any) -> Any:
 
 
 class _Model(BaseModel):
+    """Lists are `FailFast`: errors of a million entries would block the event loop for seconds."""
+
     model_config = ConfigDict(strict=True)
 
 
@@ -78,8 +84,8 @@ class _Call(_Model):
 
 class _Message(_Model):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_TextPart], BeforeValidator(_as_parts)] = []
-    tool_calls: list[_Call] | None = None
+    content: Annotated[list[_TextPart], FailFast(), BeforeValidator(_as_parts)] = []
+    tool_calls: Annotated[list[_Call], FailFast(), BeforeValidator(_as_calls)] = []
     tool_call_id: str | None = None
     reasoning_content: Any = None
     reasoning: Any = None
@@ -107,10 +113,10 @@ class _Request(_Model):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    messages: list[_Message] = Field(min_length=1)
+    messages: Annotated[list[_Message], FailFast()] = Field(min_length=1)
     model: str = ""
     n: Literal[1] = 1
-    tools: list[_Tool] = []
+    tools: Annotated[list[_Tool], FailFast()] = []
     tool_choice: Any = "auto"
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -183,16 +189,7 @@ class Warnings:
 
 def read_request(body: bytes, warnings: Warnings, *, is_retry: bool = False) -> ChatRequest:
     """Parse a request. Raises ApiError that names the wrong field."""
-    try:
-        value = load(body)
-    except TooMuch as error:
-        code = "context_length_exceeded"  # by which programs know that they may shorten it
-        raise ApiError(400, str(error), param="messages", code=code, limit="window") from error
-    except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    fields = {k: v for k, v in cast(dict[str, Any], value).items() if v is not None}
+    fields = {name: value for name, value in load_object(body).items() if value is not None}
     try:
         request = _Request.model_validate(fields)
     except ValidationError as error:
@@ -321,6 +318,20 @@ def load(text: bytes | str) -> Any:
     if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise TooMuch(f"more than {MOST_VALUES:,} values do not fit the model's context")
     return sound(strict_json.load(text, most_deep=MOST_DEEP))
+
+
+def load_object(body: bytes) -> dict[str, Any]:
+    """Parse a request's body. Raises ApiError."""
+    try:
+        value = load(body)
+    except TooMuch as error:
+        code = "context_length_exceeded"  # by which programs know that they may shorten it
+        raise ApiError(400, str(error), param="messages", code=code, limit="window") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return cast(dict[str, Any], value)
 
 
 def sound(value: Any) -> Any:

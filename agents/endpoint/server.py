@@ -62,10 +62,11 @@ class Address:
 
 class Connections:
     """Limits a server's connections to what this process has files for, whatever one program opens:
-    a new connection beyond `most` closes another. `accept` is the listening sockets' factory."""
+    a new connection beyond `most` closes another. `accept` is the listening sockets' factory.
+    on_abort: called with the trajectory of each request whose connection was closed."""
 
-    def __init__(self, server: web.Server, most: int) -> None:
-        self._server, self._most = server, most
+    def __init__(self, server: web.Server, most: int, on_abort: Callable[[str], None]) -> None:
+        self._server, self._most, self._on_abort = server, most, on_abort
         self._coming = 0
         """Accepted connections that the server does not list yet."""
         self._busy: dict[web.RequestHandler, str] = {}
@@ -75,7 +76,8 @@ class Connections:
         open_ = [one for one in self._server.connections if one.transport is not None]
         while open_ and len(open_) + self._coming >= self._most:
             open_.remove(gone := self._least_needed(open_))
-            self._busy.pop(gone, None)
+            if (whose := self._busy.pop(gone, None)) is not None:
+                self._on_abort(whose)
             assert gone.transport is not None
             gone.transport.abort()  # `close` waits for a client to read what it was sent
             gone.force_close()
@@ -150,7 +152,7 @@ class Endpoint:
         try:
             await self._runner.setup()
             assert self._runner.server is not None
-            self._connections = Connections(self._runner.server, self._most)
+            self._connections = Connections(self._runner.server, self._most, self._aborted)
             made, loop = self._connections.accept, asyncio.get_running_loop()
             port = await loop.create_server(made, "127.0.0.1", self._port)
             self._listening.append(port)
@@ -200,6 +202,13 @@ class Endpoint:
                 del self._open[place]
                 return await recording.finish()
         raise KeyError(name)
+
+    def _aborted(self, place: str) -> None:
+        if place in self._open:
+            _, recording, _ = self._open[place]
+            recording.failure = (
+                f"the endpoint had more than {self._most} connections, and closed one"
+            )
 
     @web.middleware
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -139,10 +139,12 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
                 yield place, record
                 continue
             record.pop("segments", None)
-            yield place, record
-            for other in _others(record):
-                if any(_is_learned(message) for message in other["messages"]):
-                    yield place, {**record, **other}
+            conversations = [record, *({**record, **other} for other in _others(record))]
+            learned = [one for one in conversations if _has_lesson(one["messages"])]
+            if not learned:
+                left["no whole turn"] += 1
+            for one in learned:
+                yield place, one
 
     knob = f"sft.sources[{source.name}].path"
     lines = ((f"{path}:{number}", line) for path in files for number, line in lines_of(path, knob))
@@ -161,9 +163,16 @@ def _others(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], others)
 
 
-def _is_learned(message: Any) -> bool:
-    said = cast(dict[str, Any], message) if isinstance(message, dict) else {}
-    return said.get("role") == "assistant" and bool(said.get("weight", 1))
+def _has_lesson(messages: Any) -> bool:
+    """Whether a conversation has a message to learn, or is malformed, which its reader reports."""
+    if not isinstance(messages, list):
+        return True
+    written = (
+        cast(dict[str, Any], message)
+        for message in cast(list[Any], messages)
+        if isinstance(message, dict)
+    )
+    return any(one.get("role") == "assistant" and one.get("weight") != 0 for one in written)
 
 
 def _as_sampled(record: Mapping[str, Any], source: ConversationsConfig, tokenizer: str) -> bool:

@@ -52,8 +52,9 @@ def conversation_of(
     record: Mapping[str, Any], system: str, *, rendered: bool = True
 ) -> tuple[list[Message], list[int]]:
     """The messages of a line in one form, and the places of those to learn. system: of the source,
-    for a conversation without one. rendered: what is learned is written by the template, so it has
-    to say something; tokens that a policy has sampled may be the end of a turn alone.
+    for a conversation without one. rendered: what is learned is written by the template, so there
+    has to be a message that says something. False: the tokens to learn are known, and may be the
+    end of a turn or a malformed call alone.
 
     Raises BadLine.
     """
@@ -91,9 +92,9 @@ def conversation_of(
         for place, message in enumerate(messages)
         if message["role"] == "assistant" and _weight(written[place], f"messages[{place}]")
     ]
-    if not learned:
+    if rendered and not learned:
         raise BadLine("has no message of the assistant's to learn")
-    if learned[0] == 0:
+    if learned[:1] == [0]:
         raise BadLine("begins with a message of the assistant's: it needs something to answer")
     for place in learned if rendered else ():
         one = messages[place]
@@ -219,12 +220,7 @@ def _message(given: Mapping[str, Any], at: str) -> dict[str, Any]:
     if reasoning and reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
     if calls := given.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise BadLine(f"`{at}.tool_calls` must be a list, is {kind_of(calls)}")
-        message["tool_calls"] = [
-            _call(call, f"{at}.tool_calls[{place}]")
-            for place, call in enumerate(cast(list[Any], calls))
-        ]
+        message["tool_calls"] = calls_of(calls, f"{at}.tool_calls")
     return message
 
 
@@ -244,6 +240,13 @@ def text_of(value: Any, at: str) -> str:
     if not isinstance(value, str):
         raise BadLine(f"`{at}` must be text, is {kind_of(value)}")
     return value
+
+
+def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
+    """Return a message's calls of tools, with their arguments as objects. Raises BadLine."""
+    if not isinstance(calls, list):
+        raise BadLine(f"`{at}` must be a list, is {kind_of(calls)}")
+    return [_call(call, f"{at}[{place}]") for place, call in enumerate(cast(list[Any], calls))]
 
 
 def _call(given: Any, at: str) -> dict[str, Any]:

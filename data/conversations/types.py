@@ -48,7 +48,9 @@ class Example:
         with the same one are not split between training and evaluation."""
         if self.document:
             return self.document
-        asked = [dict(m) for m in self.messages[: self.trained[0]] if m["role"] != "system"]
+        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        first = (*self.trained, *answers, len(self.messages))[0]
+        asked = [dict(m) for m in self.messages[:first] if m["role"] != "system"]
         for message in asked:
             message["content"] = " ".join(str(message.get("content") or "").split())
         return digest(json.dumps(asked, sort_keys=True, default=str))

@@ -165,21 +165,24 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file, each at the line that it begins in. Blanks around the columns'
-    names are dropped. A header without `delimiter` may have another one."""
+    """Yield the rows of a CSV file, each at the line that it begins in. The first row that is not
+    blank is the header. Blanks around the columns' names are dropped. A header without `delimiter`
+    may have another one."""
     csv.field_size_limit(LONGEST_CELL)
     with opened(path) as file:
-        first = file.readline().decode("utf-8-sig", "replace")
-    if delimiter not in first:
-        delimiter = next((other for other in OTHER_DELIMITERS if other in first), delimiter)
+        lines = (line.decode("utf-8-sig", "replace") for line in file)
+        title = next((line for line in lines if line.strip()), "")
+    if delimiter not in title:
+        delimiter = next((other for other in OTHER_DELIMITERS if other in title), delimiter)
     with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         rows = _cells(path, csv.reader(text, delimiter=delimiter, strict=True))
-        _, first = next(rows, (1, []))
+        titles = (row for row in rows if isinstance(row[1], BadLine) or "".join(row[1]).strip())
+        at, first = next(titles, (1, []))
         if isinstance(first, BadLine):
-            raise ConfigError(f"{path}:1: {first}")
+            raise ConfigError(f"{path}:{at}: {first}")
         header = [name.strip() for name in first]
         if twice := sorted({name for name in header if header.count(name) > 1}):
-            raise ConfigError(f"{path}:1: several columns are called {twice[0]!r}; rename them")
+            raise ConfigError(f"{path}:{at}: several columns are called {twice[0]!r}; rename them")
         for line, row in rows:
             record: dict[str, Any] | BadLine
             if isinstance(row, BadLine):

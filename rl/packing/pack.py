@@ -105,7 +105,7 @@ def pack(
             total_tokens=sum(bundle.tokens for bundle in bundles),
             split_sequences=split,
             scored_first=first,
-            signal=not all(group.idle for group in groups),
+            signal=any(group.group.trajectories and not group.idle for group in groups),
         )
         for micro_batches, first in zip(trained, scored, strict=True)
     ]

@@ -13,7 +13,7 @@ from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks, strings
 from keel.rollout.chat.formats import Format, format_of
 from keel.rollout.chat.parsing import Read, Written
-from keel.rollout.chat.render import USER_ROLES, Renderer, call_message, retained
+from keel.rollout.chat.render import USER_ROLES, Renderer, call_message, check_developers, retained
 from keel.rollout.chat.thinking import marks_of
 
 _SHOWN = 300
@@ -76,6 +76,7 @@ class TemplateChat:
         if tools:
             self.tool_modes.add(thinking)
         text, marks = self.text(messages, tools, thinking=thinking)
+        check_developers(messages, marks.remove(text))
         ids = self.encoder.encode(text, marks)
         if not ids:
             raise ValueError(f"{self.renderer.name} renders the opening to nothing")

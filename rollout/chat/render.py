@@ -173,6 +173,15 @@ def render(
     )
 
 
+def check_developers(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise ValueError if `text`, a render of the messages, lacks one of the role developer."""
+    for message in messages:
+        if message["role"] == "developer" and str(message["content"]).strip() not in text:
+            raise ValueError(
+                "the chat template does not show a message of the role developer; make it system"
+            )
+
+
 def _with_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:

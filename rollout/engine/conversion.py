@@ -15,7 +15,7 @@ from keel.rl.seeds import seed_of
 from keel.rl.thinking import THINK, ThinkingMarks
 from keel.rl.types import NO_ROUTE, FinishReason, KeptSets, Prompt, Segment, Trajectory
 from keel.rollout.chat.parsing import Broken, read_harmony
-from keel.rollout.chat.render import render
+from keel.rollout.chat.render import check_developers, render
 from keel.rollout.chat.thinking import HARMONY, HARMONY_CONTROLS
 
 _THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
@@ -51,9 +51,7 @@ def render_prompt(
     messages = [dict(message) for message in prompt.messages]
     tools = [dict(tool) for tool in prompt.tools]
     text = render(tokenizer, messages, tools, thinking=prompt.thinking)
-    for message in messages:
-        if message["role"] == "developer" and str(message["content"]).strip() not in text:
-            raise ValueError("it does not show a message of the role developer; make it system")
+    check_developers(messages, text)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
         raise ValueError(f"prompt {prompt.prompt_id}: the chat template renders it to nothing")

@@ -31,6 +31,13 @@ def test_an_evaluation_file_is_read_like_the_first_file(tmp_path: Path) -> None:
     assert load_config(again) == config, "the run's own recipe has it as a source"
 
 
+def test_an_evaluation_file_is_kept_beside_the_only_sources(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(f"{RECIPE}    - {{name: other, source: jsonl, path: other.jsonl}}\n")
+    config = load_config(recipe, ["eval.file=sets/test.jsonl", "data.only=[school]"])
+    assert [one.name for one in config.data.sources] == ["school", "test"]
+
+
 @pytest.mark.parametrize(
     ("file", "name"), [("spelling.parquet", "spelling-eval"), ("a/b.csv.gz", "b")]
 )

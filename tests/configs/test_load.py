@@ -85,6 +85,7 @@ def test_numbers_written_as_text_count_as_floats(tmp_path: Path) -> None:
         ("trainer.zero_stage=true", "must be one of 0, 1, 2, 3"),
         ("run.resume=off", "run.resume = False: must be one of auto, never"),
         ("algorithm.keep_routing=1", "must be true or false"),
+        ("data.sources[sums].holdout=al", "must be a whole number, or all"),
         ("rollout.sampling.stop=x", "rollout.sampling.stop = 'x': must be a list"),
         ("rollout.sampling=3", "rollout.sampling = 3: must be a section"),
         ("data.sources[sums].rewards.correct=x", "data.sources[sums].rewards.correct = 'x'"),

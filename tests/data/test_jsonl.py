@@ -54,7 +54,7 @@ def test_a_line_becomes_a_prompt(tmp_path: Path) -> None:
 
 
 def test_messages_in_openais_form_are_read(tmp_path: Path) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 2}'}}
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "2+2?"}]},
@@ -69,7 +69,8 @@ def test_messages_in_openais_form_are_read(tmp_path: Path) -> None:
         ("assistant", ""),
         ("tool", "4"),
     ]
-    assert item.prompt.messages[2]["tool_calls"] == [call]
+    (read,) = item.prompt.messages[2]["tool_calls"]
+    assert read == {**call, "function": {"name": "add", "arguments": {"x": 2}}}
 
 
 def test_integers_of_many_digits_are_read(tmp_path: Path) -> None:

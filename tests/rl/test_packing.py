@@ -186,6 +186,14 @@ def test_skipping_leaves_out_only_groups_that_teach_nothing() -> None:
     assert gradient(batches)[0] == 0
 
 
+def test_a_group_without_trajectories_gives_no_signal() -> None:
+    uniform = scored([trajectory(segment(4 * i), sibling=i) for i in range(2)], [1, 1])
+    better = scored([trajectory(segment(8 + 4 * i), sibling=i) for i in range(2)], [0, 1])
+    for groups, signal in (([uniform, scored([], [])], False), ([uniform, better], True)):
+        (batch,) = pack(groups, ranks=1, micro_batch_tokens=100)
+        assert batch.signal is signal
+
+
 def test_ranks_without_work_get_padding_that_the_loss_survives() -> None:
     group = scored([trajectory(segment(0, 9, routes=True, kept=True))], [1.0], kl_coef=0.1)
     batches = pack([group], ranks=3, micro_batch_tokens=4)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import aiohttp
 import pytest
 
+from keel.agents.endpoint.anthropic import as_chat_request
+from keel.agents.endpoint.errors import ApiError
 from keel.agents.endpoint.record import Finished
+from keel.agents.endpoint.requests import MOST_VALUES, Warnings, read_request
 from keel.agents.endpoint.server import Address
 from tests.agents.endpoint.kit import TOOLS, Policy, check_law, recording, served, user
 from tests.agents.endpoint.test_record import script
@@ -97,6 +101,8 @@ def test_a_loop_of_tools_extends_its_context(stream: bool, thinking: bool) -> No
         ),
         ({"messages": "a"}, 400, "invalid_request_error"),
         ({"tools": [{"name": 3}]}, 400, "invalid_request_error"),
+        ({"tools": [{"type": "bash_20250124", "name": "a"}]}, 400, "invalid_request_error"),
+        ({"output_format": {"type": "json_schema"}}, 400, "invalid_request_error"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, 400, "invalid_request_error"),
     ],
 )
@@ -108,3 +114,18 @@ def test_errors_have_anthropics_form(change: dict[str, Any], status: int, kind: 
     found, text = run(work())
     answer = json.loads(text)
     assert (found, answer["type"], answer["error"]["type"]) == (status, "error", kind)
+
+
+def test_settings_without_effect_are_reported(logged: list[logging.LogRecord]) -> None:
+    settings = {"stop_sequences": ["a"], "thinking": {"type": "enabled"}, "top_k": 1}
+    tools = [{"type": "custom", "strict": True, **CITY}]
+    body = json.dumps({**BODY, **settings, "tools": tools, "messages": [user("a")]})
+    assert read_request(as_chat_request(body.encode()), Warnings()).tools
+    named = {record.getMessage().partition("sets ")[2].partition(",")[0] for record in logged}
+    assert named == {*settings, "tools[].function.strict"}
+
+
+def test_a_request_beyond_every_context_says_so() -> None:
+    with pytest.raises(ApiError) as refused:
+        as_chat_request(b'{"messages": [' + b"0," * (MOST_VALUES + 1) + b"0]}")
+    assert (refused.value.code, refused.value.limit) == ("context_length_exceeded", "window")

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
+from keel.agents.endpoint.errors import ApiError
 from keel.agents.endpoint.program import AgentProgram
 from keel.agents.endpoint.requests import read_request
 from keel.agents.runner import EpisodeRunner, Limits
@@ -182,10 +183,15 @@ def test_a_failing_program_is_left_out_where_asked() -> None:
     assert not group.trajectories and "no such city" in group.dropped[0]
 
 
-def test_a_failure_of_the_endpoint_is_not_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError("no memory"), *(ApiError(status, "no memory") for status in (408, 429))]
+)
+def test_a_failure_of_the_endpoint_is_not_the_policys(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any, **__: Any) -> None:
         if len(policy.requests) == 1:
-            raise OSError("no memory")
+            raise error
 
     monkeypatch.setattr("keel.agents.endpoint.server.read_request", broken(fails))
     policy = Policy(lambda turn, _: "word" + END)

@@ -109,6 +109,16 @@ def test_an_empty_turn_that_was_sampled_is_learned_and_one_to_be_written_is_none
         load(source(path, source="trajectories"))
 
 
+def test_a_trajectory_without_whole_turns_is_learned_by_its_tokens(tmp_path: Path) -> None:
+    """Such as one whose only turn is a malformed call, which no template could write again."""
+    malformed = trajectory("a", 1.0)
+    malformed["messages"][-1]["weight"] = 0
+    path = write(tmp_path / "a.jsonl", malformed, {**malformed, "id": "b", "tokenizer": "another"})
+    report = load(source(path, source="trajectories")).report["s"]
+    assert (report.learned, report.sampled) == (1, 1)
+    assert report.left_out == {"no whole turn": 1}
+
+
 @pytest.mark.parametrize(
     ("knobs", "written_again"),
     [

@@ -53,6 +53,7 @@ TEXTS = {
     "lines.json": lines(),
     "rows.csv": '\ufeffprompt,answer,tolerance,hint\n1+1?,2,,"two\nlines"\r\n0.1?,0.1,0.01,\n',
     "semicolons.csv": 'prompt;answer;tolerance;hint\n1+1?;2;;"two\nlines"\n0.1?;0.1;0.01;\n',
+    "blank.csv": '\ufeff\n  \nprompt;answer;tolerance;hint\n1+1?;2;;"two\nlines"\n0.1?;0.1;0.01;\n',
     "tabs.csv": 'prompt\tanswer\ttolerance\thint\n1+1?\t2\t\t"two\nlines"\n0.1?\t0.1\t0.01\t\n',
     "rows.tsv": 'prompt\tanswer\ttolerance\thint\n1+1?\t2\t\t"two\nlines"\n\n0.1?\t0.1\t0.01\t\n',
 }

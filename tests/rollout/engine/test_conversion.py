@@ -12,6 +12,7 @@ from transformers import AddedToken
 
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.types import KeptSets
+from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.engine.conversion import (
     build_segment,
     build_trajectory,
@@ -225,5 +226,8 @@ def test_a_developers_message_must_be_shown() -> None:
     messages = ({"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"})
     asked = prompt(messages=messages)
     assert render_prompt(tokenizer_of("chatml"), asked).token_ids
+    assert TemplateChat(tokenizer_of("chatml")).opening(messages, (), thinking=False)
     with pytest.raises(ValueError, match="does not show a message of the role developer"):
         render_prompt(tokenizer_of("qwen3"), asked)
+    with pytest.raises(ValueError, match="does not show a message of the role developer"):
+        TemplateChat(tokenizer_of("qwen3")).opening(messages, (), thinking=False)
