@@ -156,7 +156,8 @@ Answer = Number | Formula | Several | Region | Relation | str
 """An answer that has been read; a text is outside this grammar, and compared as text."""
 
 _FRACTION = (
-    r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}\s?\{\s*(?P<bottom>\d{1,4000})\s*\}"
+    r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}"
+    r"\s?\{\s*(?P<under>-?)(?P<bottom>\d{1,4000})\s*\}"
 )
 _NUMBER = re.compile(
     r"\s*(?P<sign>[+-]?)\s*(?:(?=\.?\d)(?P<whole>\d{1,3}(?:,\d{3})+|\d{1,4000})?"
@@ -169,7 +170,7 @@ _NUMBER = re.compile(
 
 
 def _number(match: re.Match[str]) -> Number | str:
-    sign = -1 if (match["sign"] == "-") != (match["minus"] == "-") else 1
+    sign = (-1) ** [match["sign"], match["minus"], match["under"]].count("-")
     if top := match["top"] or match["left"]:
         bottom = int(match["bottom"] or match["right"])
         if not bottom:
