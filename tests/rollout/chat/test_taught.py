@@ -236,9 +236,7 @@ def test_context_that_a_template_passes_over_is_refused(
     chat = chat_of(name)
     for _ in range(2):
         if name in lost:
-            named = (
-                rf"messages\[{place}\]: .* not show a message of the role {messages[place]['role']}"
-            )
+            named = f"not show a message of the role {messages[place]['role']}"
             with pytest.raises(ValueError, match=named):
                 taught(chat, messages, (), thinking=False)
         else:
