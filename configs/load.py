@@ -140,7 +140,7 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
         return tree
     sources = cast(list[Any], data["sources"])
     others = [cast(dict[str, Any], one) for one in sources if isinstance(one, dict)]
-    rows = next((one for one in others if one.get("source") in ROWS), {})
+    rows = next((one for one in others if one.get("source") in ROWS), dict[str, Any]())
     name = Path(path).name.partition(".")[0] or "eval"
     names = [one.get("name") for one in others]
     source = {
