@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from keel.agents.host.client import Deadlines
-from keel.agents.host.process import MOST_BYTES, LineProcess, Wrap, not_wrapped, within
+from keel.agents.env_process.client import Deadlines
+from keel.agents.env_process.process import MOST_BYTES, LineProcess, Wrap, not_wrapped, within
 from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import EnvironmentLost, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec

@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from keel.agents.host.client import Hosted, Program, parent_of
-from keel.agents.host.parent import Parent
+from keel.agents.env_process.client import Hosted, Program, parent_of
+from keel.agents.env_process.parent import Parent
 from keel.agents.mcp_client import McpEpisode, McpServer
-from keel.agents.told import SystemPrompt, Told
+from keel.agents.system_prompt import SystemPrompt, Told
 from keel.agents.types import EnvironmentLost, Fault, Opening, Transcript, Unscored
 from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt

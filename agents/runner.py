@@ -20,8 +20,8 @@ from keel.agents.context import ContextManager
 from keel.agents.endpoint.driven import DrivenEpisode
 from keel.agents.endpoint.program import AgentProgram
 from keel.agents.endpoint.server import Endpoint
+from keel.agents.env_process.os_limits import connections, make_room
 from keel.agents.episode import Episode, lost_to_the_policy
-from keel.agents.host.room import connections, make_room
 from keel.agents.types import Environment
 from keel.rl.seeds import seed_of
 from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of

@@ -38,8 +38,8 @@ from keel.agents.context import ContextManager
 from keel.agents.runner import EpisodeRunner, Limits
 from keel.agents.types import Opening, ToolResult, Transcript
 from keel.configs.schema import EmbeddedConfig, RolloutConfig, SamplingConfig
-from keel.model.embedded.build import build_model
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.tiny.build import build_model
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, Parsed, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 from keel.rollout.chat.chat import TemplateChat

@@ -40,7 +40,7 @@ from benchmarks.peers.memory import PeakMemory, gpu_reader, settled
 from benchmarks.peers.shape import write_model, write_prompts
 from benchmarks.peers.workload import QWEN3_06B as WORKLOAD
 from benchmarks.peers.workload import SMALL, Workload
-from keel.trainer.planning.remembered import CHOSEN
+from keel.trainer.planning.cached_choice import CHOSEN
 
 BUILD_S = 300.0
 """Timeout in seconds for building a model."""
@@ -186,7 +186,7 @@ def run(
     path, log = folder.with_suffix(".yaml"), folder.with_suffix(".log")
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     own = [f"{knob}={str(value).lower()}" for knob, value in arm.knobs.items()]
-    command = [sys.executable, "-m", "keel.trainer.cli", "train", str(path), *knobs, *own]
+    command = [sys.executable, "-m", "keel.commands.cli", "train", str(path), *knobs, *own]
     began = time.monotonic()
     process: subprocess.Popen[bytes] | None = None
     with PeakMemory(lambda: process.pid if process else None) as peak, log.open("wb") as output:

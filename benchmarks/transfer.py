@@ -39,12 +39,12 @@ from keel.configs.schema import (
     SamplingConfig,
     TrainerConfig,
 )
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
-from keel.rollout.weight_loading.manifest import checkpoint_names
 from keel.trainer.cluster.nodes import start_ray
 from keel.trainer.learner import Learner
+from keel.weights.manifest import checkpoint_names
 
 GB = 1e9
 TIMEOUT_S = 300.0

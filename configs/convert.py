@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from keel.configs.auto import AUTO, OPEN
-from keel.configs.elsewhere.words import inside
+from keel.configs.other_frameworks.words import inside
 from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
 from keel.configs.suggest import elsewhere, knob_types, section_type, suggest
 

@@ -30,12 +30,12 @@ from keel.configs.convert import build
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.distillation import DistillConfig
 from keel.configs.dump import dump_config, escaped, quoted
-from keel.configs.hostile import calls, cut_off, lookalike, misread, tree_of
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.data import ROWS
 from keel.configs.shipped import find, placed, text_of
 from keel.configs.suggest import knob_types, knobs_in, section_type
 from keel.configs.synthesis import SynthesisConfig
+from keel.configs.yaml_guards import calls, cut_off, lookalike, misread, tree_of
 
 __all__ = [
     "RESUMABLE_KNOBS",

@@ -17,7 +17,7 @@ from keel.configs.sections.alarms import AlarmsConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
 from keel.configs.sections.base import ConfigError, require
 from keel.configs.sections.data import BudgetConfig, DataConfig, LengthConfig, SourceConfig
-from keel.configs.sections.measured import EndpointConfig, EvalConfig, EvalVariant, FilterConfig
+from keel.configs.sections.evaluation import EndpointConfig, EvalConfig, EvalVariant, FilterConfig
 from keel.configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
 from keel.configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
 from keel.configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig

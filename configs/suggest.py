@@ -11,7 +11,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from keel.configs.elsewhere.words import Word, ending, meant, words
+from keel.configs.other_frameworks.words import Word, ending, meant, words
 
 COMMON = {
     "batch_size": "prompts_per_step",
@@ -24,7 +24,7 @@ COMMON = {
     "num_train_epochs": "epochs",
 }
 """What trainers in general call our knobs, too far apart for a spelling distance to find; what one
-of them has is in `keel.configs.elsewhere.words`."""
+of them has is in `keel.configs.other_frameworks.words`."""
 
 _BATCH = "did you mean sft.conversations_per_step, or sft.tokens_per_step?"
 _LEARNED = (

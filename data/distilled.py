@@ -12,7 +12,7 @@ from typing import Any
 
 from keel.configs.distillation import SelectConfig
 from keel.configs.schema import ConfigError
-from keel.data.evaluated import read_evaluation
+from keel.data.eval_store import read_evaluation
 from keel.data.results import aligned
 from keel.rl.evaluation import FAIL
 

@@ -9,14 +9,14 @@ from statistics import fmean, median
 from typing import Any
 
 from keel.configs.schema import ConfigError
-from keel.data.estimates import (
+from keel.data.eval_store import RIGHT, Asked, read_evaluation
+from keel.data.statistics import (
     Difference,
     fewest_steps_at_k,
     majority_at_k,
     paired_difference,
     pass_interval,
 )
-from keel.data.evaluated import RIGHT, Asked, read_evaluation
 from keel.rl.evaluation import pass_at_k, passed
 
 

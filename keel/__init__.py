@@ -1,7 +1,7 @@
 """Keel: RL post-training for language models. The sub-packages are the folders beside this one.
 
 In a checkout they are links to the folders at its top; an installed package has them here.
-`keel.train` is a run from Python (`keel.api`).
+`keel.train` is a run from Python (`keel.commands.api`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keel.api import Preempted, Run, train
+    from keel.commands.api import Preempted, Run, train
 
 __all__ = ["Preempted", "Run", "train"]
 
@@ -18,6 +18,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'keel' has no attribute {name!r}")
     # The sub-packages are imported without torch and Ray, which this brings along.
-    from keel import api  # noqa: PLC0415
+    from keel.commands import api  # noqa: PLC0415
 
     return getattr(api, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from keel.trainer.cli import main
+from keel.commands.cli import main
 
 if __name__ == "__main__":  # not in a process that is spawned from it, which reads this file too
     sys.exit(main())

@@ -13,7 +13,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
 from keel.configs.schema import ConfigError
-from keel.model.source import HUB_S, hub_answers, is_hub_name
+from keel.model.hub import HUB_S, hub_answers, is_hub_name
 
 WEIGHTS = r"[^/]+\.safetensors"
 LOADED = r"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)"

@@ -30,8 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from keel.configs.schema import ConfigError
 from keel.model.config_file import MOST_BYTES, check_config, one_line
-from keel.model.layers.fused import fuses_experts, fuses_norms
-from keel.model.source import (
+from keel.model.hub import (
     KNOWN,
     check_folder,
     check_path,
@@ -39,6 +38,7 @@ from keel.model.source import (
     hub_options,
     written_by_code,
 )
+from keel.model.layers.fused import fuses_experts, fuses_norms
 from keel.model.template_probe import check_template
 from keel.model.transformers_internals import always_float32
 

@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 
 HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parent))
-from keel.trainer.run.waits import Wait, waiting  # noqa: E402  standard library alone, too
+from keel.trainer.run.progress import Wait, waiting  # noqa: E402  standard library alone, too
 
 CPU, DEV, CUDA = (HERE / f"{name}.txt" for name in ("cpu", "dev", "cuda-libraries"))
 PIP = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps")

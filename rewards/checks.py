@@ -11,7 +11,7 @@ from keel.rewards.code.spec import read_task
 from keel.rewards.code.verifier import CodeSettings, check_outputs, check_reference
 from keel.rewards.compose import check_parts
 from keel.rewards.custom import TextTrajectory, prompt_fields, sees_group
-from keel.rewards.failures import is_function
+from keel.rewards.failure_budget import is_function
 from keel.rewards.judge.specs import KINDS as JUDGED_KINDS
 from keel.rewards.judge.specs import is_judged, judged_spec
 from keel.rewards.rules.verifiers import KINDS as RULE_KINDS

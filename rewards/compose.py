@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from keel.rewards.custom import load_function, meant
-from keel.rewards.failures import is_function
+from keel.rewards.failure_budget import is_function
 from keel.rl.types import FUNCTIONS
 
 LANGUAGE_PARTS = {

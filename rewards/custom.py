@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from keel.rewards.failures import explain, place, shown
-from keel.rewards.passed import PREFIX, passed
+from keel.rewards.failure_budget import explain, place, shown
+from keel.rewards.pickled_functions import PREFIX, passed
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
 

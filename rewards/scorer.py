@@ -25,13 +25,13 @@ from keel.rewards.compose import (
     worth_nothing,
 )
 from keel.rewards.custom import TextTrajectory, prompt_fields, sees_group
-from keel.rewards.failures import Failures, is_function, to_standard_error
+from keel.rewards.explanations import notes_of
+from keel.rewards.failure_budget import Failures, is_function, to_standard_error
 from keel.rewards.judge.results import Counts, Failed, Judged
 from keel.rewards.judge.rubric import REFUSAL as DECLINING
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule, with_length
-from keel.rewards.notes import notes_of
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import final_text, raw_text
 from keel.rewards.workers.pool import Verdict, WorkerPool

@@ -1,6 +1,6 @@
 """Between sampling and training: how far ahead to sample, and what is worth training on.
 
-No threads and no clocks: `keel.trainer.feed` brings those. All back-pressure is in
+No threads and no clocks: `keel.trainer.batch_stream` brings those. All back-pressure is in
 `GroupBuffer.room`.
 """
 

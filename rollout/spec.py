@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
 from keel.configs.schema import Config, Dtype, RolloutConfig
-from keel.model.invariant import variables
-from keel.model.source import from_anywhere
+from keel.model.batch_invariant import variables
+from keel.model.hub import from_anywhere
 
 CAPTURED = 512
 """Tokens of the largest step that vLLM captures as a CUDA graph by itself."""

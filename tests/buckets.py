@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from keel.model.weight_transfer.buckets import (
+from keel.weights.buckets import (
     Bucket,
     host_bytes,
     in_host_memory,

@@ -39,7 +39,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as there, to save time
 # Actors come no later than what other tests do, and pyright beside them.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# Memory is the tests' to plan, as in `keel.trainer.main.start_ray`: Ray would end an actor for what
+# Memory is the tests' to plan, as in `keel.commands.train.start_ray`: Ray would end an actor for
+# what
 # other tests take.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 # `nohup` has it ignored, and what tests start would inherit that and not hear it.
@@ -163,7 +164,7 @@ def process_as_it_was() -> Iterator[None]:
     sys.path[:] = path
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if (ray_calls := sys.modules.get("keel.model.ray_calls")) is not None:
+    if (ray_calls := sys.modules.get("keel.model.ray_timeouts")) is not None:
         ray_calls.joined()
     distributed = sys.modules.get("torch.distributed")  # only a trainer in this process has it up
     if distributed is not None and distributed.is_initialized():

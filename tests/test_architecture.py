@@ -24,34 +24,35 @@ MAY_IMPORT = {
     "data": {"rl", "configs"},
     "rewards": {"rl"},
     "agents": {"rl", "configs"},
-    "tasks": {"rl", "configs", "agents", "rewards"},
-    "report": {"rl", "configs", "data"},
+    "synthesis": {"rl", "configs", "agents", "rewards"},
+    "examples": {"rl", "configs", "agents", "rewards", "synthesis", "commands"},
     "model": {"rl", "configs"},
-    "rollout": {"rl", "model", "configs"},
-    "trainer": {"rl", "model", "configs"},
+    "weights": {"rl", "configs", "model"},
+    "rollout": {"rl", "model", "configs", "weights"},
+    "trainer": {"rl", "model", "configs", "weights"},
+    "commands": {
+        "rl",
+        "configs",
+        "data",
+        "rewards",
+        "agents",
+        "synthesis",
+        "model",
+        "weights",
+        "rollout",
+        "trainer",
+    },
 }
-COMMANDS = {
-    "trainer/cli.py": {"data", "report", "tasks"},
-    "trainer/cluster/doctor.py": {"rewards"},
-    "trainer/distill.py": {"data"},
-    "trainer/recipes/named.py": {"data", "rewards"},
-    "trainer/recipes/new.py": {"data"},
-    "trainer/serve.py": {"report", "rollout"},
-}
-"""What starts neither engine nor trainer."""
-WIRING = tuple(
-    f"trainer/{name}.py"
-    for name in ("agents", "evaluate", "main", "prepare", "supervised/wiring", "system")
-)
+WIRING = tuple(f"trainer/{name}.py" for name in ("build_agents", "prepare", "sft/wiring", "launch"))
 WIRING_ALSO = {"rollout", "rewards", "data", "agents"}
 OWNERS = {
-    "vllm": ("rollout/", "model/invariant/vllm_kernels.py"),
+    "vllm": ("rollout/", "weights/", "model/batch_invariant/vllm_kernels.py"),
     "deepspeed": ("trainer/engine/",),
     "omegaconf": ("configs/load.py",),
     "mcp": ("agents/",),
     "jupyter_client": ("agents/",),
-    "ray": ("rollout/", "trainer/", "model/ray_calls.py", "model/weight_transfer/sender.py"),
-    "transformers": ("model/", "rollout/", "trainer/"),
+    "ray": ("commands/", "rollout/", "trainer/", "model/ray_timeouts.py", "weights/sender.py"),
+    "transformers": ("commands/", "model/", "weights/", "rollout/", "trainer/"),
 }
 
 
@@ -97,7 +98,6 @@ def wrong_imports(path: Path) -> Iterator[str]:
     name = name_of(path)
     package = name.split("/")[0]
     allowed = MAY_IMPORT[package] | {package} | (WIRING_ALSO if name in WIRING else set())
-    allowed |= COMMANDS.get(name, set())
     for imported in imports_of(path):
         top, *rest = imported.split(".")
         if top in MAY_IMPORT:
@@ -116,7 +116,7 @@ WAITS = ("get", "put", "wait", "kill", "nodes", "init", "shutdown", "cancel")
 RAY_ITSELF = {
     "trainer/cluster/nodes.py": {"init"},  # of its own cluster, which has deadlines, or `bounded`
     "rollout/pool/ray_engines.py": {"cancel"},  # does not wait
-    "trainer/cluster/lookouts.py": {"remote"},  # on a thread that nobody waits for
+    "trainer/cluster/node_monitor.py": {"remote"},  # on a thread that nobody waits for
     "trainer/cluster/ray_internals.py": {"nodes"},  # `cluster_nodes` waits for it so long
 }
 
@@ -141,13 +141,13 @@ def waits_of(path: Path) -> set[str]:
 def test_no_call_of_ray_waits_without_a_deadline() -> None:
     """A raylet that stands still answers none of them, whatever their `timeout`."""
     found = {name_of(path): waits_of(path) for path in sources()}
-    assert found.pop("model/ray_calls.py") >= {"get", "put", "wait"}
+    assert found.pop("model/ray_timeouts.py") >= {"get", "put", "wait"}
     wrong = {
         name: sorted(calls - RAY_ITSELF.get(name, set()))
         for name, calls in found.items()
         if not calls <= RAY_ITSELF.get(name, set())
     }
-    assert wrong == {}, "call keel.model.ray_calls instead"
+    assert wrong == {}, "call keel.model.ray_timeouts instead"
 
 
 def arrows(unit: Callable[[str], str]) -> dict[str, set[str]]:
@@ -213,9 +213,9 @@ def lines_of(program: str) -> list[str]:
     "modules",
     [
         {
-            "keel.trainer.cli": ("torch", "numpy", "ray", "omegaconf", *ENGINES),
-            "keel.configs.reference.answer": ("torch", "numpy", "rich", "yaml", "omegaconf"),
-            "keel.trainer.recipes.new": ("torch", "numpy", "ray", *ENGINES),
+            "keel.commands.cli": ("torch", "numpy", "ray", "omegaconf", *ENGINES),
+            "keel.commands.reference.answer": ("torch", "numpy", "rich", "yaml", "omegaconf"),
+            "keel.commands.recipes.new": ("torch", "numpy", "ray", *ENGINES),
             "keel.data.rows.proposal": ("torch", "numpy", "ray", *ENGINES),
             "keel.trainer.loop": ("torch", "ray", *ENGINES),
             "keel.rewards.judge.service": ("torch", "openai", *ENGINES),
@@ -265,7 +265,7 @@ def test_a_wrong_recipe_is_refused_before_anything_heavy_loads() -> None:
     ]
     heavy = ("torch", "ray", "matplotlib", "sympy", *ENGINES)
     program = (
-        f"import sys; from keel.trainer.cli import main\n"
+        f"import sys; from keel.commands.cli import main\n"
         f"for commands, heavy in ({commands!r}, {('numpy', *heavy)!r}), ({named!r}, {heavy!r}):\n"
         f"    for command in commands:\n"
         f"        print('status', main(command), *(n for n in heavy if n in sys.modules))"

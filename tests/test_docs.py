@@ -20,12 +20,12 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from keel.commands.cli import main, parser
+from keel.commands.recipes import new as new_recipe
+from keel.commands.reference.knobs import flat, sections
+from keel.commands.reference.metrics import described
 from keel.configs.load import load_config
-from keel.configs.reference.knobs import flat, sections
-from keel.configs.reference.metrics import described
 from keel.configs.shipped import shipped
-from keel.trainer.cli import main, parser
-from keel.trainer.recipes import new as new_recipe
 from keel.trainer.run.view import SHOWN
 from tests.test_architecture import sources
 from tests.trainer.machines import NOTHING, at
@@ -143,7 +143,7 @@ def test_the_api_page_names_what_there_is() -> None:
     for block in blocks:
         module = block.split()[0]
         path = ROOT / f"{module.removeprefix('keel.').replace('.', '/')}.py"
-        path = ROOT / "keel/api.py" if module == "keel.api" else path
+        path = ROOT / "commands/api.py" if module == "keel.commands.api" else path
         assert path.is_file(), module
         tree = ast.parse(path.read_text())
         there = {getattr(node, "name", "") for node in tree.body}

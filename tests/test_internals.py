@@ -14,7 +14,7 @@ FENCED = ("trainer", "model")
 DEEPSPEED = "trainer/engine/deepspeed_internals.py"
 NAMED = (
     DEEPSPEED,
-    "model/invariant/vllm_kernels.py",
+    "model/batch_invariant/vllm_kernels.py",
     "model/layers/flash4.py",
     "model/torch_internals.py",
     "model/transformers_internals.py",

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeConfig
 
+from keel.commands.cli import main, parser
 from keel.configs.load import load_config, load_distillation
-from keel.model.embedded.tokenizer import build_tokenizer
-from keel.trainer.cli import main, parser
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.prepare import prepare
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.words import closing_words
+from keel.trainer.run.summary import closing_words
 from tests.model.stand_in import stand_in
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
 

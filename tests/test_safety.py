@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.rewards.passed import FOLDER, PREFIX, passed
+from keel.rewards.pickled_functions import FOLDER, PREFIX, passed
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = [
@@ -26,14 +26,14 @@ FOLDERS = [
     "trainer",
 ]
 PICKLES = {
-    *(f"model/weight_transfer/{name}.py" for name in ("mailbox", "outline")),
-    "rewards/passed.py",
+    *(f"weights/{name}.py" for name in ("mailbox", "outline")),
+    "rewards/pickled_functions.py",
 }
 """Messages between ranks and engines of one run; functions that the caller of `keel.train` passed
 to the run's own workers, in a folder that lives as long as the call."""
 RUNS_TEXT = {
     "agents/environments/general/parts.py",
-    "agents/inside/parent.py",
+    "agents/env_runtime/parent.py",
     "rewards/code/call_driver.py",
     "rewards/code/languages.py",
 }

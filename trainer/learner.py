@@ -16,16 +16,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from keel.configs.schema import Config, ConfigError
-from keel.model import ray_calls
-from keel.model.invariant import variables
-from keel.model.weight_transfer.receiver import Outcome, Receiver
+from keel.model import ray_timeouts as ray_calls
+from keel.model.batch_invariant import variables
 from keel.rl.futures import done
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
-from keel.rl.supervised.lessons import Lesson
+from keel.rl.sft.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
-from keel.trainer.cluster.limits import Limit, Limits, work_of
-from keel.trainer.feed import never
+from keel.trainer.batch_stream import never
+from keel.trainer.cluster.step_deadlines import Limit, Limits, work_of
 from keel.trainer.nonfinite import said_of
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.folder import MARK
@@ -39,6 +38,7 @@ from keel.trainer.worker import (
     last_lines,
     shares,
 )
+from keel.weights.receiver import Outcome, Receiver
 
 GRACE_S, LOST_S = 5.0, 90.0
 """After one rank's failure: wait this long to learn what the others say; and where it may be that
@@ -237,7 +237,7 @@ class Learner:
 
     def publish(self) -> Any:
         """The current weights as `keel.rollout.pool.ray_engines.RayRolloutPool.update` takes them:
-        `send`, or references to `keel.model.weight_transfer.buckets.Bucket`s in the object store
+        `send`, or references to `keel.weights.buckets.Bucket`s in the object store
         (`rollout.weight_transfer`)."""
         ray_calls.awaited(self._make_room())
         return self.send if self._direct else self.store()

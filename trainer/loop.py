@@ -1,8 +1,8 @@
 """The algorithm as a page: sample, score, step, publish.
 
 Everything it drives is a Protocol, so it runs on Ray, vLLM and DeepSpeed (wired in
-`trainer/main.py`) or on fakes in a test, in milliseconds. How far sampling runs ahead of training
-(`algorithm.max_lag`) is `keel.trainer.feed`'s business.
+`commands/train.py`) or on fakes in a test, in milliseconds. How far sampling runs ahead of training
+(`algorithm.max_lag`) is `keel.trainer.batch_stream`'s business.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.summary import sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
-from keel.trainer.feed import Abandoned, Feed, decoding_steps, never, wait_for
+from keel.trainer.batch_stream import Abandoned, Feed, decoding_steps, never, wait_for
 
 IDLE = ("rollout", "reward")
 """What the trainer waits for with nothing to do."""

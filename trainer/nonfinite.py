@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.packing import MicroBatch
-from keel.rl.supervised.lessons import Lesson
+from keel.rl.sft.lessons import Lesson
 from keel.rl.types import ScoredGroup, Segment
 
 if TYPE_CHECKING:  # the driver, which hands findings on, does without

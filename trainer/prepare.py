@@ -1,6 +1,7 @@
 """From a recipe to what can be said of it before anything starts: its data, its plan, its errors.
 
-Beside `trainer/main.py`, which starts what was prepared here, the only file that sees data, rewards
+Beside `commands/train.py`, which starts what was prepared here, the only file that sees data,
+rewards
 and rollouts.
 """
 
@@ -22,12 +23,10 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import EMBEDDED
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset, load_dataset
-from keel.data.told import literal_lines, small_lines, source_lines, unread_lines
+from keel.data.summary import literal_lines, small_lines, source_lines, unread_lines
+from keel.model.batch_invariant.layers import check_invariant
 from keel.model.config_file import ignored_code
-from keel.model.embedded.build import model_config
-from keel.model.embedded.cold_start import taught_sources
-from keel.model.embedded.tokenizer import build_tokenizer
-from keel.model.invariant.layers import check_invariant
+from keel.model.hub import hub_answers, local_folder, missing_weights
 from keel.model.load import (
     ModelFacts,
     digest_of_tokenizer,
@@ -35,7 +34,9 @@ from keel.model.load import (
     load_model_config,
     load_tokenizer,
 )
-from keel.model.source import hub_answers, local_folder, missing_weights
+from keel.model.tiny.build import model_config
+from keel.model.tiny.cold_start import taught_sources
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
 from keel.rewards.code.verifier import CodeSettings
@@ -48,8 +49,9 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import name_of
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
-from keel.trainer.agents import check_chat, check_environments
+from keel.trainer.build_agents import check_chat, check_environments
 from keel.trainer.cluster.nodes import hardware_here, memory_gib, with_missing
+from keel.trainer.planning.cached_choice import Remembered, remembered
 from keel.trainer.planning.choose import Choice, choose
 from keel.trainer.planning.cpus import cpu_time, slow_dtype, with_dtype
 from keel.trainer.planning.families import (
@@ -58,11 +60,10 @@ from keel.trainer.planning.families import (
     check_engine_heads,
     check_residual,
 )
+from keel.trainer.planning.lint import unusual
 from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe
-from keel.trainer.planning.remembered import Remembered, remembered
-from keel.trainer.planning.unusual import unusual
 from keel.trainer.run.folder import check_recipe
 from keel.trainer.run.manifest import MANIFEST, check_exported
 

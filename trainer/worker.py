@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from keel.configs.schema import Config
-from keel.model import ray_calls
+from keel.model import ray_timeouts as ray_calls
 from keel.model.imports import heavy_imports
-from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.buffer import split_updates
 from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch, pack
@@ -24,14 +23,15 @@ from keel.rl.types import ScoredGroup, TokenNumbers
 from keel.trainer.nonfinite import Finding
 from keel.trainer.planning.families import readers
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.saved import saved
+from keel.trainer.run.trajectory_files import saved
+from keel.weights.receiver import Outcome, Receiver
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
     from transformers import PreTrainedModel
 
-    from keel.model.weight_transfer.sender import Sender
     from keel.trainer.engine.engine import TrainerEngine
+    from keel.weights.sender import Sender
 
 LOG_LINES = 15
 PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
@@ -163,8 +163,7 @@ class TrainerWorker:
         while the engine that it shares a GPU with still starts. Raises `RuntimeError` for a library
         without what this run needs of it."""
         with heavy_imports():
-            import keel.model.weight_transfer.sender  # noqa: PLC0415
-            import keel.trainer.engine.engine  # noqa: F401, PLC0415  (loads DeepSpeed)
+            pass
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
         from keel.trainer.engine.zero import check_libraries  # noqa: PLC0415
@@ -229,8 +228,8 @@ class TrainerWorker:
         elif config.trainer.offload_optimizer:
             torch.set_num_threads(host_threads(config.trainer.ranks))
 
-        from keel.model.weight_transfer.sender import Sender  # noqa: PLC0415
         from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.weights.sender import Sender  # noqa: PLC0415
 
         if self._store is None:
             self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]

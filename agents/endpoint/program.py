@@ -18,8 +18,8 @@ from typing import Any, cast
 
 import keel
 from keel.agents.endpoint.server import Address
-from keel.agents.host.client import ENVIRONMENT, READABLE, START, verdict_of
-from keel.agents.host.process import LineProcess, Wrap, line_of, not_wrapped
+from keel.agents.env_process.client import ENVIRONMENT, READABLE, START, verdict_of
+from keel.agents.env_process.process import LineProcess, Wrap, line_of, not_wrapped
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 

@@ -21,7 +21,7 @@ from keel.agents.endpoint.errors import ApiError
 from keel.agents.endpoint.record import Finished, TrajectoryRecorder
 from keel.agents.endpoint.requests import ChatRequest, Warnings, read_request
 from keel.agents.endpoint.tools import Tools
-from keel.agents.inside.sockets import socket_folder
+from keel.agents.env_runtime.sockets import socket_folder
 
 MOST_BYTES = 16 << 20
 """Bytes of one request: twelve are enough for a window of 131,072 tokens, however it is escaped."""

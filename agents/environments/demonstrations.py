@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from keel.agents.env_runtime import games
+from keel.agents.env_runtime import tool_objects as kinds
 from keel.agents.environments.textarena_game import Game
 from keel.agents.environments.trip.environment import Trip, make_task
 from keel.agents.environments.trip.prompts import trip_prompts
@@ -16,7 +18,6 @@ from keel.agents.environments.trip.solver import Calls, solve, written
 from keel.agents.environments.trip.tasks import LEVELS, Task
 from keel.agents.environments.trip.verify import checks
 from keel.agents.environments.trip.world import World
-from keel.agents.inside import games, kinds
 from keel.rl.turns import Message, ToolSpec
 
 FAR = 1 << 20

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from keel.agents.env_runtime.sockets import socket_folder
 from keel.agents.environments.messages import told
-from keel.agents.inside.sockets import socket_folder
 
 CELL_S = 120.0
 """Longest run of one cell. DeepSeek-V3.2 (2025), Appendix B, Table 7."""

@@ -17,7 +17,7 @@ import psutil
 from benchmarks.chaos.faults import Fault, due
 from benchmarks.chaos.run import ROLES, Run
 from benchmarks.common import commit
-from keel.trainer.run.interrupt import PREEMPTED
+from keel.trainer.run.signals import PREEMPTED
 
 SAME = ("reward/mean", "grad_norm", "kl/ref", "length/mean", "mismatch/logp_abs")
 """Metrics that are compared with those of the run without faults."""

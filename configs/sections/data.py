@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from keel.configs.sections.agents import EnvironmentConfig
 from keel.configs.sections.base import require, require_gradient, require_pass_rates
-from keel.configs.sections.measured import BOXED
+from keel.configs.sections.evaluation import BOXED
 from keel.configs.system_prompts import SystemTemplate
 
 PLACEHOLDER = re.compile(r"(?<!\{)\{\w[\w .-]*\}")

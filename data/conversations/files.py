@@ -26,7 +26,7 @@ from keel.data.rows.places import files_of
 from keel.data.rows.proposal import ANSWERS, PROMPTS
 from keel.data.rows.read import Row, rows_of_files, rows_of_lines
 from keel.rl.evaluation import FAIL
-from keel.rl.supervised.records import segments_of
+from keel.rl.sft.records import segments_of
 
 WRITTEN = KNOWN | {
     *("step", "domain", "sibling", "finish_reason", "reward", "parts", "tokenizer", "segments"),

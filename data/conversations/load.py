@@ -15,7 +15,7 @@ from keel.data.conversations.text import Encoded, made_texts, read_text
 from keel.data.conversations.types import Example, Read, Render
 from keel.data.items import digest, first_of
 from keel.data.stream import Stream
-from keel.rl.supervised.lessons import Lesson
+from keel.rl.sft.lessons import Lesson
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

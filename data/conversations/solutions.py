@@ -53,6 +53,6 @@ def worked_solutions(source: ConversationsConfig, solve: Solve, *, seed: int) ->
     if not examples:
         raise ConfigError(
             f"{knob}.task = {source.task!r}: nobody has worked solutions of it "
-            "(model/embedded/solutions.py has those of a few); take another, or a file of yours"
+            "(model/tiny/solutions.py has those of a few); take another, or a file of yours"
         )
     return Read(examples=tuple(examples), unselected={"not taught": len(entries) - len(examples)})

@@ -19,7 +19,7 @@ from keel.data.items import digest
 from keel.data.rows.lines import BROKEN, BadLine, check_file, kind_of, opened
 from keel.data.rows.read import KINDS, kind_of_file, rows_of_files
 from keel.data.text.retrieval import pieces, retrieval_texts
-from keel.rl.supervised.lessons import shown
+from keel.rl.sft.lessons import shown
 
 WHOLE = (".txt", ".md")
 """Files that are one document; of others (`KINDS`) each row is one."""

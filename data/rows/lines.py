@@ -24,7 +24,7 @@ BROKEN = (OSError, EOFError, zlib.error)
 
 
 SMALL_TASKS = "small-tasks"
-"""The folder in which the recipes that come along look for the tasks of `keel.tasks.small`."""
+"""The folder in which the recipes that come along look for the tasks of `keel.examples.small`."""
 
 
 class BadLine(ValueError):
@@ -48,7 +48,7 @@ def check_file(path: Path, knob: str) -> None:
     if not path.is_absolute():
         where += "; a relative path begins where keel is started"
     if SMALL_TASKS in path.parts and not path.parent.exists():
-        hint = f"; `python -m keel.tasks.small {SMALL_TASKS}` makes it"
+        hint = f"; `python -m keel.examples.small {SMALL_TASKS}` makes it"
     raise ConfigError(f"{knob} = {str(path)!r}: {what} ({where}){hint}")
 
 

@@ -1,6 +1,6 @@
 """Keys and values of contexts that begin alike, each in its place.
 
-Segments that share a beginning (`keel.rl.packing.bundles`) have it in the packed row once.
+Segments that share a beginning (`keel.rl.packing.prefix_sharing`) have it in the packed row once.
 Attention wants the keys and values of a context side by side: here they are copied to where each
 context has them, and their gradients added up again, in float32 and in one order, so that the same
 row gives the same gradient.

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from keel.rewards.failures import Recent
+from keel.rewards.failure_budget import Recent
 from keel.rewards.judge.prompts import (
     MetaCheck,
     Verification,

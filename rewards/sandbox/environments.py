@@ -57,7 +57,7 @@ _CURE = (
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command line in its sandbox. Implements `keel.agents.host.process.Launch`."""
+    """A command line in its sandbox. Implements `keel.agents.env_process.process.Launch`."""
 
     command: Sequence[str]
     pass_fds: Sequence[int]

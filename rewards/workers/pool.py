@@ -22,7 +22,7 @@ import psutil
 
 import keel
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.failures import place_in
+from keel.rewards.failure_budget import place_in
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.processes import end_below
 from keel.rewards.workers.worker import PREEMPTION, reply_to

@@ -36,7 +36,7 @@ from types import FrameType
 from typing import Any, cast
 
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.failures import place
+from keel.rewards.failure_budget import place
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from keel.rl.types import KeptSets
 
 Loss = Literal["grpo", "nll"]
-"""What a micro-batch is for: `keel.rl.losses`, or `keel.rl.supervised.loss`."""
+"""What a micro-batch is for: `keel.rl.losses`, or `keel.rl.sft.loss`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class MicroBatch:
     the step (0 … P−1); −1 for one that is all here. None: all are."""
     follows: NDArray[np.int64] | None = None
     """[segments] the earlier segment that it continues: a beginning of several trajectories, which
-    trains nothing (`keel.rl.packing.bundles`); −1: none. None: none does."""
+    trains nothing (`keel.rl.packing.prefix_sharing`); −1: none. None: none does."""
     watched: NDArray[np.int64] | None = None
     """[segments] which of those that `pack` was asked to watch it is; −1: none. None: none are."""
     loss: Loss = "grpo"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.packing.batch import Loss, MicroBatch, TrainBatch
-from keel.rl.packing.bundles import Bundle, bundled, dealt, singly
+from keel.rl.packing.prefix_sharing import Bundle, bundled, dealt, singly
 from keel.rl.packing.work import Work, split_long
 from keel.rl.types import NO_ROUTE, KeptSets, ScoredGroup, Segment
 
@@ -52,7 +52,7 @@ def pack(
     beside the loss has of them (indexers of sparse attention, `kept_mass_coef`).
 
     `share_prompts`: what the trajectories of a group begin with alike is there once for several of
-    them (`keel.rl.packing.bundles`), where that makes the step shorter.
+    them (`keel.rl.packing.prefix_sharing`), where that makes the step shorter.
 
     `watched` segments are marked with their place in it (`MicroBatch.watched`). Those that are not
     in `groups`, or left out, do no harm.

@@ -35,7 +35,7 @@ class TemplateChat:
     inside the thinking is continued by the next one, after the tools' results; the answer comes
     after the thinking. DeepSeek-V3.2 (2025), Appendix B, Table 8.
     `ends`: tokens that end a turn in the engine besides the format's and the tokenizer's own
-    (`keel.rollout.chat.ends.ends_of`).
+    (`keel.rollout.chat.eos_ids.ends_of`).
     `marks`: `model.thinking_marks`.
     Raises `ValueError` for a tokenizer without a chat template or without a tokenizer.json.
     """

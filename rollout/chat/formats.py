@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from keel.model.embedded.tokenizer import CHAT_TEMPLATE
+from keel.model.tiny.tokenizer import CHAT_TEMPLATE
 from keel.rollout.chat.encoding import Encoder
 from keel.rollout.chat.parsing import (
     LLAMA3_JSON,

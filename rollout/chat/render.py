@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from keel.model.source import written_by_code
+from keel.model.hub import written_by_code
 from keel.rl.turns import Message
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks
 

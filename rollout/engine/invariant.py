@@ -1,5 +1,6 @@
 """vLLM's batch-invariant layers by kernels that give the same bits sooner
-(`keel.model.invariant.ways`): its GEMM has tiles for large batches in all but five shapes, so that
+(`keel.model.batch_invariant.kernel_variants`): its GEMM has tiles for large batches in all but
+five shapes, so that
 a decoding step reads its weights with a few of the GPU's cores; and norms of heads copy them first.
 
 Where layers call them is no extension point of vLLM's: its registry replaces whole layers, whose
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from vllm.model_executor.layers import layernorm, linear
 
-from keel.model.invariant import ways
+from keel.model.batch_invariant import kernel_variants as ways
 from keel.rollout.vllm_pin import check_parameters
 
 norms: Any = layernorm

@@ -12,8 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.model.weight_transfer.buckets import Bucket
-from keel.model.weight_transfer.channel import Rendezvous
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Trajectory
 from keel.rollout.engine.conversion import (
@@ -23,6 +21,8 @@ from keel.rollout.engine.conversion import (
 )
 from keel.rollout.recording.base import Recording, Wanted
 from keel.rollout.spec import LostTurn
+from keel.weights.buckets import Bucket
+from keel.weights.channel import Rendezvous
 
 Result = Group | TurnResult | LostTurn
 """A turn's error is data: raised in a step, it would end the engine."""

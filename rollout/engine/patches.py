@@ -10,7 +10,7 @@ from importlib import import_module
 from keel.rollout.recording.base import RecorderName
 from keel.rollout.spec import EngineSpec
 
-CASCADE = "keel.rollout.fastpath.cascade.backend"
+CASCADE = "keel.rollout.vllm_fast.cascade.backend"
 RESIDUAL = "keel.rollout.engine.residual"
 
 
@@ -50,7 +50,7 @@ def quick_start(architectures: Sequence[str], *, gpu: bool) -> AbstractContextMa
 
     architectures: classes of the model to load in this process, or none.
     """
-    from keel.rollout.engine.quick_start import known_here, plain_warm_up  # noqa: PLC0415
+    from keel.rollout.engine.skip_warmup import known_here, plain_warm_up  # noqa: PLC0415
 
     known_here(architectures)
     return plain_warm_up() if gpu else nullcontext()

@@ -17,13 +17,13 @@ from itertools import chain
 from typing import Any, Literal
 
 from keel.configs.schema import CUT_S, RolloutConfig, SamplingConfig
-from keel.model.weight_transfer.buckets import Bucket
-from keel.model.weight_transfer.channel import Rendezvous
-from keel.model.weight_transfer.mailbox import Begin, Finish, Inbox
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.jobs import Result, SamplingEngine
 from keel.rollout.spec import EngineError, LostTurn, Progress, RecordingError
+from keel.weights.buckets import Bucket
+from keel.weights.channel import Rendezvous
+from keel.weights.control_channel import Begin, Finish, Inbox
 
 STOP_S = 60.0
 """Longest wait for the thread to stop: one step of the engine, at most."""
@@ -148,7 +148,7 @@ class EngineThread:
         return future
 
     def gpus(self) -> list[str]:
-        """Which GPUs the engine is on; see `keel.model.weight_transfer.channel.gpu_id`."""
+        """Which GPUs the engine is on; see `keel.weights.channel.gpu_id`."""
         return self._wait(self._ask(lambda engine: engine.gpus()), "the engine's GPUs")
 
     def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:

@@ -9,9 +9,9 @@ from vllm import EngineArgs, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from keel.model.invariant import BLOCK
-from keel.rollout.engine.begin import Asked
+from keel.model.batch_invariant import BLOCK
 from keel.rollout.engine.jobs import Job
+from keel.rollout.engine.request_builder import Asked
 from keel.rollout.recording.base import Recorder
 from keel.rollout.spec import EngineSpec, captured_sizes, parallel_args
 
@@ -36,7 +36,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         "enable_chunked_prefill": True,
         "enable_prefix_caching": config.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "keel.rollout.weight_loading.extension.WeightsExtension",
+        "worker_extension_cls": "keel.weights.loader.WeightsExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": spec.seed,

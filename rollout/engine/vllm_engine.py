@@ -20,13 +20,10 @@ from vllm.platforms import current_platform
 from keel.configs.schema import SamplingConfig
 from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing.routers import is_moe
-from keel.model.weight_transfer.buckets import Bucket
-from keel.model.weight_transfer.channel import Rendezvous
 from keel.rl.thinking import THINK
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Prompt
 from keel.rollout.chat.thinking import marks_of
-from keel.rollout.engine.begin import BeginLikeTheLast
 from keel.rollout.engine.conversion import (
     check_fits,
     decode_all,
@@ -41,13 +38,16 @@ from keel.rollout.engine.patches import (
     residual_layers,
     share_prompts,
 )
+from keel.rollout.engine.request_builder import BeginLikeTheLast
 from keel.rollout.engine.vllm_args import asked, engine_args
 from keel.rollout.recording.base import Recorder, RecorderName, Wanted, recorder_name
 from keel.rollout.spec import EngineError, EngineSpec, RecordingError
 from keel.rollout.vllm_internals import cut_short, pause, resume, scheduler_of
 from keel.rollout.vllm_pin import require_version
-from keel.rollout.weight_loading.manifest import Manifest
-from keel.rollout.weight_loading.workers import have_workers
+from keel.weights.buckets import Bucket
+from keel.weights.channel import Rendezvous
+from keel.weights.manifest import Manifest
+from keel.weights.workers import have_workers
 
 _LOG = logging.getLogger(__name__)
 DISCARD = 2
@@ -93,8 +93,8 @@ class VllmEngine:
         invariant_layers(spec)
         together = share_prompts(spec, name)
         if name == "packed":
-            from keel.rollout.fastpath.cascade.plan import heads_of  # noqa: PLC0415
-            from keel.rollout.fastpath.compile_ahead import compile_ahead  # noqa: PLC0415
+            from keel.rollout.vllm_fast.cascade.plan import heads_of  # noqa: PLC0415
+            from keel.rollout.vllm_fast.compile_ahead import compile_ahead  # noqa: PLC0415
 
             compile_ahead(spec, text.vocab_size, heads_of(text) if together else None)
         alone = spec.config.tensor_parallel == 1
@@ -289,7 +289,7 @@ class VllmEngine:
         return completed
 
     def gpus(self) -> list[str]:
-        """`keel.model.weight_transfer.channel.gpu_id` of each of the engine's workers."""
+        """`keel.weights.channel.gpu_id` of each of the engine's workers."""
         return self._llm.collective_rpc("keel_gpu")
 
     def join(self, rendezvous: Rendezvous, name: str) -> None:

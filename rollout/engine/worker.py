@@ -18,7 +18,7 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.spec import EngineSpec, Progress, Started
 
 if TYPE_CHECKING:
-    from keel.model.weight_transfer.channel import Rendezvous
+    from keel.weights.channel import Rendezvous
 
 
 class _Warnings(logging.Handler):

@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util import get_node_ip_address
 
 from keel.configs.schema import JudgeConfig
-from keel.model import ray_calls
+from keel.model import ray_timeouts as ray_calls
 from keel.rollout.judge.process import STOP_S, JudgeProcess
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0

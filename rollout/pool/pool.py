@@ -4,7 +4,8 @@ an engine that dies.
 `RolloutPool` knows engines as a Protocol of futures, so its tests use fakes and take milliseconds;
 `keel.rollout.pool.ray_engines` puts Ray actors behind it. A thread of its own hands out the work,
 so that engines never wait for a driver that is busy elsewhere. Which engine gets what is
-`keel.rollout.pool.work`'s, what stage each engine is at `keel.rollout.pool.lifecycle`'s.
+`keel.rollout.pool.dispatcher`'s, what stage each engine is at
+`keel.rollout.pool.engine_supervisor`'s.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.futures import then
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
-from keel.rollout.pool.lifecycle import Deliver, Fleet, to_each
-from keel.rollout.pool.pulse import Pulses
+from keel.rollout.pool.dispatcher import Work
+from keel.rollout.pool.engine_supervisor import Deliver, Fleet, to_each
 from keel.rollout.pool.requests import Order, RolloutEngine, Slot, Update
-from keel.rollout.pool.work import Work
+from keel.rollout.pool.stall_detector import Pulses
 from keel.rollout.spec import EngineError
 
 STOP_S = 10.0

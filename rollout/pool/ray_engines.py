@@ -12,15 +12,15 @@ from ray import ObjectRef
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from keel.configs.schema import SamplingConfig
-from keel.model import ray_calls
-from keel.model.ray_calls import GONE
-from keel.model.weight_transfer.buckets import Bucket
+from keel.model import ray_timeouts as ray_calls
+from keel.model.ray_timeouts import GONE
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.worker import RolloutWorker
-from keel.rollout.pool.lifecycle import to_each
+from keel.rollout.pool.engine_supervisor import to_each
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, EngineSpec, Progress, Started, environment
+from keel.weights.buckets import Bucket
 
 T = TypeVar("T")
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
@@ -99,7 +99,7 @@ class RayRolloutPool(RolloutPool):
 
 
 def deliver(version: int, weights: Any, engines: Sequence[Any]) -> Sequence[Future[int]]:
-    """As `keel.rollout.pool.lifecycle.Deliver`: `weights` are references to buckets, or a
+    """As `keel.rollout.pool.engine_supervisor.Deliver`: `weights` are references to buckets, or a
     `Send`."""
     if not callable(weights):
         return to_each(version, weights, engines)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WIDEST_MASK = 1024
 """An engine that returns masks refuses requests without top_k. Evaluation with top_k: 0 then draws
 from at most this many of the likeliest ids, as wide as a mask may be in the short way of Keel's own
-sampler (`keel.rollout.fastpath.truncate_kernels.WIDEST_TOP_K`)."""
+sampler (`keel.rollout.vllm_fast.truncate_kernels.WIDEST_TOP_K`)."""
 
 
 class NativeRecorder:

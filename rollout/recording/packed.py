@@ -2,7 +2,7 @@
 
 Log-probabilities and sampling masks are taken from the steps' arrays in the scheduler, before vLLM
 cuts them up by request. Routes stay on the GPU until their request is finished
-(`keel.rollout.fastpath.routed_experts`).
+(`keel.rollout.vllm_fast.routed_experts`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.rollout.fastpath.scheduler import AsyncFastScheduler
-from keel.rollout.fastpath.step_arrays import UNMASKED, Packed
 from keel.rollout.recording.base import (
     Recording,
     RoutesBeforePreemption,
@@ -25,6 +23,8 @@ from keel.rollout.recording.base import (
     check_tokens,
 )
 from keel.rollout.recording.native import bounded_top_k, checked_sets
+from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler
+from keel.rollout.vllm_fast.step_arrays import UNMASKED, Packed
 from keel.rollout.vllm_internals import runs_v2, scheduler_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class PackedRecorder:
             "return_sampling_mask": self._kept,
             "scheduler_cls": AsyncFastScheduler,
             "async_scheduling": True,
-            "worker_extension_cls": "keel.rollout.fastpath.routed_experts.RoutesExtension",
+            "worker_extension_cls": "keel.rollout.vllm_fast.routed_experts.RoutesExtension",
         }
 
     def attach(self, engine: LLMEngine) -> None:

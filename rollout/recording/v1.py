@@ -31,7 +31,7 @@ from keel.rollout.recording.base import (
 )
 from keel.rollout.spec import RecordingError
 from keel.rollout.vllm_internals import scheduler_of
-from keel.rollout.weight_loading.extension import moe_runners
+from keel.weights.loader import moe_runners
 
 
 class RouteTable:

@@ -7,13 +7,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from keel.agents.host.client import Hosted, Program, parent_of
+from keel.agents.env_process.client import Hosted, Program, parent_of
 from keel.agents.types import Unscored
 from keel.rl.types import Prompt
-from keel.tasks.code.draft import Built, Rooms, instance_of
+from keel.synthesis.code.draft import Built, Rooms, instance_of
 from tests.agents.episodes import PATIENT, transcript, use
 from tests.agents.sandboxes import wrap_of
-from tests.tasks.code.projects import SETUP, TEST, candidate, config, source
+from tests.synthesis.code.projects import SETUP, TEST, candidate, config, source
 from tests.waiting import PATIENCE_S
 
 HIDDEN = "test_the_hidden_one"

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keel.agents.host.client import Deadlines, Hosted, Program
+from keel.agents.env_process.client import Deadlines, Hosted, Program
 from keel.agents.types import ToolResult, Transcript
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt

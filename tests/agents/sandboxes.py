@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from keel.agents.host.client import Hosted, Program, parent_of
-from keel.agents.host.parent import Parent
-from keel.agents.host.process import Wrap
+from keel.agents.env_process.client import Hosted, Program, parent_of
+from keel.agents.env_process.parent import Parent
+from keel.agents.env_process.process import Wrap
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
 from tests.agents.episodes import HERE, alive, program

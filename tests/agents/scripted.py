@@ -23,7 +23,7 @@ from keel.agents.types import (
     Transcript,
     Unscored,
 )
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, ToolCall, ToolSpec, TurnRequest, TurnResult
 from keel.rl.types import Prompt, Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keel
+from keel.agents.env_process.client import Hosted, Program
 from keel.agents.environments.calculator import evaluate, shown
-from keel.agents.host.client import Hosted, Program
 from tests.agents.episodes import TASK, run, use
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.agents.code_episodes import HIDDEN, bash, opened, worth
 from tests.agents.episodes import run, use
-from tests.tasks.code.projects import FIXED
+from tests.synthesis.code.projects import FIXED
 
 pytestmark = pytest.mark.e2e
 FIX = f"cat > adding.py <<'E'\n{FIXED}E\n"

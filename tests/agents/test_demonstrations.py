@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.demonstrations import (
     guess_demonstrations,
     play,
@@ -20,7 +21,6 @@ from keel.agents.environments.trip.prompts import trip_prompts
 from keel.agents.environments.trip.solver import Calls
 from keel.agents.environments.trip.tasks import LEVELS
 from keel.agents.environments.trip.verify import checks
-from keel.agents.inside.kinds import Object, methods_of
 from keel.rl.turns import Message
 from tests.rollout.chat.families import chat_of
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from keel.agents.env_process.client import Hosted, Program
 from keel.agents.environments.textarena_game import BRIEF
-from keel.agents.host.client import Hosted, Program
 from keel.rl.types import Verdict
 from tests.agents.episodes import PATIENT, TASK, run, transcript, use
 from tests.waiting import PATIENCE_S

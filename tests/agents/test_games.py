@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from keel.agents.host.client import Hosted, Program
-from keel.agents.inside.errors import Lost, Refused
-from keel.agents.inside.games import Game
+from keel.agents.env_process.client import Hosted, Program
+from keel.agents.env_runtime.errors import Lost, Refused
+from keel.agents.env_runtime.games import Game
 from keel.rl.types import Prompt, Verdict
 from tests.agents.episodes import run, transcript, use
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.host.process import how_it_ended
-from keel.agents.inside.episode import Episode
-from keel.agents.inside.errors import Refused
-from keel.agents.inside.hints import described, schema_of, value_of
-from keel.agents.inside.kinds import Object, Tool
+from keel.agents.env_process.process import how_it_ended
+from keel.agents.env_runtime.episode import Episode
+from keel.agents.env_runtime.errors import Refused
+from keel.agents.env_runtime.tool_objects import Object, Tool
+from keel.agents.env_runtime.type_schemas import described, schema_of, value_of
 from keel.agents.schemas import Arguments, arguments_of
 from keel.rl.turns import ToolCall, ToolSpec
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.host import children
-from keel.agents.host.client import Hosted
+from keel.agents.env_process import children
+from keel.agents.env_process.client import Hosted
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.turns import ToolCall
 from keel.rl.types import Verdict
@@ -339,7 +339,7 @@ def test_what_an_environment_sees() -> None:
     assert "SECRET_API_KEY" not in seen["environ"] and "SHOP" in seen["environ"]
     assert seen["heavy"] == [] and Path(seen["folder"]) == HERE
     assert all(
-        name in ("keel", "keel.agents") or name.startswith("keel.agents.inside")
+        name in ("keel", "keel.agents") or name.startswith("keel.agents.env_runtime")
         for name in seen["keel"]
     )
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from keel.agents.host import process, room
-from keel.agents.host.client import Deadlines, Hosted, Program
-from keel.agents.host.room import make_room
+from keel.agents.env_process import os_limits as room
+from keel.agents.env_process import process
+from keel.agents.env_process.client import Deadlines, Hosted, Program
+from keel.agents.env_process.os_limits import make_room
 from tests.agents.episodes import HERE, PATIENT, TASK, run
 from tests.agents.test_host import lost
 from tests.waiting import PATIENCE_S

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import keel
+from keel.agents.env_process.client import Hosted, Program
 from keel.agents.environments.interpreter import (
     CELL_S,
     ENDING_S,
@@ -19,7 +20,6 @@ from keel.agents.environments.interpreter import (
     _Said,
     shares,
 )
-from keel.agents.host.client import Hosted, Program
 from keel.agents.types import EnvironmentLost
 from keel.configs.sections.agents import AgentsConfig
 from tests.agents.episodes import PATIENT, TASK, alive, run, use

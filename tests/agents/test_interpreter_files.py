@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import reasoning_gym
 
+from keel.agents.env_process.client import KEEL, Hosted, Program
 from keel.agents.environments.interpreter import prepare, put_files
-from keel.agents.host.client import KEEL, Hosted, Program
 from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.data.procedural import load_reasoning_gym
 from keel.rewards.checks import check_spec
 from keel.rl.seeds import seed_of
-from keel.trainer.agents import made_from
+from keel.trainer.build_agents import made_from
 from tests.agents.episodes import run, use
 from tests.agents.sandboxes import wrap_of
 from tests.agents.test_interpreter import needs_jupyter

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.agents.host.client import Hosted, parent_of
-from keel.agents.inside.episode import Episode
-from keel.agents.inside.errors import Lost, Refused
-from keel.agents.inside.kinds import Object, given_to, methods_of, parameters_of
+from keel.agents.env_process.client import Hosted, parent_of
+from keel.agents.env_runtime.episode import Episode
+from keel.agents.env_runtime.errors import Lost, Refused
+from keel.agents.env_runtime.tool_objects import Object, given_to, methods_of, parameters_of
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
 from tests.agents.episodes import TASK, episode, program, run, transcript, use
@@ -328,7 +328,7 @@ def test_the_inside_needs_python_3_9_and_the_standard_library_alone() -> None:
             elif isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
             for name in names:
-                ours = name.startswith("keel.agents.inside.")
+                ours = name.startswith("keel.agents.env_runtime.")
                 assert ours or name.split(".")[0] in sys.stdlib_module_names, (path, name)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.host.children import below
-from keel.agents.host.client import Hosted, parent_of
+from keel.agents.env_process.children import below
+from keel.agents.env_process.client import Hosted, parent_of
 from keel.agents.runner import EpisodeRunner, Limits
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Purpose

@@ -19,7 +19,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from keel.agents.host.client import Hosted, Program
+from keel.agents.env_process.client import Hosted, Program
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 from tests.agents import openenv_stand_in

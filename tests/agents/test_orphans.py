@@ -21,7 +21,7 @@ done"""
 """Ends with 7 once its parent has no child but it."""
 DRIVEN = f"""
 import subprocess
-from keel.agents.inside.drive import keep_orphans, status_of
+from keel.agents.env_runtime.drive import keep_orphans, status_of
 keep_orphans()
 process = subprocess.Popen(["bash", "-c", {PROGRAM!r}])
 assert status_of(process) == 7 == process.poll()

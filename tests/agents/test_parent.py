@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from keel.agents.host.children import below
-from keel.agents.host.client import Hosted, Program, parent_of
-from keel.agents.host.parent import Parent
+from keel.agents.env_process.children import below
+from keel.agents.env_process.client import Hosted, Program, parent_of
+from keel.agents.env_process.parent import Parent
 from keel.agents.types import EnvironmentLost
 from tests.agents.episodes import TASK, alive, program, run, transcript, use
 from tests.waiting import PATIENCE_S, wait_for

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from keel.agents.host.children import below
-from keel.agents.host.client import Hosted, parent_of
-from keel.agents.host.parent import Parent
-from keel.agents.host.process import Wrap
+from keel.agents.env_process.children import below
+from keel.agents.env_process.client import Hosted, parent_of
+from keel.agents.env_process.parent import Parent
+from keel.agents.env_process.process import Wrap
 from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox import environments
 from keel.rl.types import Verdict

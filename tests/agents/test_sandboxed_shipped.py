@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import keel
+from keel.agents.env_process.children import below
+from keel.agents.env_process.client import Hosted, Program
 from keel.agents.environments.trip.environment import make_task
 from keel.agents.environments.trip.prompts import trip_prompts
 from keel.agents.environments.trip.solver import solve
 from keel.agents.environments.trip.tasks import LEVELS
-from keel.agents.host.children import below
-from keel.agents.host.client import Hosted, Program
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, alive, program, run, transcript, use

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from keel.agents.env_process.client import Hosted
 from keel.agents.environments.textarena_game import BRIEF, MOST_LOST, Game
-from keel.agents.host.client import Hosted
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
 from tests.agents.episodes import TASK, program, run, transcript, use

@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 
 from keel.agents.context import ContextManager
-from keel.agents.told import Told
+from keel.agents.system_prompt import Told
 from keel.configs.system_prompts import system_prompt
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.scripted import BUDGET, END, NO_CONTEXT, Policy, Sums, play, says

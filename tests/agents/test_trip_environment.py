@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import keel
+from keel.agents.env_process.client import Hosted, Program
 from keel.agents.environments.trip.environment import make_task
 from keel.agents.environments.trip.prompts import trip_prompts
 from keel.agents.environments.trip.solver import solve, written
 from keel.agents.environments.trip.tasks import LEVELS
-from keel.agents.host.client import Hosted, Program
 from keel.rl.types import Verdict
 from tests.agents.episodes import run, transcript, use
 from tests.agents.test_trip import TOOLS, begun

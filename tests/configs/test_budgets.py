@@ -22,7 +22,7 @@ from keel.configs.schema import (
     SamplingConfig,
     SourceConfig,
 )
-from keel.trainer.agents import budget
+from keel.trainer.build_agents import budget
 from keel.trainer.prepare import length_rules
 
 SHOP = EnvironmentConfig(target="shop:Shop")

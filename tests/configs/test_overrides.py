@@ -9,7 +9,7 @@ from typing import get_origin
 
 import pytest
 
-from keel.arguments import overrides_of
+from keel.commands.arguments import overrides_of
 from keel.configs.diff import flatten_config
 from keel.configs.load import load_config, load_synthesis, spelled_apart
 from keel.configs.schema import Config, ConfigError

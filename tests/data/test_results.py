@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keel.data.evaluated import Asked
+from keel.data.eval_store import Asked
 from keel.data.results import compared, contest_score, results, sets_of, table
 
 

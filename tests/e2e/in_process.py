@@ -19,24 +19,24 @@ import torch
 
 from keel.configs.schema import Config, SamplingConfig
 from keel.data.dataset import Dataset
-from keel.model.weight_transfer.buckets import Bucket
 from keel.rewards.judge.service import JudgeService
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
-from keel.rl.supervised.lessons import Lesson
+from keel.rl.sft.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
 from keel.rollout.spec import EngineSpec
-from keel.trainer import agents
+from keel.trainer import build_agents as agents
+from keel.trainer.batch_stream import never
 from keel.trainer.cluster.nodes import end_ray, start_ray
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.feed import never
+from keel.trainer.launch import System, episodes, model_folder, scorer_of
 from keel.trainer.nonfinite import said_of
 from keel.trainer.prepare import Task
 from keel.trainer.run.manifest import Entry
-from keel.trainer.supervised.wiring import SftTask, Teaching, starting_model
-from keel.trainer.system import System, episodes, model_folder, scorer_of
+from keel.trainer.sft.wiring import SftTask, Teaching, starting_model
 from keel.trainer.worker import shares
+from keel.weights.buckets import Bucket
 
 
 class LocalLearner:
@@ -141,7 +141,7 @@ def kind_of(spec: EngineSpec) -> EngineSpec:
 
 @contextmanager
 def in_this_process() -> Iterator[None]:
-    """Let `keel.trainer.cli.main` run `train`, `sft` and `eval` in this process, on a CPU.
+    """Let `keel.commands.cli.main` run `train`, `sft` and `eval` in this process, on a CPU.
 
     Environments are checked once, not by each command.
     """
@@ -178,9 +178,9 @@ def in_this_process() -> Iterator[None]:
     with (
         patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu"),
         patch("keel.trainer.prepare.check_environments", check_environments),
-        patch("keel.trainer.main.running", running),
-        patch("keel.trainer.main.teaching", teaching),
-        patch("keel.trainer.evaluate.running", running),
+        patch("keel.commands.train.running", running),
+        patch("keel.commands.train.teaching", teaching),
+        patch("keel.commands.evaluate.running", running),
     ):
         try:
             yield

@@ -22,7 +22,7 @@ import yaml
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rewards.sandbox.sandbox import IsolationError
 from keel.trainer.run.checkpoint import latest, step_of
-from keel.trainer.run.interrupt import PREEMPTED
+from keel.trainer.run.signals import PREEMPTED
 from tests.agents.sandboxes import commands
 from tests.e2e.test_command import DEADLINE_S, Running, metrics, wait_until
 from tests.waiting import PATIENCE_S
@@ -120,7 +120,9 @@ class Watched:
 
     def environments(self) -> list[psutil.Process]:
         """Those of episodes that are open."""
-        hosts = [p for p, words in list(self.seen.items()) if "agents/inside/start.py" in words]
+        hosts = [
+            p for p, words in list(self.seen.items()) if "agents/env_runtime/start.py" in words
+        ]
         return [process for process in hosts if process.is_running()]
 
     def left(self) -> list[str]:

@@ -18,15 +18,15 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from keel.configs.reference.metrics import undescribed
-from keel.report.folders import read_folder
-from keel.trainer.cli import main
-from keel.trainer.run.interrupt import PREEMPTED
+from keel.commands.cli import main
+from keel.commands.reference.metrics import undescribed
+from keel.commands.report.folders import read_folder
+from keel.trainer.run.signals import PREEMPTED
 from tests.trainer.run.trackers import stored
 from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parent.parent.parent
-KEEL = [sys.executable, "-m", "keel.trainer.cli"]
+KEEL = [sys.executable, "-m", "keel.commands.cli"]
 DEADLINE_S = 2 * PATIENCE_S
 PLANTED = "0123456789abcdefplanted"
 KEYS = {

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from keel.commands.cli import main as keel
+from keel.commands.distill import distill
 from keel.configs.load import load_config, load_distillation
+from keel.examples.small.__main__ import main as make_tasks
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
-from keel.tasks.small.__main__ import main as make_tasks
-from keel.trainer.cli import main as keel
-from keel.trainer.distill import distill
 from tests.e2e.in_process import in_this_process
 from tests.waiting import PATIENCE_S
 
@@ -96,7 +96,7 @@ def test_the_commands_of_the_page(
             pretrained += words[2:] * (name == "keel pretrain")
             assert run() == 0, capfd.readouterr()
             said[name] = capfd.readouterr().out
-    assert sorted(said) == sorted(["python -m keel.tasks.small", *MORE])
+    assert sorted(said) == sorted(["python -m keel.examples.small", *MORE])
     assert pretrained == ["pretrain-dense", "pretrain-warm-up", "pretrain-sparse"]
     for before, after in pairwise(pretrained):  # each from what the one before has made
         made = f"runs/{before}/model"
@@ -146,7 +146,7 @@ def test_the_commands_of_the_page(
 
 def known(words: list[str]) -> tuple[Callable[[], int], str]:
     """A command of the page at the smallest size, and its name."""
-    if words[:3] == ["python", "-m", "keel.tasks.small"]:
+    if words[:3] == ["python", "-m", "keel.examples.small"]:
         few = "--general 2 --search 9 --code 1 --programs 2 --lessons 6"
         return lambda: make_tasks([*words[3:], *few.split()]), " ".join(words[:3])
     name = " ".join(words[:2])

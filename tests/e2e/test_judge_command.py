@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.trainer.cli import main
+from keel.commands.cli import main
 from tests.rewards.judge.judge_server import good, running
 
 pytestmark = pytest.mark.e2e

@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from keel.trainer.cli import main
+from keel.commands.cli import main
 from keel.trainer.cluster.ray_internals import without_unused_processes
 from keel.trainer.learner import Learner
 from keel.trainer.run.journal import EVENTS
@@ -74,7 +74,7 @@ def test_a_run_has_the_ranks_that_there_is_room_for(
                 cluster.remove_node(lost, allow_graceful=False)
             return super().step(*arguments, **options)
 
-    monkeypatch.setattr("keel.trainer.system.Learner", Unlucky)
+    monkeypatch.setattr("keel.trainer.launch.Learner", Unlucky)
     monkeypatch.setattr("keel.trainer.worker.TrainerWorker.CPUS", 1.0)
     folder = tmp_path / "run"
 

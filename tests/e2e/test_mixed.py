@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import ray
 
+from keel.commands.cli import main
+from keel.examples.small.__main__ import make
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
-from keel.tasks.small.__main__ import make
-from keel.trainer.cli import main
 from tests.e2e.in_process import in_this_process
 from tests.rewards.judge.judge_server import good, running
 from tests.waiting import PATIENCE_S

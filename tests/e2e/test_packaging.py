@@ -93,7 +93,7 @@ def test_the_wheel_holds_the_recipes_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "keel/configs/quickstart.yaml" in names
     data = [f"keel/{path.relative_to(ROOT)}" for path in ROOT.glob("configs/*/*.jsonl")]
-    data += [f"keel/{path.relative_to(ROOT)}" for path in ROOT.glob("report/page/*")]
+    data += [f"keel/{path.relative_to(ROOT)}" for path in ROOT.glob("commands/report/page/*")]
     assert len(data) > 8 and set(data) <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"keel", "keel_rl"}
 
@@ -124,7 +124,7 @@ def test_the_command_answers_and_checks_a_recipe(python: Path, project: Path) ->
     keel = python.parent / "keel"
     assert "train" in run(keel, "--help", cwd=project)
     heavy = (
-        "import sys, keel.trainer.cli as cli\n"
+        "import sys, keel.commands.cli as cli\n"
         "try: cli.main(['--help'])\n"
         "finally: print({'torch', 'ray', 'vllm'} & set(sys.modules))"
     )

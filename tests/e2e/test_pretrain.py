@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from keel.commands.cli import main
 from keel.configs.schema import EmbeddedConfig
-from keel.model.embedded.build import build_model
-from keel.model.embedded.tokenizer import build_tokenizer
-from keel.trainer.cli import main
+from keel.model.tiny.build import build_model
+from keel.model.tiny.tokenizer import build_tokenizer
 from tests.e2e.in_process import in_this_process
 
 pytestmark = pytest.mark.e2e

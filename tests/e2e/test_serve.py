@@ -11,8 +11,8 @@ import pytest
 from openai import OpenAI
 
 from keel.configs.schema import ColdStartConfig, EmbeddedConfig
-from keel.model.embedded.cache import ensure_embedded
-from keel.model.embedded.cold_start import Curriculum
+from keel.model.tiny.cache import ensure_embedded
+from keel.model.tiny.cold_start import Curriculum
 from tests.rollout.judge.test_server import gone, processes_of
 from tests.waiting import PATIENCE_S
 

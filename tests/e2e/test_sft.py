@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from keel.trainer.cli import main
+from keel.commands.cli import main
 from keel.trainer.run.manifest import damage
 from tests.e2e.in_process import in_this_process
 
 ROOT = Path(__file__).parent.parent.parent
-KEEL = [sys.executable, "-m", "keel.trainer.cli", "sft"]
+KEEL = [sys.executable, "-m", "keel.commands.cli", "sft"]
 DEADLINE_S = 300
 pytestmark = pytest.mark.e2e
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"x": {}, "y": {}}}}

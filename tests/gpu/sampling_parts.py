@@ -21,7 +21,7 @@ def make_runner(
     parameters: Sequence[SamplingParams], vocabulary: int, device: torch.device, *, record: bool
 ) -> Any:
     """With a request for each of `parameters`; as much of vLLM's model runner as
-    `keel.rollout.fastpath.sampler.install` looks at."""
+    `keel.rollout.vllm_fast.sampler.install` looks at."""
     config: Any = SimpleNamespace(reasoning_config=None)
     states = RequestState(len(parameters), 64, 64, 0, vocabulary, device)
     states.prefill_len.np[:] = PROMPT

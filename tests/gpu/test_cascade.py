@@ -74,8 +74,8 @@ def groups(*sizes: int, prompt: int = 6 * PAGE, common: int = 0) -> Cache:
 
 def check(cache: Cache, queries: int = 4, keys: int = 2, size: int = 64, most: int = 0) -> None:
     """All rows' attention is that of the tokens they have."""
-    from keel.rollout.fastpath.cascade.kernels import attend
-    from keel.rollout.fastpath.cascade.plan import Heads, Scratch, plan
+    from keel.rollout.vllm_fast.cascade.kernels import attend
+    from keel.rollout.vllm_fast.cascade.plan import Heads, Scratch, plan
 
     torch.manual_seed(0)
     rows = len(cache.rows)
@@ -103,7 +103,7 @@ def check(cache: Cache, queries: int = 4, keys: int = 2, size: int = 64, most: i
 
 def planned(cache: Cache, queries: int = 4, keys: int = 2) -> tuple[list[int], list[int]]:
     """First row of each one's segment, and the tokens it shares."""
-    from keel.rollout.fastpath.cascade.plan import Heads, Scratch, plan
+    from keel.rollout.vllm_fast.cascade.plan import Heads, Scratch, plan
 
     heads = Heads(queries, keys, 64, PAGE)
     scratch = Scratch(heads, len(cache.rows), torch.device(DEVICE))
@@ -119,10 +119,10 @@ def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs() -> None:
     from triton import knobs
 
     from keel.configs.schema import RolloutConfig
-    from keel.rollout.fastpath.cascade.kernels import attend
-    from keel.rollout.fastpath.cascade.plan import Heads, Scratch, plan
-    from keel.rollout.fastpath.compile_ahead import compile_ahead
     from keel.rollout.spec import EngineSpec
+    from keel.rollout.vllm_fast.cascade.kernels import attend
+    from keel.rollout.vllm_fast.cascade.plan import Heads, Scratch, plan
+    from keel.rollout.vllm_fast.compile_ahead import compile_ahead
 
     heads = Heads(12, 4, 128, PAGE)
     spec = EngineSpec(
@@ -257,7 +257,7 @@ def test_long_rows_are_cut_into_many_shares() -> None:
 
 
 def test_rows_are_cut_by_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keel.rollout.fastpath.cascade import kernels, plan
+    from keel.rollout.vllm_fast.cascade import kernels, plan
 
     monkeypatch.setattr(plan, "PARTS", 8)
     monkeypatch.setattr(plan, "LONGER", 8)

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from keel.configs.schema import ColdStartConfig, EmbeddedConfig, SourceConfig
-from keel.model.embedded.cache import ensure_embedded
-from keel.model.embedded.cold_start import Curriculum
+from keel.model.tiny.cache import ensure_embedded
+from keel.model.tiny.cold_start import Curriculum
 from tests.gpu.marks import GPU
 
 pytestmark = GPU

@@ -8,7 +8,7 @@ import pytest
 
 from tests.gpu.marks import GPU
 from tests.gpu.test_recorders_native import EXACT
-from tests.rollout.weight_loading.updates import Model, check
+from tests.weights.updates import Model, check
 
 pytestmark = GPU
 

@@ -50,7 +50,7 @@ def check(
     """Requests are in another order than rows, and two more exist than have a row."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-    from keel.rollout.fastpath.sample_kernels import draw
+    from keel.rollout.vllm_fast.sample_kernels import draw
 
     rows = len(logits)
     generator = torch.Generator().manual_seed(rows)
@@ -143,7 +143,7 @@ def test_nothing_was_cut_off() -> None:
 
 
 def test_a_row_that_is_not_a_number_says_so() -> None:
-    from keel.rollout.fastpath.sample_kernels import draw
+    from keel.rollout.vllm_fast.sample_kernels import draw
 
     logits = truncated([5, 5, 5])
     logits[0, 23] = torch.nan
@@ -193,7 +193,7 @@ def mixed_parameters() -> list[Any]:
 )
 @pytest.mark.parametrize("record", [True, False])
 def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, record: bool) -> None:
-    from keel.rollout.fastpath import sampler as kept_sampler
+    from keel.rollout.vllm_fast import sampler as kept_sampler
     from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner
 
     theirs, mine = (
@@ -237,8 +237,8 @@ def test_masks_that_nobody_asks_for_stay_where_they_are() -> None:
     """Those of an evaluation, which may be wide; not where another's are asked for."""
     from vllm import SamplingParams
 
-    from keel.rollout.fastpath import sampler as kept_sampler
-    from keel.rollout.fastpath.step_arrays import UNMASKED
+    from keel.rollout.vllm_fast import sampler as kept_sampler
+    from keel.rollout.vllm_fast.step_arrays import UNMASKED
     from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner
 
     mine = make_runner(mixed_parameters(), 500, DEVICE, record=True)
@@ -265,7 +265,7 @@ def test_a_request_in_the_place_of_another_samples_as_it_asks() -> None:
     """Parameters go to the device when requests come, and not in each step."""
     from vllm import SamplingParams
 
-    from keel.rollout.fastpath import sampler as kept_sampler
+    from keel.rollout.vllm_fast import sampler as kept_sampler
     from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner
 
     theirs, mine = (make_runner(mixed_parameters(), 500, DEVICE, record=True) for _ in range(2))
@@ -296,7 +296,7 @@ def test_a_request_in_the_place_of_another_samples_as_it_asks() -> None:
 def test_samplers_that_are_not_covered_stay_vllms() -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from keel.rollout.fastpath import sampler as kept_sampler
+    from keel.rollout.vllm_fast import sampler as kept_sampler
     from tests.gpu.sampling_parts import make_runner
 
     for name, value in (("logprobs_mode", "raw_logprobs"), ("use_fp64_gumbel", True)):
@@ -316,11 +316,11 @@ def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs(
     from triton import knobs
 
     from keel.configs.schema import RolloutConfig, SamplingConfig
-    from keel.rollout.fastpath.compile_ahead import compile_ahead
-    from keel.rollout.fastpath.sample_graphs import Rows, gather
-    from keel.rollout.fastpath.sample_kernels import Cuts, draw
-    from keel.rollout.fastpath.steady_steps import advance
     from keel.rollout.spec import EngineSpec
+    from keel.rollout.vllm_fast.compile_ahead import compile_ahead
+    from keel.rollout.vllm_fast.sample_graphs import Rows, gather
+    from keel.rollout.vllm_fast.sample_kernels import Cuts, draw
+    from keel.rollout.vllm_fast.step_reuse import advance
 
     head = "float32" if dtype == "float32" else "model"
     sampling = SamplingConfig(temperature=0.9, top_p=0.9, top_k=77)

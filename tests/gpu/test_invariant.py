@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.model.invariant.layers import FAMILIES
+from keel.model.batch_invariant.layers import FAMILIES
 from tests.gpu.marks import GPU
 from tests.gpu.mismatch import mismatch
 

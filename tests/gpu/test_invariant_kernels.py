@@ -28,7 +28,7 @@ on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a GPU: vLLM's own kerne
 def kernels() -> Any:
     if INTERPRETED:
         interpreted.lend_triton()
-    from keel.model.invariant import kernels  # noqa: PLC0415
+    from keel.model.batch_invariant import kernels  # noqa: PLC0415
 
     return kernels
 
@@ -88,7 +88,8 @@ def test_norms_of_heads(kernels: Any, heads: int, d: int) -> None:
 @pytest.mark.parametrize("columns", [(4096, 1024), (1024, 3072), (2048, 6144), (4096, 12288)])
 @pytest.mark.parametrize("rows", [1, 7, 16, 40, 128, 200, 512, 1000, 5000])
 def test_gemms_have_vllms_bits(rows: int, columns: tuple[int, int]) -> None:
-    from keel.model.invariant import kernels, vllm_kernels, ways  # noqa: PLC0415
+    from keel.model.batch_invariant import kernel_variants as ways  # noqa: PLC0415
+    from keel.model.batch_invariant import kernels, vllm_kernels  # noqa: PLC0415
 
     own = vllm_kernels._found().linear
     width, depth = columns
@@ -103,7 +104,7 @@ def test_gemms_have_vllms_bits(rows: int, columns: tuple[int, int]) -> None:
 @on_a_gpu
 @pytest.mark.parametrize(("heads", "d"), [(16, 128), (8, 128), (1, 1024), (40, 128), (1, 4096)])
 def test_norms_have_vllms_bits(heads: int, d: int) -> None:
-    from keel.model.invariant import kernels, vllm_kernels  # noqa: PLC0415
+    from keel.model.batch_invariant import kernels, vllm_kernels  # noqa: PLC0415
 
     x, weight = (
         with_gaps(300, heads, d, torch.bfloat16),
@@ -117,7 +118,7 @@ def test_norms_have_vllms_bits(heads: int, d: int) -> None:
 
 @on_a_gpu
 def test_attention_and_its_gradients_are_those_of_the_plain_kernel() -> None:
-    from keel.model.invariant import gradients, vllm_kernels  # noqa: PLC0415
+    from keel.model.batch_invariant import gradients, vllm_kernels  # noqa: PLC0415
 
     lengths, half, scale = (37, 200, 1, 128), torch.bfloat16, 128**-0.5
     segments = Segments.of(lengths, DEVICE)

@@ -44,7 +44,7 @@ def parameters() -> list[Any]:
 
 
 def test_rows_are_gathered_and_the_rest_is_nobodys() -> None:
-    from keel.rollout.fastpath.sample_graphs import Rows, gather
+    from keel.rollout.vllm_fast.sample_graphs import Rows, gather
 
     into = Rows.of(7, DEVICE)
     for each in into:
@@ -67,7 +67,7 @@ class Bench:
     """As much of a model runner as sampling looks at."""
 
     def __init__(self, *, record: bool = True) -> None:
-        from keel.rollout.fastpath import sampler
+        from keel.rollout.vllm_fast import sampler
         from tests.gpu.sampling_parts import make_runner
 
         torch.manual_seed(0)
@@ -131,7 +131,7 @@ def check(bench: Bench, graphs: Any, requests: list[int], size: int, *, at: int)
 
 def without_graphs(bench: Bench, patch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[int, int]]]:
     """`SampleGraphs` whose graphs are plain calls, and what was captured."""
-    from keel.rollout.fastpath import sample_graphs
+    from keel.rollout.vllm_fast import sample_graphs
 
     patch.setattr(torch.cuda, "Stream", lambda: None)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
@@ -170,7 +170,7 @@ def test_what_a_graph_holds_draws_what_is_drawn_without(
 
 def test_rows_of_the_step_before_are_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those of another step are, in between as well."""
-    from keel.rollout.fastpath import sample_graphs
+    from keel.rollout.vllm_fast import sample_graphs
 
     bench = Bench()
     graphs, _ = without_graphs(bench, monkeypatch)
@@ -196,7 +196,7 @@ def test_rows_of_the_step_before_are_not_gathered_again(monkeypatch: pytest.Monk
 @GRAPH
 @pytest.mark.parametrize("record", [True, False])
 def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
-    from keel.rollout.fastpath.sample_graphs import SampleGraphs
+    from keel.rollout.vllm_fast.sample_graphs import SampleGraphs
 
     bench = Bench(record=record)
     graphs = SampleGraphs(bench.runner)
@@ -209,7 +209,7 @@ def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
 
 @GRAPH
 def test_two_steps_may_be_in_flight() -> None:
-    from keel.rollout.fastpath.sample_graphs import SampleGraphs
+    from keel.rollout.vllm_fast.sample_graphs import SampleGraphs
 
     bench = Bench()
     graphs = SampleGraphs(bench.runner)
@@ -226,7 +226,7 @@ def test_two_steps_may_be_in_flight() -> None:
 
 @GRAPH
 def test_steps_of_another_kind_go_vllms_way() -> None:
-    from keel.rollout.fastpath.sample_graphs import SampleGraphs
+    from keel.rollout.vllm_fast.sample_graphs import SampleGraphs
 
     bench = Bench()
     graphs = SampleGraphs(bench.runner)
@@ -246,7 +246,7 @@ def test_steps_of_another_kind_go_vllms_way() -> None:
 def test_where_nothing_can_be_captured_steps_go_on_without(
     logged: list[logging.LogRecord],
 ) -> None:
-    from keel.rollout.fastpath.sample_graphs import SampleGraphs
+    from keel.rollout.vllm_fast.sample_graphs import SampleGraphs
 
     bench = Bench()
     graphs = SampleGraphs(bench.runner)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from keel.configs.schema import Dtype
-from keel.model.embedded.cache import default_cache_dir
 from keel.model.layers.flash4 import missing
-from keel.model.weight_transfer.buckets import unpack_flat
+from keel.model.tiny.cache import default_cache_dir
 from keel.rl.metrics import values
 from keel.trainer.engine import offload
+from keel.weights.buckets import unpack_flat
 from tests.gpu.marks import GPU
 from tests.trainer.engine.batches import Rollouts, write_dense, write_model
 from tests.trainer.engine.crowding import crowding

@@ -61,7 +61,7 @@ def check(
     """Requests are in another order than rows, and two more exist than have a row."""
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 
-    from keel.rollout.fastpath.sample_kernels import Cuts, draw
+    from keel.rollout.vllm_fast.sample_kernels import Cuts, draw
 
     rows = len(logits)
     generator = torch.Generator().manual_seed(rows)
@@ -188,7 +188,7 @@ def test_rows_with_few_finite_logits() -> None:
 
 @pytest.mark.parametrize("many", [False, True])
 def test_a_row_that_is_not_a_number_says_so(many: bool) -> None:
-    from keel.rollout.fastpath.sample_kernels import Cuts, draw
+    from keel.rollout.vllm_fast.sample_kernels import Cuts, draw
 
     logits = normal(5)
     for row, bad in enumerate((torch.nan, torch.inf, -torch.nan, -torch.inf)):
@@ -212,7 +212,7 @@ def test_a_row_that_is_not_a_number_says_so(many: bool) -> None:
 
 def test_tokens_come_as_often_as_they_should() -> None:
     """Chi-square of 512 draws of one row, top-k and top-p of which leave 6 ids."""
-    from keel.rollout.fastpath.sample_kernels import Cuts, draw
+    from keel.rollout.vllm_fast.sample_kernels import Cuts, draw
 
     draws, vocabulary = 512, 64
     chance = torch.tensor([0.3, 0.25, 0.15, 0.1, 0.08, 0.07, 0.03, 0.02])

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from keel.configs.schema import ConfigError
 from keel.model import template_probe
 from keel.model.config_file import check_config, ignored_code
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.hub import MOST_HEADER, missing_weights
 from keel.model.load import load_model_config, load_policy, load_tokenizer
-from keel.model.source import MOST_HEADER, missing_weights
 from keel.model.template_probe import MEMORY, check_template
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import trainable_facts
 from tests.model.families import build
 

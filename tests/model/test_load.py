@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from keel.configs.schema import ConfigError
-from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import (
     checkpoint_tensors,
     facts_of,
@@ -26,6 +25,7 @@ from keel.model.load import (
     load_policy,
     load_tokenizer,
 )
+from keel.model.tiny.tokenizer import build_tokenizer
 
 COMMON = {
     "vocab_size": 64,

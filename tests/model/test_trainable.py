@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from keel.configs.schema import ConfigError
-from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import load_model_config
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import (
     check_ids,
     check_same_family,

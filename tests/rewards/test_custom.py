@@ -16,7 +16,7 @@ import torch
 
 from keel.rewards.compose import check_weights
 from keel.rewards.custom import BadReward, TextTrajectory, function, load_function, prompt_fields
-from keel.rewards.passed import passing
+from keel.rewards.pickled_functions import passing
 from keel.rewards.scorer import Scorer
 from tests.rewards.groups import group
 from tests.waiting import PATIENCE_S

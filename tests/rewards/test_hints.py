@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keel.rewards.custom import function, prompt_fields
-from keel.rewards.passed import passing
+from keel.rewards.pickled_functions import passing
 from keel.rewards.workers.worker import reply_to
 from tests.rewards.groups import PROMPT
 from tests.rewards.test_custom import said

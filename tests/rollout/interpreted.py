@@ -45,9 +45,9 @@ def install(recorder: str) -> None:
     Call it before vLLM is imported."""
     lend_triton()
 
-    from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
     from keel.rollout.recording import base  # noqa: PLC0415
     from keel.rollout.recording import packed as recorder_packed  # noqa: PLC0415
+    from keel.rollout.vllm_fast.scheduler import FastScheduler  # noqa: PLC0415
 
     if recorder == "packed":
         _steps_again_without_graphs()
@@ -66,8 +66,8 @@ def _steps_again_without_graphs() -> None:
     from vllm.config.compilation import CUDAGraphMode  # noqa: PLC0415
     from vllm.forward_context import set_forward_context  # noqa: PLC0415
 
-    from keel.rollout.fastpath import bursts  # noqa: PLC0415
-    from keel.rollout.fastpath.steady_steps import SteadySteps  # noqa: PLC0415
+    from keel.rollout.vllm_fast import bursts  # noqa: PLC0415
+    from keel.rollout.vllm_fast.step_reuse import SteadySteps  # noqa: PLC0415
 
     bursts.LONGEST_S = 1e3
 

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.model.weight_transfer.buckets import Bucket, Checksum, pack_flat
-from keel.model.weight_transfer.channel import SharedMemory
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineSpec, environment
 from keel.rollout.vllm_internals import scheduler_of
+from keel.weights.buckets import Bucket, Checksum, pack_flat
+from keel.weights.channel import SharedMemory
 from tests.buckets import pack_buckets
 from tests.forked import forked_from
 from tests.rollout import interpreted, plain_weights
@@ -100,7 +100,7 @@ def _start(
         plain_weights.install()
     # vLLM stays out of pytest's process.
     from keel.rollout.engine import shims, vllm_engine  # noqa: PLC0415
-    from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
+    from keel.rollout.vllm_fast.scheduler import FastScheduler  # noqa: PLC0415
 
     logging.getLogger(vllm_engine.__name__).addHandler(Heard())
     if without:

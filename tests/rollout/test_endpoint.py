@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from keel.commands.cli import main
 from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
 from keel.rollout.endpoint import LATER, MOST_IN_A_ROW, EndpointCompletions
-from keel.trainer.cli import main
 from tests.rewards.judge.judge_server import Reply, Server, running
 from tests.waiting import PATIENCE_S, within_some
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from keel.agents.conversation import Conversation
+from keel.commands.cli import main
 from keel.configs.schema import SamplingConfig
 from keel.rl.turns import TurnRequest, conversation_of
 from keel.rl.types import Prompt
 from keel.rollout.endpoint import EndpointCompletions
 from keel.rollout.endpoint_reply import read
 from keel.rollout.endpoint_turns import EndpointTurns
-from keel.trainer.cli import main
 from tests.agents.sandboxes import wrap_of
 from tests.rewards.judge.judge_server import Reply, running
 from tests.rollout.test_endpoint import config_of, says, words

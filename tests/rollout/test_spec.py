@@ -14,7 +14,7 @@ from keel.configs.schema import (
     RunConfig,
     SourceConfig,
 )
-from keel.model.invariant import VARIABLE
+from keel.model.batch_invariant import VARIABLE
 from keel.rollout.spec import EngineSpec, captured_sizes, environment, parallel_args
 
 

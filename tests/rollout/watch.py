@@ -18,9 +18,9 @@ class Watch:
     stops_at: int = 0
     """The step after which the engine waits for a command."""
     fast_steps: int = 0
-    """Steps that `keel.rollout.fastpath.scheduler` did by itself, since the engine was started."""
+    """Steps that `keel.rollout.vllm_fast.scheduler` did by itself, since the engine was started."""
     steady_steps: int = 0
-    """Those that `keel.rollout.fastpath.steady_steps` took, since then."""
+    """Those that `keel.rollout.vllm_fast.step_reuse` took, since then."""
 
     def look(self, scheduler: Any, worker: Any) -> None:
         """At the scheduler, and at vLLM's worker where it is in this process."""

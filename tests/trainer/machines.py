@@ -51,7 +51,7 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr("keel.trainer.cluster.reservation.cluster_nodes", lambda: nodes)
         patch.setattr("keel.trainer.cluster.reservation._group", lambda placement: Granted())
         patch.setattr("keel.trainer.cluster.reservation.remove_placement_group", lambda group: None)
-        patch.setattr("keel.trainer.system.start_ray", lambda: None)
-        patch.setattr("keel.trainer.system.watched", lambda *_: contextlib.nullcontext())
-        patch.setattr("keel.trainer.system.model_folder", accept)
+        patch.setattr("keel.trainer.launch.start_ray", lambda: None)
+        patch.setattr("keel.trainer.launch.watched", lambda *_: contextlib.nullcontext())
+        patch.setattr("keel.trainer.launch.model_folder", accept)
         yield patch

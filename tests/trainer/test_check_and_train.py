@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from keel.commands.cli import main
 from keel.data.dataset import Dataset
 from keel.model.load import ModelFacts
 from keel.trainer import prepare
-from keel.trainer.cli import main
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
 from tests.trainer.planning.test_memory import DENSE
 

@@ -14,13 +14,13 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
 from keel.configs.schema import Config, ConfigError, ModelConfig
-from keel.model import ray_calls
-from keel.model.invariant import VARIABLE
+from keel.model import ray_timeouts as ray_calls
+from keel.model.batch_invariant import VARIABLE
 from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch, pack
-from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
+from keel.rl.sft.lessons import Lesson, pack_lessons, shown
 from keel.rollout.spec import EngineError
-from keel.trainer.cluster.limits import Limit, Limits
+from keel.trainer.cluster.step_deadlines import Limit, Limits
 from keel.trainer.learner import STEP, Learner
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import Lost, OutOfMemory, Stuck

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, Qwen3Config
 
+from keel.commands.cli import main
 from keel.configs.load import dump_config, load_config
 from keel.configs.schema import ConfigError
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rollout.engine.conversion import render_prompt
 from keel.rollout.spec import EngineSpec
-from keel.trainer.cli import main
 from keel.trainer.engine.export import write_tokenizer
 from keel.trainer.prepare import prepare
 from tests.model.stand_in import stand_in

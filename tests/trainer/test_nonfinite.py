@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.rl.packing import MicroBatch, pack
-from keel.rl.supervised.lessons import Lesson, shown
+from keel.rl.sft.lessons import Lesson, shown
 from keel.trainer.nonfinite import Finding, Look, Skips, _finding, said_of, sound
 from tests.rl.rollouts import prompted_groups, scored, segment, trajectory
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from keel.commands.cli import main
 from keel.configs.schema import ConfigError
-from keel.trainer.cli import main
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.supervised.wiring import prepare_sft
+from keel.trainer.sft.wiring import prepare_sft
 
 
 def write(path: Path, count: int) -> None:

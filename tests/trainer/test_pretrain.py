@@ -10,14 +10,14 @@ import pytest
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
-from keel.model.embedded.build import build_model
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.tiny.build import build_model
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean, values
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, save
 from keel.trainer.run.manifest import Entry
-from keel.trainer.supervised.loop import measured
-from keel.trainer.supervised.wiring import encoded_by, prepare_pretraining, prepare_sft
+from keel.trainer.sft.loop import measured
+from keel.trainer.sft.wiring import encoded_by, prepare_pretraining, prepare_sft
 
 LENGTH = 40
 SPARSE = {"family": "deepseek_v32", "index_top_k": 16, "max_context": 64}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keel.trainer.feed import decoding_steps
+from keel.trainer.batch_stream import decoding_steps
 from tests.trainer.test_loop import FakeRun, config
 
 

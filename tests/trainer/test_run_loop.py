@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from keel.commands.train import run_loop
 from keel.configs.schema import ConfigError
 from keel.rl.metrics import Mean
-from keel.trainer.main import run_loop
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.folder import RunFolder

@@ -16,18 +16,18 @@ import pytest
 from keel.configs.load import load_config
 from keel.configs.schema import ColdStartConfig, Config, ConfigError, EmbeddedConfig
 from keel.data.stream import Stream
-from keel.model.embedded.cache import ensure_embedded
-from keel.model.embedded.cold_start import Curriculum
+from keel.model.tiny.cache import ensure_embedded
+from keel.model.tiny.cold_start import Curriculum
 from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
-from keel.rl.supervised.lessons import Lesson, shown
+from keel.rl.sft.lessons import Lesson, shown
 from keel.rl.types import StepResult
-from keel.trainer.planning.lowering import Lowering, Repeating
+from keel.trainer.planning.oom_recovery import Lowering, Repeating
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import OutOfMemory
 from keel.trainer.run.view import PlainView
-from keel.trainer.supervised import loop as sft
-from keel.trainer.supervised.wiring import prepare_sft, run_lessons
+from keel.trainer.sft import loop as sft
+from keel.trainer.sft.wiring import prepare_sft, run_lessons
 
 
 def lessons(*lengths: int) -> list[Lesson]:

@@ -15,10 +15,10 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.configs.schema import ConfigError
-from keel.model import ray_calls
+from keel.model import ray_timeouts as ray_calls
 from keel.model.download import Download, download_of
-from keel.model.source import is_hub_name
-from keel.trainer.run.waits import waiting
+from keel.model.hub import is_hub_name
+from keel.trainer.run.progress import waiting
 
 NAME = "download"
 LOOK_S = 1.0

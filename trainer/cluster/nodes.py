@@ -22,8 +22,8 @@ import torch
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
-from keel.model.ray_calls import CALL_S, Unanswered, bounded, joined, lose, lost, shut_down
-from keel.trainer.cluster.looks import RAYS
+from keel.model.ray_timeouts import CALL_S, Unanswered, bounded, joined, lose, lost, shut_down
+from keel.trainer.cluster.hang_detector import RAYS
 from keel.trainer.cluster.processes import end, gone_by
 from keel.trainer.cluster.ray_internals import (
     ended_by_force,
@@ -45,7 +45,7 @@ from keel.trainer.planning.placement import (
     idle_nodes,
     place,
 )
-from keel.trainer.run.interrupt import shielded, undisturbed
+from keel.trainer.run.signals import shielded, undisturbed
 from keel.trainer.worker import own_cores
 
 CONNECT_S = 10.0

@@ -63,7 +63,8 @@ def quieten_deaths() -> None:
 
 
 def quieten_other_thread() -> None:
-    """Where another thread than the main one joins a cluster (`keel.model.ray_calls.bounded`), Ray
+    """Where another thread than the main one joins a cluster (`keel.model.ray_timeouts.bounded`),
+    Ray
     warns that it has put no handler of its own for SIGTERM. Keel has one."""
     logging.getLogger(WORKER).addFilter(_not_of_handlers)
 
@@ -111,7 +112,7 @@ def _node() -> Any:
 @contextmanager
 def ended_by_force() -> Iterator[None]:
     """For `ray.shutdown` of a cluster that this process has started: its processes, which heed no
-    SIGTERM (`keel.trainer.run.interrupt.shielded`), are not asked to end, a second each, and what
+    SIGTERM (`keel.trainer.run.signals.shielded`), are not asked to end, a second each, and what
     they have started ends with them. They end at the latest when this does, whether it has been
     called or not.
     """

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from keel.configs.schema import Config, ConfigError
-from keel.model.ray_calls import CALL_S, bounded, tidy
+from keel.model.ray_timeouts import CALL_S, bounded, tidy
 from keel.trainer.cluster.nodes import cluster_nodes
 from keel.trainer.planning.placement import SHARED, Placement, Seat, allowed, place
 

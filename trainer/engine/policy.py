@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
 from keel.model.attention import Segments, attention_kept, use_packed_attention
+from keel.model.batch_invariant.layers import use_invariant_layers
 from keel.model.device import to_device
-from keel.model.embedded.cache import default_cache_dir
+from keel.model.disable_dropout import switch_off_noise
 from keel.model.head.module import SupportHead, install_support_head
-from keel.model.invariant.layers import use_invariant_layers
 from keel.model.layers.flash4 import INSTALL, missing
 from keel.model.layers.flash4_probe import disagreement, head_shapes
 from keel.model.layers.fused import use_fused_layers
@@ -30,13 +30,13 @@ from keel.model.logprobs import (
     policy_logprobs,
     trainable_rows,
 )
-from keel.model.noise import switch_off_noise
 from keel.model.rope import fix_long_rope
 from keel.model.routing.replay import Replay, replay_routes
 from keel.model.routing.routers import router_modules
 from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attention
 from keel.model.sparse.contract import check_sparse_attention
 from keel.model.sparse.replay import recorded_selection
+from keel.model.tiny.cache import default_cache_dir
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.rl.types import NO_ROUTE, TokenNumbers

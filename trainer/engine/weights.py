@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, module_tensors, precision
-from keel.model.weight_transfer.buckets import FlatBucket
-from keel.model.weight_transfer.outline import from_outline, outline
-from keel.model.weight_transfer.pack import BucketPacker
 from keel.trainer.engine.deepspeed_internals import deepspeed
 from keel.trainer.engine.expert_parallel import ExpertLayers
+from keel.weights.buckets import FlatBucket
+from keel.weights.meta_model import from_outline, outline
+from keel.weights.pack import BucketPacker
 
 Load = Callable[[], PreTrainedModel]
 """Reads the model, into host memory."""

@@ -19,7 +19,7 @@ from keel.trainer.planning.options import Values, with_values
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, plan_on
 from keel.trainer.planning.step_time import COMPILE_S, seconds
-from keel.trainer.planning.turns import held_bytes
+from keel.trainer.planning.time_sharing import held_bytes
 
 FROM_BEFORE = "as chosen when the run began"
 

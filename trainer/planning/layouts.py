@@ -17,7 +17,6 @@ from typing import Any
 
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
-from keel.trainer.planning.cures import cures, nothing
 from keel.trainer.planning.memory import (
     ENGINE_BEYOND_GIB,
     ENGINE_SPARE,
@@ -34,7 +33,8 @@ from keel.trainer.planning.options import Options, Values, with_values
 from keel.trainer.planning.placement import Hardware, Placement, place
 from keel.trainer.planning.plan import Plan, check_machines, make_plan, plan_on
 from keel.trainer.planning.step_time import COMPILE_S, lesson_seconds
-from keel.trainer.planning.turns import least_bytes, needed_bytes, offloads, staying_gib
+from keel.trainer.planning.suggestions import cures, nothing
+from keel.trainer.planning.time_sharing import least_bytes, needed_bytes, offloads, staying_gib
 
 TIE = 1.02
 CURES_TRIED = 400

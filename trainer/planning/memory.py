@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
 from keel.model.load import ModelFacts
-from keel.rl.packing.bundles import at_the_limits
+from keel.rl.packing.prefix_sharing import at_the_limits
 from keel.trainer.planning.families import learned_parameters
 
 GIB = 2**30
@@ -60,7 +60,7 @@ HEAD_CHUNK_BYTES = 2048 * 4 * 1.2
 
 class DoesNotFit(ConfigError):
     """A GPU, or its machine's memory, is too small for what the recipe puts there. What would help:
-    `keel.trainer.planning.cures`."""
+    `keel.trainer.planning.suggestions`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ def cached_tokens(config: Config, facts: ModelFacts) -> int:
 
 def read_together(config: Config, facts: ModelFacts) -> int:
     """Completions of a group for which attention reads their prompt once
-    (`rollout.cascade_attention`, keel.rollout.fastpath.cascade.plan)."""
+    (`rollout.cascade_attention`, keel.rollout.vllm_fast.cascade.plan)."""
     plain = not config.model.batch_invariant and config.engine_dtype != "float32"
     if not (
         plain and facts.head_size and config.rollout.cascades(full_attention=facts.full_attention)

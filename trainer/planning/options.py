@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from keel.configs.schema import Config, ConfigError, RolloutConfig, TrainerConfig
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
-from keel.rl.packing.bundles import bundle_size
+from keel.rl.packing.prefix_sharing import bundle_size
 from keel.trainer.planning.families import no_sharing
 from keel.trainer.planning.memory import GIB, kv_token_bytes, packed
 from keel.trainer.planning.placement import Hardware, place
-from keel.trainer.planning.turns import least_staying_gib
+from keel.trainer.planning.time_sharing import least_staying_gib
 
 Section = TypeVar("Section", RolloutConfig, TrainerConfig)
 Values = Mapping[str, Any]

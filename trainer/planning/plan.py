@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from keel.configs.schema import Config, ConfigError, SamplingConfig
 from keel.model.load import ModelFacts
-from keel.trainer.planning.cures import cures
 from keel.trainer.planning.families import (
     check_attention_kernels,
     check_parallel,
@@ -33,7 +32,8 @@ from keel.trainer.planning.memory import (
 )
 from keel.trainer.planning.placement import Hardware, Placement, place
 from keel.trainer.planning.step_time import StepTime, step_time
-from keel.trainer.planning.turns import (
+from keel.trainer.planning.suggestions import cures
+from keel.trainer.planning.time_sharing import (
     Waiting,
     check_trainer_fits,
     held_bytes,

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from keel.rl.metrics import Metric, values
-from keel.rl.supervised.records import records_of
+from keel.rl.sft.records import records_of
 from keel.rl.types import ScoredGroup, Trajectory
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.batches import FOLDER as BATCHES
 from keel.trainer.run.batches import drop_after
 from keel.trainer.run.manifest import sync, sync_folder
-from keel.trainer.run.saved import TOKENS, TokenFile, choose
+from keel.trainer.run.trajectory_files import TOKENS, TokenFile, choose
 from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"

@@ -11,21 +11,21 @@ from typing import Any, Protocol, TypeVar
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
-from keel.model.ray_calls import RayLost, lost, of_a_loss
+from keel.model.ray_timeouts import RayLost, lost, of_a_loss
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import State, Unwritten, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.interrupt import asked, preempted, tell
 from keel.trainer.run.journal import Journal, note
 from keel.trainer.run.manifest import Entry
+from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import KEPT, Lost, OutOfMemory, Restarts
-from keel.trainer.run.saved import TokenFile
+from keel.trainer.run.signals import asked, preempted, tell
+from keel.trainer.run.summary import closing_words
 from keel.trainer.run.trackers.known import check_trackers, maker
 from keel.trainer.run.trackers.sending import CLOSE_S, HURRY_S, OWN, Sending, Trackers
 from keel.trainer.run.trackers.tracker import End, knobs_of
+from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import View, open_view
-from keel.trainer.run.waits import waiting
-from keel.trainer.run.words import closing_words
 
 
 class Learner(Protocol):

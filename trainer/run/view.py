@@ -15,8 +15,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from keel.trainer.run.interrupt import outliving, tell
-from keel.trainer.run.waits import DISPLAY, Wait, duration
+from keel.trainer.run.progress import DISPLAY, Wait, duration
+from keel.trainer.run.signals import outliving, tell
 
 SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),

@@ -43,7 +43,7 @@ def on_machine() -> Installed:
     return installed(machine())
 
 
-if "keel.agents.inside.parent" in sys.modules:  # episodes are forked from this process
+if "keel.agents.env_runtime.parent" in sys.modules:  # episodes are forked from this process
     on_machine()
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from keel.agents.env_runtime.errors import Refused
 from keel.agents.environments.general.child import Ended
 from keel.agents.environments.general.folder import Folder
 from keel.agents.environments.general.parts import solving_child, tools_child, verified
-from keel.agents.inside.errors import Refused
 
 
 class Solution:

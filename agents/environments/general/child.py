@@ -14,8 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, cast
 
-from keel.agents.inside.episode import stand_alone
-from keel.agents.inside.errors import Refused, told
+from keel.agents.env_runtime.episode import stand_alone
+from keel.agents.env_runtime.errors import Refused, told
 
 MEMORY_MIB = 512
 MOST_BYTES = 4 << 20

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keel.agents.env_runtime.errors import Lost
 from keel.agents.environments.general.child import Child, Ended
 from keel.agents.environments.general.folder import Folder, folders
 from keel.agents.environments.general.parts import SUBMIT, answer_of, tools_child, verified
-from keel.agents.inside.errors import Lost
 
 PRELOAD = tuple(f"keel.agents.environments.general.{name}" for name in ("checks", "desk"))
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast, get_type_hints
 
+from keel.agents.env_runtime.errors import Refused, told
+from keel.agents.env_runtime.tool_objects import Tool, functions_of
 from keel.agents.environments.general.child import (
     Channel,
     Child,
@@ -21,8 +23,6 @@ from keel.agents.environments.general.child import (
 )
 from keel.agents.environments.general.folder import Folder
 from keel.agents.environments.general.rules import function, namespace, parsed
-from keel.agents.inside.errors import Refused, told
-from keel.agents.inside.kinds import Tool, functions_of
 
 
 def tools_child(folder: Folder, seed: int) -> Child:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Literal, cast
 
-from keel.agents.inside.errors import Refused
+from keel.agents.env_runtime.errors import Refused
 
 Part = Literal["solve", "verify", "tools"]
 

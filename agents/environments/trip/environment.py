@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from keel.agents.env_runtime.tool_objects import text_of
 from keel.agents.environments.trip.solver import Calls, solve
 from keel.agents.environments.trip.tasks import LEVELS, Level, Task, draw_task
 from keel.agents.environments.trip.verify import checks, judge
 from keel.agents.environments.trip.world import Attraction, World
-from keel.agents.inside.kinds import text_of
 
 MOST_TRIES = 500
 """Draws of a task until one has a solution."""

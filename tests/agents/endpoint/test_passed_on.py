@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.inside import drive
+from keel.agents.env_runtime import drive
 from tests.waiting import PATIENCE_S
 
 

@@ -13,7 +13,7 @@ from keel.agents.endpoint.probe import SAID, Trial, try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
 from keel.agents.types import NoEnvironment
 from keel.rl.types import ENVIRONMENT
-from keel.trainer.agents import spoken_ids
+from keel.trainer.build_agents import spoken_ids
 from tests.agents.endpoint.kit import BUDGET, CHAT
 from tests.agents.endpoint.test_driven import ASK, task
 from tests.agents.episodes import run

@@ -19,8 +19,8 @@ from keel.agents.endpoint.program import AgentProgram, Ended, command_of, run_pr
 from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.tools import Tools
-from keel.agents.inside.call import call
-from keel.agents.inside.errors import Refused, told
+from keel.agents.env_runtime.call import call
+from keel.agents.env_runtime.errors import Refused, told
 from keel.agents.types import NoEnvironment, Unscored
 from keel.rewards.sandbox.runtime import runtime
 from keel.rl.types import Prompt, Verdict

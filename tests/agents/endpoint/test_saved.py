@@ -12,10 +12,10 @@ import pytest
 
 from keel.agents.endpoint.record import Finished
 from keel.data.conversations.files import read_trajectories
-from keel.data.evaluated import asked_of
-from keel.rl.supervised.records import record_of
+from keel.data.eval_store import asked_of
+from keel.rl.sft.records import record_of
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
-from keel.trainer.supervised.wiring import renderer
+from keel.trainer.sft.wiring import renderer
 from tests.agents.endpoint.kit import TOOLS, Policy, as_sent, ask, play, recording, result, user
 from tests.agents.endpoint.test_record import script
 from tests.data.conversations.sources import source

@@ -17,7 +17,7 @@ import pytest
 
 from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.server import Address, Endpoint
-from keel.agents.inside.sockets import MOST_PATH
+from keel.agents.env_runtime.sockets import MOST_PATH
 from tests.agents.endpoint.kit import (
     CHAT,
     TOOLS,

@@ -10,7 +10,7 @@ from typing import Any
 from keel.configs.schema import ConversationsConfig, SftConfig
 from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.types import Example
-from keel.rl.supervised.lessons import shown
+from keel.rl.sft.lessons import shown
 from keel.rl.types import Segment
 
 

@@ -14,7 +14,7 @@ from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.text import Encoded
 from keel.data.text.retrieval import answers, retrieval_texts
-from keel.rl.supervised.lessons import Lesson
+from keel.rl.sft.lessons import Lesson
 
 BEGIN, END = 1, 2
 

@@ -10,11 +10,11 @@ import pytest
 
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
-from keel.configs.sections.measured import BOXED
+from keel.configs.sections.evaluation import BOXED
 from keel.data.dataset import load_dataset
 from keel.data.items import Loaded
 from keel.data.jsonl import load_jsonl
-from keel.data.told import literal_lines, source_lines
+from keel.data.summary import literal_lines, source_lines
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from keel.commands.cli import parser
 from keel.configs.schema import JudgeConfig
 from keel.rewards.judge.file import judge_answers, read_answers, read_rubric
-from keel.trainer.cli import parser
-from keel.trainer.run.waits import Wait
+from keel.trainer.run.progress import Wait
 from tests.rewards.judge.judge_server import Reply, Server, good, material_of
 
 BLUE = {"name": "blue", "text": "says blue", "weight": 1}

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 

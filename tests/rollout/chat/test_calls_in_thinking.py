@@ -9,7 +9,7 @@ import pytest
 
 from keel.agents.conversation import Conversation
 from keel.rl.turns import Malformed, ToolCall
-from keel.rollout.chat.laws import check_calls_in_thinking, check_prefix_law
+from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law
 from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
 from tests.rollout.chat.test_conversations import CALLS, answers, say
 from tests.rollout.chat.test_parsing import ENDS, parse

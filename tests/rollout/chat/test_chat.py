@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from keel.rl.turns import Message, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.laws import check_prefix_law, turn_ids
 from keel.rollout.chat.render import call_message
+from keel.rollout.chat.template_checks import check_prefix_law, turn_ids
 from tests.rollout.chat.families import (
     CITY,
     NAMES,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.turns import Malformed, Parsed, ToolCall, ToolSpec
-from keel.rollout.chat.laws import turn_ids
 from keel.rollout.chat.render import call_message
+from keel.rollout.chat.template_checks import turn_ids
 from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of
 
 USER = [{"role": "user", "content": "Where to?"}]

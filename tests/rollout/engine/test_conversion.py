@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AddedToken
 
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import KeptSets
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.engine.conversion import (

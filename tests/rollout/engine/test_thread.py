@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.model.weight_transfer.buckets import Bucket
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineError, RecordingError
+from keel.weights.buckets import Bucket
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S, wait_for
 

@@ -11,9 +11,9 @@ import pytest
 import ray
 
 from keel.configs.schema import ColdStartConfig, EmbeddedConfig, JudgeConfig, JudgeServerConfig
-from keel.model.embedded.cache import ensure_embedded
-from keel.model.embedded.cold_start import Curriculum
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.tiny.cache import ensure_embedded
+from keel.model.tiny.cold_start import Curriculum
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Prompt

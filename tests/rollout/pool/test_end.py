@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from keel.rollout.pool.lifecycle import Unwanted
+from keel.rollout.pool.engine_supervisor import Unwanted
 from keel.rollout.pool.pool import RolloutPool
 from tests.rollout.pool.fake_engines import FakeEngine, World
 from tests.waiting import PATIENCE_S

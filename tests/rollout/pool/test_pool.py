@@ -10,7 +10,7 @@ import pytest
 
 from keel.configs.schema import SamplingConfig
 from keel.rl.types import Group
-from keel.rollout.pool.lifecycle import MAX_RESTARTS
+from keel.rollout.pool.engine_supervisor import MAX_RESTARTS
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, Started
 from tests.rl.rollouts import prompt
@@ -134,7 +134,7 @@ def test_failures_that_lie_far_apart_do_not_add_up(monkeypatch: pytest.MonkeyPat
         else:
             engine.finish(name)
 
-    monkeypatch.setattr("keel.rollout.pool.lifecycle.window_s", lambda *_: 0.0)
+    monkeypatch.setattr("keel.rollout.pool.engine_supervisor.window_s", lambda *_: 0.0)
     world = World(answer=answer, engines=1)
     assert ids(world.run(1)) == ["p0"]
     assert world.pool.restarts == 2 * MAX_RESTARTS + 1

@@ -82,7 +82,7 @@ def test_a_result_that_went_with_its_node_is_sampled_again() -> None:
     engine = object.__new__(RayEngine)
     engine.actor = actor
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("keel.model.ray_calls.call", lambda *_: Ref(lost))
+        patch.setattr("keel.model.ray_timeouts.call", lambda *_: Ref(lost))
         asked: Any = None
         futures = [
             engine.generate(asked, group_size=1, sampling=asked, record=True, draw=0),

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from keel.configs.schema import SamplingConfig
-from keel.rollout.pool import pulse
+from keel.rollout.pool import stall_detector as pulse
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
 from tests.buckets import pack_buckets
 from tests.rollout.pool.fake_engines import generate

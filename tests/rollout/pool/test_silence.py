@@ -7,9 +7,10 @@ from concurrent.futures import Future
 import pytest
 
 from keel.configs.schema import RolloutConfig
-from keel.rollout.pool import lifecycle, work
+from keel.rollout.pool import dispatcher as work
+from keel.rollout.pool import engine_supervisor as lifecycle
 from keel.rollout.pool import pool as pool_module
-from keel.rollout.pool.lifecycle import MAX_RESTARTS, window_s
+from keel.rollout.pool.engine_supervisor import MAX_RESTARTS, window_s
 from tests.rl.rollouts import prompt
 from tests.rollout.pool.fake_engines import FakeEngine, World
 from tests.rollout.pool.test_pool import ids

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keel.model.ray_calls import NAME
-from keel.trainer.cluster import looks
-from keel.trainer.cluster.looks import LOOK_S, Looker, Sight
+from keel.model.ray_timeouts import NAME
+from keel.trainer.cluster import hang_detector as looks
+from keel.trainer.cluster.hang_detector import LOOK_S, Looker, Sight
 
 START = "this"
 """The start whose actors are looked at."""

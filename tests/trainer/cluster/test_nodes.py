@@ -30,7 +30,7 @@ from keel.configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from keel.model import ray_calls
+from keel.model import ray_timeouts as ray_calls
 from keel.trainer.cluster import nodes, reservation
 from keel.trainer.cluster.nodes import (
     hardware_here,
@@ -55,7 +55,7 @@ from keel.trainer.cluster.ray_internals import (
 from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.placement import Hardware, idle_nodes
 from keel.trainer.prepare import missing_lines
-from keel.trainer.run.interrupt import Preempted, watching
+from keel.trainer.run.signals import Preempted, watching
 from tests.waiting import PATIENCE_S
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)

@@ -14,6 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
+from keel.commands.cli import main
 from keel.configs.schema import (
     Config,
     ConfigError,
@@ -24,12 +25,11 @@ from keel.configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from keel.model.embedded.build import model_config
-from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import facts_of
-from keel.trainer.cli import main
+from keel.model.tiny.build import model_config
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.cluster.downloads import fetch_on_others
-from keel.trainer.cluster.fewer import layouts
+from keel.trainer.cluster.elastic import layouts
 from keel.trainer.cluster.nodes import (
     QUOTED_PYTHON,
     cluster_nodes,

@@ -9,7 +9,7 @@ import numpy as np
 
 from keel.configs.schema import AlgorithmConfig, Config
 from keel.rl.metrics import values
-from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
+from keel.rl.sft.lessons import Lesson, pack_lessons, shown
 from tests.trainer.engine.batches import VOCABULARY
 from tests.trainer.engine.scenarios import STAGES, TIGHT, Ranks, Result, Scenario, make_config
 

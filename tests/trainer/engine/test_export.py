@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import checkpoint_tensors, load_policy
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.engine.export import write_model, write_tokenizer
 from tests.model.test_load import CONFIGS
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keel.rl.packing import TrainBatch, pack
-from keel.rl.supervised.lessons import Lesson, pack_lessons
+from keel.rl.sft.lessons import Lesson, pack_lessons
 from keel.trainer.engine.objectives import SplitGaps
 from keel.trainer.engine.policy import Inputs
 from tests.trainer.engine.batches import Rollouts

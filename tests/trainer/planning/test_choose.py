@@ -50,7 +50,7 @@ def shapes() -> dict[str, ModelFacts]:
 @pytest.fixture
 def quick_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would help is searched for a second or so, and has tests of its own."""
-    monkeypatch.setattr("keel.trainer.planning.cures.TRIED", 1)
+    monkeypatch.setattr("keel.trainer.planning.suggestions.TRIED", 1)
     monkeypatch.setattr("keel.trainer.planning.layouts.CURES_TRIED", 1)
 
 

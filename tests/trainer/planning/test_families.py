@@ -19,7 +19,7 @@ from keel.configs.schema import (
     RolloutConfig,
     TrainerConfig,
 )
-from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.planning.families import (
     CPU_HEADS,
     FLOAT32_RESIDUAL,

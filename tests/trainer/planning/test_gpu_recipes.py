@@ -9,9 +9,9 @@ from transformers import Qwen3Config
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
-from keel.model.embedded.build import model_config
-from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import facts_of
+from keel.model.tiny.build import model_config
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.cluster.nodes import hardware_said, seating
 from keel.trainer.planning.placement import Node, place
 from keel.trainer.prepare import prepare

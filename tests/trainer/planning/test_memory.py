@@ -31,7 +31,7 @@ from keel.trainer.planning.memory import (
 )
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe, make_plan
-from keel.trainer.planning.turns import Waiting, held_bytes, host_bytes
+from keel.trainer.planning.time_sharing import Waiting, held_bytes, host_bytes
 
 GPU = Hardware(gpu=True)
 

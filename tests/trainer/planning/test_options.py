@@ -12,7 +12,7 @@ from keel.configs.auto import KNOBS
 from keel.configs.schema import Config, ConfigError, RewardsConfig
 from keel.configs.sections.rewards import JudgeConfig, JudgeServerConfig
 from keel.model.load import ModelFacts, facts_of
-from keel.rl.packing.bundles import bundle_size
+from keel.rl.packing.prefix_sharing import bundle_size
 from keel.trainer.planning.choose import choose
 from keel.trainer.planning.layouts import Search
 from keel.trainer.planning.memory import GIB, trainer_memory
@@ -100,7 +100,7 @@ def test_engines_of_several_gpus_leave_what_they_do_not_take() -> None:
 def test_a_refusal_speaks_of_a_layout_that_the_recipe_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("keel.trainer.planning.cures.TRIED", 1)
+    monkeypatch.setattr("keel.trainer.planning.suggestions.TRIED", 1)
     monkeypatch.setattr("keel.trainer.planning.layouts.CURES_TRIED", 1)
     config, left = rollout(engines=3), KNOBS - {"rollout.engines", "trainer.offload_optimizer"}
     config = replace(config, trainer=replace(config.trainer, offload_optimizer=False))

@@ -22,7 +22,7 @@ from keel.configs.schema import (
 )
 from keel.configs.sections.algorithm import PROBES
 from keel.model.load import ModelFacts, facts_of
-from keel.rl.packing.bundles import bundle_size
+from keel.rl.packing.prefix_sharing import bundle_size
 from keel.trainer.planning.gpus import Machine, machine_of
 from keel.trainer.planning.memory import (
     BYTES,

@@ -18,7 +18,7 @@ from keel.rl.metrics import Mean
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory, Usage, Verdict
 from keel.trainer.run.batches import keep_batch, kept_batches
 from keel.trainer.run.journal import Journal, describe, files_after, keep_until
-from keel.trainer.run.saved import TokenFile
+from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import PlainView
 
 

@@ -18,22 +18,22 @@ import pytest
 import torch
 import yaml
 
+from keel.commands.replay import chosen, nearest
+from keel.commands.report.page import report
 from keel.configs.load import load_config
-from keel.data.evaluated import read_evaluation
+from keel.data.eval_store import read_evaluation
 from keel.data.pass_rates import PassRate, read_pass_rates
-from keel.model.embedded.build import model_config
-from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import load_model_config, load_policy, load_tokenizer
-from keel.report.page import report
-from keel.trainer.planning.remembered import lower, remember, remembered
-from keel.trainer.replay import chosen, nearest
+from keel.model.tiny.build import model_config
+from keel.model.tiny.tokenizer import build_tokenizer
+from keel.trainer.planning.cached_choice import lower, remember, remembered
 from keel.trainer.run.batches import keep_batch, read_batch
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.trackers.sending import known
-from tests.report.runs import episode, write_evaluation, write_run
+from tests.commands.report.runs import episode, write_evaluation, write_run
 from tests.trainer.engine.ranks import Ranks, make_config
 from tests.trainer.engine.scenarios import Result, run_all, run_rank
 

@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import ObjectLostError, RayTaskError
 
 from keel.configs.load import load_config
-from keel.model import ray_calls
+from keel.model import ray_timeouts as ray_calls
 from keel.trainer.run import session
 from keel.trainer.run.checkpoint import State, Unwritten, config_digest
 from keel.trainer.run.folder import RunFolder

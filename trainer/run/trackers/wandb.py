@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import wandb
 
-from keel.trainer.run.interrupt import shielded
+from keel.trainer.run.signals import shielded
 from keel.trainer.run.trackers.tracker import PROJECT, End, Opened, Tracked, grouped
 
 INIT_S, FINISH_S = 60.0, 60.0

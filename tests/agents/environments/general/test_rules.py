@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from keel.agents.env_runtime.errors import Refused
+from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.general.environment import General
 from keel.agents.environments.general.folder import SHIPPED, folders
 from keel.agents.environments.general.parts import answer_of
 from keel.agents.environments.general.rules import Part, function, parsed
-from keel.agents.inside.errors import Refused
-from keel.agents.inside.kinds import Object, methods_of
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.search.documents import Document, Hit
 from keel.agents.environments.search.environment import Search, prepare
 from keel.agents.environments.search.index import Index, ensure_index
 from keel.agents.environments.search.text import excerpt
-from keel.agents.inside.kinds import Object, methods_of
 from tests.agents.environments.search.corpus import write_corpus
 
 TASK = {"messages": [{"role": "user", "content": "Who?"}], "reward": {"kind": "answer"}}

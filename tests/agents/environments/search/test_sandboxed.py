@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.host.client import Hosted, Program
+from keel.agents.env_process.client import Hosted, Program
 from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rl.types import Verdict
-from keel.trainer.agents import made_from
+from keel.trainer.build_agents import made_from
 from tests.agents.environments.search.corpus import write_corpus
 from tests.agents.episodes import run, transcript, use
 from tests.agents.sandboxes import wrap_of

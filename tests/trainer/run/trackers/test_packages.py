@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from keel.trainer.cli import main
+from keel.commands.cli import main
 from keel.trainer.run.trackers.mlflow import allowed
 from keel.trainer.run.trackers.tracker import Tracked
 from keel.trainer.run.trackers.trackio import Trackio
@@ -44,7 +44,7 @@ for _ in range(50):
 trackers.close("finished", 3, seconds=1.0)
 Path(sys.argv[1], "longest").write_text(str(longest))
 assert hanging()
-leave(0)  # as `keel.trainer.main.run` does
+leave(0)  # as `keel.commands.train.run` does
 """
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from keel.commands import train as main
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
-from keel.trainer import main
 from keel.trainer.run.journal import note
 from keel.trainer.run.trackers.known import check_trackers
 from keel.trainer.run.trackers.sending import OWN, Sending, Trackers, hanging

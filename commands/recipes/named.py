@@ -1,0 +1,126 @@
+"""Files, models and rewards that a recipe names and that are not there: said before torch loads."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from keel.configs.auto import DTYPE
+from keel.configs.load import check_resumable, load_config
+from keel.configs.paths import data_path, unwritable
+from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.model import EMBEDDED
+from keel.configs.shipped import shipped
+from keel.data.conversations.files import read_rows, read_trajectories
+from keel.data.jsonl import load_jsonl
+from keel.model.hub import check_path, is_hub_name
+from keel.rewards.compose import check_weights
+from keel.trainer.run.trackers.known import check_trackers
+
+FILES = ("jsonl", "file")
+SOON = 2**22
+"""Bytes of a file, or of all of a folder's, that are read here already: a tenth of a second."""
+
+
+def check_named(config: Config, command: str, later: Collection[Path] = ()) -> None:
+    """Check what can be checked in a fraction of a second, before torch loads.
+
+    The hub's models, the lines of large files and functions of one's own are checked later. later:
+    absolute paths of files and models that an earlier command of a chain will have written. Raises
+    ConfigError, with the message of the later check.
+    """
+    supervised = command in ("sft", "pretrain")
+    if supervised and not config.sft.sources:
+        raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
+    folder = Path(config.run.dir).expanduser()
+    if folder.is_file():
+        raise ConfigError(f"run.dir = {folder}: is a file; choose another folder")
+    if (supervised or command == "train") and (why := unwritable(folder)):
+        raise ConfigError(f"run.dir = {folder}: cannot be written ({why}); choose another folder")
+    if supervised or command in ("train", "check"):
+        check_trackers(config.run.trackers)
+    sampled = () if supervised else config.data.sources
+    learned = config.sft.sources if supervised or command == "check" else ()
+    for source in sampled:
+        if source.source in FILES and _soon_read(data_path(source.path)):
+            load_jsonl(source)
+    for source in learned:
+        if source.source in FILES and _soon_read(data_path(source.path)):
+            read_rows(source)
+        path = data_path(source.path)
+        if source.source == "trajectories" and not path.exists() and path.absolute() not in later:
+            read_trajectories(source, tokenizer="")
+    parts = {
+        domain: {part: weight for part, weight in weights.items() if _soon_known(part)}
+        for domain, weights in config.data.rewards_by_domain.items()
+    }
+    try:
+        check_weights({} if supervised else parts, config.data.domains_with_environments)
+    except ValueError as error:
+        raise ConfigError(f"data.sources: {error}") from error
+    model = config.model.path
+    if model != EMBEDDED and not config.endpoint.base_url:
+        for path in (model, config.model.tokenizer or model):
+            if Path(path).absolute() in later:
+                continue
+            # `models/qwen4` may be a name of the hub; beside a folder `models` it hardly is.
+            beside = "/" in path and Path(path).parent.is_dir()
+            if not is_hub_name(path) or beside or Path(path).is_file():
+                try:
+                    check_path(path)
+                except ConfigError as error:
+                    knob = "model.path" if path == model else "model.tokenizer"
+                    raise ConfigError(f"{knob} = {error}{_exported_by(path)}") from error
+
+
+def check_continued(config: Config, left: Collection[str]) -> None:
+    """Raise ConfigError where `keel train` would continue the run in `run.dir` with knobs that must
+    not change. left: knobs that the hardware decides."""
+    folder = Path(config.run.dir).expanduser()
+    saved = folder / "config.yaml"
+    begun = saved.is_file() and any(folder.glob("checkpoints/step_*"))
+    if not begun or config.run.resume == "never":
+        return  # nothing to continue, or refused later with a reason of its own
+    before = load_config(saved)
+    if DTYPE in left:
+        config = replace(config, model=replace(config.model, dtype=before.model.dtype))
+    check_resumable(before, config, str(folder))
+
+
+def _exported_by(path: str) -> str:
+    """The command whose run exports that folder, where its recipe comes along."""
+    folder = Path(path)
+    if folder.name != "model" or folder.exists():
+        return ""
+    for name, file in shipped().items():
+        given = re.search(r"^  dir: (\S+)", file.read_text("utf-8"), flags=re.MULTILINE)
+        if given and Path(given[1]) == folder.parent:
+            first = name.partition("-")[0]
+            command = first if first in ("sft", "pretrain") else "train"
+            return f"; `keel {command} {name}` is that run"
+    return ""
+
+
+def _soon_known(part: str) -> bool:
+    """Whether part of a reward is Keel's own, or of a module that nobody has: others are imported
+    later, with all that they need."""
+    module, dot, _ = part.partition(".")
+    if not dot or not module.isidentifier():
+        return True
+    here = Path(module).is_dir() or Path(f"{module}.py").is_file()
+    return not here and module not in sys.modules and find_spec(module) is None
+
+
+def _soon_read(path: Path) -> bool:
+    """Whether to read it, or to say that it is not there."""
+    files = path.rglob("*") if path.is_dir() else (path,)
+    size = 0
+    for file in files:
+        size += file.stat().st_size if file.is_file() else 0
+        if size > SOON:
+            return False
+    return True

@@ -1,0 +1,131 @@
+"""`keel replay`: a step without a finite gradient once more, from the nearest checkpoint.
+
+The run folder may come from somebody else. Its config.yaml is read for the model and the trainer
+alone: the reward functions and environments that it names are neither imported nor started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from keel.configs.load import load_recipe
+from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.model import EMBEDDED
+from keel.model.hub import from_anywhere
+from keel.rl.metrics import values
+from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
+from keel.trainer.cluster.reservation import reserved
+from keel.trainer.cluster.watchdog import watched
+from keel.trainer.launch import start_of
+from keel.trainer.learner import Learner
+from keel.trainer.planning.placement import RANK
+from keel.trainer.prepare import Found, found_model, prompts_of
+from keel.trainer.run import checkpoint
+from keel.trainer.run.batches import FOLDER, kept_batches, read_batch, step_of
+from keel.trainer.run.manifest import said
+
+
+def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
+    """Train on a kept batch again, and say what comes of it. Nothing is written."""
+    folder = Path(run).expanduser()
+    path = chosen(folder, step)
+    groups, findings = read_batch(path)
+    disable_progress_bar()
+    recipe = folder / "config.yaml"
+    model = found_model(
+        *load_recipe(str(recipe), [f"run.dir={folder}", *overrides]), hardware_here, chats=False
+    )
+    config, gpu = model.choice.config, model.hardware.gpu
+    deadline = config.run.startup_deadline_s
+    base = base_model(model, config, recipe)
+    start, words = nearest(folder / "checkpoints", step_of(path))
+    completions = sum(len(group.group.trajectories) for group in groups)
+    print(f"{path}: {len(groups)} groups, {completions} completions, {words}")
+    for line in findings:
+        print(f"then: {line}")
+    with ExitStack() as stack:
+        start_ray()
+        stack.callback(end_ray)
+        seats = None
+        if gpu:  # nothing is sampled: engines need none
+            seats = stack.enter_context(reserved(config, deadline_s=deadline, only=RANK))
+        stack.enter_context(watched(print, config.run.frozen_after_s))
+        learner = Learner(
+            base,
+            config,
+            gpu=gpu,
+            actor_options=partial(seats.options, RANK) if seats else None,
+        )
+        stack.callback(learner.shutdown)
+        learner.prepared()
+        for line in learner.start():
+            print(f"warning: {line}")
+        if start:
+            learner.load(start)
+        result = learner.step(groups, examine=True)
+    numbers = values(result.metrics)
+    for name, value in sorted(numbers.items()):
+        print(f"{name:<32} {value:.6g}")
+    for line in result.findings:
+        print(f"now: {line}")
+    if not numbers["train/skipped_steps"]:
+        print("now: the gradient is finite")
+    elif not result.findings:
+        print("now: the gradient is not finite, and nothing was found that made it so")
+
+
+def base_model(model: Found, config: Config, recipe: Path) -> str:
+    """The folder of the model that the run began with. Raises ConfigError if making the embedded
+    model takes code that the recipe names."""
+    if config.model.path != EMBEDDED:
+        return from_anywhere(config.model.path)
+    for source in config.data.sources:
+        if (code := source.environment.demonstrations) and not code.startswith("keel."):
+            raise ConfigError(
+                f"{recipe}: the embedded model of this run learned from {code!r}, and `keel replay`"
+                " runs no code that a run folder names. Give the folder of that model: model.path="
+            )
+    return start_of(
+        config, prompts_of(config, model.tokenizer, model.facts), gpu=model.hardware.gpu
+    )
+
+
+def chosen(folder: Path, step: int | None) -> Path:
+    """The batch kept at `step`, or the newest. Raises ConfigError where there is none."""
+    kept = {step_of(path): path for path in kept_batches(folder)}
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder}: is no run folder (it has no config.yaml)")
+    if not kept:
+        raise ConfigError(
+            f"{folder}: no batch was kept there; a run keeps those without a finite gradient, in "
+            f"{FOLDER}/"
+        )
+    if step is None:
+        return kept[max(kept)]
+    if step not in kept:
+        known = ", ".join(map(str, kept))
+        raise ConfigError(f"{folder}: no batch of step {step} was kept, but of: {known}")
+    return kept[step]
+
+
+def nearest(checkpoints: Path, step: int) -> tuple[Path | None, str]:
+    """The newest intact checkpoint from before `step`, or None for the base
+    model; and what lies between."""
+    found, after = None, 0
+    for path in reversed(checkpoint.finished(checkpoints)):
+        if checkpoint.step_of(path) >= step:
+            continue
+        if problems := checkpoint.problems(path):
+            print(f"warning: {path} is damaged ({said(problems)})")
+            continue
+        found, after = path, checkpoint.step_of(path)
+        break
+    words = f"from {found.name if found else 'the base model'}"
+    if between := step - 1 - after:
+        return found, f"{words}; {between} steps lie between, so the numbers may differ"
+    return found, f"{words}, whose weights it was trained on"

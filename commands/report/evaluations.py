@@ -1,0 +1,125 @@
+"""Folders of evaluations as data for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from keel.commands.report.files import UNREADABLE, brief, loads
+from keel.commands.report.knobs import changed, settings_of
+from keel.commands.report.shape import Chunk, Chunks, RunData, as_json, listed, packed
+from keel.configs.schema import ConfigError
+from keel.data.eval_store import Asked
+from keel.data.eval_store import asked_in as as_asked
+from keel.data.results import results
+
+SAMPLES = "samples.jsonl"
+ONLY = "recipe"
+"""The variant of an evaluation that has no others."""
+PACKED = 4
+"""About how many times smaller a chunk is than its lines."""
+PER_CHUNK = 20
+"""Prompts of an evaluation that a page loads together."""
+
+
+def read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
+    """Read what `keel eval` has written so far. Raises ConfigError naming file and line."""
+    run = RunData(name=folder.resolve().name, kind="evaluation", path=str(folder))
+    run.knobs = settings_of(folder / "settings.json", run.notes)
+    run.changed = changed(run.knobs)
+    if not (folder / "results.json").exists():
+        run.notes.append("the evaluation has not ended: this is what there is so far")
+    path, asked, ends = folder / SAMPLES, list[Asked](), [0]
+    with path.open("rb") as file:
+        for at, line in enumerate(file):
+            if not line.endswith(b"\n"):  # it is being written
+                break
+            try:
+                one = asked_in(line)
+                run.groups.append(listed(group_of(one), 0, chunk_name(at), at % PER_CHUNK))
+                asked.append(counted(one))
+            except UNREADABLE as error:
+                text = f"no line of an evaluation: {brief(error)}"
+                raise ConfigError(f"{path}:{at + 1}: {text}") from error
+            ends.append(ends[-1] + len(line))
+    for variant, sets in results([one for one in asked if one.number], (1,)).items():
+        for name, of in sets.items():
+            low, high = of["pass@1_interval"]
+            label = f"pass@1 {name}" if variant == ONLY else f"pass@1 {variant}: {name}"
+            run.summary[label] = (
+                f"{of['pass@1']:.3f} ({low:.3f}–{high:.3f}), {of['prompts']} prompts"
+            )
+    chunks: Chunks = {}
+    for first in range(0, len(asked), PER_CHUNK):
+        begin, *_, end = ends[first : first + PER_CHUNK + 1]
+        read = partial(read_chunk, path, begin, end)
+        chunks[chunk_name(first)] = Chunk(read, (end - begin) // PACKED)
+    return run, chunks
+
+
+def chunk_name(at: int) -> str:
+    return f"prompts_{at - at % PER_CHUNK:06d}"
+
+
+def read_chunk(path: Path, begin: int, end: int) -> bytes:
+    """Pack the lines between two places of the file. Raises one of `UNREADABLE`."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        lines = file.read(end - begin).split(b"\n")[:-1]
+    return packed([as_json(group_of(asked_in(line))) for line in lines])
+
+
+def asked_in(line: bytes) -> Asked:
+    return as_asked(loads(line.decode("utf-8", "surrogatepass")))
+
+
+def counted(asked: Asked) -> Asked:
+    """Keep the numbers that results are made of, and no text. Raises one of `UNREADABLE`."""
+    samples = [
+        {
+            "correct": float(sample["correct"] or 0),
+            "error": float(sample["error"] or 0),
+            "tokens": int(float(sample["tokens"])),
+            "finish_reason": str(sample["finish_reason"]),
+        }
+        for sample in asked.samples
+    ]
+    return replace(
+        asked,
+        variant=str(asked.variant),
+        source=str(asked.source),
+        domain=str(asked.domain),
+        samples=samples,
+        missing=[str(reason) for reason in asked.missing],
+        prompt=(),
+    )
+
+
+def group_of(asked: Asked) -> dict[str, Any]:
+    """A group in the form that `keel.trainer.run.trajectory_files` writes."""
+    return {
+        "prompt": asked.id,
+        "domain": f"{asked.domain} · {asked.variant}",
+        "messages": asked.prompt,
+        "reference": asked.expected,
+        "dropped": asked.missing,
+        "trajectories": [trajectory(at, sample) for at, sample in enumerate(asked.samples)],
+    }
+
+
+def trajectory(at: int, sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "sibling": at,
+        "reward": sample["correct"],
+        "parts": {"correct": sample["correct"], **sample.get("parts", {})},
+        "finish": sample["finish_reason"],
+        "tokens": sample["tokens"],
+        "answer": sample.get("answer", ""),
+        "messages": sample["messages"],
+        "opening": 0,
+        "contexts": [],
+        **({"notes": {"correct": "error"}} if sample["error"] else {}),
+    }

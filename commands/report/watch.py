@@ -1,0 +1,164 @@
+"""`keel watch`: the page of running runs, served on this machine alone."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from keel.commands.report.folders import Known, read_folder
+from keel.commands.report.page import name_apart, page, state
+from keel.commands.report.shape import Chunks, RunData
+from keel.configs.schema import ConfigError
+
+HOST = "127.0.0.1"
+NAMES = (HOST, "localhost")
+"""Accepted host names. Any other is a page elsewhere whose name was pointed at this machine."""
+TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
+
+
+class Follower:
+    """Reads folders again when something in them has changed."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        """Raises ConfigError for a folder that holds no run."""
+        self._folders = [Path(folder) for folder in folders]
+        self._lock = Lock()
+        self._mark = ""
+        self._runs: list[tuple[RunData, Chunks]] = []
+        self._known: Known = {}
+        self.runs()
+
+    def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
+        """The current runs, and a mark that differs after a change."""
+        with self._lock:
+            if (mark := self._stamp()) != self._mark:
+                self._runs = [read_folder(folder, self._known) for folder in self._folders]
+                name_apart([run for run, _ in self._runs])
+                self._mark = mark
+            return self._runs, self._mark
+
+    def _stamp(self) -> str:
+        stamps: list[str] = []
+        for folder in self._folders:
+            try:
+                inside = sorted(folder.glob("*"))
+            except OSError as error:
+                raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from error
+            for path in (folder, *inside, folder / "trajectories"):
+                # A file may go while we look: the next look sees that.
+                with suppress(OSError):
+                    of = path.stat()
+                    stamps.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
+        return str(hash(tuple(stamps)))
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, follower: Follower, port: int) -> None:
+        """port: 0 for any. Raises ConfigError where it is taken."""
+        self.follower = follower
+        self.token = secrets.token_urlsafe(24)
+        try:
+            super().__init__((HOST, port), Handler)
+        except OSError as error:
+            raise ConfigError(f"--port {port}: {os.strerror(error.errno or 0)}") from error
+        except OverflowError as error:
+            raise ConfigError(f"--port {port}: must be from 1 to 65535, or 0 for any") from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore connections that the browser has closed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/?token={self.token}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET: `/` the page, `/data` everything on it but trajectories, `/chunk` those."""
+
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    timeout = 30
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        split = urlsplit(self.path)
+        asked = {name: values[-1] for name, values in parse_qs(split.query).items()}
+        host = self.headers.get("Host", "").rpartition(":")[0]
+        token = asked.get("token", "").encode()
+        if host not in NAMES or not hmac.compare_digest(token, self.server.token.encode()):
+            self._send(HTTPStatus.FORBIDDEN, b"Open the address that `keel watch` has printed.")
+            return
+        try:
+            self._answer(split.path.strip("/"), asked)
+        except ConfigError as error:  # the folder has gone meanwhile
+            self._send(HTTPStatus.NOT_FOUND, str(error).encode(errors="replace"))
+
+    def _answer(self, what: str, asked: dict[str, str]) -> None:
+        runs, mark = self.server.follower.runs()
+        if what == "":
+            self._send(HTTPStatus.OK, page(runs, live=True).encode(errors="replace"), TYPES[""])
+        elif what == "data" and self.headers.get("If-None-Match") == mark:
+            self._send(HTTPStatus.NOT_MODIFIED, b"", mark=mark)
+        elif what == "data":
+            self._send(HTTPStatus.OK, state(runs, live=True).encode(), TYPES["data"], mark=mark)
+        elif what == "chunk" and (data := chunk(runs, asked)) is not None:
+            self._send(HTTPStatus.OK, data, "application/octet-stream")
+        else:
+            self._send(HTTPStatus.NOT_FOUND, b"There is nothing of this name.")
+
+    def _send(
+        self, status: HTTPStatus, body: bytes, kind: str = "text/plain", mark: str = ""
+    ) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("ETag", mark),
+        ):
+            if value:
+                self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *_: object) -> None:
+        pass
+
+
+def chunk(runs: Sequence[tuple[RunData, Chunks]], asked: dict[str, str]) -> bytes | None:
+    number = asked.get("run", "")
+    if not number.isdecimal() or int(number) >= len(runs):
+        return None
+    try:
+        return runs[int(number)][1][asked.get("chunk", "")].data()
+    except (KeyError, OSError):  # none of this name, or it has gone since
+        return None
+
+
+def watch(folders: Sequence[str], port: int) -> None:
+    """Serve until Ctrl-C. Raises ConfigError."""
+    with Server(Follower(folders), port) as server:
+        print(
+            f"{server.url}\nCtrl-C ends it. Seen from this machine alone; over SSH: ssh -L "
+            f"{server.server_port}:{HOST}:{server.server_port} …",
+            flush=True,
+        )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()

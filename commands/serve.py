@@ -1,0 +1,194 @@
+"""`keel serve`: a trained model behind vLLM's OpenAI-compatible server. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from keel.commands.report.knobs import knobs_of
+from keel.configs.schema import ConfigError, RolloutConfig
+from keel.rollout.judge.process import VllmServer, common_options, environment
+from keel.trainer.run import checkpoint
+from keel.trainer.run.progress import waiting
+
+HOST, PORT = "127.0.0.1", 8000
+START_S = 1800.0
+"""Longest wait for vLLM to load the model and answer."""
+POLL_S = 0.5
+SAMPLING = ("temperature", "top_p", "top_k")
+THINKING_KEYS = ("enable_thinking", "thinking")
+"""Names under which chat templates ask whether to think."""
+FIXED = ("model", "host", "port", "served_model_name")
+"""vLLM options that the command line sets in another way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model folder with the sampling defaults of its requests."""
+
+    path: Path
+    name: str
+    """The model's name in requests."""
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Values of `SAMPLING`; generation_config.json has those that are missing."""
+    thinking: bool | None = None
+    """None: up to the chat template."""
+
+
+def find_model(folder: Path) -> ServedModel:
+    """Return the model of a run folder or a model folder; a run's keeps its recipe's sampling.
+
+    Raises ConfigError if the folder is neither, or the run has exported no model yet.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is not a folder; name a run folder or a model folder")
+    if (folder / "config.json").exists():
+        run = folder.resolve().parent
+        if not (run / "config.yaml").exists():
+            return ServedModel(path=folder, name=folder.resolve().name)
+        return _of_run(run, folder)
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(
+            f"{folder}: is neither a run folder (config.yaml) nor a model folder (config.json)"
+        )
+    if (folder / "model" / "config.json").exists():
+        return _of_run(folder.resolve(), folder / "model")
+    if newest := checkpoint.latest(folder / "checkpoints"):
+        step = checkpoint.step_of(newest)
+        raise ConfigError(
+            f"{folder}: holds checkpoints, and no exported model. Run the command that trained it "
+            f"again with run.steps={step}: it exports step {step} to {folder / 'model'} and ends"
+        )
+    raise ConfigError(f"{folder}: this run has neither a model nor a checkpoint yet")
+
+
+def _of_run(run: Path, model: Path) -> ServedModel:
+    """A run's export. Reads the recipe's knobs one by one, so that any release's recipe will do."""
+    notes: list[str] = []
+    knobs = {
+        name: json.loads(value) for name, value in knobs_of(run / "config.yaml", notes).items()
+    }
+    modes = {value for name, value in knobs.items() if name.endswith("].thinking")}
+    return ServedModel(
+        path=model,
+        name=run.name,
+        sampling={
+            name: knobs[f"rollout.sampling.{name}"]
+            for name in SAMPLING
+            if f"rollout.sampling.{name}" in knobs
+        },
+        thinking=modes.pop() if len(modes) == 1 else None,
+    )
+
+
+def parse_options(words: Sequence[str]) -> dict[str, Any]:
+    """Values of `key=value` words, read as YAML. Raises ConfigError for any other word."""
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = name.replace("-", "_")
+        if not equals or not name.isidentifier():
+            raise ConfigError(
+                f"{word}: is not key=value; keys are {', '.join(SAMPLING)}, thinking, and vLLM's "
+                "options by their names (max_model_len=4096)"
+            )
+        if name in FIXED:
+            raise ConfigError(f"{word}: is set by the folder, --host and --port; leave it out")
+        try:
+            options[name] = value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{word}: is not YAML ({error})") from error
+        if name in SAMPLING and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{word}: must be a number")
+        if name == "thinking" and not isinstance(value, bool):
+            raise ConfigError(f"{word}: must be true or false")
+    return options
+
+
+def server_options(model: ServedModel, chosen: Mapping[str, Any], *, gpu: bool) -> dict[str, Any]:
+    """vLLM options, without the address. chosen: the user's, as from `parse_options`."""
+    chosen = dict(chosen)
+    sampling = {**model.sampling, **{n: chosen.pop(n) for n in SAMPLING if n in chosen}}
+    thinking = chosen.pop("thinking", model.thinking)
+    options: dict[str, Any] = {
+        "model": str(model.path),
+        "served_model_name": model.name,
+        "max_model_len": "auto",  # the longest context that fits the KV cache
+        **common_options(gpu=gpu, kv_cache_gib=RolloutConfig().kv_cache_gib),
+    }
+    if sampling:
+        options["override_generation_config"] = sampling
+    if thinking is not None:
+        options["default_chat_template_kwargs"] = dict.fromkeys(THINKING_KEYS, thinking)
+    return {**options, **chosen}
+
+
+@contextmanager
+def serving(
+    model: ServedModel,
+    chosen: Mapping[str, Any],
+    *,
+    gpu: bool,
+    host: str = HOST,
+    port: int = 0,
+    key: str = "",
+) -> Iterator[VllmServer]:
+    """Run vLLM's server of `model` and end it afterwards. port 0: a free one.
+
+    Raises ConfigError if the address cannot be had, RuntimeError with the log's last lines if the
+    server does not start.
+    """
+    handle, name = tempfile.mkstemp(prefix="keel-serve-", suffix=".log")
+    os.close(handle)
+    log = Path(name)
+    try:
+        server = VllmServer(
+            str(model.path),
+            server_options(model, chosen, gpu=gpu),
+            environment(gpu=gpu, threads=len(os.sched_getaffinity(0))),
+            host=host,
+            port=port,
+            key=key,
+            log=log,
+        )
+    except (OSError, OverflowError) as error:
+        log.unlink()
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--host {host} --port {port}: {why}; choose another") from error
+    try:
+        # `keel chat --prompt` leaves nothing but the answer on stdout.
+        text = f"starting vLLM with {model.path}"
+        with redirect_stdout(sys.stderr), waiting(text, "vLLM server"):
+            server.wait(START_S)
+        yield server
+    finally:
+        if not server.ended():  # else the log may say more than the error
+            log.unlink()
+        server.stop()
+
+
+def serve(folder: Path, words: Sequence[str], *, host: str, port: int, gpu: bool) -> None:
+    """Serve until Ctrl-C. Raises ConfigError, and RuntimeError if the server fails."""
+    model, chosen = find_model(folder), parse_options(words)
+    try:
+        with serving(model, chosen, gpu=gpu, host=host, port=port) as server:
+            print(
+                f"{model.path} answers at {server.url} as {model.name!r}, in the OpenAI API\n"
+                f"keel chat --url {server.url} talks to it; Ctrl-C ends it",
+                flush=True,
+            )
+            while not (why := server.ended()):
+                time.sleep(POLL_S)
+            raise RuntimeError(f"{model.path}: {why}")
+    except KeyboardInterrupt:
+        print()

@@ -1,0 +1,271 @@
+"""`keel synthesize`: makes tasks one beside the other, within the budget, and goes on where it was
+stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from keel.configs.schema import ConfigError
+from keel.configs.synthesis import AuthorConfig, SynthesisConfig
+from keel.synthesis.author import Author, AuthorLost, Budget, BudgetSpent, EndpointAuthor
+from keel.synthesis.ledger import Ledger, Outcome, Refused
+
+Make = Callable[[str], Awaitable[Sequence[Refused] | None]]
+"""Makes the task of a key and leaves it in the folder, whole or not at all. Returns what was thrown
+away on the way. Raises Refused where a gate throws the task away, AuthorLost, BudgetSpent."""
+Say = Callable[[str], object]
+MOST_LOST = 5
+"""Tasks in a row whose author was lost, after which it is not asked any more."""
+
+
+class Shown(Protocol):
+    """A wait that is shown."""
+
+    done: float
+    before: float
+    measure: Callable[[Any], object] | None
+    """Called with it before it is shown, to set `note`."""
+
+
+class Show(Protocol):
+    """Of how many tasks (0: none)."""
+
+    def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Shown]: ...
+
+
+@dataclass(slots=True)
+class _Unseen:
+    done: float = 0
+    before: float = 0
+    measure: Callable[[Any], object] | None = None
+
+
+def _unseen(what: str, *, total: int = 0) -> AbstractContextManager[Shown]:
+    return nullcontext(_Unseen())
+
+
+async def make_all(
+    keys: Sequence[str],
+    make: Make,
+    ledger: Ledger,
+    *,
+    at_once: int,
+    say: Say,
+    stop: asyncio.Event,
+    show: Show = _unseen,
+) -> str:
+    """Makes the tasks that the ledger lacks. Returns why it ended early; "" where it did not."""
+    made = sum(key in ledger.outcomes for key in keys)
+    if made:
+        say(f"{made:,} of {len(keys):,} tasks are made already")
+    if made == len(keys):
+        return ""
+    with show("making tasks", total=len(keys)) as shown:
+        shown.done = shown.before = made
+        return await _make_left(keys, make, ledger, at_once, say, stop, shown)
+
+
+async def _make_left(
+    keys: Sequence[str],
+    make: Make,
+    ledger: Ledger,
+    at_once: int,
+    say: Say,
+    stop: asyncio.Event,
+    shown: Shown,
+) -> str:
+    left = [key for key in keys if key not in ledger.outcomes]
+    queue, why, lost, under_way = list(reversed(left)), "", 0, set[str]()
+
+    def measure(wait: Any) -> None:
+        wait.note = f"{len(under_way)} under way, {len(ledger.spent):,} calls of models"
+
+    shown.measure = measure
+
+    async def worker() -> None:
+        nonlocal why, lost
+        while queue and not why and not stop.is_set():
+            key, begun = queue.pop(), time.monotonic()
+            under_way.add(key)
+            try:
+                drafts = await make(key) or ()
+            except Refused as refused:
+                gate, reason, outcome = refused.gate, refused.reason, "refused"
+                drafts = refused.drafts
+            except AuthorLost as error:
+                lost += 1
+                say(f"{key}: {error}; the next start tries it again")
+                if lost >= MOST_LOST:
+                    why = f"{lost} tasks in a row had no answer from their author: {error}"
+                continue
+            except BudgetSpent as error:
+                why = str(error)
+                return
+            else:
+                gate, reason, outcome = "", "", "kept"
+            finally:
+                under_way.discard(key)
+            lost, seconds = 0, round(time.monotonic() - begun, 3)
+            ledger.add(
+                Outcome(
+                    key=key,
+                    outcome=outcome,
+                    gate=gate,
+                    reason=reason,
+                    seconds=seconds,
+                    drafts=[(draft.gate, draft.reason) for draft in drafts],
+                )
+            )
+            said = "kept" if outcome == "kept" else f"refused by {gate}: {reason}"
+            shown.done += 1
+            say(f"{shown.done:,.0f} of {len(keys):,}: {key} {said}")
+
+    workers = [asyncio.create_task(worker()) for _ in range(min(at_once, len(queue)))]
+    if workers:
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            ended = asyncio.gather(*workers)
+            # What one raises is raised below; else the loop would say that nobody asked for it.
+            ended.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*workers, stopping):
+                task.cancel()
+            results = await asyncio.gather(*workers, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+    return why or ("stopped" if any(key not in ledger.outcomes for key in left) else "")
+
+
+class Pipeline(Protocol):
+    """A family's way of making tasks. A context: what it needs is there while it is open."""
+
+    keys: Sequence[str]
+    """Of the tasks to make, in order; the same for the same settings."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def make(self, key: str) -> Sequence[Refused] | None:
+        """See `Make`."""
+        ...
+
+
+def open_pipeline(
+    config: SynthesisConfig,
+    author: EndpointAuthor,
+    folder: Path,
+    more: Callable[[AuthorConfig], Author],
+) -> Pipeline:
+    """Of the family that the recipe names. more: other authors. Raises ConfigError for settings
+    that cannot be used."""
+    if config.family == "general":
+        from keel.synthesis.general.pipeline import GeneralPipeline  # noqa: PLC0415
+
+        reference = more(config.reference) if config.reference else author
+        return GeneralPipeline(
+            config.general, folder, author=author, reference=reference, seed=config.seed
+        )
+    if config.family == "search":
+        from keel.synthesis.search.pipeline import SearchPipeline  # noqa: PLC0415
+
+        try:
+            return SearchPipeline(config.search, author, author.another, folder, seed=config.seed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    if config.family == "code":
+        from keel.synthesis.code.pipeline import CodePipeline  # noqa: PLC0415
+
+        return CodePipeline(config.code, author, folder)
+    raise ConfigError(f"family = {config.family!r}: has no pipeline")
+
+
+def synthesize(config: SynthesisConfig, say: Say = print, show: Show = _unseen) -> int:
+    """The command's exit status: 0 all is made; 1 stopped early, and can be called again. show:
+    what is waited for. Raises ConfigError."""
+    return asyncio.run(_synthesize(config, say, show))
+
+
+async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
+    folder, stop = Path(config.dir).expanduser(), asyncio.Event()
+    with Ledger(folder, depends_on(config)) as ledger:
+        loop = asyncio.get_running_loop()
+        # asyncio's own tells the loop, which preparing may keep busy for an hour.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _leave)
+        budget = Budget(config.budget, ledger.spent, ledger.used)
+        authors: list[EndpointAuthor] = []
+
+        def author_of(given: AuthorConfig) -> EndpointAuthor:
+            try:
+                authors.append(EndpointAuthor(given, budget))
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            return authors[-1]
+
+        try:
+            author = author_of(config.author)
+            async with AsyncExitStack() as stack:
+                with show("preparing what tasks are made of"):
+                    pipeline = open_pipeline(config, author, folder, author_of)
+                    await stack.enter_async_context(pipeline)
+                for name in (signal.SIGINT, signal.SIGTERM):
+                    loop.add_signal_handler(name, stop.set)
+                try:
+                    why = await make_all(
+                        pipeline.keys,
+                        pipeline.make,
+                        ledger,
+                        at_once=config.at_once,
+                        say=say,
+                        stop=stop,
+                        show=show,
+                    )
+                finally:
+                    told(ledger.report(), say)
+        finally:
+            for each in authors:
+                await each.close()
+            for name in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(name)
+    if why:
+        say(f"keel synthesize: {why}. The same command goes on from here")
+    return int(bool(why))
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def depends_on(config: SynthesisConfig) -> dict[str, Any]:
+    """What the tasks depend on: who writes them and what that may cost may change."""
+    section = getattr(config, config.family, None)
+    return {
+        "family": config.family,
+        "seed": config.seed,
+        **(asdict(section) if section is not None else {}),
+    }
+
+
+def told(report: Mapping[str, Any], say: Say) -> None:
+    """The report, for people."""
+    say(f"made {report['made']:,} tasks, kept {report['kept']:,}")
+    for gate, refused in report["refused"].items():
+        say(f"  refused by {gate}: {refused['tasks']:,}")
+        for reason, count in refused["reasons"].items():
+            say(f"    {count:,} × {reason}")
+    if report["drafts"]:
+        drafts = ", ".join(f"{count:,} by {gate}" for gate, count in report["drafts"].items())
+        say(f"  drafts refused, and written again or done without: {drafts}")
+    for purpose, cost in report["cost"].items():
+        money = f", {cost['usd']:.2f} USD" if cost["usd"] else ""
+        say(f"  {purpose}: {cost['calls']:,} calls, {cost['tokens']:,} tokens{money}")

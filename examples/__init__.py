@@ -1,0 +1,1 @@
+"""Small task families that recipes and tutorials use."""

@@ -1,0 +1,118 @@
+"""`python -m keel.examples.proofs EVALUATION … --out FILE`: tasks for verifiers, from graded
+proofs.
+
+`keel eval` on prompts of kind `proof` leaves the proofs and what they are worth in a folder: the
+mean of `rewards.judge.samples` verifications, each counted as far as a meta-check confirms it
+(DeepSeekMath-V2 (2025), section 2.3, labels proofs so). A line of FILE shows the policy a problem
+and a proof, and rewards its evaluation of it by spec kind `verification`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from keel.rewards.judge.proof import read_proof
+from keel.rewards.text import final_text
+
+INSTRUCTIONS = r"""You check the solution of a problem in mathematics. Go through its key steps \
+and every step that you doubt: say what it claims, whether it holds, and why; name each error or \
+gap with the passage it is in. End with the score of the solution: \boxed{1} if it is complete and \
+correct, \boxed{0.5} if it is correct as a whole, with minor errors or with details left out, \
+\boxed{0} if it has a fatal error or a severe gap."""
+BANDS = ((0.25, "wrong"), (0.75, "partly right"), (2.0, "right"))
+"""Below which mean score a proof is counted as what."""
+
+
+def graded(path: Path) -> Iterator[tuple[str, str, float]]:
+    """Problem, solution and score of each proof in a file of `keel eval`. Raises ValueError naming
+    the line."""
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            asked: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
+            problem = _problem(asked["prompt"])
+            samples: Sequence[Mapping[str, Any]] = asked["samples"]
+            for sample in samples:
+                proof = read_proof(final_text(sample["messages"]))
+                score = sample["parts"].get("proof")
+                if isinstance(score, float) and not isinstance(proof, str) and not sample["error"]:
+                    # Half a surrogate pair, which a policy may say, can be no part of a prompt.
+                    solution = proof.solution.encode(errors="replace").decode()
+                    yield problem, solution, score
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}:{number}: no line of an evaluation of proofs ({error!r})"
+            ) from error
+
+
+def tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
+    """A line of JSONL for each proof, none twice, at most `each` of a problem in a band of
+    scores: proofs that are all right, or all wrong, teach a verifier to say one thing."""
+    seen: set[str] = set()
+    taken: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for problem, solution, score in proofs:
+        key = hashlib.sha256(f"{problem}\0{solution}".encode()).hexdigest()[:16]
+        band = next(name for most, name in BANDS if score < most)
+        if key in seen or taken[problem, band] == each:
+            continue
+        seen.add(key)
+        taken[problem, band] += 1
+        yield {
+            "id": key,
+            "messages": [
+                {"role": "system", "content": INSTRUCTIONS},
+                {"role": "user", "content": f"{problem}\n\n## Solution\n{solution}"},
+            ],
+            "reward": {
+                "kind": "verification",
+                "problem": problem,
+                "proof": solution,
+                "score": score,
+            },
+        }
+
+
+def _problem(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What the user asked. Raises ValueError."""
+    asked = [str(m["content"]) for m in messages if m.get("role") == "user"]
+    if not asked:
+        raise ValueError("its prompt is not written down: evaluate again")
+    return "\n\n".join(asked)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m keel.examples.proofs", description=__doc__)
+    parser.add_argument("evaluations", type=Path, nargs="+", help="folders that keel eval wrote")
+    parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
+    parser.add_argument("--each", type=int, default=4, help="proofs of a problem and score (4)")
+    given = parser.parse_args(arguments)
+    if given.each < 1:
+        parser.error("--each must be at least 1")
+    try:
+        proofs = (one for folder in given.evaluations for one in graded(folder / "samples.jsonl"))
+        lines = list(tasks(proofs, given.each))
+        if not lines:
+            raise ValueError(
+                f"{', '.join(map(str, given.evaluations))}: no proof with a score in there; "
+                "evaluate prompts of kind `proof` (docs/rubrics.md)"
+            )
+        with given.out.open("x", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{len(lines):,} proofs to verify in {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

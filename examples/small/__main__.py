@@ -1,0 +1,109 @@
+"""`python -m keel.examples.small FOLDER`: small tasks of four families, in the forms of real ones.
+
+    general/prices     an environment as `keel synthesize` writes them
+    search/corpus      documents, and search/tasks.jsonl the questions
+    code/tasks.jsonl   changes of a repository that is made here, through every gate
+    programs           tasks.jsonl: programs to be written, against hidden tests
+    lessons            conversations about all of these, to begin with (`keel sft`)
+
+A code interpreter's tasks need no files: reasoning_gym makes them. No network, no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from keel.commands.synthesize import synthesize
+from keel.configs.schema import ConfigError
+from keel.configs.synthesis import AuthorConfig, SynthesisConfig
+from keel.examples.small import lessons as chats
+from keel.examples.small import pace, prices, towers
+from keel.examples.small import programs as tests
+
+NOBODY = AuthorConfig(base_url="http://127.0.0.1:9/v1", model="none")
+"""Is never asked."""
+MOST = {"general": 1000, "search": 4000, "code": 1000, "programs": 270, "lessons": 100_000}
+
+
+def make(
+    folder: Path,
+    *,
+    general: int,
+    search: int,
+    code: int,
+    programs: int = 240,
+    lessons: int = 1200,
+    seed: int,
+) -> int:
+    """So many tasks of each, and lessons of each family in each mode; what is there already stays
+    as it is. Returns the exit status. Raises ConfigError, and OSError where nothing can be
+    written."""
+    _made(folder / "general", lambda new: prices.write(new / "prices", general, seed))
+    _made(folder / "search", lambda new: towers.write(new, search, seed))
+    _made(folder / "programs", lambda new: tests.write(new, programs, seed))
+    _made(folder / "lessons", lambda new: chats.write(new, lessons, seed))
+    _made(folder / "repository", lambda new: pace.write(new, code, seed))
+    config = SynthesisConfig(
+        family="code",
+        dir=str(folder / "code"),
+        at_once=max(2, (os.cpu_count() or 2) // 2),
+        author=NOBODY,
+        code=pace.synthesis(folder / "repository"),
+    )
+    return synthesize(config)
+
+
+def _made(folder: Path, write: Callable[[Path], None]) -> None:
+    """Whole or not at all."""
+    if folder.exists():
+        print(f"{folder} is there already")
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as new:
+        write(Path(new, folder.name))
+        Path(new, folder.name).rename(folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m keel.examples.small")
+    parser.add_argument("folder", type=Path, help="tasks are written to it")
+    parser.add_argument("--general", type=int, default=240, metavar="N", help="tasks with prices")
+    parser.add_argument("--search", type=int, default=400, metavar="N", help="tasks with towers")
+    parser.add_argument("--code", type=int, default=8, metavar="N", help="changes to a repository")
+    parser.add_argument("--programs", type=int, default=240, metavar="N", help="programs")
+    parser.add_argument(
+        "--lessons", type=int, default=1200, metavar="N", help="of each family in each mode"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    for name, most in MOST.items():
+        if not 1 <= getattr(given, name) <= most:
+            parser.error(f"--{name} {getattr(given, name)}: must be from 1 to {most}")
+    if find_spec("pytest") is None:
+        parser.error("the code tasks' tests run with pytest: pip install pytest")
+    try:
+        return make(
+            given.folder.expanduser().absolute(),
+            general=given.general,
+            search=given.search,
+            code=given.code,
+            programs=given.programs,
+            lessons=given.lessons,
+            seed=given.seed,
+        )
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip()
+        parser.error(f"git: {said}")
+    except (ConfigError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Conversations about the small tasks as chats to learn (`keel sft`), for a supervised start: what
+`keel.examples.small.demonstrations` has, and programs, each task with and without thinking.
+
+Some are worked, some hasty. Which it will be is thought first, so that there is something for
+reinforcement learning to find in the thinking, too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from keel.agents.environments.demonstrations import Demonstration
+from keel.examples.small.demonstrations import (
+    pace_demonstrations,
+    price_demonstrations,
+    tower_demonstrations,
+)
+from keel.examples.small.programs import answer, every_program
+from keel.rl.turns import Message, ToolSpec
+
+LOOK, GUESS = "look", "guess"
+WORKED = 0.6
+"""Share of the conversations that are worked."""
+SEARCH = {"results": 1, "cite": False}
+"""Arguments of the search environment, as the recipes have them."""
+Ways = tuple[Sequence[Message], Sequence[Message], Sequence[ToolSpec]]
+"""A task worked, in haste, and its tools."""
+
+
+def write(folder: Path, count: int, seed: int) -> None:
+    """In a new folder: a file of `count` conversations for each family and mode."""
+    folder.mkdir(parents=True)
+    # Seeds apart from those of cold starts, which begin at 0.
+    far = 1 << 20
+    drawn = {
+        "general": price_demonstrations(count, seed=far + seed, arguments={}),
+        "search": tower_demonstrations(count, seed=far + seed, arguments=SEARCH),
+        "coding": pace_demonstrations(count, seed=far + seed, arguments={}),
+    }
+    families = {name: [_ways(one) for one in shown] for name, shown in drawn.items()}
+    families["code"] = _programs(count, random.Random(f"lessons {seed}"))
+    for name, ways in families.items():
+        for thinking in (True, False):
+            draw = random.Random(f"{name} {thinking} {seed}")
+            path = folder / f"{name}{'' if thinking else '-direct'}.jsonl"
+            lines = [json.dumps(line) for line in _lines(ways, draw, thinking=thinking)]
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _lines(
+    ways: Sequence[Ways], draw: random.Random, *, thinking: bool
+) -> Iterator[Mapping[str, Any]]:
+    for worked, hasty, tools in ways:
+        works = draw.random() < WORKED
+        said = [dict(message) for message in (worked if works else hasty)]
+        first = next(one for one in said if one["role"] == "assistant")
+        if thinking:
+            first["reasoning_content"] = LOOK if works else GUESS
+        yield {
+            "messages": said,
+            "tools": [tool.as_json() for tool in tools],
+            "thinking": thinking,
+        }
+
+
+def _ways(shown: Demonstration) -> Ways:
+    return shown.worked, shown.hasty, shown.tools
+
+
+def _programs(count: int, draw: random.Random) -> list[Ways]:
+    """In haste, the number is made up."""
+    made: list[Ways] = []
+    known = every_program(draw)
+    for program in (known[n % len(known)] for n in range(count)):
+        wrong = draw.choice([one for one in known if one.sign == program.sign and one != program])
+        asked = {"role": "user", "content": program.question}
+        worked, hasty = (
+            [asked, {"role": "assistant", "content": answer(one.source)}]
+            for one in (program, wrong)
+        )
+        made.append((worked, hasty, ()))
+    return made

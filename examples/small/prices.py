@@ -1,0 +1,89 @@
+"""A general agent's tasks: what a shop asks for its goods, and which of two asks less.
+
+The folder is one as `keel synthesize` makes them (`keel.agents.environments.general.folder`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from keel.examples.small.names import names
+
+ITEMS = 80
+TOOLS = '''\
+"""What a shop asks for its goods."""
+
+
+def price(item: str) -> int:
+    """Its price."""
+    if item not in database:
+        raise LookupError(f"there is no {item}")
+    return database[item]
+'''
+
+
+@dataclass(frozen=True)
+class Question:
+    """About the price of one item, or which of two is the cheaper one."""
+
+    items: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        if len(self.items) == 1:
+            return f"Submit the price of {self.items[0]}."
+        return f"Submit the cheaper of {self.items[0]} and {self.items[1]}."
+
+    def answer(self, prices: Mapping[str, int]) -> int | str:
+        if len(self.items) == 1:
+            return prices[self.items[0]]
+        return min(self.items, key=lambda item: prices[item])
+
+    def solution(self, number: int) -> str:
+        one, *other = (f"tools.price(item={item!r})" for item in self.items)
+        right = f"{self.items[0]!r} if {one} < {other[0]} else {self.items[1]!r}" if other else one
+        return f"def solve_{number}(tools):\n    return {right}\n"
+
+    def verifier(self, number: int) -> str:
+        one, *other = (f"database[{item!r}]" for item in self.items)
+        right = f"{self.items[0]!r} if {one} < {other[0]} else {self.items[1]!r}" if other else one
+        return (
+            f"def verify_{number}(answer, database):\n    right = {right}\n"
+            "    return type(answer) is type(right) and answer == right\n"
+        )
+
+
+def draw_prices(draw: random.Random) -> dict[str, int]:
+    """All different, of two digits."""
+    return dict(zip(names(draw, ITEMS), draw.sample(range(10, 100), ITEMS), strict=True))
+
+
+def draw_question(draw: random.Random, prices: Mapping[str, int]) -> Question:
+    return Question(tuple(draw.sample(list(prices), draw.choice((1, 2)))))
+
+
+def write(folder: Path, count: int, seed: int) -> None:
+    """In a new folder: an environment of `count` different tasks."""
+    draw = random.Random(f"prices {seed}")
+    prices = draw_prices(draw)
+    asked: dict[Question, None] = {}
+    while len(asked) < count:
+        asked[draw_question(draw, prices)] = None
+    tasks = [{"question": question.text, "tools": ["price"]} for question in asked]
+    files = {
+        "database.json": json.dumps(prices),
+        "tools.py": TOOLS,
+        "task.json": json.dumps({"name": "prices", "category": "prices of a shop", "tasks": tasks}),
+        "solve.py": "\n\n".join(question.solution(n) for n, question in enumerate(asked)),
+        "verify.py": "\n\n".join(question.verifier(n) for n, question in enumerate(asked)),
+        "provenance.json": json.dumps(
+            {"made": f"by python -m keel.examples.small --seed {seed}; no model took part"}
+        ),
+    }
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,81 @@
+"""`python -m keel.examples.tables --count 2000 tables.jsonl`: tasks for the code interpreter.
+
+A line has the question, the rule for its answer, and the text of its files, which an episode finds
+in the tool's working directory. Whoever knows the seed can compute the answers, and what the policy
+runs can read this code; so the seed is drawn, unless one is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from keel.examples.tables import shop, stations
+from keel.examples.tables.task import Answer, Files
+
+MARK = "Put the final answer in \\boxed{}."
+MOST_DRAWS = 200
+SCENES: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], Files], str, Any]] = {
+    "shop": (shop.draw_shop, shop.files_of, shop.ABOUT, shop.QUESTIONS),
+    "stations": (stations.draw_network, stations.files_of, stations.ABOUT, stations.QUESTIONS),
+}
+"""How its data are drawn and written, what is said of them, and what is asked."""
+
+
+def tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """`count` lines of JSONL, every kind of question in turn; the same for the same seed."""
+    kinds = [(scene, ask) for scene, (_, _, _, questions) in SCENES.items() for ask in questions]
+    for number in range(count):
+        scene, ask = kinds[number % len(kinds)]
+        make, write, about, _ = SCENES[scene]
+        draw = random.Random(f"{seed}/{number}")
+        data, answer = _asked(make, ask, draw)
+        yield {
+            "id": f"{scene}-{ask.__name__}-{number}",
+            "prompt": f"{about}\n\n{answer.question} {MARK}",
+            **answer.rule,
+            "environment": {"files": write(data)},
+        }
+
+
+def _asked(
+    make: Callable[[random.Random], Any],
+    ask: Callable[[Any, random.Random], Answer | None],
+    draw: random.Random,
+) -> tuple[Any, Answer]:
+    """Data in which the question has one clear answer."""
+    for _ in range(MOST_DRAWS):
+        data = make(draw)
+        if (answer := ask(data, draw)) is not None and answer.clear:
+            return data, answer
+    raise RuntimeError(f"{ask.__name__}: no clear answer in {MOST_DRAWS} draws")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m keel.examples.tables", description=__doc__)
+    parser.add_argument("file", type=Path, help="the JSONL file to write")
+    parser.add_argument("--count", type=int, default=1000, help="tasks (1000)")
+    parser.add_argument("--seed", type=int, help="drawn by chance unless given, and then no secret")
+    given = parser.parse_args(arguments)
+    if given.count < 1:
+        parser.error("--count must be at least 1")
+    seed = secrets.randbits(64) if given.seed is None else given.seed
+    try:
+        with given.file.open("x", encoding="utf-8") as file:
+            for task in tasks(given.count, seed):
+                file.write(json.dumps(task, ensure_ascii=False) + "\n")
+    except OSError as error:
+        print(f"{given.file}: {error.strerror}; name a new file", file=sys.stderr)
+        return 2
+    print(f"{given.count:,} tasks in {given.file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Decoder layers whose forward pass gives the engine's bits, with gradients by plain formulas.
+
+With `model.batch_invariant` engines run vLLM's batch-invariant kernels and the trainer the same
+ones, operation by operation, on weights that are joined as the engine joins them (query, key and
+value; gate and up). A token's hidden states are then equal to the last bit, in whatever micro-batch
+it lands. What is left is the head, float32 on both sides: some millionths of a nat.
+
+Gradients are those of plain formulas of the same functions, by kernels of one pass each
+(`keel.model.batch_invariant.kernels`); attention's are PyTorch's, from what the engine's forward
+pass
+has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from keel.configs.schema import ConfigError
+from keel.model.attention import Segments
+from keel.model.batch_invariant import gradients
+from keel.model.batch_invariant import vllm_kernels as engine
+from keel.model.transformers_internals import override
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""`model_type`s: those whose layers in vLLM are, operation by operation, what stands below."""
+ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""`rope_type`s whose table is all that differs between them in vLLM."""
+_Positions = tuple[Tensor, Tensor, Tensor]
+"""Positions [N], and the tables of `engine.rotate` that turn by their angles and back."""
+HEAD = 128
+"""Numbers of an attention head with which flash attention 3 gives single tokens, whose attention is
+not called causal then, the bits of a whole prompt (seen: with 64 it does not)."""
+
+
+def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
+    """Raises ConfigError for a model whose layers are not known here to the bit, and without a
+    GPU."""
+    if not gpu:
+        raise ConfigError(
+            "model.batch_invariant: vLLM's batch-invariant kernels are for GPUs; leave it out (on "
+            "CPUs in float32, ratios are 1 to seven digits without)"
+        )
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    partial, rotated = rope.get("partial_rotary_factor", 1) != 1, rope.get("rope_type", "default")
+    unknown = (
+        (text.model_type not in FAMILIES, f"models of type {text.model_type}"),
+        ("sliding_attention" in (getattr(text, "layer_types", None) or ()), "sliding windows"),
+        (partial, "partial rotary embeddings"),
+        (rotated not in ROTATIONS, f"rotary embeddings of kind {rotated}"),
+        (text.hidden_act != "silu", f"activations of kind {text.hidden_act}"),
+        (bool(getattr(text, "mlp_bias", False)), "biases in the feed-forward layers"),
+        (size != HEAD, f"attention heads of {size} numbers"),
+    )
+    for there, what in unknown:
+        if there:
+            raise ConfigError(
+                f"model.batch_invariant: {what} (model.path = {path!r}) are not known to the bit, "
+                f"only plain {', '.join(FAMILIES)} with heads of {HEAD} numbers; leave it out"
+            )
+
+
+def use_invariant_layers(model: PreTrainedModel) -> None:
+    """Have `model`'s decoder compute by the engine's kernels; weights do not change.
+
+    Raises:
+        ConfigError: see `check_invariant`.
+        keel.model.batch_invariant.vllm_kernels.Unavailable: vLLM has none here.
+    """
+    check_invariant(model.config, model.config.name_or_path or "")
+    engine.prepare()
+    decoder: Any = model.get_decoder()
+    override(decoder.rotary_emb, _Rotary)
+    for index, layer in enumerate(decoder.layers):
+        override(layer.self_attn, _Attention)
+        override(layer.mlp, _Mlp)
+        # Only the first layer's input is no sum of a residual and a block's output.
+        override(layer.input_layernorm, _Norm if index == 0 else _NormOfSum)
+        override(layer.post_attention_layernorm, _NormOfSum)
+    override(decoder.norm, _NormOfSum)
+
+
+class _Rotary:
+    def forward(self: Any, hidden: Tensor, position_ids: Tensor, **_: Any) -> _Positions:
+        """hidden [1, N, d] and positions [1, N]"""
+        tables = self.__dict__.get("tables")
+        if tables is None or tables[0].device != hidden.device:
+            table = engine.rotary_table(self.config, hidden.dtype, hidden.device)
+            cosines, sines = table.chunk(2, -1)
+            tables = table, torch.cat([cosines, -sines], -1)
+            self.__dict__["tables"] = tables  # no buffers: DeepSpeed and checkpoints look at those
+        return position_ids[0].contiguous(), tables[0], tables[1]
+
+
+class _Norm:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        return _Normed.apply(hidden, self.weight, self.variance_epsilon, False)
+
+
+class _NormOfSum:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        return _Normed.apply(hidden, self.weight, self.variance_epsilon, True)
+
+
+class _Attention:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: _Positions,
+        attention_mask: Tensor | None = None,
+        *,
+        segments: Segments,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        size: int = self.head_dim
+        packed = _joined(hidden_states[0], self.q_proj, self.k_proj, self.v_proj)
+        widths = [len(part.weight) for part in (self.q_proj, self.k_proj, self.v_proj)]
+        query, key, value = (x.unflatten(1, (-1, size)) for x in packed.split(widths, 1))
+        query = _turned(query, getattr(self, "q_norm", None), position_embeddings)
+        key = _turned(key, getattr(self, "k_norm", None), position_embeddings)
+        out = _Attended.apply(query, key, value, segments, self.scaling)
+        return _joined(out.flatten(1), self.o_proj)[None], None
+
+
+class _Mlp:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        packed = _joined(hidden[0], self.gate_proj, self.up_proj)
+        return _joined(_Gated.apply(packed), self.down_proj)[None]
+
+
+def _joined(x: Tensor, *parts: nn.Linear) -> Tensor:
+    """The outputs of linear layers on x [N, K], side by side, as one GEMM."""
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    return _Linear.apply(x.contiguous(), bias, *(part.weight for part in parts))
+
+
+def _turned(x: Tensor, norm: Any, positions: _Positions) -> Tensor:
+    """Heads x [N, H, D], normed where the model does that, by the angles of their positions."""
+    if norm is None:
+        return _Turned.apply(x, None, 0.0, *positions)
+    return _Turned.apply(x, norm.weight, norm.variance_epsilon, *positions)
+
+
+class _Normed(Function):
+    """x [1, N, d], of_sum: a residual sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, of_sum: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        kernel = engine.rms_norm_of_sum if of_sum else engine.rms_norm
+        return kernel(x[0][:, None], weight, eps)[:, 0][None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = gradients.rms_norm(x[0][:, None], weight, ctx.eps, grad[0][:, None])
+        return of_x[:, 0][None], of_weight if ctx.needs_input_grad[1] else None, None, None
+
+
+class _Turned(Function):
+    """Gradients are turned back by the same angles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        positions: Tensor,
+        table: Tensor,
+        back: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, positions, back)
+        ctx.eps = eps
+        if weight is None:
+            turned = x.clone(memory_format=torch.contiguous_format)
+        else:
+            turned = engine.rms_norm(x, weight, eps)
+        engine.rotate(positions, turned, table)
+        return turned
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, positions, back = ctx.saved_tensors
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        engine.rotate(positions, grad, back)
+        of_weight = None
+        if weight is not None:
+            grad, of_weight = gradients.rms_norm(x, weight, ctx.eps, grad)
+        return grad, of_weight if ctx.needs_input_grad[1] else None, None, None, None, None
+
+
+class _Attended(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+    ) -> Tensor:
+        out, sums = engine.attention(query, key, value, segments, scale)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, sums = ctx.saved_tensors
+        given = query, key, value, out, sums, ctx.segments, ctx.scale, grad
+        return *gradients.attention(*given), None, None
+
+
+class _Gated(Function):
+    """packed [N, 2·I]"""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor) -> Tensor:
+        ctx.save_for_backward(packed)
+        return engine.silu_and_mul(packed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (packed,) = ctx.saved_tensors
+        return gradients.swiglu(packed, grad)
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)  # and not the joined ones, a copy of each layer
+        return engine.linear(x, _side_by_side(weights), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        of_x, of_bias, *of_weights = ctx.needs_input_grad
+        parts: tuple[Tensor | None, ...] = (None,) * len(weights)
+        if any(of_weights):
+            parts = (grad.t() @ x).split([len(weight) for weight in weights])
+        return (
+            grad @ _side_by_side(weights) if of_x else None,
+            grad.sum(0) if of_bias else None,
+            *(part if wanted else None for part, wanted in zip(parts, of_weights, strict=True)),
+        )
+
+
+def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))

@@ -1,0 +1,19 @@
+"""The tokens that end any completion in the engine, whatever the chat format."""
+
+from __future__ import annotations
+
+from transformers import GenerationConfig
+
+from keel.model.hub import hub_options
+from keel.model.load import load_model_config
+
+
+def ends_of(path: str) -> tuple[int, ...]:
+    """Return `eos_token_id` of a model's generation_config.json, or without one of its config.json,
+    as vLLM reads them. path: a folder or hub name. Raises ConfigError without either file."""
+    try:
+        config = GenerationConfig.from_pretrained(path, **hub_options(path))
+    except OSError:
+        config = GenerationConfig.from_model_config(load_model_config(path))
+    ends = config.eos_token_id
+    return (ends,) if isinstance(ends, int) else tuple(ends or ())

@@ -1,0 +1,325 @@
+"""Draws a step's tokens from the few ids of each row that truncation keeps.
+
+vLLM reads every row from front to back for the token, again for its log-probability, for its rank
+and for its sampling mask. Here all blocks of a row are read at once, and once, if vLLM has
+truncated them; if not, `keel.rollout.vllm_fast.truncate_kernels` does. The rest is about the few
+ids that were found. Noise and ties are vLLM's, and so are the tokens.
+"""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
+# pyright: reportCallIssue=false, reportIndexIssue=false
+# Triton's kernels are not written in the types of Python.
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
+
+from keel.rollout.vllm_fast.sampling_mask import StepSets, room
+from keel.rollout.vllm_fast.truncate_kernels import launch, truncate
+
+WIDEST = 2048
+"""Ids of a row that are filed. A row with more is read again as a whole."""
+BLOCK, NARROWEST, NARROW = 4096, 16, 64
+"""Entries of a row that are read at once; ids that are sorted at once, at least, and mostly."""
+ROWS = 1024
+"""Least number of rows that the kernel is compiled for, so that it is compiled once."""
+
+
+@triton.jit(do_not_specialize=["vocab_size", "width", "bits_row"])
+def _find(
+    logits_ptr,
+    logits_row,
+    sampled_ptr,
+    ids_ptr,
+    counts_ptr,
+    bits_ptr,
+    bits_row,
+    vocab_size,
+    width,
+    RECORD: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One block of one row: ids that were not cut off, in no order, and their bits."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    if tl.load(sampled_ptr + row) > 0:
+        ids = block * SIZE + tl.arange(0, SIZE)
+        logits = tl.load(
+            logits_ptr + row.to(tl.int64) * logits_row + ids,
+            mask=ids < vocab_size,
+            other=-float("inf"),
+        ).to(tl.float32)
+        # NaN and infinity are kept too, so that the log-probability is NaN, which is noticed.
+        kept = (logits != -float("inf")).to(tl.int32)
+        count = tl.sum(kept)
+        if count > 0:
+            place = tl.atomic_add(counts_ptr + row, count) + tl.cumsum(kept, axis=0) - kept
+            mine = (kept > 0) & (place < width)
+            tl.store(ids_ptr + row.to(tl.int64) * width + place, ids, mask=mine)
+            if RECORD:
+                bits = tl.sum(tl.reshape(kept, (SIZE // 8, 8)) << tl.arange(0, 8)[None, :], axis=1)
+                at = block * (SIZE // 8) + tl.arange(0, SIZE // 8)
+                to = bits_ptr + row.to(tl.int64) * bits_row + at
+                tl.store(to, bits.to(tl.uint8), mask=at < bits_row)
+
+
+@triton.jit
+def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
+    """Logits, over the temperature if they were not divided by it."""
+    logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    if SCALE:
+        logits = logits / temperature  # as in vLLM's kernel, to the bit
+    return logits
+
+
+@triton.jit
+def _start(counts_ptr, row, width, ROWS: tl.constexpr):
+    """Ids of all rows before this one."""
+    every = tl.arange(0, ROWS)
+    counts = tl.load(counts_ptr + every, mask=every < row, other=0)
+    return tl.sum(tl.minimum(counts, width))
+
+
+@triton.jit
+def _draw_filed(
+    logits_ptr,
+    ids_ptr,
+    flat_ptr,
+    start,
+    count,
+    room,
+    seed,
+    position,
+    temperature,
+    RECORD: tl.constexpr,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Token, largest logit and sum of exponentials of a row whose ids are all filed."""
+    place = tl.arange(0, WIDTH)
+    inside = place < count
+    # Ascending, so that of equals the lowest id wins, and the sum does not hang on chance.
+    ids = tl.sort(tl.load(ids_ptr + place, mask=inside, other=2147483647))
+    if RECORD:
+        tl.store(flat_ptr + start + place, ids, mask=inside & (start + place < room))
+    logits = _load(logits_ptr, ids, inside, temperature, SCALE)
+    _, best = gumbel_noised_argmax(
+        logits, ids, inside, seed, position, temperature, False, False, False
+    )
+    top = tl.max(logits, axis=0)
+    total = tl.sum(tl.exp(logits - top))
+    return tl.sum(tl.where(inside & (place == best), ids, 0)), top, total
+
+
+@triton.jit
+def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.constexpr):
+    """The same of a row with more ids than are filed."""
+    token = 0
+    highest = -float("inf")
+    top = -float("inf")
+    total = 0.0
+    for first in range(0, vocab_size, SIZE):
+        ids = first + tl.arange(0, SIZE)
+        inside = ids < vocab_size
+        logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
+        value, best = gumbel_noised_argmax(  # pyright: ignore[reportGeneralTypeIssues]
+            logits, ids, inside, seed, position, temperature, False, False, False
+        )
+        token = tl.where(value > highest, first + best, token)
+        highest = tl.maximum(highest, value)
+        before = top
+        top = tl.maximum(top, tl.max(logits, axis=0))
+        least = tl.where(top == -float("inf"), 0.0, top)  # nothing kept so far
+        total = total * tl.exp(before - least) + tl.sum(tl.exp(logits - least))
+    return token, top, total
+
+
+@triton.jit(do_not_specialize=["vocab_size", "width", "room"])
+def _draw(
+    logits_ptr,
+    logits_row,
+    states_ptr,
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    ids_ptr,
+    counts_ptr,
+    token_ptr,
+    logp_ptr,
+    flat_ptr,
+    vocab_size,
+    width,
+    room,
+    RECORD: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One row: its token, the token's log-probability, and its ids behind those of the rows
+    before."""
+    row = tl.program_id(0)
+    logits = logits_ptr + row.to(tl.int64) * logits_row
+    ids = ids_ptr + row.to(tl.int64) * width
+    state = tl.load(states_ptr + row)
+    temperature = tl.load(temperature_ptr + state).to(tl.float32)
+    seed = tl.load(seed_ptr + state)
+    position = tl.load(position_ptr + row)
+    count = tl.load(counts_ptr + row)
+    start = 0
+    if RECORD:
+        start = _start(counts_ptr, row, width, ROWS)
+    if count > width:  # which only happens to rows that vLLM truncated
+        token, top, total = _draw_whole(logits, vocab_size, seed, position, temperature, SIZE)  # pyright: ignore[reportGeneralTypeIssues]
+    elif count > NARROW:
+        token, top, total = _draw_filed(  # pyright: ignore[reportGeneralTypeIssues]
+            logits,
+            ids,
+            flat_ptr,
+            start,
+            count,
+            room,
+            seed,
+            position,
+            temperature,
+            RECORD,
+            SCALE,
+            WIDTH,
+        )
+    else:
+        token, top, total = _draw_filed(  # pyright: ignore[reportGeneralTypeIssues]
+            logits,
+            ids,
+            flat_ptr,
+            start,
+            count,
+            room,
+            seed,
+            position,
+            temperature,
+            RECORD,
+            SCALE,
+            NARROW,
+        )
+    logp = _load(logits, token, True, temperature, SCALE) - top - tl.log(total)
+    tl.store(token_ptr + row, token)
+    tl.store(logp_ptr + row, logp)
+
+
+class Drawn(NamedTuple):
+    """Of a step with `rows` requests."""
+
+    tokens: Tensor
+    """[rows, 1] int64"""
+    logp: Tensor
+    """[rows, 1] float32: natural log-probabilities among the kept ids."""
+    sets: StepSets | None
+
+
+class Cuts(NamedTuple):
+    """Both by request, on the device."""
+
+    top_k: Tensor
+    """[requests] int32"""
+    top_p: Tensor
+    """[requests] float32"""
+
+
+def draw(
+    logits: Tensor,
+    states: Tensor,
+    positions: Tensor,
+    *,
+    sampled: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    width: int,
+    record: bool,
+    cuts: Cuts | None = None,
+) -> Drawn:
+    """A token for each row of `logits` [rows, V].
+
+    Without `cuts` those are already divided by the temperature, and minus infinity where an id was
+    cut off. With `cuts` both are done here, as `keel.rollout.vllm_fast.truncate_kernels` does them.
+
+    `states` and `positions` [rows] say which request a row is of and where its token stands;
+    `temperature` and `seeds` are by request. Where `sampled` [rows] is 0 (a prompt that has not
+    been read to its end) the mask is empty and the rest means nothing. `width`: the most ids
+    that a row keeps as a rule; with `cuts`, the largest top_k of the rows.
+
+    All results are new tensors: a later step may run before they are read. On the device `meta`,
+    kernels are only compiled.
+    """
+    rows, vocab_size = logits.shape
+    width = min(width, vocab_size, WIDEST)
+    device = logits.device
+    bits = None
+    if cuts:
+        ids, counts = truncate(
+            logits,
+            states,
+            sampled=sampled,
+            temperature=temperature,
+            top_k=cuts.top_k,
+            top_p=cuts.top_p,
+            width=width,
+        )
+    else:
+        counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        ids = torch.empty((rows, width), dtype=torch.int32, device=device)
+        if record:
+            bits = torch.zeros((rows, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
+        launch(
+            _find,
+            (rows, -(-vocab_size // BLOCK)),
+            logits,
+            logits.stride(0),
+            sampled,
+            ids,
+            counts,
+            ids if bits is None else bits,
+            0 if bits is None else bits.shape[1],
+            vocab_size,
+            width,
+            RECORD=record,
+            SIZE=BLOCK,
+        )
+    tokens = torch.empty((rows, 1), dtype=torch.int64, device=device)
+    logp = torch.empty((rows, 1), dtype=torch.float32, device=device)
+    sets = None
+    if record:
+        flat = torch.empty(room(rows, width), dtype=torch.int32, device=device)
+        sets = StepSets(counts, flat, ids, bits)
+    widest = max(NARROWEST, triton.next_power_of_2(width))
+    launch(
+        _draw,
+        (rows,),
+        logits,
+        logits.stride(0),
+        states,
+        temperature,
+        seeds,
+        positions,
+        ids,
+        counts,
+        tokens,
+        logp,
+        sets.flat if sets else ids,
+        vocab_size,
+        width,
+        len(sets.flat) if sets else 0,
+        RECORD=record,
+        SCALE=cuts is not None,
+        ROWS=max(ROWS, triton.next_power_of_2(rows)),
+        NARROW=min(NARROW, widest),
+        WIDTH=widest,
+        SIZE=BLOCK,
+        num_warps=8,
+    )
+    return Drawn(tokens, logp, sets)

@@ -1,0 +1,179 @@
+"""The short end of vLLM's sampler on Model Runner V2, in the place of its own.
+
+The token, its log-probability and its mask come from `keel.rollout.vllm_fast.sample_kernels`. So
+do temperature and truncation if nothing else changes the logits; if something does, these stay
+vLLM's, as the logits processors do. Batches that it does not cover go vLLM's whole way.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from keel.rollout.vllm_fast.sample_kernels import Cuts, Drawn, draw
+from keel.rollout.vllm_fast.step_arrays import UNMASKED
+from keel.rollout.vllm_fast.truncate_kernels import WIDEST_TOP_K
+
+logger = logging.getLogger(__name__)
+
+PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
+"""vLLM's own, of which `KeptSampler.only_truncates` can tell whether they have anything to do."""
+
+
+class StepLogprobs(NamedTuple):
+    """Takes the place of vLLM's `LogprobsTensors`; its methods are those. Only the numbers travel:
+    the recorder asks for nothing else."""
+
+    logp: Tensor
+    """[rows, 1] float32"""
+
+    def to_cpu_nonblocking(self) -> StepLogprobs:
+        return StepLogprobs(self.logp.to("cpu", non_blocking=True))
+
+    def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> LogprobsLists:
+        logp = self.logp.cpu().numpy()
+        nobody = np.full(logp.shape, -1, np.int64)
+        return LogprobsLists(nobody, logp, nobody[:, 0], None)
+
+
+class KeptSampler(Sampler):
+    """For steps of one token a request, each request's log-probability and no other ids'."""
+
+    one_and_none: Tensor
+    """[2, requests] int32: sampled and rejected tokens in steps without a prompt. Nothing writes to
+    it, so that steps may share it."""
+    unmasked: NDArray[np.bool_]
+    """[requests] those whose sampling masks nobody asks for."""
+    changed: bool = True
+    """Requests came since their parameters were last given to the device."""
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        self.changed = True
+        self.unmasked[req_idx] = UNMASKED in (sampling_params.extra_args or {})
+        super().add_request(req_idx, sampling_params)
+
+    def apply_staged_writes(self) -> None:
+        if self.changed or not self.only_known:
+            self.changed = False
+            super().apply_staged_writes()
+
+    def masks(self, requests: NDArray[np.integer]) -> bool:
+        """Whether these requests' sampling masks are of use to anybody. Of an evaluation they are
+        not, and there they may be wide."""
+        return self.return_sampling_mask and not self.unmasked[requests].all()
+
+    @property
+    def only_known(self) -> bool:
+        """Whether its logits processors are vLLM's own, which change with requests alone."""
+        return [type(processor) for processor in self.logits_processors] == PROCESSORS
+
+    def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
+        requests = input_batch.idx_mapping_np
+        if len(logits) != len(requests) or self.get_logprobs_dims(requests) != (0, 0):
+            return super().__call__(logits, input_batch)
+        rows, states = input_batch.logits_indices, input_batch.expanded_idx_mapping
+        positions = input_batch.positions[rows]
+        if input_batch.has_prefill:
+            sampled, rejected = get_num_sampled_and_rejected(
+                input_batch.seq_lens.new_ones(len(requests)),
+                input_batch.seq_lens,
+                input_batch.cu_num_logits,
+                input_batch.idx_mapping,
+                self.req_states.prefill_len.gpu,
+            )
+        else:
+            sampled, rejected = self.one_and_none[:, : len(requests)]
+        cuts = None
+        if self.only_truncates(requests):
+            cuts = Cuts(self.sampling_states.top_k.gpu, self.sampling_states.top_p.gpu)
+        else:
+            logits = self.apply_sampling_params(
+                logits,
+                states,
+                input_batch.idx_mapping,
+                requests,
+                positions,
+                input_batch.input_ids[rows],
+                input_batch.expanded_local_pos,
+                input_batch.seq_lens_cpu_upper_bound.numpy(),
+            )
+        drawn = draw(
+            logits,
+            states,
+            positions,
+            sampled=sampled,
+            temperature=self.sampling_states.temperature.gpu,
+            seeds=self.sampling_states.seeds.gpu,
+            width=int(self.sampling_states.top_k.np[requests].max()),
+            record=self.masks(requests),
+            cuts=cuts,
+        )
+        return as_vllm(drawn, sampled, rejected)
+
+    def only_truncates(self, requests: NDArray[np.integer]) -> bool:
+        """Whether these requests' logits are just divided by temperatures above 0 and cut by
+        top-k, none too wide, and top-p."""
+        states, thinking = self.sampling_states, self.thinking_budget_state
+        if not self.only_known:
+            return False
+        bias, penalties, words = cast(
+            "tuple[LogitBiasState, PenaltiesState, BadWordsState]", self.logits_processors
+        )
+        return bool(
+            (states.top_k.np[requests] <= WIDEST_TOP_K).all()
+            and (states.temperature.np[requests] > 0).all()
+            and not states.min_p.np[requests].any()
+            and not bias.use_logit_bias[requests].any()
+            and not penalties.use_penalty[requests].any()
+            and not words.num_bad_words.np[requests].any()
+            and not (thinking.enabled and thinking.use_thinking_budget[requests].any())
+        )
+
+
+def as_vllm(drawn: Drawn, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
+    """What was drawn, and how many tokens of each row were sampled and rejected."""
+    logprobs: Any = StepLogprobs(drawn.logp)
+    sets: Any = drawn.sets
+    return SamplerOutput(
+        sampled_token_ids=drawn.tokens,
+        logprobs_tensors=logprobs,
+        num_nans=None,
+        num_sampled=sampled,
+        num_rejected=rejected,
+        sampling_mask_tensors=sets,
+    )
+
+
+def install(runner: Any) -> bool:
+    """Have the model runner's sampler be a `KeptSampler`, if it is one that this covers."""
+    sampler: Any = runner.sampler
+    if (
+        type(sampler) is not Sampler  # one with a watermark, or none in this process
+        or runner.rejection_sampler is not None
+        or runner.batch_sharder is not None
+        or sampler.logprobs_mode != "processed_logprobs"
+        or sampler.use_fp64_gumbel
+        or sampler.compute_nans
+        or sampler.trace_replay_state is not None
+    ):
+        logger.warning("rollout.recorder = 'packed': vLLM's own sampler is used, which is slower")
+        return False
+    counts = torch.tensor([[1], [0]], dtype=torch.int32, device=runner.device)
+    sampler.__class__ = KeptSampler
+    most = sampler.sampling_states.max_num_reqs
+    runner.sampler.one_and_none = counts.repeat(1, most)
+    runner.sampler.unmasked = np.zeros(most, bool)
+    return True

@@ -1,1 +1,0 @@
-"""New weights into a running engine, by copies straight into its tensors."""

@@ -1,0 +1,195 @@
+"""A candidate as the sandbox has it: what is sealed, and episodes with it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from keel.agents.env_process.client import Deadlines, Hosted, Program
+from keel.agents.environments.code.languages import Language, matches
+from keel.agents.environments.code.tree import Entry, Tree, as_json, laid, seal
+from keel.agents.types import EnvironmentLost
+from keel.configs.schema import ConfigError
+from keel.configs.sections.tasks.code import CodeTasksConfig
+from keel.rewards.sandbox.bubblewrap import IsolationError
+from keel.rewards.sandbox.environments import Wrap, environment_wrap
+from keel.rl.turns import ToolCall
+from keel.rl.types import ENVIRONMENT, Prompt
+from keel.synthesis.code.candidate import Candidate
+from keel.synthesis.ledger import Refused
+
+OPEN_S = 180.0
+AROUND_S = 180.0
+"""For what comes before and after the tests of a call."""
+SETUP_FILES_MIB = 2048
+_PACKAGE = "keel.agents.environments.code"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A prefix with what a project needs, and how its tests run there."""
+
+    name: str
+    """Folder in `prefixes`."""
+    setup: str
+    test: str
+    generated: Tree = field(default_factory=dict[str, Entry])
+    """Files that the set-up leaves in the repository."""
+
+
+def instance_of(candidate: Candidate, built: Built, tests_s: float) -> dict[str, Any]:
+    """Without the gold patch, and yet without the tests' names."""
+    base = laid(built.generated, candidate.base)
+    changed = sorted(path for path in candidate.test_files() if candidate.after.get(path))
+    language = candidate.language
+    named = language.canary_at_the_end and [path for path in changed if _has_tests(path, language)]
+    return {
+        "language": candidate.source.language,
+        "project": candidate.project,
+        "prefix": built.name,
+        "test": built.test,
+        "tests_s": tests_s,
+        "env": dict(candidate.source.env),
+        "base": as_json(base),
+        "harness": as_json(_there(candidate.harness)),
+        "harness_gone": _gone(candidate.harness),
+        "canary_in": changed[0].rpartition("/")[0] if changed else "",
+        "canary_at": named or [],
+        "canary": False,
+        "f2p": [],
+        "p2p": [],
+    }
+
+
+def _has_tests(path: str, language: Language) -> bool:
+    """By its own name, not by its folder's: data and helpers lie there, too."""
+    names = [one for one in language.tests if not one.endswith("/") and "*" in one]
+    return matches(path, names)
+
+
+def with_gold(instance: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
+    gold = candidate.gold
+    return {**instance, "gold": as_json(_there(gold)), "gold_gone": _gone(gold)}
+
+
+def _there(changed: Mapping[str, Entry | None]) -> Tree:
+    return {path: entry for path, entry in changed.items() if entry is not None}
+
+
+def _gone(changed: Mapping[str, Entry | None]) -> list[str]:
+    return [path for path, entry in changed.items() if entry is None]
+
+
+class Rooms:
+    """Sandboxes for one folder of tasks: as an episode's, and with the network for a set-up."""
+
+    def __init__(self, config: CodeTasksConfig, folder: Path) -> None:
+        """folder: its `environment` is all that a sandbox sees. Raises ConfigError."""
+        self.folder = (folder / "environment").absolute()
+        for name in ("sealed", "prefixes", "packages"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self._config = config
+        self.python = config.python or cast(Any, sys)._base_executable
+        self._closed = self._wrap()
+
+    def _wrap(self, network: Literal["none", "host"] = "none", **more: Any) -> Wrap:
+        try:
+            wrap = environment_wrap(
+                "bubblewrap", memory_mib=self._config.memory_mib, network=network, knob="", **more
+            )
+        except IsolationError as error:
+            raise ConfigError(f"family = 'code' needs its sandbox: {error}") from error
+        assert wrap is not None
+        return wrap
+
+    @asynccontextmanager
+    async def episode(self, reward: Mapping[str, Any]) -> AsyncGenerator[Hosted]:
+        """As the policy has it."""
+        program = self._program("environment:Repository", self._closed)
+        async with _opened(program, reward) as hosted:
+            yield hosted
+
+    @asynccontextmanager
+    async def workshop(
+        self, draft: Mapping[str, Any], *, sets_up: bool = False
+    ) -> AsyncGenerator[Hosted]:
+        """sets_up: with the network, and may write to the prefix."""
+        wrap, readable = self._closed, tuple[Path, ...]()
+        prefix: Path | None = None
+        if sets_up:
+            prefix = Path(self.folder, "prefixes", draft["prefix"])
+            prefix.mkdir(exist_ok=True)
+            prefix.chmod(0o777)
+            wrap = self._wrap("host", writable=(prefix,), files_mib=SETUP_FILES_MIB, processes=512)
+            readable = tuple(map(Path, self._config.setup_readable))
+        program = self._program("workshop:Workshop", wrap, readable)
+        reward = self.sealed(f"draft-{secrets.token_hex(8)}", draft)
+        path = self.folder / "sealed" / reward["instance"]
+        try:
+            async with _opened(program, reward) as hosted:
+                yield hosted
+        finally:
+            path.unlink(missing_ok=True)
+            if prefix is not None:
+                prefix.chmod(0o755)
+
+    def sealed(self, name: str, instance: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes it. Returns the reward spec that opens it."""
+        key = secrets.token_bytes(32)
+        write(self.folder / "sealed" / name, seal(dict(instance), key))
+        return {"kind": ENVIRONMENT, "instance": name, "key": key.hex()}
+
+    def _program(self, target: str, wrap: Wrap, readable: Sequence[Path] = ()) -> Program:
+        within_s = self._config.tests_s + AROUND_S
+        return Program(
+            target=f"{_PACKAGE}.{target}",
+            python=self.python,
+            folder=self.folder,
+            arguments={"folder": str(self.folder)},
+            readable=readable,
+            memory_mib=self._config.memory_mib,
+            deadlines=Deadlines(open_s=OPEN_S, verdict_s=within_s),
+            wrap=wrap,
+            preload=False,
+        )
+
+
+@asynccontextmanager
+async def _opened(program: Program, reward: Mapping[str, Any]) -> AsyncGenerator[Hosted]:
+    hosted = Hosted(program)
+    task = Prompt(
+        prompt_id="task",
+        domain="code",
+        messages=({"role": "user", "content": "…"},),
+        reward=reward,
+    )
+    try:
+        await hosted.open(task, seed=0)
+        yield hosted
+    except EnvironmentLost as error:
+        raise Refused("sandbox", f"{error.fault}: {error.detail[:300]}") from error
+    finally:
+        await hosted.close()
+
+
+async def asked(hosted: Hosted, name: str, deadline_s: float, **arguments: Any) -> dict[str, Any]:
+    """What a method of the workshop's says, which is JSON. Raises Refused where it fails."""
+    call = ToolCall(call_id="1", name=name, arguments=arguments)
+    result = await hosted.call(call, timeout_s=deadline_s)
+    if result.failed:
+        raise Refused("sandbox", result.text[:300])
+    return json.loads(result.text)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Whole or not at all, and for everybody to read."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(data)
+    new.chmod(0o644)
+    new.replace(path)

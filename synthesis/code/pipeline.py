@@ -1,0 +1,199 @@
+"""`keel synthesize` for the family `code`: changes with tests become tasks. DeepSeek-V3.2 (2025),
+section 3.2.3: accepted only where the gold patch makes failing tests pass (F2P > 0) and breaks none
+(P2F = 0).
+
+In the folder:
+
+    tasks.jsonl    a line a task, for `data.sources[].path`; has the keys of the sealed files
+    instances/     a task with its gold and test patches, for people
+    prefixes/      how each prefix was set up
+    environment/   all that an episode reads: sealed files, and what is installed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from keel.agents.env_process.client import Hosted
+from keel.agents.environments.code.languages import REPO
+from keel.agents.types import Transcript, Unscored
+from keel.configs.schema import ConfigError
+from keel.configs.sections.tasks.code import CodeSourceConfig, CodeTasksConfig
+from keel.rl.turns import ToolCall
+from keel.synthesis.author import Author
+from keel.synthesis.code import filters, future
+from keel.synthesis.code.candidate import Candidate, Source
+from keel.synthesis.code.draft import AROUND_S, Rooms, asked, instance_of, with_gold, write
+from keel.synthesis.code.judge import judge
+from keel.synthesis.code.mirrors import Mirror
+from keel.synthesis.code.outcomes import Outcomes, outcomes_of
+from keel.synthesis.code.releases import Releases
+from keel.synthesis.code.setup import Prefixes
+from keel.synthesis.ledger import Refused
+
+LEAST_S, SLOWER = 30.0, 10.0
+"""What an episode's tests may take: so many seconds, and so many times what they took here."""
+TASKS = "tasks.jsonl"
+PROMPT = """\
+The repository of {name} lies in {repo}. Resolve this issue:
+
+<issue>
+{issue}
+</issue>
+
+Change the code; tests that you cannot see decide whether the issue is resolved. They are put into \
+the repository then, and so are the files that decide how they run: what you change in those does \
+not count. There is no network."""
+
+
+class CodePipeline:
+    """A `Pipeline`."""
+
+    def __init__(self, config: CodeTasksConfig, author: Author, folder: Path) -> None:
+        """Raises ConfigError."""
+        if not config.sources:
+            raise ConfigError("code.sources: name at least one project")
+        self._config, self._author, self._folder = config, author, folder
+        self._of: dict[str, Source] = {}
+        for given in config.sources:
+            source = source_of(given)
+            self._of.update(dict.fromkeys(source.keys, source))
+        self.keys: Sequence[str] = list(self._of)
+        self._lines: dict[str, str] = {}
+
+    async def __aenter__(self) -> Self:
+        self._instances = self._folder / "instances"
+        self._instances.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self._instances.glob("*.json")):
+            instance: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            self._lines[instance["key"]] = line_of(instance)
+        self._write_lines()
+        self._rooms = await asyncio.to_thread(Rooms, self._config, self._folder)
+        self._prefixes = Prefixes(self._config, self._author, self._folder, self._rooms)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._write_lines()
+
+    async def make(self, key: str) -> None:
+        config = self._config
+        candidate = await asyncio.to_thread(self._of[key].load, key)
+        await asyncio.to_thread(filters.look, candidate, config)
+        built = await self._prefixes.of(candidate)
+        prefix = self._rooms.folder / "prefixes" / built.name
+        await asyncio.to_thread(future.look, candidate, built, prefix, config.most_revealed)
+        instance = instance_of(candidate, built, config.tests_s)
+        async with self._rooms.workshop(with_gold(instance, candidate)) as hosted:
+            outcomes = await self._measured(hosted)
+        marks = await judge(candidate, self._author, config.least_judged) if config.judge else {}
+        instance |= {"f2p": outcomes.f2p, "p2p": outcomes.p2p, "canary": outcomes.canary}
+        if not outcomes.inside:  # a fixture of the file's own is in the way
+            instance["canary_at"] = []
+        # A policy whose code never ends is to be worth 0, and soon.
+        instance["tests_s"] = min(config.tests_s, LEAST_S + SLOWER * outcomes.seconds)
+        reward = self._rooms.sealed(key, instance)
+        try:
+            await self._proved(candidate, reward)
+        except BaseException:
+            (self._rooms.folder / "sealed" / key).unlink(missing_ok=True)
+            raise
+        self._keep(
+            {
+                "key": key,
+                "project": candidate.source.name,
+                "language": candidate.source.language,
+                "origin": dict(candidate.origin),
+                "prompt": PROMPT.format(
+                    name=candidate.source.name, repo=REPO, issue=candidate.issue
+                ),
+                "gold_patch": candidate.patch(list(candidate.gold)),
+                "test_patch": candidate.patch(list(candidate.harness)),
+                "setup": built.setup,
+                "test": built.test,
+                "prefix": built.name,
+                "f2p": outcomes.f2p,
+                "p2p": outcomes.p2p,
+                "flaky": outcomes.flaky,
+                "canary": outcomes.canary,
+                "marks": marks,
+                "reward": reward,
+            }
+        )
+
+    async def _measured(self, hosted: Hosted) -> Outcomes:
+        within_s = self._config.tests_s + AROUND_S
+        if where := await self._copies(hosted):
+            raise Refused("future", where)
+        before: list[Mapping[str, Any]] = []
+        after: list[Mapping[str, Any]] = []
+        while True:
+            before.append(await asked(hosted, "tests", within_s, gold=False))
+            after.append(await asked(hosted, "tests", within_s, gold=True))
+            outcomes = outcomes_of(before, after)
+            if not outcomes.f2p:
+                raise Refused("F2P", f"no test that fails before passes after {outcomes.about}")
+            if len(before) >= self._config.runs:
+                break
+        if outcomes.p2f:
+            raise Refused("P2F", f"{len(outcomes.p2f)} tests pass before and not after")
+        return outcomes
+
+    async def _copies(self, hosted: Hosted) -> str:
+        found = await asked(hosted, "copies", AROUND_S)
+        return str(found["where"])
+
+    async def _proved(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
+        """The gold patch, made with the policy's own tools, is worth 1."""
+        async with self._rooms.episode(reward) as hosted:
+            for call in calls_of(candidate):
+                said = await hosted.call(call, timeout_s=AROUND_S)
+                if said.failed or "[exit status" in said.text[-40:]:
+                    raise Refused("verdict", f"the gold patch cannot be made: {said.text[:200]}")
+            judged = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
+        if isinstance(judged, Unscored):
+            raise Refused("verdict", judged.reason[:300])
+        if judged.parts["correct"] != 1.0:
+            raise Refused("verdict", f"the gold patch is worth nothing: {dict(judged.facts)}")
+
+    def _keep(self, instance: Mapping[str, Any]) -> None:
+        key = instance["key"]
+        text = json.dumps(instance, indent=1, ensure_ascii=False)
+        write(self._instances / f"{key}.json", text.encode())
+        self._lines[key] = line_of(instance)
+        with (self._folder / TASKS).open("a", encoding="utf-8") as file:
+            file.write(f"{self._lines[key]}\n")
+
+    def _write_lines(self) -> None:
+        """In their order: as they come, they are added at the end."""
+        lines = "".join(f"{self._lines[key]}\n" for key in sorted(self._lines))
+        if lines:
+            write(self._folder / TASKS, lines.encode())
+
+
+def source_of(given: CodeSourceConfig) -> Source:
+    return Mirror(given) if given.git else Releases(given)
+
+
+def calls_of(candidate: Candidate) -> list[ToolCall]:
+    """Of the policy's tools, which make the gold patch."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+    for path, entry in candidate.gold.items():
+        if path in candidate.base:
+            calls.append(("bash", {"command": f"rm -rf -- {shlex.quote(path)}"}))
+        if entry is None:
+            continue
+        calls.append(("edit", {"path": path, "old": "", "new": entry[1].decode()}))
+        if entry[0] == "x":
+            calls.append(("bash", {"command": f"chmod +x -- {shlex.quote(path)}"}))
+    return [ToolCall(call_id="1", name=name, arguments=given) for name, given in calls]
+
+
+def line_of(instance: Mapping[str, Any]) -> str:
+    """Of tasks.jsonl."""
+    fields = {"id": instance["key"], **{name: instance[name] for name in ("prompt", "reward")}}
+    return json.dumps(fields, ensure_ascii=False)

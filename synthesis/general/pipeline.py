@@ -1,0 +1,88 @@
+"""`family: general` of `keel synthesize`: environments made one beside the other.
+
+synthesis/NAME/      finished environments (keel.agents.environments.general.folder)
+making/          half-made ones, made again by the next start
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from keel.configs.schema import ConfigError
+from keel.configs.sections.tasks.general import GeneralConfig, slug
+from keel.rl.seeds import seed_of
+from keel.synthesis.author import Author
+from keel.synthesis.general.attempts import Policy, Reference
+from keel.synthesis.general.making import Making
+from keel.synthesis.general.rooms import Rooms
+from keel.synthesis.general.search import search_of
+from keel.synthesis.ledger import Refused
+
+
+class GeneralPipeline:
+    """Implements `keel.commands.synthesize.Pipeline`. A key is a category and a number."""
+
+    def __init__(
+        self,
+        config: GeneralConfig,
+        folder: Path,
+        *,
+        author: Author,
+        reference: Author | Reference,
+        seed: int,
+    ) -> None:
+        """reference: whose attempts say how hard a task is. Raises ConfigError."""
+        if not config.categories:
+            raise ConfigError("general.categories is empty: name what tasks are to be about")
+        self.keys: Sequence[str] = [
+            f"{slug(category)}-{number}"
+            for number in range(config.per_category)
+            for category in config.categories
+        ]
+        self._category = {slug(category): category for category in config.categories}
+        self._config, self._author, self._seed = config, author, seed
+        self._reference = reference if isinstance(reference, Reference) else Policy(reference)
+        self._search = search_of(config)
+        self._done = folder.absolute() / "tasks"
+        self._rooms = Rooms(folder.absolute() / "making", config)
+
+    async def __aenter__(self) -> Self:
+        self._done.mkdir(parents=True, exist_ok=True)
+        await self._rooms.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._rooms.__aexit__(*error)
+
+    async def make(self, key: str) -> Sequence[Refused] | None:
+        """See `keel.commands.synthesize.Make`."""
+        done, path = self._done / key, self._rooms.making / key
+        if done.exists():  # the last start ended between this and its line in the ledger
+            return None
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        path.chmod(0o755)
+        name, _, number = key.rpartition("-")
+        making = Making(
+            self._rooms,
+            path,
+            category=self._category[name],
+            number=int(number),
+            author=self._author,
+            reference=self._reference,
+            search=self._search,
+            seed=seed_of(self._seed, key),
+        )
+        try:
+            await making.run()
+            os.replace(path, done)
+        except Refused as refused:
+            refused.drafts = making.drafts
+            raise
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        return making.drafts

@@ -1,0 +1,135 @@
+"""The sandboxes that everything an author wrote runs in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from keel.agents.env_process.client import Deadlines, Hosted, Program, parent_of
+from keel.agents.env_process.parent import Parent
+from keel.agents.types import EnvironmentLost, Opening
+from keel.configs.schema import ConfigError
+from keel.configs.sections.tasks.general import GeneralConfig
+from keel.rewards.sandbox.bubblewrap import IsolationError
+from keel.rewards.sandbox.environments import environment_wrap
+from keel.rl.turns import ToolCall
+from keel.rl.types import Prompt
+from keel.synthesis.ledger import Refused
+
+PACKAGE = "keel.agents.environments.general"
+MEMORY_MIB = 2048
+STARTING = 8
+"""Sandboxes that start at the same time."""
+SLACK_S = 30.0
+"""On top of the deadlines inside, for a machine that is busy."""
+
+
+class Rooms:
+    """A context. Every sandbox sees the folder `making`, and writes to nothing outside itself."""
+
+    def __init__(self, making: Path, config: GeneralConfig) -> None:
+        """Raises ConfigError where this machine has no sandbox."""
+        self.making, self.config = making, config
+        making.mkdir(parents=True, exist_ok=True)
+        making.chmod(0o755)  # where Keel runs as root, the sandbox is a user of its own
+        try:
+            wrap = environment_wrap("bubblewrap", memory_mib=MEMORY_MIB, processes=64, knob="")
+        except IsolationError as error:
+            raise ConfigError(
+                f"family = general: what authors write runs in a sandbox alone: {error}"
+            ) from error
+        assert wrap is not None
+        self._wrap = wrap
+        self._starting = asyncio.Semaphore(STARTING)
+        self._parent: Parent | None = None
+
+    async def __aenter__(self) -> Self:
+        self._parent = parent_of(self._program("environment:General", {}))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._parent is not None:
+            await self._parent.close()
+
+    def _program(
+        self, target: str, arguments: Mapping[str, Any], hash_seed: int | None = None
+    ) -> Program:
+        return Program(
+            target=f"{PACKAGE}.{target}",
+            arguments=arguments,
+            folder=self.making,
+            env={} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)},
+            memory_mib=MEMORY_MIB,
+            deadlines=Deadlines(
+                open_s=self.config.call_s + SLACK_S, verdict_s=self.config.verify_s + SLACK_S
+            ),
+            wrap=self._wrap,
+        )
+
+    @asynccontextmanager
+    async def open(
+        self,
+        target: str,
+        *,
+        reward: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        hash_seed: int | None = None,
+        seed: int = 0,
+    ) -> AsyncGenerator[tuple[Hosted, Opening]]:
+        """An environment of the package and its opening. hash_seed: another than others have.
+        Raises EnvironmentLost."""
+        program = self._program(target, arguments or {}, hash_seed)
+        parent = self._parent if hash_seed is None else None
+        hosted = Hosted(program, starting=self._starting, parent=parent)
+        task = Prompt(
+            prompt_id="task/0",
+            domain="general",
+            messages=({"role": "user", "content": "?"},),
+            reward=dict(reward or {}),
+        )
+        try:
+            yield hosted, await hosted.open(task, seed=seed)
+        finally:
+            await hosted.close()
+
+    async def workshop(
+        self,
+        gate: str,
+        environment: Path,
+        name: str,
+        *,
+        each_s: float,
+        times: int = 1,
+        arguments: Mapping[str, Any] | None = None,
+        hash_seed: int | None = None,
+        seed: int = 0,
+    ) -> Any:
+        """What a method of `checks.Workshop` returns for an environment. each_s: for each of the
+        `times` that it asks the author's code. Raises Refused by `gate` for whatever that did."""
+        called = ToolCall(call_id="c", name=name, arguments=dict(arguments or {}))
+        reward = {"environment": str(environment), "within_s": each_s}
+        with lost_to(gate):
+            async with self.open(
+                "checks:Workshop", reward=reward, hash_seed=hash_seed, seed=seed
+            ) as (hosted, _):
+                result = await hosted.call(called, timeout_s=times * each_s + SLACK_S)
+        if result.failed:
+            raise Refused(gate, result.text.removeprefix("Refused: "))
+        return json.loads(result.text)
+
+
+class lost_to:
+    """What ends a sandbox is the doing of the code in it: Refused by `gate`."""
+
+    def __init__(self, gate: str) -> None:
+        self._gate = gate
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, EnvironmentLost) and error.during != "parent":
+            raise Refused(self._gate, error.detail) from error

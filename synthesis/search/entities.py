@@ -1,0 +1,143 @@
+"""Rare named things of a corpus: where a question begins.
+
+By a heuristic: titles, what stands in quotes that names stand in, runs of katakana, and words with
+a capital letter that never stand without one; or by the author. Rare is what stands in few
+documents.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from keel.agents.environments.search.environment import Search
+from keel.agents.environments.search.index import Index
+from keel.agents.environments.search.text import squeezed
+from keel.rl.turns import ToolSpec
+from keel.synthesis.author import Author
+from keel.synthesis.ledger import Refused
+from keel.synthesis.search.desk import Desk, list_of, shape, texts
+
+MOST_LOOKED_AT = 50_000
+"""Documents, from the first on."""
+LONGEST = 60
+LEAST, LEAST_SIGNS = 4, 2
+"""Letters of a name."""
+_QUOTED = re.compile(r"[《「『“]([^《》「」『』“”\n]{2,40})[》」』”]")
+_KATAKANA = re.compile(r"[ァ-ヺー][ァ-ヺー・]{2,30}[ァ-ヺー]")
+_WORD = re.compile(r"[^\W\d_][\w'’-]*")
+_BETWEEN = frozenset(
+    {"of", "the", "de", "la", "le", "du", "von", "van", "der", "den", "del", "di", "da", "do", "y"}
+)
+_ENDS = re.compile(r"[.!?:;\n“\"(。]\s*$|^\s*$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entity:
+    name: str
+    document: str
+    """One that it stands in."""
+
+
+def long_tail(index: Index, *, count: int, most_documents: int, seed: int) -> list[Entity]:
+    """`count` of them, or all there are, drawn by the seed."""
+    found = _candidates(index)
+    names = sorted(found)
+    random.Random(seed).shuffle(names)
+    rare = (name for name in names if 1 <= index.frequency(name) <= most_documents)
+    return [Entity(name=name, document=found[name]) for name in islice(rare, count)]
+
+
+def _candidates(index: Index) -> dict[str, str]:
+    """Name → the first document that has it."""
+    found, plain, alone = dict[str, str](), set[str](), set[str]()
+    for document in islice(index.documents(), MOST_LOOKED_AT):
+        names = [match[1] for match in _QUOTED.finditer(document.text)]
+        names += [match[0] for match in _KATAKANA.finditer(document.text)]
+        if document.title != document.name:
+            names.append(document.title)
+        for name in (*names, *_capitalised(document.text, plain, alone)):
+            if len(name) <= LONGEST and len(squeezed(name)) >= (
+                LEAST_SIGNS if ord(name[0]) > 0x2FFF else LEAST
+            ):
+                found.setdefault(name, document.name)
+    # A word is no name for standing at the beginning of a sentence.
+    return {
+        name: at for name, at in found.items() if name not in alone or name.lower() not in plain
+    }
+
+
+def _capitalised(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
+    """Runs of words with capital letters. plain: takes the words without; alone: takes names of one
+    word."""
+    run: list[re.Match[str]] = []
+    for word in [*_WORD.finditer(text), None]:
+        if word is not None and (capital := word[0][0].isupper()) is False:
+            plain.add(word[0])
+        else:
+            capital = word is not None
+        beside = bool(run) and word is not None and text[run[-1].end() : word.start()] == " "
+        if beside and word is not None and (capital or word[0] in _BETWEEN):
+            run.append(word)
+            continue
+        yield from _name(text, run, alone)
+        run = [word] if word is not None and capital else []
+
+
+def _name(text: str, run: list[re.Match[str]], alone: set[str]) -> Iterator[str]:
+    while run and not run[-1][0][0].isupper():
+        run.pop()
+    if run and _ENDS.search(text[max(0, run[0].start() - 4) : run[0].start()]):
+        # A sentence begins: The Halvorsen Bridge, or a word that is no name.
+        run = run[len(run) == 1 or run[0][0].lower() in _OPENERS :]
+    if not run:
+        return
+    name = re.sub(r"['’]s?$", "", text[run[0].start() : run[-1].end()])
+    if len(run) == 1:
+        alone.add(name)
+    yield name
+
+
+_OPENERS = frozenset(
+    {"the", "a", "an", "in", "on", "at", "its", "his", "her", "when", "after", "from", "for"}
+)
+
+
+_NAMES = ToolSpec(
+    name="propose", description="Hand in names.", parameters=shape(names=list_of(texts(100), 1, 20))
+)
+
+
+async def proposed(desk: Desk, author: Author, document: str, most_documents: int) -> str:
+    """The author's first name from a document that is one: it stands there, and it is rare. Raises
+    Refused, AuthorLost, BudgetSpent."""
+    found: list[str] = []
+
+    def hand_in(given: Mapping[str, Any], search: Search) -> None:
+        wrong = ""
+        for name in (" ".join(one.split()) for one in given["names"]):
+            opened = desk.index.document(document)
+            if opened is None or not squeezed(name) or squeezed(name) not in squeezed(opened.text):
+                wrong = f"{name!r} does not stand in {document!r}"
+            elif (count := desk.index.frequency(name)) > most_documents:
+                wrong = f"{name!r} stands in {count} documents, and is not rare"
+            else:
+                found.append(name)
+        if not found:
+            raise Refused("entity", wrong)
+
+    await desk.work(
+        author,
+        "You find rare named things: people, places, works, events, organisations, species that "
+        "few documents name. Hand in up to 20 from one document with the tool `propose`, the "
+        "rarest first, as they stand there.",
+        "Open the document between the fences, and propose names from it.",
+        material={"document": document},
+        purpose="entity",
+        hand_in=(_NAMES, hand_in),
+    )
+    return found[0]

@@ -1,0 +1,157 @@
+"""Open questions with a rubric, kept where search measurably helps: an answer with tools has to be
+better than one from memory, by the question's own criteria."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keel.agents.environments.search.environment import Search
+from keel.rewards.judge.replies import BadReply
+from keel.rewards.judge.rubric import Rubric, Sample, rubric_from
+from keel.rewards.judge.untrusted import new_fence
+from keel.rl.turns import ToolSpec
+from keel.synthesis.author import Author
+from keel.synthesis.ledger import Refused
+from keel.synthesis.search.answers import Answerer, answer
+from keel.synthesis.search.desk import Desk, list_of, shape, texts
+from keel.synthesis.search.question import EVIDENCE, MOST, Evidence, evidence_of
+from keel.synthesis.work import together
+
+LEAST_CRITERIA, MOST_CRITERIA = 3, 8
+READS = 3
+"""Replies of the judge that are read before it is given up."""
+_SYSTEM = """\
+You write requests that people make of an assistant that can search: to explain, compare, sum up \
+or advise. A good one needs at least {breadth} facts from at least {depth} documents, and nobody \
+knows these by heart.
+
+How to work: search for the entity you are given, open what is found, and follow it from document \
+to document. Then hand in with the tool `submit`: the request; the facts that a good answer has, \
+each with the document that you opened and the words in it that state it; and {least} to {most} \
+criteria of different kinds (facts that have to be there, what would be wrong, completeness, \
+clarity, being to the point), each with a short name, a text that says when it is met, so that two \
+people would agree, and a weight above 0."""
+_SUBMIT = ToolSpec(
+    name="submit",
+    description="Hand in the request.",
+    parameters=shape(
+        request=texts(),
+        evidence=list_of(EVIDENCE, 1, MOST),
+        criteria=list_of(
+            shape(
+                name=texts(60),
+                text=texts(500),
+                weight={"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+            ),
+            LEAST_CRITERIA,
+            MOST_CRITERIA,
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """An open question."""
+
+    text: str
+    spec: Mapping[str, Any]
+    """Of kind `rubric`."""
+    evidence: tuple[Evidence, ...]
+
+    @property
+    def documents(self) -> list[str]:
+        return list(dict.fromkeys(one.document for one in self.evidence))
+
+
+Gate = Callable[[Request, Search], None]
+"""Raises Refused."""
+
+
+async def write_request(
+    desk: Desk, author: Author, entity: str, language: str, *, depth: int, breadth: int, gate: Gate
+) -> Request:
+    """Raises Refused, AuthorLost, BudgetSpent."""
+    written: list[Request] = []
+
+    def hand_in(given: Mapping[str, Any], search: Search) -> None:
+        total = sum(one["weight"] for one in given["criteria"])
+        criteria = [{**one, "weight": one["weight"] / total} for one in given["criteria"]]
+        evidence = evidence_of(given)
+        reference = "\n".join(one.claim for one in evidence)
+        spec = {"kind": "rubric", "criteria": criteria, "reference": reference}
+        try:
+            rubric_from(spec)
+        except ValueError as error:
+            raise Refused("criteria", str(error)) from error
+        text = " ".join(given["request"].split())
+        request = Request(text=text, spec=spec, evidence=evidence)
+        gate(request, search)
+        written.append(request)
+
+    await desk.work(
+        author,
+        _SYSTEM.format(depth=depth, breadth=breadth, least=LEAST_CRITERIA, most=MOST_CRITERIA),
+        f"Write a request in the language with the ISO 639-1 code {language}, beginning from the "
+        "entity between the fences.",
+        material={"entity": entity},
+        purpose="question",
+        hand_in=(_SUBMIT, hand_in),
+    )
+    return written[-1]
+
+
+async def check_gain(
+    desk: Desk, author: Author, judge: Author, request: Request, *, least: float, passes: int
+) -> dict[str, float]:
+    """Scores of an answer with tools and of one without, means over `passes` judgements. Raises
+    Refused where the first is not better by `least`."""
+    with_tools, without = await together(
+        *(
+            answer(
+                desk, Answerer(author=author, system="", tools=tools), request.text, at_length=True
+            )
+            for tools in (True, False)
+        )
+    )
+    if not with_tools:
+        raise Refused("gain", "the agent with tools has no answer")
+    rubric = rubric_from(request.spec)
+    better, worse = await together(
+        *(_score(judge, rubric, request.text, text, passes) for text in (with_tools, without))
+    )
+    if better - worse < least:
+        raise Refused(
+            "gain", f"search does not help: {better:.2f} with tools and {worse:.2f} without"
+        )
+    return {"with_tools": round(better, 4), "without": round(worse, 4)}
+
+
+async def _score(judge: Author, rubric: Rubric, request: str, text: str, passes: int) -> float:
+    if not text:
+        return 0.0
+    task = [{"role": "user", "content": request}]
+    samples = await together(
+        *(_judgement(judge, rubric, task, text, number) for number in range(passes))
+    )
+    return rubric.judged(samples).value
+
+
+async def _judgement(
+    judge: Author, rubric: Rubric, task: list[dict[str, Any]], text: str, number: int
+) -> Sample:
+    ((asked, question),) = rubric.questions(task, text, "", sample=number)
+    why = ""
+    for _ in range(READS):
+        told, material = question.messages(new_fence())
+        schema = f"The schema: {json.dumps(question.schema)}"
+        told = {**told, "content": f"{told['content']}\n{schema}"}
+        said = await judge.ask([told, material], purpose="judge")
+        try:
+            return rubric.named(asked, question.read(said.content.strip()))
+        except BadReply as error:
+            why = str(error)
+    raise Refused("judge", f"no judgement in due form: {why}")

@@ -1,0 +1,280 @@
+"""From long-tail entities to search tasks: questions with a rule, and requests with a rubric.
+
+tasks.jsonl   what was kept, a line each, for `source: jsonl` with the search environment
+recipe.yaml   the source of a run's recipe that reads it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from keel.agents.environments.search.environment import Search
+from keel.agents.environments.search.index import Index, ensure_index
+from keel.configs.sections.base import ConfigError
+from keel.configs.sections.tasks.search import SearchTasksConfig
+from keel.rl.seeds import seed_of
+from keel.synthesis.author import Author
+from keel.synthesis.ledger import Refused
+from keel.synthesis.search.answers import Answerer, candidates
+from keel.synthesis.search.desk import Desk
+from keel.synthesis.search.entities import Entity, long_tail, proposed
+from keel.synthesis.search.gates import (
+    Kept,
+    check_answer,
+    check_chain,
+    check_evidence,
+    check_language,
+)
+from keel.synthesis.search.helpful import Request, check_gain, write_request
+from keel.synthesis.search.question import Draft, write_question
+from keel.synthesis.search.rule import rule_of, taken_by
+from keel.synthesis.search.verification import verify
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a task begins."""
+
+    entity: Entity
+    language: str
+    open: bool
+    """It is to become a request with a rubric."""
+
+
+class SearchPipeline:
+    """Implements `keel.commands.synthesize.Pipeline`."""
+
+    def __init__(
+        self,
+        config: SearchTasksConfig,
+        author: Author,
+        another: Callable[[Mapping[str, Any]], Author],
+        folder: Path,
+        *,
+        seed: int,
+    ) -> None:
+        """another: the author with other settings. Raises ValueError for one that cannot be."""
+        self._config, self._author, self._folder, self._seed = config, author, folder, seed
+        self._answerers = [
+            Answerer(
+                author=another(one.author) if one.author else author,
+                system=one.system,
+                tools=one.tools,
+            )
+            for one in config.answerers
+        ]
+        self._verifier = another(config.verifier) if config.verifier else author
+        self._kept, self._written = Kept(), set[str]()
+        self._starts: dict[str, Start] = {}
+        self.keys: Sequence[str] = ()
+
+    async def __aenter__(self) -> Self:
+        """Raises ConfigError for a corpus that cannot be used."""
+        config = self._config
+        given = Path(config.index).expanduser() if config.index else None
+        try:
+            path = ensure_index(Path(config.corpus), given, without=[self._file])
+            index = Index(path)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"search.corpus = {config.corpus}: {error}") from error
+        self._desk = Desk(
+            index=index,
+            results=config.results,
+            page_characters=config.page_characters,
+            most_turns=config.most_turns,
+            tries=config.tries,
+        )
+        self._starts = self._drawn(index)
+        self.keys = list(self._starts)
+        self._read_kept()
+        snippet = yaml.safe_dump(self._recipe(path), sort_keys=False, allow_unicode=True)
+        (self._folder / "recipe.yaml").write_text(snippet, encoding="utf-8")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._desk.index.close()
+
+    async def make(self, key: str) -> None:
+        if key in self._written:  # and its outcome was not
+            return
+        start = self._starts[key]
+        name = start.entity.name or await proposed(
+            self._desk, self._author, start.entity.document, self._config.most_documents
+        )
+        line = await (
+            self._helpful(name, start) if start.open else self._question(name, start, key)
+        )
+        line["provenance"] |= {
+            "entity": name,
+            "language": start.language,
+            "authors": sorted({one.author.name for one in self._answerers} | {self._author.name}),
+            "verifier": self._verifier.name,
+        }
+        # As it was drafted: the line may have a pattern of all that is right.
+        answer = line["provenance"].get("answer", "")
+        documents = line["environment"]["evidence"]
+        self._kept.check(line["prompt"], answer, documents)  # a twin may have been faster
+        self._kept.add(line["prompt"], answer, documents)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"id": key, **line}, ensure_ascii=False) + "\n")
+        self._written.add(key)
+
+    async def _question(self, name: str, start: Start, key: str) -> dict[str, Any]:
+        config, index = self._config, self._desk.index
+
+        def gate(draft: Draft, search: Search) -> None:
+            check_evidence(draft.evidence, search, depth=config.depth, breadth=config.breadth)
+            check_chain(draft.evidence, search, index)
+            check_answer(draft, index, depth=config.depth)
+            check_language(draft.question, start.language)
+            self._kept.check(draft.question, draft.answer, draft.documents)
+
+        draft = await write_question(
+            self._desk,
+            self._author,
+            name,
+            start.language,
+            depth=config.depth,
+            breadth=config.breadth,
+            gate=gate,
+        )
+        rule = rule_of(draft.spellings)
+        taken = taken_by(rule)
+        if lost := [one for one in draft.spellings if not taken(one)]:
+            raise Refused("rule", f"no rule takes the answer {lost[0]!r}")
+        wrong = await candidates(self._desk, self._answerers, draft.question, taken)
+        await verify(
+            self._desk,
+            self._verifier,
+            draft.question,
+            draft.spellings,
+            wrong,
+            passes=config.passes,
+            seed=str(seed_of(self._seed, "verify", key)),
+        )
+        return {
+            "prompt": draft.question,
+            **rule,
+            "environment": {"evidence": draft.documents},
+            "provenance": {
+                "answer": draft.answer,
+                "evidence": draft.listed,
+                "wrong_answers": wrong,
+                "passes": config.passes,
+            },
+        }
+
+    async def _helpful(self, name: str, start: Start) -> dict[str, Any]:
+        config = self._config
+
+        def gate(request: Request, search: Search) -> None:
+            check_evidence(request.evidence, search, depth=config.depth, breadth=config.breadth)
+            check_language(request.text, start.language)
+            self._kept.check(request.text, "", request.documents)
+
+        request = await write_request(
+            self._desk,
+            self._author,
+            name,
+            start.language,
+            depth=config.depth,
+            breadth=config.breadth,
+            gate=gate,
+        )
+        scores = await check_gain(
+            self._desk,
+            self._author,
+            self._verifier,
+            request,
+            least=config.least_gain,
+            passes=config.passes,
+        )
+        return {
+            "prompt": request.text,
+            "criteria": request.spec["criteria"],
+            "reference": request.spec["reference"],
+            "environment": {"evidence": request.documents},
+            "provenance": {
+                "evidence": [asdict(one) for one in request.evidence],
+                "scores": scores,
+            },
+        }
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / "tasks.jsonl"
+
+    def _drawn(self, index: Index) -> dict[str, Start]:
+        """Where each task begins, by key."""
+        config = self._config
+        if config.entities == "author":
+            names = [Entity(name="", document=one.name) for one in index.documents()]
+            names.sort(key=lambda one: seed_of(self._seed, "entity", one.document))
+            entities = names[: config.count]
+        else:
+            entities = long_tail(
+                index, count=config.count, most_documents=config.most_documents, seed=self._seed
+            )
+        if len(entities) < config.count:
+            raise ConfigError(
+                f"search.count = {config.count}: the corpus has {len(entities)} documents; lower it"
+                if config.entities == "author"
+                else f"search.count = {config.count}: the corpus has {len(entities)} entities that "
+                f"stand in at most search.most_documents = {config.most_documents} documents; "
+                "lower count, raise most_documents, or set search.entities: author"
+            )
+        starts: dict[str, Start] = {}
+        drawn = {True: 0, False: 0}
+        for number, entity in enumerate(entities):
+            # The first of every so many: the same ones whatever `count` is.
+            is_open = int((number + 1) * config.helpful) > int(number * config.helpful)
+            # Either kind in every language, one after the other.
+            language = config.languages[drawn[is_open] % len(config.languages)]
+            drawn[is_open] += 1
+            starts[f"{entity.name or entity.document}/{language}"] = Start(
+                entity=entity, language=language, open=is_open
+            )
+        return starts
+
+    def _read_kept(self) -> None:
+        """What earlier starts have kept; a last line that was cut off is removed."""
+        if not self._file.exists():
+            return
+        data = self._file.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:
+            self._file.write_bytes(whole)
+        for line in whole.splitlines():
+            task = json.loads(line)
+            self._written.add(task["id"])
+            self._kept.add(
+                task["prompt"],
+                task["provenance"].get("answer", ""),
+                task["environment"]["evidence"],
+            )
+
+    def _recipe(self, index: Path) -> dict[str, Any]:
+        config = self._config
+        arguments = {
+            "corpus": str(Path(config.corpus).expanduser().absolute()),
+            "index": str(index.absolute()),
+            "results": config.results,
+            "page_characters": config.page_characters,
+        }
+        source = {
+            "name": "search",
+            "source": "jsonl",
+            "path": str(self._file.absolute()),
+            "environment": {
+                "target": "keel.agents.environments.search.environment:Search",
+                "arguments": arguments,
+            },
+            "rewards": {"correct": 0.9, "citations": 0.1},
+        }
+        return {"data": {"sources": [source]}}

@@ -1,0 +1,118 @@
+"""What a recipe names and is not there, or cannot be read, is said before anything heavy loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keel.commands.recipes.named import SOON, check_continued, check_named
+from keel.configs.load import dump_config, load_config, load_recipe
+from keel.configs.schema import ConfigError
+
+
+def said(folder: Path, *overrides: str, recipe: str = "quickstart", command: str = "check") -> str:
+    """Of what is wrong; nothing where it is found later, if at all."""
+    try:
+        check_named(load_config(recipe, [f"run.dir={folder / 'run'}", *overrides]), command)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def source(path: str, more: str = "columns: {prompt: question}", kind: str = "file") -> str:
+    return f"data.sources=[{{name: s, source: {kind}, path: {path}, {more}}}]"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("keel.model.hub.hub_answers", lambda: False)
+
+
+def test_files_of_every_kind_are_looked_for_and_small_ones_read(tmp_path: Path) -> None:
+    table = tmp_path / "sums.csv"
+    table.write_text("question,answer\nWhat is 1 + 1?,2\n")
+    assert said(tmp_path, source("sums.csv")) == ""
+    assert "no such file" in said(tmp_path, source("sumz.csv"))
+    wrong = said(tmp_path, source("sums.csv", "columns: {prompt: qestion}"))
+    assert "columns.prompt = 'qestion'" in wrong and "did you mean `question`?" in wrong
+    folder = tmp_path / "gsm"
+    folder.mkdir()
+    assert "holds no file of a known kind" in said(tmp_path, source("gsm"))
+    (folder / "train.csv").write_text("question,answer\nWhat is 1 + 1?,\n")
+    assert "train.csv:2" in said(tmp_path, source("gsm"))
+    (folder / "test.csv").write_bytes(b" " * (SOON + 1))
+    assert said(tmp_path, source("gsm")) == ""  # later: it takes its time
+
+
+def test_conversations_to_learn_from_are_read_soon_too(tmp_path: Path) -> None:
+    (tmp_path / "chats.csv").write_text("question,reply\nHello?,Hello.\n")
+    override = "sft.sources=[{name: s, source: file, path: PATH, columns: {prompt: question}}]"
+    for path, wrong in (("chatz.csv", "no such file"), ("chats.csv", "chats.csv")):
+        assert wrong in said(
+            tmp_path, override.replace("PATH", path), recipe="sft-quickstart", command="sft"
+        )
+
+
+def test_a_model_beside_other_models_is_no_name_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "models" / "qwen3").mkdir(parents=True)
+    assert "(models has qwen3)" in said(tmp_path, "model.path=models/qwen4")
+    assert said(tmp_path, "model.path=Qwen/Qwen3-0.6B") == ""  # later: the hub has to be asked
+    (tmp_path / "weights").write_text("")
+    assert "is a file; name the folder" in said(tmp_path, "model.path=weights")
+
+
+def test_a_run_that_cannot_be_continued_is_refused_before_libraries_load(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_000002").mkdir(parents=True)
+    own = f"run.dir={run}"
+    # As it was resolved for the CPU that the run began on.
+    saved = dump_config(load_config("quickstart", [own, "model.dtype=float16"]))
+    (run / "config.yaml").write_text(saved)
+    quickstart = [own, "model.dtype=auto"]
+    check_continued(*load_recipe("quickstart", quickstart))
+    check_continued(*load_recipe("quickstart", [*quickstart, "trainer.lr=1e-9"]))
+    with pytest.raises(ConfigError, match=r"algorithm\.group_size: 8 → 4"):
+        check_continued(*load_recipe("quickstart", [*quickstart, "algorithm.group_size=4"]))
+    other = [f"run.dir={tmp_path / 'new'}", "algorithm.group_size=4"]
+    check_continued(*load_recipe("quickstart", other))
+
+
+def test_a_run_in_a_file_and_lessons_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    assert "is a file; choose another folder" in said(tmp_path, f"run.dir={tmp_path / 'taken'}")
+    assert said(tmp_path, command="sft").startswith("sft.sources: there is none")
+
+
+def test_a_reward_of_a_module_that_nobody_has(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text("raise SystemExit('is not imported yet')\n")
+
+    def weighed(part: str) -> str:
+        return said(tmp_path, f"data.sources[spiral].rewards={{{part}: 1}}")
+
+    assert "there is no module 'my_reward'" in weighed("my_reward.brief")
+    assert weighed("my_rewards.brief") == weighed("random.random") == ""
+    assert "must be a module's name, a dot and a function's" in weighed("'./my_rewards.py:brief'")
+
+
+def test_a_model_that_a_run_has_yet_to_export_is_the_runs_to_bring(tmp_path: Path) -> None:
+    wrong = said(tmp_path, "model.path=runs/first/model")
+    assert wrong.startswith("model.path = 'runs/first/model' does not exist")
+    assert wrong.endswith(
+        "A run exports its model there when it ends, and none has begun in runs/first"
+    )
+    (tmp_path / "runs/first").mkdir(parents=True)
+    (tmp_path / "runs/first/config.yaml").touch()
+    wrong = said(tmp_path, "model.path=runs/first/model")
+    assert "The run in runs/first exports its model at its end, which is to come" in wrong
+    first = said(tmp_path, recipe="pretrain-warm-up", command="pretrain")
+    assert first.endswith("; `keel pretrain pretrain-dense` is that run")
+
+
+def test_what_an_earlier_stage_makes_is_named_where_it_is_not_there(tmp_path: Path) -> None:
+    assert "`python -m keel.examples.small small-tasks` makes it" in said(
+        tmp_path, recipe="specialists", command="train"
+    )
+    wrong = said(tmp_path, recipe="sft-distilled", command="sft")
+    assert wrong.startswith("sft.sources[distilled].path = 'runs/distill/distilled.jsonl': no such")

@@ -1,0 +1,301 @@
+"""`keel new`: a recipe that loads, says what was asked for, and is checked at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keel.commands.cli import main, parser
+from keel.commands.recipes import new as module
+from keel.commands.recipes.new import context_of, gpus_here, new, scalar
+from keel.configs.load import load_config
+from keel.configs.schema import Config, ConfigError
+
+HARDWARE = (
+    *("colocated", "ranks", "gpu_memory_utilization", "sleep"),
+    *("zero_stage", "compile"),
+)
+"""Not a user's to decide."""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with prompts of three kinds, on a machine without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{i} + {i}?", "answer": f"Twice.\n#### {2 * i}"} for i in range(300)]
+    for name, kept in {
+        "school.jsonl": rows,
+        "open.jsonl": [{"prompt": "Write a poem."}] * 8,
+        "shop.jsonl": [{"prompt": "Buy.", "environment": {"shelf": 1}}] * 8,
+    }.items():
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in kept))
+    monkeypatch.setattr(module, "gpus_here", lambda: (0, 0.0))
+    yield tmp_path
+
+
+def written(*flags: str, status: int = 0) -> Config:
+    """The recipe, as it is read; the check is said to have come to `status`."""
+    checked: list[str] = []
+
+    def check(path: str) -> int:
+        checked.append(path)
+        return status
+
+    assert new(parser().parse_args(["new", *flags]), check) == status
+    (path,) = checked
+    text = Path(path).read_text()
+    assert not any(knob in text for knob in HARDWARE)
+    assert 15 <= len(text.splitlines()) <= 36
+    return load_config(path)
+
+
+def test_flags_alone_make_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    config = written("--model", "a/b", "--data", "school.jsonl", "--gpus", "2", "--gpu-gib", "80")
+    (source,) = config.data.sources
+    assert (source.name, source.path, source.holdout) == ("school", "school.jsonl", 30)
+    assert (source.columns, source.answer_after) == ({"prompt": "question"}, "####")
+    assert (source.template, source.thinking, source.rewards) == ("boxed", False, {"correct": 1})
+    assert (config.run.gpus_per_node, config.run.gpu_gib, config.model.path) == (2, 80, "a/b")
+    assert config.trainer.lr == 1e-6 and config.rollout.sampling.max_tokens == 1024
+    said = capsys.readouterr()
+    assert said.out.startswith("wrote school.yaml:") and not said.err
+    assert said.out.endswith("next: keel train school.yaml\n")
+
+
+def test_more_machines_rewards_of_ones_own_and_thinking(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--model", "a/b", "--data", "open.jsonl", "--reward", "mine.good", "--think")
+    config = written("my.yaml", *flags, "--gpus", "8", "--nodes", "2", status=2)
+    assert config.data.sources[0].rewards == {"mine.good": 1}
+    assert (config.run.nodes, config.run.gpus_per_node, config.run.gpu_gib) == (2, 8, 80)
+    assert config.data.sources[0].thinking and config.rollout.sampling.max_tokens == 4096
+    said = capsys.readouterr()
+    assert "next:" not in said.out and "keel check my.yaml" in said.err
+
+
+def test_a_function_of_ones_own_stands_beside_the_answer() -> None:
+    flags = ("--model", "a/b", "--gpus", "0", "--reward", "my_rewards.brief")
+    (source,) = written("--data", "school.jsonl", *flags).data.sources
+    assert source.rewards == {"correct": 1, "my_rewards.brief": 0.2}
+    assert (source.template, source.columns) == ("boxed", {"prompt": "question"})
+    (line,) = [line for line in Path("school.yaml").read_text().splitlines() if "rewards:" in line]
+    assert "answers are compared as mathematics; a function of yours" in line
+    (source,) = written("--task", "chain_sum", *flags).data.sources
+    assert source.rewards == {"correct": 1, "my_rewards.brief": 0.2}
+    (source,) = written("x.yaml", "--data", "school.jsonl", *flags[:5], "correct").data.sources
+    assert source.rewards == {"correct": 1}
+
+
+def test_an_environment_that_makes_its_tasks_needs_no_rows() -> None:
+    flags = ("--model", "a/b", "--gpus", "0", "--environment", "tools/shop.py:Shop")
+    (source,) = written(*flags).data.sources
+    assert (source.name, source.source, source.holdout) == ("shop", "environment", 64)
+    assert source.environment.target == "tools/shop.py:Shop" and source.rewards == {"correct": 1}
+    (source,) = written("x.yaml", *flags, "--reward", "mine.brief").data.sources
+    assert source.rewards == {"correct": 1, "mine.brief": 0.2}
+    (source,) = written("--task", "chain_sum", *flags).data.sources
+    assert (source.source, source.environment.target) == ("reasoning_gym", "tools/shop.py:Shop")
+
+
+def test_a_short_context_is_shared_by_prompt_and_completion() -> None:
+    Path("small").mkdir()
+    Path("small", "config.json").write_text('{"max_position_embeddings": 512}')
+    flags = ("--model", "./small", "--task", "chain_sum", "--gpus", "1", "--gpu-gib", "80")
+    config = written(*flags)
+    assert (config.data.max_prompt_tokens, config.rollout.sampling.max_tokens) == (256, 256)
+    with pytest.raises(ConfigError, match=r"--max-tokens 300: .* up to 256 of it; at most 256"):
+        written("x.yaml", *flags, "--max-tokens", "300")
+    assert written("x.yaml", *flags, "--max-tokens", "256").max_context == 512
+
+
+@pytest.mark.parametrize("config", [{}, {"text_config": {}}], ids=["text", "several kinds"])
+def test_completions_fit_the_models_context(config: dict[str, dict[str, int]]) -> None:
+    Path("small").mkdir()
+    config.get("text_config", config)["max_position_embeddings"] = 768  # type: ignore[assignment]
+    Path("small", "config.json").write_text(json.dumps(config))
+    flags = ("--model", "./small", "--data", "school.jsonl", "--gpus", "1", "--gpu-gib", "80")
+    assert written(*flags).rollout.sampling.max_tokens == 768 - 256
+    with pytest.raises(ConfigError, match=r"--max-tokens 600: ./small has a context of 768 .* 512"):
+        written(*flags, "other.yaml", "--max-tokens", "600")
+    assert not Path("other.yaml").exists()
+    for text in ("{}", "[]", "x", '{"max_position_embeddings": "much"}'):
+        Path("small", "config.json").write_text(text)
+        assert context_of("./small") == 0
+    assert context_of("nobody/nothing") == 0
+
+
+def test_the_embedded_model_may_have_any_task() -> None:
+    config = written("--task", "chain_sum", "--yes", "--gpus", "0")
+    assert config.max_context == config.model.embedded.max_context == 512
+    assert config.rollout.sampling.max_tokens == 48
+
+
+def test_names_may_have_anything_in_them(here: Path) -> None:
+    odd = "a b\nrun: {steps: 7}.jsonl"
+    (here / "school.jsonl").rename(odd)
+    config = written("my own.yaml", "--model", "a/b", "--gpus", "0", "--data", odd)
+    assert config.data.sources[0].path == odd and config.run.steps == 50
+    assert "keel train 'my own.yaml'" in Path("my own.yaml").read_text()
+
+
+def test_rows_for_an_environment_get_one() -> None:
+    target = ("--environment", "shop:Shop")
+    config = written("--model", "a/b", "--gpus", "0", "--data", "shop.jsonl", *target)
+    assert config.data.sources[0].environment.target == "shop:Shop"
+    assert not config.data.sources[0].template and config.run.device == "cpu"
+
+
+REFUSED = {
+    "--model a/b --gpus 0": "--data is missing",
+    "--gpus 0 --environment shop:Shop": "--environment shop:Shop: the embedded model has been",
+    "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has prompt. Name",
+    "--model a/b --gpus 0 --data shop.jsonl": "has a column `environment`; name what reads it",
+    "--model ./nope --gpus 0 --data school.jsonl": "'./nope' does not exist",
+    "--model embedded --data school.jsonl": "has been taught a few tasks of reasoning_gym",
+    "--model a/b --gpus 0 --data school.jsonl --task chain_sum": "keep one",
+    "--model a/b --gpus -1 --data school.jsonl": "must be at least 0 and 1",
+    "nowhere/x.yaml --gpus 0 --task chain_sum": "no such folder as nowhere",
+    "school.jsonl --gpus 0": "school.jsonl: exists already",
+    "--gpus 0 --steps 0": "run.steps = 0: must be at least 1",
+    "--model a/b --gpus 0 --data school.jsonl --subset main": "belongs to source: file, hub",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_is_missing_is_named_and_nothing_written(
+    flags: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_text() for path in here.iterdir()}
+    assert main(["new", "--yes", *flags.split()]) == 2
+    said = capsys.readouterr()
+    assert REFUSED[flags] in said.err and said.err.startswith("keel new: ") and not said.out
+    assert {path: path.read_text() for path in here.iterdir()} == before
+
+
+class Terminal:
+    """Somebody who types."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *replies: str) -> None:
+        self.asked: list[str] = []
+        self._replies = iter(replies)
+        monkeypatch.setattr("builtins.input", self._typed)
+        for stream in (sys.stdin, sys.stdout):
+            monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+
+    def _typed(self, question: str) -> str:
+        self.asked.append(question)
+        try:
+            return next(self._replies)
+        except StopIteration:
+            raise EOFError from None
+
+
+def test_a_terminal_is_asked_for_what_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = ("4", "", "open.jsonl", "", "y", "", "70", "its.yaml")
+    terminal = Terminal(monkeypatch, *replies)
+    config = written("--model", "a/b")
+    assert [question.partition(" [")[0] for question in terminal.asked] == [
+        "GPUs (0: none)",
+        "Memory of a GPU, in GiB",
+        "Prompts: a file, a folder, a dataset of the hub, or a task of reasoning_gym",
+        "No column looks like an answer. Reward function",
+        "Think before answering (y/n)",
+        "Longest completion, in tokens",
+        "Steps",
+        "File to write",
+    ]
+    assert (config.run.gpus_per_node, config.run.gpu_gib) == (4, 80)
+    assert config.data.sources[0].rewards == {"my_rewards.reward": 1}
+    assert (config.rollout.sampling.max_tokens, config.run.steps) == (4096, 70)
+    assert Path("its.yaml").exists()
+
+
+def test_a_reply_that_cannot_be_used_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slips = [
+        *("two", "-1", "0"),  # GPUs
+        *("./nope", "a/b"),  # model
+        *("nope.jsonl", "school.jsonl"),  # prompts
+        *("maybe", "NO"),  # thinking
+        *("none", "64"),  # length
+        *("0", "30"),  # steps
+        *("school.jsonl", "my.yaml"),  # file
+    ]
+    terminal = Terminal(monkeypatch, *slips)
+    config = written()
+    assert len(terminal.asked) == len(slips) and len(set(terminal.asked)) == 7
+    assert (config.model.path, config.run.steps) == ("a/b", 30)
+    assert config.rollout.sampling.max_tokens == 64
+    assert not config.data.sources[0].thinking
+    shown = capsys.readouterr().out
+    for part in ("'two': must be", "'./nope' does not exist", "nope.jsonl", "answer y or n"):
+        assert part in shown
+
+
+def test_a_cpu_gets_short_completions_and_small_batches() -> None:
+    config = written("--model", "a/b", "--data", "school.jsonl", "--gpus", "0")
+    algorithm = config.algorithm
+    assert algorithm.prompts_per_step * algorithm.group_size <= 32
+    assert config.rollout.sampling.max_tokens <= 128
+    assert config.data.sources[0].holdout <= 16 and config.run.steps <= 50
+
+
+def test_an_evaluation_file_is_a_source_that_never_trains() -> None:
+    Path("test.jsonl").write_text(Path("school.jsonl").read_text().replace(" + ", " - "))
+    flags = ("--model", "a/b", "--data", "school.jsonl", "--eval", "test.jsonl")
+    train, test = written(*flags, "--gpus", "8").data.sources
+    assert train.holdout == 0 and (test.name, test.holdout, test.size) == ("test", "all", 0)
+    assert (test.template, test.columns, test.rewards) == (
+        train.template,
+        train.columns,
+        train.rewards,
+    )
+    *_, few = written("x.yaml", *flags, "--gpus", "0").data.sources
+    assert 0 < few.size < 300, "an evaluation takes long on a CPU"
+
+
+def test_who_stops_answering_gets_no_file(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Terminal(monkeypatch, "0")
+    assert main(["new", "x.yaml"]) == 130
+    assert "nothing was written" in capsys.readouterr().err
+    assert not (here / "x.yaml").exists()
+
+
+def test_the_defaults_of_a_plain_machine_are_checked_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", "--yes", "--gpus", "0", "plain.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "embedded: 407,680 parameters" in said and "128 held out" in said
+    assert said.endswith("next: keel train plain.yaml\n")
+    assert (here / "plain.yaml").read_text() in said
+
+
+def test_texts_survive_yaml() -> None:
+    for text in ("a b", "1e-6", "yes", "null", "~", "C:\\x", "${run.seed}", "####", 'a"b', "é"):
+        path = Path("one.yaml")
+        path.write_text(f"defaults: quickstart\nmodel: {{path: {scalar(text)}}}\n")
+        assert load_config(path).model.path == text
+    assert scalar("/models/Qwen3-4B") == "/models/Qwen3-4B"
+
+
+@pytest.mark.e2e
+def test_gpus_are_counted_by_nvidias_tool(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = here / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 81920\necho 24564\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(here), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    count, gib = gpus_here()
+    assert count == 2 and gib == pytest.approx(23.99, abs=0.01)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus_here() == (0, 0.0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    tool.write_text("#!/bin/sh\necho no driver\nexit 9\n")
+    assert gpus_here() == (0, 0.0)

@@ -1,0 +1,42 @@
+"""Other ways of asking the same prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from keel.commands.recipes.variants import as_asked, check_room
+from keel.configs.load import load_config
+from keel.configs.schema import ConfigError, EvalVariant
+from keel.rl.types import Prompt
+
+
+def test_a_prompt_in_a_variants_words() -> None:
+    asked = Prompt(
+        prompt_id="p",
+        domain="d",
+        messages=({"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "Hm"}),
+        thinking=True,
+    )
+    other = as_asked(asked, EvalVariant(name="v", thinking="without", ask="In words."))
+    assert other.messages[0]["content"] == "1 + 1\nIn words." and other.thinking is False
+    assert as_asked(asked, EvalVariant(name="v")) == asked
+    assert as_asked(other, EvalVariant(name="v", thinking="with")) == replace(other, thinking=True)
+
+
+def test_a_variant_has_to_leave_room_for_its_budget() -> None:
+    config = load_config("quickstart", ["data.max_prompt_tokens=10"])
+    assert config.rollout.sampling.max_tokens == 48
+    prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "12345"},))
+
+    def check(variant: EvalVariant) -> None:
+        check_room(config, variant, {"s": [prompt]}, lambda p: len(p.messages[0]["content"]))
+
+    check(EvalVariant(name="v", ask="678"))
+    check(EvalVariant(name="v", ask="6789 and more", max_tokens=24))
+    with pytest.raises(ConfigError) as caught:
+        check(EvalVariant(name="v", ask="6789 and more"))
+    said = str(caught.value)
+    assert said.startswith("eval.variants[v]: prompt p of data.sources[s] has 19 tokens")
+    assert said.endswith("raise data.max_prompt_tokens = 10 by 9 or more")

@@ -1,0 +1,374 @@
+"""The chain of `keel distill`, with commands that only say what they would do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.commands.distill import Commands, _checked, chain, distill
+from keel.configs.auto import KNOBS
+from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
+from keel.configs.load import load_config, load_distillation, load_recipe
+from keel.configs.schema import ConfigError
+from keel.data.distilled import select
+
+
+def sample(said: str, correct: float = 1.0, tokens: int = 5, **more: Any) -> dict[str, Any]:
+    record = {
+        "id": "p",
+        "domain": "d",
+        "finish_reason": "stop",
+        "thinking": more.pop("thinking", True),
+        "tools": [],
+        "asked": [{"role": "user", "content": more.pop("asked", "?")}],
+        "tokenizer": "t",
+        "segments": [{"ids": [1, 2], "said": [[1, 2]]}],
+    }
+    return {
+        "correct": correct,
+        "error": 0.0,
+        "tokens": tokens,
+        "finish_reason": "stop",
+        "parts": {"format": 1.0},
+        "messages": [{"role": "assistant", "content": said}],
+        "record": record,
+        **more,
+    }
+
+
+def evaluation(folder: Path, asked: dict[str, Sequence[dict[str, Any]]], domain: str) -> Path:
+    """As `keel eval` writes it: prompt → its completions."""
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "variant": "recipe",
+            "source": domain,
+            "domain": domain,
+            "id": f"{domain}/{name}",
+            "digest": "",
+            "samples": samples,
+            "missing": [],
+        }
+        for name, samples in asked.items()
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def learned(path: Path) -> list[tuple[str, str]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(line["specialist"], line["messages"][-1]["content"]) for line in lines]
+
+
+def test_right_whole_different_and_short_ones_are_learned(tmp_path: Path) -> None:
+    sums = evaluation(
+        tmp_path / "sums",
+        {
+            "1": [
+                sample("long", error=1.0),
+                sample("long", tokens=9),
+                sample("short", tokens=3),
+                sample("short", tokens=3),
+                sample("wrong", 0.9),
+                sample("late", finish_reason="length"),
+                sample("unknown", error=1.0),
+            ],
+            "2": [sample("no", 0.0)],
+        },
+        "sums",
+    )
+    out = tmp_path / "out.jsonl"
+    table, _ = select({"adder": sums}, SelectConfig(), out)
+    assert learned(out) == [("adder", "short")]
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert line["messages"][0] == {"role": "user", "content": "?"}
+    assert line["source"] == "sums" and line["parts"] == {"correct": 1.0, "format": 1.0}
+    assert line["segments"] and "asked" not in line
+    name, *counts = table.splitlines()[1].rsplit(maxsplit=9)
+    # sampled; wrong, not scored, cut off, other parts, said before, longer, for balance; to learn
+    assert (name, counts) == ("sums, thinking", ["8", "2", "2", "1", "0", "1", "1", "0", "1"])
+    select({"adder": sums}, SelectConfig(most_per_prompt=0), out)
+    assert learned(out) == [("adder", "short"), ("adder", "long")]
+
+
+def test_parts_of_the_reward_that_rules_and_judges_give_are_bounded(tmp_path: Path) -> None:
+    own = [("good", {"format": 1.0, "refusal": 0.0}), ("bare", {}), ("odd", {"format": 0.5})]
+    own += [("declines", {"format": 1.0, "refusal": 0.5})]
+    said = {text: [sample(text, parts=parts, asked=text)] for text, parts in own}
+    folder = {"a": evaluation(tmp_path / "a", said, "chat")}
+    out = tmp_path / "out.jsonl"
+    table, _ = select(
+        folder, SelectConfig(least_parts={"format": 1}, most_parts={"refusal": 0.4}), out
+    )
+    assert [text for _, text in learned(out)] == ["good", "bare"]  # what has no such part stays
+    assert table.splitlines()[1].split()[-5] == "2"
+    with pytest.raises(ConfigError, match=r"no completion has a part 'fromat'.* format, refusal"):
+        select(folder, SelectConfig(least_parts={"fromat": 1}), out)
+
+
+def test_no_domain_and_mode_drowns_the_others(tmp_path: Path) -> None:
+    many = {str(n): [sample(f"{n}a", tokens=1), sample(f"{n}b", tokens=2)] for n in range(9)}
+    few = {"1": [sample("plain", thinking=False)], "2": [sample("deep")]}
+    folders = {
+        "a": evaluation(tmp_path / "a", many, "many"),
+        "b": evaluation(tmp_path / "b", few, "few"),
+    }
+    out = tmp_path / "out.jsonl"
+    select(folders, SelectConfig(balance=3, most_per_prompt=2), out)
+    # The first of each prompt before the second of any.
+    assert [said for _, said in learned(out)] == ["0a", "1a", "2a", "plain", "deep"]
+    select(folders, SelectConfig(balance=0, most_per_prompt=2), out)
+    assert len(learned(out)) == 20
+
+
+def test_nothing_left_is_said_with_the_reasons(tmp_path: Path) -> None:
+    folder = evaluation(tmp_path / "a", {"1": [sample("no", 0.0)]}, "sums")
+    with pytest.raises(ConfigError, match=r"nothing to learn(.|\n)*sums, thinking +1 +1 "):
+        select({"a": folder}, SelectConfig(), tmp_path / "out.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read as an evaluation"):
+        select({"a": tmp_path / "none"}, SelectConfig(), tmp_path / "out.jsonl")
+
+
+class Keel:
+    """Commands that end as a test has them."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, dict[str, str]]] = []
+        self.fails, self.status = "", 0
+
+    def __call__(self, words: Sequence[str]) -> int:
+        command, path, *knobs = words
+        given = dict(knob.split("=", 1) for knob in knobs)
+        if command == "sft":
+            given = {"run.dir": load_config(path).run.dir}
+        self.ran.append((command, given))
+        if self.fails and self.fails in given["run.dir"]:
+            return self.status
+        if command != "eval":
+            (Path(given["run.dir"]) / "model").mkdir(parents=True)
+            return 0
+        folder, own = Path(given["eval.dir"]), json.loads(given.get("data.train_on", "[]"))
+        if given.get("eval.prompts") == "train":
+            evaluation(folder, {"1": [sample(own[0], asked=own[0])]}, own[0])
+        folder.mkdir(parents=True, exist_ok=True)
+        of = {"pass@1": 0.5 + 0.01 * len(self.ran), "pass@1_interval": [0.4, 0.8]}
+        sets = dict.fromkeys(json.loads(given["data.only"]), of)
+        (folder / "results.json").write_text(json.dumps({"results": {"recipe": sets}}))
+        return 0
+
+
+def recipe(folder: Path, **changes: Any) -> DistillConfig:
+    known: dict[str, Any] = {
+        "dir": str(folder),
+        "recipe": "quickstart",
+        "specialists": (
+            SpecialistConfig(name="speller", sources=("spelling",), overrides=("run.steps=3",)),
+            SpecialistConfig(name="walker", sources=("spiral",)),
+        ),
+        "mixed_overrides": ("run.steps=5",),
+    }
+    return DistillConfig(**{**known, **changes})
+
+
+def test_what_was_selected_is_learned_and_fits_what_any_specialist_had_room_for(
+    tmp_path: Path,
+) -> None:
+    longer = ("rollout.sampling.max_tokens=1000", "model.embedded.max_context=2048")
+    roomy = SpecialistConfig(name="speller", sources=("spelling",), overrides=longer)
+    config = recipe(tmp_path, specialists=(roomy,), select=SelectConfig(least=0.7))
+    plain = _checked(recipe(tmp_path))[0].sft
+    made = _checked(config)[0].sft
+    (source,) = made.sources
+    assert source.least_reward == 0.7
+    assert made.max_context_tokens > plain.max_context_tokens
+
+
+def test_what_the_hardware_decides_is_still_left_to_it_by_what_is_learned(tmp_path: Path) -> None:
+    overrides = ("rollout.engines=2", "trainer.ranks=2", "trainer.zero_stage=2")
+    ours = ("trainer.micro_batch_tokens=512",)
+    config = recipe(tmp_path, overrides=overrides, sft_overrides=ours)
+    assert distill(config, Keel()) == 0
+    made, left = load_recipe(tmp_path / "lessons.yaml")
+    assert left == KNOBS - {"trainer.micro_batch_tokens"}
+    assert made.trainer.micro_batch_tokens == 512
+    # The layout for RL is another's.
+    assert (made.rollout.engines, made.trainer.ranks, made.trainer.zero_stage) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("status", [143, 0])  # 0: Ctrl-C has stopped it, with a checkpoint
+def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    keel = Keel()
+    keel.fails, keel.status = "specialists/walker", status
+    assert distill(recipe(tmp_path), keel) == (status or 130)
+    assert "train walker is not done" in capsys.readouterr().out
+    assert [command for command, _ in keel.ran] == ["train", "eval", "eval", "train"]
+    keel.fails = ""
+    assert distill(recipe(tmp_path, select=SelectConfig(balance=2)), keel) == 0
+    said = capsys.readouterr().out
+    rest = [command for command, _ in keel.ran[4:]]
+    assert rest == ["train", "eval", "eval", "sft", "eval", "train", "eval"]
+    (_, speller), (_, taught), (_, measured) = keel.ran[:3]
+    assert speller["run.steps"] == "3" and speller["data.train_on"] == '["spelling"]'
+    # Of a model folder: engines alone are started for it.
+    assert taught["model.path"] == measured["model.path"] == f"{speller['run.dir']}/model"
+    assert taught["run.dir"] == measured["run.dir"] != speller["run.dir"]
+    assert taught["eval.samples"] == "4" and "eval.prompts" not in measured
+    # What one holds out, no other may learn: all links that learn know the same sources.
+    known = [one.get("data.only") for _, one in keel.ran]
+    both = '["spelling", "spiral"]'
+    assert known == [both, both, '["spelling"]', *[both] * 3, '["spiral"]', None, *[both] * 3]
+    lessons = load_config(tmp_path / "lessons.yaml")
+    assert lessons.sft.sources[0].path == str(tmp_path / "distilled.jsonl")
+    start, given = lessons.model, load_config("quickstart")
+    assert start == given.model and lessons.data.sources == given.data.sources
+    assert lessons.sft.max_context_tokens == max(512, given.max_context)
+    assert sorted(who for who, _ in learned(tmp_path / "distilled.jsonl")) == ["speller", "walker"]
+    _, mixed = [one for one in keel.ran if one[0] == "train"][-1]
+    assert mixed["model.path"] == str(tmp_path / "distilled" / "model")
+    assert mixed["run.steps"] == "5" and "data.train_on" not in mixed
+    table = [line.split() for line in said.splitlines() if line.startswith(("spelling", "spiral"))]
+    assert [len(line) for line in table[-2:]] == [7, 7]
+    assert "0.530 (0.400–0.800)" in said and (tmp_path / "report.md").exists()
+    before = len(keel.ran)
+    same = recipe(tmp_path, select=SelectConfig(balance=2))
+    assert distill(same, keel) == 0 and len(keel.ran) == before  # all is done
+    with pytest.raises(ConfigError, match=r"sample speller was done with other settings"):
+        distill(recipe(tmp_path, samples=8), keel)
+
+
+def test_a_folders_name_is_one_whatever_yaml_reads_in_it(tmp_path: Path) -> None:
+    root = tmp_path / "a: b #1 ${c}"
+    words = [word for link in chain(recipe(root)) for word in link.command if str(tmp_path) in word]
+    knobs = [word for word in words if word.startswith(("run.dir=", "eval.dir=", "model.path="))]
+    assert len(knobs) > 10
+    for knob in knobs:
+        config = load_config("quickstart", [knob])
+        found = {"run": config.run.dir, "eval": config.eval.dir, "model": config.model.path}
+        assert Path(found[knob.partition(".")[0]]).is_relative_to(root), knob
+    with pytest.raises(ConfigError, match=r"takes '#1/mixed' for a comment; put the value in quot"):
+        load_config("quickstart", ["run.dir=runs/a #1/mixed"])
+    assert load_config("quickstart", ["run.dir=runs/a#1"]).run.dir == "runs/a#1"
+
+
+def test_a_result_that_nobody_wrote_down_is_one(tmp_path: Path) -> None:
+    """Killed between a command's end and the line about it."""
+    keel = Keel()
+    assert distill(recipe(tmp_path), keel) == 0
+    lines = (tmp_path / "links.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "links.jsonl").write_text("".join(lines[:-1]))
+    before = len(keel.ran)
+    assert distill(recipe(tmp_path), keel) == 0 and len(keel.ran) == before
+
+
+@pytest.mark.e2e
+def test_a_signal_is_the_commands_to_answer(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Commands() as commands:
+        wait = "import os, signal, sys; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
+        commands.start = [sys.executable, "-c", wait]
+        assert commands.run(()) == 128 + signal.SIGTERM
+        assert commands.status == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
+    keel = Keel()
+    wrong = SpecialistConfig(name="a", sources=("speling",))
+    with pytest.raises(ConfigError, match=r"specialists\[a\].sources: .* no source 'speling'"):
+        distill(recipe(tmp_path, specialists=(wrong,)), keel)
+    wrong = SpecialistConfig(name="a", sources=("spelling",), overrides=("run.step=3",))
+    with pytest.raises(ConfigError, match=r"run.step"):
+        distill(recipe(tmp_path, specialists=(wrong,)), keel)
+    with pytest.raises(ConfigError, match=r"sft.epoch"):
+        distill(recipe(tmp_path, sft_overrides=("sft.epoch=3",)), keel)
+    with pytest.raises(ConfigError, match="spelling has no holdout"):
+        distill(recipe(tmp_path, overrides=("data.sources[spelling].holdout=0",)), keel)
+    with pytest.raises(ConfigError, match="belongs to one specialist"):
+        recipe(
+            tmp_path,
+            specialists=(
+                SpecialistConfig(name="a", sources=("spelling",)),
+                SpecialistConfig(name="b", sources=("spelling",)),
+            ),
+        )
+    large = ("model.path=owner/model",)
+    with pytest.raises(ConfigError, match=r"trainer.lr = 0.0005 is for the embedded model, and"):
+        distill(recipe(tmp_path, overrides=large), keel)
+    own = ("trainer={lr: 1e-5}",)
+    assert _checked(recipe(tmp_path, overrides=large, sft_overrides=own))[0].trainer.lr == 1e-5
+    assert keel.ran == []
+
+
+def test_what_the_first_links_lack_is_said_before_any_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keel = Keel()
+    with pytest.raises(ConfigError, match=r"`python -m keel.examples.small small-tasks` makes it"):
+        distill(replace(load_distillation("specialists"), dir="chain"), keel)
+    missing = recipe(
+        tmp_path / "chain",
+        overrides=("model.path=runs/sft-specialists/model",),
+        sft_overrides=("trainer.lr=1e-5",),
+    )
+    with pytest.raises(ConfigError, match=r"`keel sft sft-specialists` is that run"):
+        distill(missing, keel)
+    assert keel.ran == [] and not [*tmp_path.iterdir()]
+    # Links that are left go on from models that others have made.
+    (tmp_path / "runs/sft-specialists/model").mkdir(parents=True)
+    keel.fails, keel.status = "mixed", 1
+    assert distill(missing, keel) == 1
+    (tmp_path / "runs/sft-specialists/model").rmdir()
+    keel.fails = ""
+    assert distill(missing, keel) == 0
+
+
+def test_what_a_later_link_lacks_is_said_before_the_first_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    keel, wandb = Keel(), ("run.trackers=[wandb]",)
+    with pytest.raises(ConfigError, match=r"^mix: .*wandb"):
+        distill(recipe(tmp_path / "chain", mixed_overrides=wandb), keel)
+    with pytest.raises(ConfigError, match=r"^distill: .*wandb"):
+        distill(recipe(tmp_path / "chain", sft_overrides=wandb), keel)
+    start = ("model.path=./nowhere",)
+    walker = SpecialistConfig(name="walker", sources=("spiral",), overrides=start)
+    known = recipe(tmp_path).specialists
+    with pytest.raises(ConfigError, match=r"^train walker: model.path = '\./nowhere'"):
+        distill(recipe(tmp_path / "chain", specialists=(known[0], walker)), keel)
+    short = ("eval.variants=[{name: long, max_tokens: 100000}]",)
+    with pytest.raises(ConfigError, match=r"^evaluate mixed: eval.variants\[long\].max_tokens"):
+        distill(recipe(tmp_path / "chain", mixed_overrides=short), keel)
+    assert keel.ran == [] and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "specialists"])
+def test_a_shipped_chain_is_valid_by_its_bare_name(name: str) -> None:
+    _checked(load_distillation(name))
+
+
+def test_the_six_specialists_of_the_report_in_both_modes() -> None:
+    config = load_distillation("specialists")
+    recipe = load_config(config.recipe)
+    sources = {source.name: source for source in recipe.data.sources}
+    modes = {
+        each.name: {(sources[name].domain_name, sources[name].thinking) for name in each.sources}
+        for each in config.specialists
+    }
+    both = ("mathematics", "code", "logic", "general-agents", "search-agents")
+    wanted = {domain: {(domain, True), (domain, False)} for domain in both}
+    assert modes == wanted | {"coding-agents": {("coding-agents", False)}}
+    assert sum(map(len, (each.sources for each in config.specialists))) == len(sources)
+    start = load_config("sft-specialists")
+    assert recipe.model.path == f"{start.run.dir}/model", "they begin with the supervised start"
+    assert {one.name for one in start.sft.sources} == sources.keys()

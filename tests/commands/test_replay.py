@@ -1,0 +1,166 @@
+"""`keel replay`: which batch, from which checkpoint, and what is said."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keel.commands import replay as module
+from keel.commands.cli import main
+from keel.commands.replay import nearest
+from keel.rl.metrics import Mean, Sum
+from keel.rl.types import StepResult
+from keel.trainer.run import checkpoint
+from keel.trainer.run.batches import keep_batch
+from keel.trainer.run.checkpoint import State
+from tests.rl.rollouts import scored, segment, trajectory
+
+GROUPS = [scored([trajectory(segment(20 * s, 6), sibling=s) for s in (0, 1)], [0.0, 1.0])]
+
+
+RECIPE = """
+model: {path: base}
+trainer: {lr: 1.0}
+data:
+  sources: [{name: sums, source: reasoning_gym, task: chain_sum, size: 10, rewards: {evil.f: 1}}]
+"""
+"""Its reward would have to be imported."""
+
+
+class FakeLearner:
+    """One whose gradient is finite from the second call on."""
+
+    made: list[FakeLearner]
+
+    def __init__(self, model: str, config: Any, **_: Any) -> None:
+        self.events: list[Any] = [model, config.trainer.lr]
+        FakeLearner.made.append(self)
+
+    def prepared(self) -> None: ...
+
+    def start(self) -> list[str]:
+        return []
+
+    def load(self, folder: Path) -> None:
+        self.events.append(folder.name)
+
+    def step(self, groups: Any, *, examine: bool) -> StepResult:
+        assert examine
+        (group,) = groups
+        self.events.append(group.group.prompt.prompt_id)
+        findings = () if len(FakeLearner.made) > 1 else ("p, token 3: nan",)
+        metrics = {"loss": Mean(3.0, 2), "train/skipped_steps": Sum(float(bool(findings)))}
+        return StepResult(version=1, metrics=metrics, findings=findings)
+
+    def shutdown(self) -> None:
+        self.events.append("end")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder, and `keel replay` without Ray."""
+    (tmp_path / "config.yaml").write_text(RECIPE)
+    FakeLearner.made = []
+
+    def found_model(config: Any, left: Any, hardware: Any, *, chats: bool) -> Any:
+        return SimpleNamespace(
+            choice=SimpleNamespace(config=config), hardware=SimpleNamespace(gpu=False)
+        )
+
+    for name, value in {
+        "start_ray": lambda: None,
+        "end_ray": lambda: None,
+        "watched": lambda say, frozen_after_s: nullcontext(),
+        "found_model": found_model,
+        "Learner": FakeLearner,
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr("keel.commands.cli.find_spec", lambda name: name)
+    return tmp_path
+
+
+def saved(run: Path, step: int) -> Path:
+    state = State(step=step, version=step, config="c")
+    return checkpoint.save(run / "checkpoints", state, lambda _: {}, keep=9)
+
+
+def test_the_newest_batch_from_the_newest_checkpoint_before_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 7):
+        keep_batch(run, step, GROUPS, ["p, token 3: was nan"])
+    for step in (2, 6, 7):
+        saved(run, step)
+    assert main(["replay", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "step_000007.npz: 1 groups, 2 completions, from step_000006, whose weights it" in said
+    assert "then: p, token 3: was nan\n" in said and "now: p, token 3: nan\n" in said
+    assert "loss                             1.5\n" in said
+    assert main(["replay", str(run), "3", "trainer.lr=2"]) == 0
+    assert "now: the gradient is finite\n" in capsys.readouterr().out
+    assert main(["replay", str(run), "trainer.lr=3"]) == 0
+    assert "step_000007.npz" in capsys.readouterr().out and FakeLearner.made.pop().events[1] == 3.0
+    assert "evil" not in sys.modules
+    first, second = (learner.events for learner in FakeLearner.made)
+    assert first == ["base", 1.0, "step_000006", "p", "end"]
+    assert second == ["base", 2.0, "step_000002", "p", "end"]
+
+
+def test_an_overflow_that_nothing_explains_is_not_called_finite(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are GPUs reserved for engines that are not started."""
+    result = StepResult(version=1, metrics={"train/skipped_steps": Sum(1.0)})
+    monkeypatch.setattr(FakeLearner, "step", lambda self, groups, examine: result)
+    found, asked = module.found_model, []
+
+    @contextmanager
+    def reserved(config: Any, **options: Any) -> Iterator[Any]:
+        asked.append(options["only"])
+        yield SimpleNamespace(options=dict)
+
+    def on_gpu(*given: Any, **options: Any) -> Any:
+        model: Any = found(*given, **options)
+        model.hardware.gpu = True
+        return model
+
+    monkeypatch.setattr(module, "found_model", on_gpu)
+    monkeypatch.setattr(module, "reserved", reserved)
+    keep_batch(run, 3, GROUPS, [])
+    assert main(["replay", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "now: the gradient is not finite, and nothing was found" in said
+    assert "gradient is finite" not in said and asked == [module.RANK]
+
+
+def test_what_lies_between_is_said_and_a_damaged_checkpoint_is_passed_over(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nearest(run / "checkpoints", 1) == (
+        None,
+        "from the base model, whose weights it was trained on",
+    )
+    saved(run, 2)
+    (saved(run, 4) / "more").touch()
+    found, words = nearest(run / "checkpoints", 7)
+    assert found is not None and found.name == "step_000002"
+    assert words == "from step_000002; 4 steps lie between, so the numbers may differ"
+    assert "step_000004 is damaged (more: extra" in capsys.readouterr().out
+
+
+def test_a_folder_without_such_a_batch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, words, why in (
+        (run / "elsewhere", (), "is no run folder"),
+        (run, (), "no batch was kept there"),
+    ):
+        assert main(["replay", str(folder), *words]) == 2
+        assert why in capsys.readouterr().err
+    keep_batch(run, 3, GROUPS, [])
+    assert main(["replay", str(run), "4"]) == 2
+    assert "no batch of step 4 was kept, but of: 3" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+"""`keel serve` and `keel chat`: which model is served, and with which options of vLLM."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from keel.commands import chat, cli, serve
+from keel.commands.serve import ServedModel, find_model, parse_options, server_options, serving
+from keel.configs.load import dump_config, load_config
+from keel.configs.schema import ConfigError
+
+
+def write_run(folder: Path, *overrides: str, model: bool = True, checkpoint: int = 0) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(load_config("quickstart", overrides)))
+    if model:
+        write_model(folder / "model")
+    if checkpoint:
+        saved = folder / "checkpoints" / f"step_{checkpoint:06d}"
+        saved.mkdir(parents=True)
+        (saved / "state.json").write_text("{}")
+    return folder
+
+
+def write_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_an_export_keeps_its_runs_name_and_sampling(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "school", "rollout.sampling.temperature=0.7")
+    found = find_model(run)
+    assert (found.path, found.name) == (run / "model", "school")
+    assert found.sampling["temperature"] == 0.7 and found.sampling.keys() == {*serve.SAMPLING}
+    assert find_model(run / "model") == found
+    assert find_model(write_model(tmp_path / "plain")) == ServedModel(
+        path=tmp_path / "plain", name="plain"
+    )
+
+
+def test_a_recipe_of_another_release_still_serves(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "old")
+    (run / "config.yaml").write_text("gone: 1\nrollout: {sampling: {temperature: 0.5}}\n")
+    assert find_model(run).sampling == {"temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("modes", "thinking"), [([True, True], True), ([False, False], False), ([True, False], None)]
+)
+def test_thinking_is_the_mode_of_all_sources(
+    tmp_path: Path, modes: Sequence[bool], thinking: bool | None
+) -> None:
+    names = [source.name for source in load_config("quickstart").data.sources]
+    changes = [f"data.sources[{n}].thinking={m}" for n, m in zip(names, modes, strict=True)]
+    model = find_model(write_run(tmp_path / "run", *changes))
+    assert model.thinking is thinking
+    options = server_options(model, {}, gpu=True)
+    assert ("default_chat_template_kwargs" in options) == (thinking is not None)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda path: path / "absent", "not a folder"),
+        (lambda path: path, "neither a run folder"),
+        (lambda path: write_run(path / "run", model=False), "neither a model nor a checkpoint"),
+        (lambda path: write_run(path / "run", model=False, checkpoint=40), "run.steps=40"),
+    ],
+    ids=["absent", "empty", "not begun", "not exported"],
+)
+def test_a_folder_without_a_model_is_refused(
+    tmp_path: Path, make: Callable[[Path], Path], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        find_model(make(tmp_path))
+
+
+def test_the_command_line_wins_over_the_recipe(tmp_path: Path) -> None:
+    model = find_model(write_run(tmp_path / "run", "rollout.sampling.temperature=0.7"))
+    words = ["temperature=0.1", "thinking=false", "max-model-len=512", "enforce_eager=false"]
+    options = server_options(model, parse_options(words), gpu=False)
+    assert options["override_generation_config"]["temperature"] == 0.1
+    assert set(options["default_chat_template_kwargs"].values()) == {False}
+    assert (options["max_model_len"], options["enforce_eager"]) == (512, False)
+    assert not {"temperature", "thinking"} & options.keys()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("rollout.sampling.temperature=1", "temperature", "temperature=hot", "top_k=true"),
+        *("thinking=1", "model=x", "port=1", "served-model-name=x", "a={"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=word.partition("=")[0]):
+        parse_options([word])
+
+
+@pytest.mark.parametrize("port", [None, -1, 65536], ids=["taken", "negative", "too high"])
+def test_an_address_that_cannot_be_had_is_named(tmp_path: Path, port: int | None) -> None:
+    model = ServedModel(path=tmp_path, name="m")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        number = int(other.getsockname()[1]) if port is None else port
+        with (
+            pytest.raises(ConfigError, match=rf"--port {number}: "),
+            serving(model, {}, gpu=False, port=number),
+        ):
+            pass
+
+
+def test_options_stand_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(cli, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve, "serve", lambda *args, **named: calls.append((args, named["port"])))
+    for words in (
+        ["a", "x=1", "y=2", "--port", "1"],
+        ["a", "--port", "1", "x=1", "y=2"],
+        ["--port=1", "a", "x=1", "y=2"],
+    ):
+        assert cli.main(["serve", *words]) == 0
+    assert calls == [((Path("a"), ["x=1", "y=2"]), 1)] * 3
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "a", "--prot", "x=1"])
+
+
+@pytest.mark.parametrize("words", [[], ["a", "--url", "http://b/v1"]], ids=["neither", "both"])
+def test_chat_takes_a_folder_or_an_address(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["chat", *words]) == 2
+    assert "--url" in capsys.readouterr().err
+
+
+class Completions:
+    """Answers "a b" in two parts; fails on a question with "fail", is interrupted by "stop"."""
+
+    def __init__(self) -> None:
+        self.requests: list[list[str]] = []
+        self.parts: tuple[str | None, ...] = ("a ", None, "b")
+
+    def create(self, *, messages: list[Any], **_: Any) -> Iterator[Any]:
+        self.requests.append([message["content"] for message in messages])
+        if "fail" in self.requests[-1]:
+            raise openai.OpenAIError("no connection")
+        for part in self.parts:
+            if part == "b" and self.requests[-1][-1] == "stop":
+                raise KeyboardInterrupt
+            delta = SimpleNamespace(content=part)
+            yield SimpleNamespace(choices=[SimpleNamespace(delta=delta)])
+
+
+@pytest.fixture
+def completions(monkeypatch: pytest.MonkeyPatch) -> Completions:
+    completions = Completions()
+    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+
+    @contextmanager
+    def connected(*_: Any, **__: Any) -> Iterator[chat.Conversation]:
+        yield chat.Conversation(client, "m")
+
+    monkeypatch.setattr(chat, "connected", connected)
+    return completions
+
+
+def test_a_conversation_goes_on_until_it_is_reset(
+    completions: Completions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["one", "", "stop", "fail", "two", "/reset", "three"])
+
+    def read(_: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    chat.chat(None, url="u", prompt=None, gpu=False, read=read)
+    kept = ["one", "a b", "stop", "a "]
+    assert completions.requests == [
+        ["one"],
+        ["one", "a b", "stop"],
+        [*kept, "fail"],
+        [*kept, "two"],
+        ["three"],
+    ]
+    assert capsys.readouterr().out.count("no answer: ") == 1
+
+
+def test_answers_print_no_control_characters(
+    completions: Completions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    completions.parts = ("\x1b]52;c;eA==\x07a\r", "\x9b2J\tb\n", "क्\u200dष\u3000")
+    chat.chat(None, url="u", prompt="one", gpu=False)
+    assert capsys.readouterr().out == "]52;c;eA==a2J\tb\nक्\u200dष\u3000\n"
+
+
+def test_a_prompt_is_answered_once(
+    completions: Completions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.chat(None, url="u", prompt="one", gpu=False)
+    assert capsys.readouterr().out == "a b\n"
+    with pytest.raises(RuntimeError, match="no answer"):
+        chat.chat(None, url="u", prompt="fail", gpu=False)

@@ -1,0 +1,362 @@
+"""What is refused before anything starts, and what `keel check` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+
+from keel.commands.cli import main
+from keel.commands.train import COMMANDS, keep_skipped
+from keel.model.tiny.cold_start import Progress
+from keel.model.tiny.tokenizer import build_tokenizer
+from keel.trainer.launch import model_folder
+from keel.trainer.planning.placement import Hardware
+from keel.trainer.prepare import Task, prepare
+from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.manifest import MANIFEST, write_manifest
+from tests.model.stand_in import stand_in
+from tests.rollout.chat.families import tokenizer_of
+from tests.trainer.engine.batches import write_model
+
+ROOT = Path(__file__).parents[2]
+FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8"))
+"""Making and measuring the thousands of prompts of the recipe takes seconds."""
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    said = capsys.readouterr()
+    assert not ray.is_initialized()
+    return code, said.out, said.err
+
+
+def test_check_prints_the_plan_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    code, out, _ = run(capsys, "check", "quickstart", f"run.dir={folder}", *FEW)
+    assert code == 0
+    assert "3 MoE layers of 8 experts" in out and "16 prompts × 8 completions = 128" in out
+    assert "2 vLLM engine(s)" in out
+    assert not folder.exists()
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_by_check_and_at_once_by_train(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    folder = f"run.dir={file / 'run'}"
+    said = f"run.dir = {file / 'run'}: cannot be written ({file} is a file); choose another folder"
+    code, _, err = run(capsys, "check", "quickstart", folder, *FEW)
+    assert code == 2 and f"keel check: {said}" in err
+    # On the machine that is planned for it may be another place.
+    there = ("run.gpus_per_node=8", "run.gpu_gib=80")
+    code, out, err = run(capsys, "check", "quickstart", folder, *FEW, *there)
+    assert code == 0, err
+    assert f"run.dir = {file / 'run'}: cannot be written here ({file} is a file)" in out
+    monkeypatch.setattr("keel.commands.cli.heavy", lambda _: pytest.fail("it is not known yet"))
+    code, _, err = run(capsys, "train", "quickstart", folder)
+    assert (code, err) == (2, f"keel train: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.learning_rate=1", "did you mean trainer.lr"),
+        ("algorithm.group_size=1", "compared with its siblings"),
+        ("algorithm.keep_sampling_mask=false", "every probability ratio is wrong"),
+        ("algorithm.keep_routing=false", "mixture of experts"),
+        ("rollout.sampling.repetition_penalty=1.1", "without being recorded"),
+        ("rollout.sampling.top_k=0", "bounds the sampling mask"),
+        ("data.max_prompt_tokens=8", "prompt spelling/"),
+        ("data.sources[spelling].task=spell_backwards", "spell_backward"),
+        ("data.sources[spelling].rewards={correctness: 1}", "correct"),
+        ("model.path=/nowhere", "/nowhere"),
+        ("model.tokenizer=/nowhere", "the embedded model has one of its own"),
+        ("rollout.sampling.max_tokens=4096", "max_context"),
+        ("rollout.tensor_parallel=2", "on a CPU an engine is one process"),
+    ],
+)
+def test_a_bad_recipe_is_refused_with_a_cure(
+    capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    code, _, err = run(capsys, "train", "quickstart", override)
+    assert code == 2, err
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.e2e
+def test_check_fails_with_a_reward_function_and_names_its_fault(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = (
+        "def half(prompt, trajectory):\n    return 0.5\n\ndef forgets(prompt, trajectory):\n    1\n"
+    )
+    (tmp_path / "checked_rewards.py").write_text(mine)
+    monkeypatch.chdir(tmp_path)
+    parts = "{correct: 1, checked_rewards.half: 0.5, checked_rewards.forgets: 0.5}"
+    code, out, _ = run(
+        capsys, "check", "quickstart", f"data.sources[spelling].rewards={parts}", *FEW
+    )
+    assert code == 1
+    assert "spelling, checked_rewards.half: 0.5 for a sample completion of spelling/" in out
+    assert "warning      spelling, checked_rewards.forgets: failed on a sample completion" in out
+    assert "returned None; is there a way through it without a `return`? (checked_rewards.py:4" in (
+        out
+    )
+    (tmp_path / "checked_rewards.py").write_text(
+        "async def half(prompt, trajectory):\n    yield 1\n"
+    )
+    __import__("sys").modules.pop("checked_rewards", None)
+    parts = "{checked_rewards.half: 0.5}"
+    code, _, err = run(
+        capsys, "check", "quickstart", f"data.sources[spelling].rewards={parts}", *FEW
+    )
+    assert code == 2
+    assert "(checked_rewards.py:1 in half): is an async generator" in err
+
+
+def test_check_on_gpus_says_who_sits_where_and_how_long_a_step_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    recipe = ("check", "quickstart", f"run.dir={tmp_path}", "run.device=gpu", "trainer.ranks=4")
+    code, out, err = run(capsys, *recipe, *FEW, "rollout.tensor_parallel=2", "run.gpu_gib=80")
+    assert code == 0, err
+    assert "1 node(s) of 8 GPU(s), 80.0 GiB each: by rule, as no GPU is here" in out
+    assert "node 0: engines 0–1 on GPUs 0–3 (2 each); trainer ranks 0–3 on GPUs 4–7" in out
+    assert "ESTIMATE, not measured" in out and "KV cache holds all 64 sequences" in out
+    monkeypatch.setattr(
+        "keel.trainer.planning.suggestions.TRIED", 1
+    )  # a second for what is no cure
+    code, _, err = run(capsys, *recipe, *FEW, "run.gpu_gib=1")
+    assert (code, "an engine's GPU needs" in err, "run.gpu_gib" in err) == (2, True, True)
+
+
+def test_a_machine_with_too_few_gpus_is_refused_before_ray_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("keel.trainer.cluster.nodes.visible_gpus", lambda: 2)
+    monkeypatch.setattr("keel.trainer.cluster.nodes.gpu_gib", lambda: 80.0)
+    code, _, err = run(capsys, "train", "quickstart", *FEW, "run.device=gpu", "trainer.ranks=4")
+    assert (code, "needs 6 GPU(s)" in err, "trainer.ranks" in err) == (2, True, True), err
+
+
+def test_a_model_of_the_users_own_is_planned_from_its_config(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=288,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=32,
+        max_position_embeddings=300,
+        head_dim=32,
+    ).save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    stand_in(tmp_path)
+    lines = tmp_path / "sums.jsonl"
+    lines.write_text("".join(f'{{"prompt": "{i} + 1 =", "answer": "{i + 1}"}}\n' for i in range(9)))
+    recipe = tmp_path / "mine.yaml"
+    source = {"name": "sums", "source": "jsonl", "path": str(lines), "holdout": 2}
+    recipe.write_text(
+        json.dumps(
+            {
+                "model": {"path": str(tmp_path)},
+                "data": {"sources": [source], "max_prompt_tokens": 64},
+                "run": {"dir": str(tmp_path / "run")},
+            }
+        )
+    )
+    code, out, err = run(capsys, "check", str(recipe), "rollout.sampling.max_tokens=200")
+    assert code == 0, err
+    assert "4 MoE layers of 16 experts (4 per token)" in out
+    assert "7 to train on, 2 held out" in out
+    assert "warning      data.sources[sums]: 7 prompts to train on, each 2.29 times in" in out
+
+    weights.unlink()
+    for command in ("check", "train"):
+        code, _, err = run(capsys, command, str(recipe), "rollout.sampling.max_tokens=200")
+        assert (code, "holds no weights" in err) == (2, True), err
+    # Planned for GPUs that are elsewhere: so may the weights be.
+    elsewhere = ("run.gpu_gib=80", "rollout.sampling.max_tokens=200", "trainer.lr=0.1")
+    code, out, err = run(capsys, "check", str(recipe), *elsewhere)
+    assert code == 0, err
+    assert "it holds no weights (model.safetensors, or its parts and" in out
+    assert "model.safetensors.index.json); `keel train` needs them where it runs" in out
+    assert "warning      trainer.lr = 0.1 is far from what is used" in out
+    stand_in(tmp_path)
+
+    other = tmp_path / "other"
+    words = Tokenizer(WordLevel({"[UNK]": 0, **{f"w{i}": i for i in range(1, 200)}}, "[UNK]"))
+    template = "{{ messages[0]['content'] }}"
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", eos_token="w1", chat_template=template
+    ).save_pretrained(other)
+    code, _, err = run(capsys, "check", str(recipe), f"model.tokenizer={other}")
+    assert (code, "does not belong to the model" in err) == (2, True), err
+
+    code, _, err = run(capsys, "check", str(recipe), "rollout.sampling.max_tokens=400")
+    assert (code, "has 300 tokens" in err) == (2, True), err
+    code, _, err = run(
+        capsys, "check", str(recipe), "rollout.sampling.max_tokens=9", "algorithm.keep_routing=no"
+    )
+    assert (code, "mixture of experts" in err) == (2, True), err
+
+
+@pytest.mark.e2e
+def test_a_model_without_a_template_whose_chats_code_writes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """DeepSeek-V3.2: for prompts of one turn as in an environment."""
+    tokenizer = tokenizer_of("deepseek-v3.2")
+    tokenizer.save_pretrained(tmp_path)
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2}
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(tmp_path)
+    stand_in(tmp_path)
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    shop: dict[str, Any] = {"target": "shop:Shop", "folder": str(ROOT / "tests" / "agents")}
+    shop |= {"isolation": "none-i-trust-the-environments"}
+    sources = [
+        {"name": "sums", "source": "jsonl", "path": str(tmp_path / "sums.jsonl")},
+        {"name": "shop", "source": "environment", "size": 4, "environment": shop},
+    ]
+    recipe: dict[str, Any] = {
+        "model": {"path": str(tmp_path)},
+        "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+        "agents": {"window": 2000},
+    }
+    path = tmp_path / "mine.yaml"
+    for chosen, calls in (
+        (sources[:1], ""),
+        (sources, "; calls are read as in the format deepseek-v3.2"),
+    ):
+        path.write_text(json.dumps({**recipe, "data": {"sources": chosen}}))
+        code, out, err = run(capsys, "check", str(path))
+        assert code == 0, err
+        lacking = "since the tokenizer has no chat template"
+        assert f"chats: written by DeepSeek-V3.2's encoding, {lacking}{calls}\n" in out
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return prepare("quickstart", ["run.device=cpu", *FEW])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "here", "device"), [(True, True, "cuda"), (True, False, "cpu"), (False, True, "cpu")]
+)
+def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
+    task: Task, wanted: bool, here: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[str] = []
+
+    def instead(*_: Any, device: str, **__: Any) -> Path:
+        devices.append(device)
+        return Path("somewhere")
+
+    monkeypatch.setattr("keel.trainer.launch.ensure_embedded", instead)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: here)
+    assert model_folder(replace(task, hardware=Hardware(gpu=wanted))) == "somewhere"
+    assert devices == [device]
+
+
+def test_a_start_says_whether_the_embedded_model_was_taught_or_found(
+    task: Task, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def taught(*_: Any, progress: Progress, **__: Any) -> Path:
+        progress(1, 2.0, 0.1)
+        return Path("somewhere")
+
+    monkeypatch.setattr("keel.trainer.launch.ensure_embedded", taught)
+    model_folder(task)
+    assert capsys.readouterr().out == "embedded model: cold start done; cached in somewhere\n"
+    monkeypatch.setattr("keel.trainer.launch.ensure_embedded", lambda *_, **__: Path("somewhere"))
+    model_folder(task)
+    assert capsys.readouterr().out == "embedded model: cold start loaded from somewhere\n"
+
+
+def test_a_full_disk_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "/runs/x/metrics.jsonl")
+
+    monkeypatch.setitem(COMMANDS, "check", full)
+    assert main(["check", "quickstart"]) == 1
+    assert "No space left on device: '/runs/x/metrics.jsonl'" in capsys.readouterr().err
+
+
+def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = tmp_path / "run"
+    overrides = (f"run.dir={done}", "run.steps=1", *FEW)
+    task = prepare("quickstart", overrides)
+    with RunFolder(task.config) as folder:
+        state = State(
+            step=1, version=1, cursor=task.dataset.train.state(), config=config_digest(task.config)
+        )
+        folder.save(state, lambda path: {})
+    (done / "metrics.jsonl").touch()
+    learner = SimpleNamespace(load=lambda path: None, export=lambda path: path.mkdir() or {})
+
+    @contextmanager
+    def running(*_: object, **__: object) -> Iterator[Any]:
+        yield SimpleNamespace(learner=learner)
+
+    monkeypatch.setattr("keel.commands.train.running", running)
+    code, out, _ = run(capsys, "train", "quickstart", *overrides)
+    assert code == 0 and "trained model" in out and (done / "model").is_dir()
+    code, out, _ = run(capsys, "train", "quickstart", *overrides)
+    assert code == 0 and "has done its 1 steps" in out
+
+    (done / "model" / MANIFEST).write_text("{}")
+    code, _, err = run(capsys, "train", "quickstart", *overrides)
+    assert code == 2 and "this model is not as it was exported" in err
+    (done / "checkpoints" / "step_000001" / "more").touch()
+    for command in ("train", "check", "eval"):
+        code, _, err = run(capsys, command, "quickstart", *overrides)
+        assert code == 2 and "every checkpoint is damaged:\n  step_000001: more: extra" in err
+
+
+def test_an_exported_model_that_was_damaged_is_not_trained_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_model(tmp_path)
+    write_manifest(tmp_path, {})
+    weights = tmp_path / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    code, _, err = run(capsys, "check", "quickstart", f"model.path={tmp_path}", *FEW)
+    assert code == 2 and f"{tmp_path}: this model is not as it was exported" in err
+    assert "model.safetensors: changed" in err and f"remove {MANIFEST} there" in err
+
+
+def test_a_batch_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "nonfinite").touch()
+    said: list[str] = []
+    keep_skipped(tmp_path, said.append, 3, [], ["p, token 3: nan"])
+    assert said[0] == "step 3: no finite gradient: p, token 3: nan"
+    assert said[1].startswith("warning: step 3: its batch could not be kept") and len(said) == 2

@@ -1,0 +1,87 @@
+"""What an evaluation that was stopped may go on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keel.configs.load import load_config
+from keel.configs.schema import ConfigError
+from keel.data.eval_store import Asked, EvaluationFolder, read_evaluation
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.sources[spelling].budget.max_tokens=40",
+        "data.sources[spelling].length.truncated=zero",
+        "data.max_prompt_tokens=70",
+        "rollout.deadline_s=77",
+        "eval.temperature=0.3",
+    ],
+)
+def test_completions_of_other_settings_are_not_taken_over(override: str, tmp_path: Path) -> None:
+    def settings(*overrides: str) -> object:
+        config = load_config("quickstart", [f"run.dir={tmp_path}", *overrides])
+        return EvaluationFolder(config, "the model", "model")._settings
+
+    assert settings("run.steps=7", "data.sources[spelling].weight=2") == settings()
+    assert settings(override) != settings()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[1]", "it is no object in JSON"),
+        (
+            '{"variant": "recipe", "id": "s/1"}',
+            "it has no source, domain, digest, samples, missing",
+        ),
+        (
+            '{"variant": "", "source": "", "domain": "", "id": "", "digest": "", "samples": [], '
+            '"missing": [], "mood": 1}',
+            "it has mood, which this release does not know",
+        ),
+    ],
+)
+def test_a_line_of_something_else_says_what_it_is(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text(line + "\n")
+    with pytest.raises(ConfigError, match=rf"samples\.jsonl:1: no line of an evaluation: {said}$"):
+        read_evaluation(tmp_path)
+
+
+def test_a_run_and_a_file_are_no_evaluation_and_those_in_a_run_are_named(tmp_path: Path) -> None:
+    inside = tmp_path / "run" / "eval" / "step_000020"
+    inside.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"has written, such as RUN/eval/step_000020$"):
+        read_evaluation(tmp_path / "run")
+    (inside / "samples.jsonl").touch()
+    with pytest.raises(ConfigError, match=rf"has written; it has {inside}$"):
+        read_evaluation(tmp_path / "run")
+    with pytest.raises(ConfigError, match="there is none; name a folder that `keel eval` has wri"):
+        read_evaluation(inside / "samples.jsonl")
+
+
+def test_how_it_stands_is_known_after_each_and_when_it_goes_on(tmp_path: Path) -> None:
+    config = load_config("quickstart", [f"run.dir={tmp_path}"])
+
+    def asked(number: int, *correct: float, missing: int = 0) -> Asked:
+        return Asked(
+            variant="recipe",
+            source="s",
+            domain="d",
+            id=f"s/{number}",
+            digest="x",
+            samples=[{"correct": one} for one in correct],
+            missing=["late"] * missing,
+        )
+
+    with EvaluationFolder(config, "the model", "model") as out:
+        assert out.said() == "nothing to keep so far"
+        out.add(asked(0, 1.0, 0.0))
+        out.add(asked(1, 1.0, missing=1))
+        assert out.said() == "pass@1 so far 0.500"
+    with EvaluationFolder(config, "the model", "model") as out:
+        out.add(asked(2, 1.0))
+        assert out.said() == "pass@1 so far 0.600" and len(out.asked) == 3

@@ -1,0 +1,185 @@
+"""The folder of a filter: nothing is computed twice or mixed up, and what is kept reads back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    FilterConfig,
+    RunConfig,
+    SourceConfig,
+)
+from keel.data.dataset import Dataset, load_dataset
+from keel.data.pass_rate_filter import FilterFolder
+from keel.rl.types import Prompt
+from tests.data.rates import scored
+
+GAME = EnvironmentConfig(target="games:Guess")
+
+
+def config(folder: Path, *sources: SourceConfig, **filter_by: Any) -> Config:
+    sums = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=6, domain="d")
+    return Config(
+        data=DataConfig(sources=sources or (sums,)),
+        run=RunConfig(dir=str(folder)),
+        filter=FilterConfig(samples=4, **filter_by),
+    )
+
+
+def dataset(config: Config) -> Dataset:
+    return load_dataset(config.data, seed=config.run.seed)
+
+
+def opened(config: Config, policy: str = "the base model") -> FilterFolder:
+    return FilterFolder(config, dataset(config).train.sources, policy)
+
+
+def kept(folder: Path, source: str = "sums") -> list[dict[str, Any]]:
+    lines = (folder / "filter" / "kept" / f"{source}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def names(prompts: Sequence[Prompt]) -> list[str]:
+    return [prompt.prompt_id for prompt in prompts]
+
+
+def test_it_goes_on_where_it_stopped_and_other_bounds_sample_nothing(tmp_path: Path) -> None:
+    first = config(tmp_path)
+    with opened(first) as out:
+        assert names(out.waiting) == [f"sums/{i}" for i in range(6)]
+        for prompt, passes in zip(out.waiting[:3], (0, 4, 1), strict=True):
+            out.record(prompt, [scored(prompt, passes)])
+            assert out.said() == f"{len(out._kept())} kept so far"
+        lost = out.waiting[0]
+        out.record(lost, [scored(lost, 0, dropped=("late",) * 4)])
+        assert out.said() == f"{len(out._kept())} kept so far" == "2 kept so far"
+        said = out.finish()
+    assert [line["id"] for line in kept(tmp_path)] == ["1", "2"]
+    for part in (
+        "sums            4   0.312     0.500  2",
+        "domain d        4   0.312     0.500  2",
+        "left out: 1 without a scored completion",
+        "left out: 1 never passed",
+        "4 completions missing, counted as wrong: late",
+        "3 prompts are still to be sampled",
+    ):
+        assert part in said
+    table = tmp_path / "filter" / "pass_rates.jsonl"
+    with table.open("a") as file:
+        file.write('{"id": "sums/4", "sour')  # the process was killed
+    with opened(replace(first, filter=replace(first.filter, most_pass_rate=0.5))) as out:
+        assert names(out.waiting) == ["sums/3", "sums/4", "sums/5"]
+        for prompt in out.waiting:
+            out.record(prompt, [scored(prompt, 2)])
+        said = out.finish()
+    assert [line["id"] for line in kept(tmp_path)] == ["2", "3", "4", "5"]
+    assert "left out: 1 passed more often than 0.5" in said and "still to be" not in said
+    assert len(table.read_text().splitlines()) == 7
+    with opened(first) as out:
+        assert out.waiting == []
+
+
+def test_a_folder_of_other_settings_policy_or_prompts_is_refused(tmp_path: Path) -> None:
+    first = config(tmp_path)
+    with opened(first) as out:
+        for prompt in out.waiting:
+            out.record(prompt, [scored(prompt, 1)])
+        with pytest.raises(ConfigError, match="another filter is running there"), opened(first):
+            pass
+    for other, message in (
+        (replace(first, filter=FilterConfig(samples=5)), r"filter\.samples: 4 → 5"),
+        (replace(first, eval=EvalConfig(temperature=0.5)), r"eval\.temperature: 1\.0 → 0\.5"),
+        (replace(first, run=replace(first.run, seed=1)), r"run\.seed: 0 → 1"),
+    ):
+        with pytest.raises(ConfigError, match=message), opened(other):
+            pass
+    with pytest.raises(ConfigError, match="policy: the base model → step_000002"):
+        opened(first, "step_000002").__enter__()
+    same = replace(first, trainer=replace(first.trainer, lr=1e-3), eval=EvalConfig(samples=3))
+    with opened(same) as out:  # no rate depends on these
+        assert out.waiting == []
+    prompts = dataset(first).train.sources["sums"]
+    changed = (replace(prompts[0], reward={"kind": "proof"}), *prompts[1:])
+    for some, message in ((changed, "is that of another prompt"), (prompts[1:], "sums/0, which")):
+        with pytest.raises(ConfigError, match=message):
+            FilterFolder(first, {"sums": some}, "the base model").__enter__()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "filter").touch()
+    with pytest.raises(ConfigError, match=r"filter\.dir = .*cannot be written"):
+        opened(config(tmp_path)).__enter__()
+
+
+def test_what_is_kept_reads_back_as_the_same_prompts(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    system = {"role": "system", "content": "Mine."}
+    ask = {"role": "user", "content": "1 + 1 = ½?"}
+    lines.write_text(
+        json.dumps({"id": 7, "messages": [system, ask], "answer": "0.10", "match": "exact"})
+        + '\n{"prompt": "Name it.", "criteria": [{"name": "n", "text": "Named.", "weight": 1}]}\n'
+    )
+    plain = SourceConfig(
+        name="lines", source="jsonl", path=str(lines), system_template="reasoning", kl_coef=0.1
+    )
+    sources = (
+        plain,
+        SourceConfig(
+            name="sums",
+            source="reasoning_gym",
+            task="chain_sum",
+            size=3,
+            system="Be brief.",
+            system_template="reasoning",
+        ),
+        SourceConfig(name="tasks", source="environment", size=3, environment=GAME),
+    )
+    first = config(tmp_path, *sources)
+    with opened(first) as out:
+        for prompt in out.waiting:
+            out.record(prompt, [scored(prompt, 1)])
+        out.finish()
+    assert [line["pass_rate"] for line in kept(tmp_path, "lines")] == [0.25, 0.25]
+    again = tuple(
+        replace(
+            s, source="jsonl", task="", size=0, path=str(tmp_path / f"filter/kept/{s.name}.jsonl")
+        )
+        for s in sources
+    )
+    read = load_dataset(DataConfig(sources=again), seed=0).train.sources
+    assert read == dataset(first).train.sources
+
+
+def test_a_source_that_trains_nothing_has_no_file_and_no_row(tmp_path: Path) -> None:
+    def source(name: str, **more: Any) -> SourceConfig:
+        return SourceConfig(name=name, source="reasoning_gym", task="gcd", size=3, **more)
+
+    with opened(config(tmp_path, source("a"), source("test", weight=0, holdout=1))) as out:
+        said = out.finish()
+    assert [path.name for path in (tmp_path / "filter" / "kept").iterdir()] == ["a.jsonl"]
+    assert "left out: test, of which nothing trains (data.sources[].weight, data.train_on)" in said
+    assert "\ntest " not in said
+
+
+def test_a_domain_of_several_sources_has_its_row_where_one_has_its_name(tmp_path: Path) -> None:
+    def rows(*names: str) -> list[str]:
+        given = [
+            SourceConfig(name=name, source="reasoning_gym", task="gcd", size=3, domain="maths")
+            for name in names
+        ]
+        with opened(config(tmp_path / "-".join(names), *given)) as out:
+            return [row.split("  ")[0] for row in out._table()[1:]]
+
+    assert rows("maths", "aops") == ["maths", "aops", "domain maths"]
+    assert rows("maths") == ["maths"] and rows("aops") == ["aops", "domain maths"]

@@ -1,0 +1,145 @@
+"""Proofs refined by whoever wrote them, and made into tasks for verifiers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.agents.env_process.client import Hosted, Program
+from keel.configs.schema import SourceConfig
+from keel.data.eval_store import asked_of
+from keel.data.jsonl import load_jsonl
+from keel.examples.proofs.__main__ import main
+from keel.examples.proofs.refine import Refine
+from keel.rewards.checks import check_spec
+from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
+from tests.agents.episodes import run, transcript
+
+
+def answer(score: str, solution: str = "QED") -> str:
+    return f"## Solution\n{solution}\n\n## Self Evaluation\nSo so.\n\\boxed{{{score}}}"
+
+
+def test_until_the_policy_finds_nothing_to_mend() -> None:
+    refine = Refine(most=5)
+    assert "has score 0 by your own" in str(refine.reply(answer("0")))
+    assert "needs one section `## Solution`" in str(refine.reply("I am done."))
+    assert "has score 0.5" in str(refine.reply(answer("0.5")))
+    assert refine.reply(answer("1")) is None
+    assert refine.verdict((), "stop") == {"claimed": 1.0, "revised": 0.6}
+
+
+def test_revisions_are_bounded() -> None:
+    refine = Refine(most=2)
+    asked = [refine.reply(answer("0.5")) for _ in range(3)]
+    assert [one is None for one in asked] == [False, False, True]
+    assert refine.verdict((), "stop") == {"claimed": 0.5, "revised": 1.0}
+    with pytest.raises(ValueError, match="most = 0"):
+        Refine(most=0)
+
+
+@pytest.mark.e2e
+def test_as_an_environment() -> None:
+    task = Prompt(
+        prompt_id="p",
+        domain="proofs",
+        messages=({"role": "user", "content": "Prove it."},),
+        reward={"kind": "proof"},
+    )
+
+    async def episode() -> Any:
+        program = Program(target="keel.examples.proofs.refine:Refine", arguments={"most": 1})
+        environment = Hosted(program)
+        try:
+            opening = await environment.open(task, seed=1)
+            assert list(opening.messages) == list(task.messages) and not opening.tools
+            again = await environment.reply({"role": "assistant", "content": answer("0.5")})
+            assert again is not None and again["role"] == "user"
+            assert await environment.reply({"role": "assistant", "content": answer("0.5")}) is None
+            return await environment.verdict(transcript())
+        finally:
+            await environment.close()
+
+    assert run(episode()).parts == {"claimed": 0.5, "revised": 1.0}
+
+
+def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> Path:
+    """As `keel eval` leaves one."""
+    prompt = Prompt(
+        prompt_id="proofs/1",
+        domain="proofs",
+        messages=(
+            {"role": "system", "content": "Two sections."},
+            {"role": "user", "content": "Prove it."},
+        ),
+        reward={"kind": "proof"},
+    )
+    segment = Segment(
+        prompt_id="proofs/1",
+        token_ids_T=np.arange(3, dtype=np.int32),
+        trainable_T=np.arange(3) > 0,
+        logp_old_T=np.zeros(3, np.float32),
+        version_T=np.zeros(3, np.int32),
+    )
+    trajectories = tuple(
+        Trajectory(
+            prompt_id="proofs/1",
+            sibling=n,
+            segments=(segment,),
+            finish_reason="stop",
+            messages=({"role": "assistant", "content": text},),
+        )
+        for n, (text, _) in enumerate(graded)
+    )
+    scored = ScoredGroup(
+        group=Group(prompt=prompt, trajectories=trajectories),
+        rewards_G=np.zeros(len(graded), np.float32),
+        parts_G=tuple({"correct": s, "error": error, "proof": s} for _, s in graded),
+        advantages_G=np.zeros(len(graded), np.float32),
+    )
+    asked = asked_of("recipe", "proofs", prompt, [scored], lambda _: "", lambda _: "")
+    folder.mkdir()
+    (folder / "samples.jsonl").write_text(json.dumps(asdict(asked)) + "\n")
+    return folder
+
+
+def test_graded_proofs_become_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right, wrong = answer("1", "By \ud800 induction."), answer("1", "Obvious.")
+    several = [(answer("0", f"Try {n}."), 0.0) for n in range(4)]
+    first = evaluation(tmp_path / "a", (right, 1.0), (wrong, 0.0), ("no form", 0.0), (right, 1.0))
+    second = evaluation(tmp_path / "b", *several, (answer("1", "Half."), 0.5))
+    out = tmp_path / "verify.jsonl"
+    assert main([str(first), str(second), "--out", str(out), "--each", "2"]) == 0
+    assert "4 proofs to verify" in capsys.readouterr().out
+    source = SourceConfig(name="v", source="jsonl", path=str(out))
+    prompts = [item.prompt for item in load_jsonl(source, check_spec).items]
+    found = [(prompt.reward["proof"], prompt.reward["score"]) for prompt in prompts]
+    assert found == [
+        ("By ? induction.", 1.0),
+        ("Obvious.", 0.0),
+        ("Try 0.", 0.0),
+        ("Half.", 0.5),
+    ]
+    shown = prompts[1].messages[-1]["content"]
+    assert "Prove it." in shown and "Obvious." in shown
+    assert "Self Evaluation" not in shown and "score" not in shown
+
+
+def test_what_holds_no_graded_proof_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "verify.jsonl")
+    assert main([str(tmp_path / "none"), "--out", out]) == 2
+    assert "none/samples.jsonl: No such file" in capsys.readouterr().err
+    failed = evaluation(tmp_path / "a", (answer("1"), 0.0), error=1.0)
+    assert main([str(failed), "--out", out]) == 2
+    assert "no proof with a score" in capsys.readouterr().err
+    with (failed / "samples.jsonl").open("a") as file:
+        file.write('{"id": 3}\n')
+    assert main([str(failed), "--out", out]) == 2
+    assert "samples.jsonl:2: no line of an evaluation of proofs" in capsys.readouterr().err

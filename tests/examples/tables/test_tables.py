@@ -1,0 +1,187 @@
+"""Tables from a seed: every answer computed again from the files alone, by SQL."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sqlite3
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import EnvironmentConfig, SourceConfig
+from keel.data.jsonl import load_jsonl
+from keel.examples.tables.__main__ import main, tasks
+from keel.examples.tables.task import Answer, clear_first
+from keel.rewards.checks import check_spec
+from keel.rewards.rules.verifiers import verifier_for
+
+REVENUE = "o.units * p.price * (1 - coalesce(nullif(o.discount_percent, ''), 0) / 100.0)"
+ALL = (
+    "orders o join products p on p.product = o.product join customers c on c.customer = o.customer"
+)
+T, H = "cast(temperature as real)", "cast(nullif(humidity, '') as real)"
+WARM = "(select *, cast(temperature as real) as t from readings where temperature != '-999.0')"
+X = "julianday(time)"
+FITS = {
+    "best_category": f"select category from {ALL} group by 1 order by sum({REVENUE}) desc limit 1",
+    "revenue_of_region": f"select round(sum({REVENUE}), 2) from {ALL} "
+    "where region = :region and cast(strftime('%m', day) as int) = :month "
+    "and cast(strftime('%Y', day) as int) = :year",
+    "buyers_of_category": f"select count(distinct o.customer) from {ALL} "
+    "where region = :region and category = :category",
+    "days_between": "select round(avg(d), 2) from (select julianday(max(day)) - "
+    "julianday(min(day)) as d from orders group by customer having count(*) > 1)",
+    "busiest_weekday": "select case strftime('%w', day) when '0' then 'Sunday' when '1' then "
+    "'Monday' when '2' then 'Tuesday' when '3' then 'Wednesday' when '4' then 'Thursday' when '5' "
+    "then 'Friday' else 'Saturday' end from orders group by 1 order by count(*) desc limit 1",
+    "without_orders": "select count(*) from customers where region = :region and customer not in "
+    "(select customer from orders)",
+    "median_revenue": f"with r as (select {REVENUE} as v, row_number() over (order by {REVENUE}) "
+    f"as n, count(*) over () as m from {ALL} where category = :category) "
+    "select round(avg(v), 2) from r where n in ((m + 1) / 2, (m + 2) / 2)",
+    "second_product": "select product from orders group by 1 order by sum(units) desc "
+    "limit 1 offset 1",
+    "spread": "select round(sqrt(sum((t - m) * (t - m)) / (count(*) - 1)), 3) from "
+    f"(select t, avg(t) over () as m from {WARM} where station = :station)",
+    "together": "select round((avg(t * h) - avg(t) * avg(h)) / (sqrt(avg(t * t) - avg(t) * avg(t)) "
+    f"* sqrt(avg(h * h) - avg(h) * avg(h))), 3) from (select t, {H} as h from {WARM} "
+    "where station = :station and humidity != '')",
+    "trend": f"select round((avg(t * x) - avg(t) * avg(x)) / (avg(x * x) - avg(x) * avg(x)), 4) "
+    f"from (select t, {X} - (select min({X}) from readings) as x from {WARM} "
+    "where station = :station)",
+    "warmest_country": "select country from (select country, s.station, avg(t) as m from "
+    f"{WARM} w join stations s on s.station = w.station group by 1, 2) group by 1 "
+    "order by avg(m) desc limit 1",
+    "jump": f"with d as (select date(time) as day, avg(t) as m from {WARM} where "
+    "station = :station group by 1) select a.day from d a join d b on "
+    "a.day = date(b.day, '+1 day') order by a.m - b.m desc limit 1",
+    "gaps": "select count(*) from readings r join stations s on s.station = r.station "
+    "where altitude > :metres and (temperature = '-999.0' or humidity = '')",
+}
+
+
+@cache
+def some() -> list[dict[str, Any]]:
+    return list(tasks(56, seed=5))
+
+
+def base_of(files: dict[str, str]) -> sqlite3.Connection:
+    base = sqlite3.connect(":memory:")
+    for name, text in files.items():
+        rows: list[dict[str, Any]]
+        if name.endswith(".csv"):
+            rows = list(csv.DictReader(io.StringIO(text)))
+        elif name == "products.json":
+            rows = json.loads(text)["products"]
+        else:
+            rows = [
+                {"station": station, "country": country, "altitude": about["altitude_m"]}
+                for country, there in json.loads(text)["countries"].items()
+                for station, about in there.items()
+            ]
+        for row in rows if name == "orders.csv" else ():
+            row["day"] = iso(row["day"])
+        columns = [f'"{column}"' for column in rows[0]]
+        base.execute(f"create table {name.partition('.')[0]} ({', '.join(columns)})")
+        marks = ", ".join("?" * len(columns))
+        base.executemany(
+            f"insert into {name.partition('.')[0]} values ({marks})",
+            [tuple(row.values()) for row in rows],
+        )
+    return base
+
+
+def iso(day: str) -> str:
+    for form in ("%Y-%m-%d", "%d.%m.%Y", "%d %b %Y"):
+        try:
+            return datetime.strptime(day, form).date().isoformat()
+        except ValueError:
+            continue
+    raise AssertionError(day)
+
+
+def named(question: str) -> dict[str, Any]:
+    """What a question is about."""
+    said = question.partition("\n\n")[2]
+    found: dict[str, Any] = {}
+    for name, pattern in (
+        ("region", r"region (\w+)"),
+        ("category", r"(?:ordered|order of) (\w+)"),
+        ("station", r"at ([A-Z]\w+)"),
+        ("month", r"month (\d+)"),
+        ("year", r"month \d+ of (\d+)"),
+        ("metres", r"above (\d+) m"),
+    ):
+        if match := re.search(pattern, said):
+            found[name] = int(match[1]) if match[1].isdigit() else match[1]
+    return found
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_every_answer_by_sql(kind: str) -> None:
+    chosen = [task for task in some() if f"-{kind}-" in task["id"]]
+    assert len(chosen) == 4
+    for task in chosen:
+        base = base_of(task["environment"]["files"])
+        (found,) = base.execute(FITS[kind], named(task["prompt"])).fetchone()
+        verify = verifier_for({"kind": "answer", **{k: task[k] for k in task.keys() & RULE}})
+        assert verify(f"So it is \\boxed{{{found}}}.") == 1.0, (found, task["answer"])
+        wrong = f"{found + 1}" if isinstance(found, int | float) else f"{found}x"
+        assert verify(f"\\boxed{{{wrong}}}") == 0.0
+        base.close()
+
+
+RULE = {"answer", "match", "tolerance"}
+
+
+def test_a_rounding_is_right_and_a_neighbour_is_not() -> None:
+    for value, decimals in ((1234.565, 2), (0.0349, 3), (-0.48251, 3), (98_765.432, 2)):
+        rule = Answer("?", value, decimals).rule
+        verify = verifier_for({"kind": "answer", **rule})
+        step = 10**-decimals
+        exact = float(rule["answer"])
+        assert [verify(f"\\boxed{{{exact + n * step:.6f}}}") for n in (-3, -1, 0, 1, 3)] == [
+            0,
+            1,
+            1,
+            1,
+            0,
+        ]
+
+
+def test_an_answer_whose_neighbours_are_others_is_not_asked_for() -> None:
+    given = ((0.001, False), (-0.002, False), (0.003, True), (0.0, True), (12.0, True))
+    for value, clear in given:
+        assert Answer("?", value, 3).clear == clear
+    assert Answer("?", 1, 0).clear and Answer("?", "Monday").clear
+
+
+def test_ties_are_no_answer() -> None:
+    assert clear_first({"a": 5.0, "b": 5.0, "c": 1.0}, "?") is None
+    found = clear_first({"a": 5.0, "b": 5.1, "c": 1.0}, "?")
+    assert found is not None and found.value == "b"
+
+
+def test_a_file_of_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tables.jsonl"
+    assert main([str(path), "--count", "3", "--seed", "5"]) == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == some()[:3]
+    given = EnvironmentConfig(target="keel.agents.environments.interpreter:Interpreter")
+    source = SourceConfig(name="t", source="jsonl", path=str(path), environment=given)
+    prompts = [item.prompt for item in load_jsonl(source, check_spec).items]
+    assert prompts[0].reward["environment"]["files"].keys() == {
+        "orders.csv",
+        "products.json",
+        "customers.csv",
+    }
+    assert main([str(path)]) == 2 and "name a new file" in capsys.readouterr().err
+    other = tmp_path / "other.jsonl"
+    assert main([str(other), "--count", "3"]) == 0  # a seed that nobody knows
+    assert json.loads(other.read_text().splitlines()[0]) != some()[0]

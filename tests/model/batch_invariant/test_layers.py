@@ -1,0 +1,166 @@
+"""The layers with plain kernels: the same model, the same gradients. What the engine's kernels give
+is tested in tests/gpu/test_invariant.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from keel.configs.schema import ConfigError
+from keel.model.attention import Segments, use_packed_attention
+from keel.model.batch_invariant import VARIABLE, layers, vllm_kernels
+from keel.model.batch_invariant.layers import check_invariant, use_invariant_layers
+from keel.model.batch_invariant.vllm_kernels import BLOCK, Pages, Unavailable
+from tests.model.batch_invariant import plain_kernels
+
+LENGTHS = (BLOCK + 3, 1, 2 * BLOCK, 7)
+
+
+def config(family: str, **more: Any) -> Any:
+    return AutoConfig.for_model(
+        family, vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, pad_token_id=0,
+        max_position_embeddings=64, **more,
+    )  # fmt: skip
+
+
+def build(family: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(family, **more))
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:  # norms of 1 and biases of 0 would hide a mistake
+            torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+    use_packed_attention(model)
+    return model.train()
+
+
+def passed(model: Any, segments: Segments) -> tuple[Tensor, dict[str, Tensor]]:
+    """Hidden states, and the gradients of a sum over them."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(40, (1, sum(LENGTHS)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    hidden = model.get_decoder()(
+        input_ids=tokens, position_ids=positions, use_cache=False, segments=segments
+    ).last_hidden_state
+    model.zero_grad()
+    (hidden * torch.randn(hidden.shape, generator=generator)).sum().backward()
+    found = {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None}
+    return hidden.detach(), found
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("family", layers.FAMILIES)
+def test_a_model_and_its_gradients_stay_what_they_were(
+    family: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "HEAD", 8)
+    model, segments = build(family), Segments.of(LENGTHS)
+    hidden, gradients = passed(model, segments)
+    names = list(model.state_dict())
+    monkeypatch.setattr(layers, "engine", plain_kernels)
+    monkeypatch.setattr(layers, "gradients", plain_kernels.gradients)
+    use_invariant_layers(model)
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    again, new = passed(model, segments)
+    torch.testing.assert_close(again, hidden, rtol=1e-4, atol=1e-5)
+    assert list(model.state_dict()) == names
+    assert set(new) == set(gradients)
+    for name, gradient in gradients.items():
+        terms = max(1.0, float(gradient.abs().max()))  # what a small one is a difference of
+        torch.testing.assert_close(new[name], gradient, rtol=1e-3, atol=1e-5 * terms, msg=name)
+
+
+def test_every_operation_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of transformers' own GEMMs, norms or rotations is left, and each block's are joined."""
+    monkeypatch.setattr(layers, "HEAD", 8)
+    model = build("qwen3")
+    calls: list[str] = []
+    for name in ("linear", "rms_norm", "rms_norm_of_sum", "rotate", "silu_and_mul", "attention"):
+        plain = getattr(plain_kernels, name)
+        monkeypatch.setattr(
+            plain_kernels, name, lambda *a, _n=name, _p=plain: (calls.append(_n), _p(*a))[1]
+        )
+    monkeypatch.setattr(layers, "engine", plain_kernels)
+    use_invariant_layers(model)
+    for module in model.get_decoder().modules():
+        if isinstance(module, torch.nn.Linear):
+            monkeypatch.setattr(module, "forward", None)
+    with torch.no_grad():
+        model.get_decoder()(
+            input_ids=torch.arange(5)[None],
+            position_ids=torch.arange(5)[None],
+            use_cache=False,
+            segments=Segments.of([5]),
+        )
+    attention = ["linear", "rms_norm", "rotate", "rms_norm", "rotate", "attention", "linear"]
+    mlp = ["rms_norm_of_sum", "linear", "silu_and_mul", "linear"]
+    assert calls == [
+        *("rms_norm", *attention, *mlp),
+        *2 * ["rms_norm_of_sum", *attention, *mlp],
+        "rms_norm_of_sum",
+    ]
+
+
+def test_blocks_hold_each_segment_apart() -> None:
+    pages = Pages.of(LENGTHS, torch.device("cpu"))
+    count = sum(LENGTHS)
+    x = torch.arange(1, count + 1.0)[:, None, None]
+    laid = pages.lay_out(x)
+    assert laid.shape == (2 + 1 + 2 + 1, BLOCK, 1, 1)
+    for segment, part in enumerate(x.split(list(LENGTHS))):
+        own = laid[pages.table[segment].long()].flatten()[: len(part)]
+        assert own.tolist() == part.flatten().tolist()
+    assert int((laid > 0).sum()) == count
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.0] * 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (config("mixtral"), "models of type mixtral"),
+        (config("qwen3", **WINDOWS), "sliding windows"),
+        (config("llama", rope_parameters=PARTIAL), "partial rotary"),
+        (config("llama", rope_parameters=LONG), "rotary embeddings of kind longrope"),
+        (config("qwen3", hidden_act="gelu"), "activations of kind gelu"),
+        (config("llama", mlp_bias=True), "biases in the feed-forward"),
+        (config("qwen3"), "attention heads of 8 numbers"),
+    ],
+)
+def test_what_is_not_known_to_the_bit_is_refused(kind: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"{what}.*'somewhere'.*leave it out"):
+        check_invariant(kind, "somewhere")
+
+
+def test_a_machine_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kernels are for GPUs; leave it out"):
+        check_invariant(config("qwen3"), "somewhere", gpu=False)
+
+
+def test_kernels_that_are_not_there_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(Unavailable, match=f"needs {VARIABLE}=1"):
+        vllm_kernels.prepare()
+    monkeypatch.setenv(VARIABLE, "1")
+
+    def lacking() -> None:
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(vllm_kernels, "_found", lacking)
+    with pytest.raises(Unavailable, match=r"no such module.*leave the knob out"):
+        vllm_kernels.prepare()

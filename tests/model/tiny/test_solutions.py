@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import reasoning_gym
+
+from keel.model.tiny.solutions import TAUGHT, solution
+
+PARAMS = {
+    "basic_arithmetic": {"operators": ["+", "-"], "allow_parentheses": False},
+    "chain_sum": {"allow_negation": True},
+    "gcd": {"max_numbers": 4},
+    "spell_backward": {},
+    "spiral_matrix": {"max_n": 6},
+}
+
+
+def answer_of(turn: str) -> str:
+    return turn.split("</think>\n\n", 1)[1]
+
+
+def steps_of(turn: str) -> str:
+    return turn.removeprefix("<think>\n").split("\n</think>", 1)[0]
+
+
+@pytest.mark.parametrize("task", TAUGHT)
+def test_worked_solutions_are_right(task: str) -> None:
+    dataset = reasoning_gym.create_dataset(task, seed=7, size=300, **PARAMS[task])
+    for entry in dataset:
+        turn = solution(task, entry, worked=True)
+        assert dataset.score_answer(answer_of(turn), entry) == 1.0
+        assert steps_of(turn)
+
+
+@pytest.mark.parametrize("task", TAUGHT)
+def test_the_working_leads_to_the_answer(task: str) -> None:
+    for entry in reasoning_gym.create_dataset(task, seed=8, size=100, **PARAMS[task]):
+        steps = steps_of(solution(task, entry, worked=True))
+        reached = {
+            "basic_arithmetic": lambda s: s.split("\n")[-1],
+            "chain_sum": lambda s: s.split("\n")[-1],
+            "gcd": lambda s: s.split(" ")[-2],
+            "spell_backward": lambda s: s[1::2][::-1],
+            "spiral_matrix": lambda s: s.replace("\n", " "),
+        }[task](steps)
+        assert reached == entry["answer"]
+
+
+@pytest.mark.parametrize("task", TAUGHT)
+def test_hasty_solutions_are_mostly_wrong_and_never_worked(task: str) -> None:
+    dataset = reasoning_gym.create_dataset(task, seed=9, size=300, **PARAMS[task])
+    turns = [(solution(task, entry, worked=False), entry) for entry in dataset]
+    assert all(steps_of(turn) == "" for turn, _ in turns)
+    right = sum(dataset.score_answer(answer_of(turn), entry) == 1.0 for turn, entry in turns)
+    assert right < 0.25 * len(turns)
+
+
+def test_entries_and_tasks_that_are_not_taught_get_the_bare_answer() -> None:
+    product = {"answer": "12", "metadata": {"expression": "3 * 4"}}
+    for worked in (True, False):
+        assert solution("basic_arithmetic", product, worked=worked) == "<think>\n\n</think>\n\n12"
+        assert solution("lcm", {"answer": 6, "metadata": {}}, worked=worked).endswith("\n\n6")
+
+
+def test_examples_in_the_docstrings() -> None:
+    def steps(task: str, **metadata: object) -> str:
+        return TAUGHT[task].working(metadata)
+
+    assert steps("chain_sum", expression="4 - 1 - 7") == "3 - 7\n-4"
+    assert steps("spell_backward", word="sun") == "1s2u3n"
+    assert steps("gcd", numbers=[24, 18]) == f"24 18 {math.gcd(24, 18)} 0"
+    assert (
+        steps("spiral_matrix", matrix=[[1, 2, 3], [4, 5, 6], [7, 8, 9]]) == "1 2 3\n6 9\n8 7\n4\n5"
+    )

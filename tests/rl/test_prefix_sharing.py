@@ -1,0 +1,231 @@
+"""What a group begins with alike is packed once, and the gradient stays the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.rl.packing import MicroBatch, pack
+from keel.rl.packing.prefix_sharing import COPIES, LEAST, at_the_limits
+from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
+from tests.rl.packed import gradient, micro_batches
+from tests.rl.rollouts import (
+    begun_with,
+    kept_of,
+    logp_old_of,
+    prompted_groups,
+    scored,
+    segment,
+    trajectory,
+)
+
+SEEDS = st.integers(0, 2**31)
+
+
+def contexts_of(batch: MicroBatch) -> list[list[int]]:
+    """Rows of the packed row that each context has, a beginning by itself left out."""
+    count = int(batch.segment_N[-1]) + 1
+    rows = [np.flatnonzero(batch.segment_N == number) for number in range(count)]
+    follows = np.full(count, -1) if batch.follows is None else batch.follows
+    return [
+        [*(rows[first] if first >= 0 else []), *rows[number]]
+        for number, first in enumerate(follows)
+        if number not in follows
+    ]
+
+
+def segments_of(groups: list[ScoredGroup]) -> list[Segment]:
+    return [
+        segment
+        for group in groups
+        for answer in group.group.trajectories
+        for segment in answer.segments
+    ]
+
+
+@settings(deadline=None, max_examples=20)
+@given(SEEDS, st.integers(1, 4), st.integers(1, 400))
+def test_every_context_is_there_whole_and_once(seed: int, ranks: int, capacity: int) -> None:
+    groups = prompted_groups(seed)
+    batches = pack(groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=True)
+    found: list[tuple[int, ...]] = []
+    for batch in micro_batches(batches):
+        if not len(batch.sequence_tokens_S):
+            continue
+        assert batch.routes_NLK is not None and batch.kept is not None
+        for rows in contexts_of(batch):
+            assert batch.position_N[rows].tolist() == list(range(len(rows)))
+            found.append(tuple(batch.token_ids_N[rows].tolist()))
+            for place, row in enumerate(rows):
+                token, sampled = int(batch.token_ids_N[row]), bool(batch.trainable_N[row])
+                assert batch.logp_old_N[row] == np.float32(logp_old_of(token) if sampled else 0)
+                assert batch.kept[row].tolist() == (kept_of(token) if sampled else [])
+                expected = NO_ROUTE if place == len(rows) - 1 else token % 8
+                assert (batch.routes_NLK[row] == expected).all()
+    assert sorted(found) == sorted(tuple(one.token_ids_T.tolist()) for one in segments_of(groups))
+
+
+@settings(deadline=None, max_examples=20)
+@given(SEEDS, st.integers(1, 4), st.integers(1, 400))
+def test_micro_batches_hold_what_they_may(seed: int, ranks: int, capacity: int) -> None:
+    """And never more tokens than without."""
+    groups = prompted_groups(seed)
+    plain, shared = (
+        micro_batches(pack(groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=on))
+        for on in (False, True)
+    )
+    for batch in shared:
+        contexts = contexts_of(batch)
+        copied = sum(map(len, contexts)) - len(batch.token_ids_N)
+        if len(contexts) > 1 and batch.split_S is None and len(batch.sequence_tokens_S) > 1:
+            assert len(batch.token_ids_N) + copied // COPIES <= capacity
+    assert sum(len(b.token_ids_N) for b in shared) <= sum(len(b.token_ids_N) for b in plain)
+
+
+@settings(deadline=None, max_examples=12)
+@given(SEEDS, st.integers(1, 3), st.integers(20, 400))
+def test_the_gradient_is_the_same(seed: int, ranks: int, capacity: int) -> None:
+    groups = prompted_groups(seed)
+    (loss, plain), (other, shared) = (
+        gradient(pack(groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=on))
+        for on in (False, True)
+    )
+    assert other == pytest.approx(loss, abs=1e-12)
+    np.testing.assert_allclose(shared.numpy(), plain.numpy(), atol=1e-12)
+
+
+def alike(*, own: int = 10, prompt: int = 40, size: int = 4, **fields: Any) -> list[Segment]:
+    begun = np.arange(1000, 1000 + prompt, dtype=np.int32)
+    return [
+        begun_with(segment(100 * i, prompt + own, context=prompt, **fields), begun)
+        for i in range(size)
+    ]
+
+
+def packed(segments: list[Segment], **options: Any) -> list[MicroBatch]:
+    answers = [trajectory(one, sibling=i) for i, one in enumerate(segments)]
+    group = scored(answers, [float(i % 2) for i in range(len(segments))])
+    options = {"ranks": 1, "micro_batch_tokens": 400, "share_prompts": True, **options}
+    return micro_batches(pack([group], **options))
+
+
+def test_a_prompt_is_packed_once_but_for_the_token_that_predicts_the_first_answer() -> None:
+    (batch,) = packed(alike())
+    assert np.bincount(batch.segment_N).tolist() == [39, 11, 11, 11, 11]
+    assert batch.follows is not None and batch.follows.tolist() == [-1, 0, 0, 0, 0]
+    assert batch.sequence_N[np.flatnonzero(batch.trainable_N)].tolist() == [
+        i for i in range(4) for _ in range(10)
+    ]
+
+
+def test_nothing_is_shared_unasked_or_where_there_is_little() -> None:
+    for batches in (packed(alike(), share_prompts=False), packed(alike(prompt=LEAST))):
+        assert [batch.follows for batch in batches] == [None]
+
+
+def changed(one: Segment, what: str, at: int) -> Segment:
+    """In a token, in an expert, or in what has been sampled already."""
+    if what == "token":
+        ids = one.token_ids_T.copy()
+        ids[at] += 1
+        return replace(one, token_ids_T=ids)
+    if what == "route":
+        assert one.routes_TLK is not None
+        routes_TLK = one.routes_TLK.copy()
+        routes_TLK[at, -1] += 1
+        return replace(one, routes_TLK=routes_TLK)
+    return replace(one, trainable_T=np.arange(len(one.token_ids_T)) > at)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("what", ["token", "route", "sampled"])
+def test_it_ends_where_two_differ(what: str, place: int) -> None:
+    """Late, for all of them; early, for the one that differs."""
+    for at, lengths in ((33, [33, 17, 17, 17, 17]), (25, [11, 11, 11, 39, 50])):
+        segments = alike(routes=True)
+        segments[place] = changed(segments[place], what, at)
+        (batch,) = packed(segments)
+        assert sorted(np.bincount(batch.segment_N)) == sorted(lengths)
+
+
+def test_a_group_with_two_kinds_of_routes_shares_in_both() -> None:
+    """From two engines, or weights that changed in between."""
+    one, other = alike(routes=True, size=6), alike(routes=True, size=6)
+    mixed = [changed(other[i], "route", 3) if i % 2 else one[i] for i in range(6)]
+    (batch,) = packed(mixed)
+    assert sorted(np.bincount(batch.segment_N)) == [11] * 6 + [39, 39]
+    assert len(contexts_of(batch)) == 6
+
+
+def test_answers_to_another_prompt_are_left_out() -> None:
+    one, *others = alike(routes=True)
+    (batch,) = packed([begun_with(one, np.array([7], np.int32)), *others])
+    assert sorted(np.bincount(batch.segment_N)) == [11, 11, 11, 39, 50]
+
+
+def test_a_recorded_selection_is_of_its_own_context() -> None:
+    chosen = np.full((50, 2, 3), -1, np.int32)
+    (batch,) = packed([replace(one, selected_TLk=chosen) for one in alike()])
+    assert batch.follows is None
+
+
+def test_ranks_are_as_full_as_each_other() -> None:
+    """A group in one piece would keep three of four ranks waiting."""
+    batches = packed(alike(size=8, own=60, prompt=30), ranks=4)
+    assert len(batches) == 4
+    assert {len(contexts_of(batch)) for batch in batches} == {2}
+
+
+def test_a_batch_refuses_followers_of_what_cannot_be_followed() -> None:
+    (batch,) = packed(alike())
+    fields = {name: getattr(batch, name) for name in batch.__slots__}
+    for follows, message in (
+        ([-1, 0, 0, 0], "follows must be 5 numbers of earlier segments"),
+        ([-1, 0, 2, 0, 0], "follows must be 5 numbers of earlier segments"),
+        ([-1, 0, 0, 1, 0], "trains nothing and follows none"),
+        ([-1, -1, 0, 0, 0], "from the end of the one that it follows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MicroBatch(**{**fields, "follows": np.array(follows)})
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "shared", "own", "ranks", "capacity"),
+    [
+        (8, 8, 800, 896, 1, 18_656),  # a whole group does not go twice into it
+        (8, 8, 800, 896, 1, 20_352),
+        (8, 8, 800, 896, 2, 4_000),
+        (16, 16, 64, 500, 4, 3_000),
+        (4, 6, 300, 200, 2, 2_500),  # four and two of each
+        (2, 8, 200, 100, 8, 4_000),  # fewer groups than ranks
+        (2, 16, 1_024, 512, 3, 12_588),
+        (3, 2, 100, 100, 4, 150),  # longer than a micro-batch
+        (4, 8, 0, 900, 2, 2_000),  # nothing is shared
+    ],
+)
+def test_a_plan_knows_how_trajectories_at_their_limits_are_packed(
+    groups: int, size: int, shared: int, own: int, ranks: int, capacity: int
+) -> None:
+    made: list[ScoredGroup] = []
+    for number in range(groups):
+        begun = np.arange(shared, dtype=np.int32) + 10_000 * number
+        group = [
+            trajectory(
+                begun_with(segment(200_000 * answer, shared + own, context=max(1, shared)), begun),
+                sibling=answer,
+            )
+            for answer in range(1, size + 1)
+        ]
+        made.append(scored(group, [*range(size)]))
+    batches = pack(made, ranks=ranks, micro_batch_tokens=capacity, share_prompts=shared > 0)
+    count, tokens = at_the_limits(
+        groups, size, shared=shared, own=own, ranks=ranks, capacity=capacity
+    )
+    assert len(batches[0].micro_batches) == count
+    slowest = max(sum(len(one.token_ids_N) for one in batch.micro_batches) for batch in batches)
+    assert slowest == pytest.approx(tokens, rel=0.005)

@@ -1,0 +1,261 @@
+"""Conversations that are given, in the ids that rollouts would have: by every family's format."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.agents.conversation import Conversation
+from keel.agents.environments.demonstrations import guess_demonstrations, trip_demonstrations
+from keel.model.tiny.conversations import conversation_ids
+from keel.rl.turns import Message, TurnResult
+from keel.rl.types import Segment
+from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.chat.render import call_message
+from keel.rollout.chat.render_given import Context, taught
+from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of
+
+WORDS = ["Rome", "800 yuan.", "Is it (really)?", "a <|im_end|> b", "zwölf", "x\n\ny", '{"a": 1}']
+ONE_CALL = ("llama3", "harmony")
+TAGS = ("deepseek-v3.1", "deepseek-v3.2", "glm", "embedded", "qwen3")
+"""Formats in which `<think>` in a text cannot be taken for thinking."""
+
+SEEDS = 2
+COLD_STARTS = [
+    (trip_demonstrations, {"level": 0}),
+    (guess_demonstrations, {"options": {"min_number": 1, "max_number": 9, "max_turns": 9}}),
+]
+"""What makes demonstrations, and the arguments of its environment."""
+
+
+def conversation(draw: random.Random, name: str, *, thinking: bool) -> list[Message]:
+    """Questions, answers and calls in any number."""
+
+    def text() -> str:
+        more = ["so <think> it is"] if name in TAGS else []
+        return " ".join(draw.choices(WORDS + more, k=draw.randint(1, 3)))
+
+    def said(**more: Any) -> dict[str, Any]:
+        always = name == "deepseek-v3.2"  # its encoding wants thinking after the last question
+        thinks = thinking and (always or draw.random() < 0.8)
+        thought = {"reasoning_content": text()} if thinks else {}
+        return {"role": "assistant", "content": "", **thought, **more}
+
+    messages: list[Message] = [{"role": "system", "content": text()}] * draw.randint(0, 1)
+    for _ in range(draw.randint(1, 3)):
+        messages.append({"role": "user", "content": text()})
+        for turn in range(draw.randint(0, 2)):
+            calls = [
+                call_message(f"c{len(messages)}{i}", "city", {"name": text(), "days": turn})
+                for i in range(1 if name in ONE_CALL else draw.randint(1, 2))
+            ]
+            messages.append(said(tool_calls=calls))
+            messages += [
+                {"role": "tool", "content": text(), "tool_call_id": c["id"], "name": "city"}
+                for c in calls
+            ]
+        messages.append(said(content=text()))
+    return messages
+
+
+def sampled(name: str, messages: list[Message], contexts: list[Context], *, thinking: bool) -> Any:
+    """What an episode keeps of a policy that samples the turns of `contexts`."""
+    turns = [
+        context.ids[start:stop]
+        for context in contexts
+        for start, stop in np.flatnonzero(
+            np.diff(np.array(context.said), prepend=False, append=False)
+        ).reshape(-1, 2)
+    ]
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    assert len(turns) == len(places)
+    episode = Conversation(
+        name="p/0",
+        prompt_id="p",
+        chat=chat_of(name),
+        messages=messages[: places[0]],
+        tools=[CITY],
+        thinking=thinking,
+    )
+    for place, following, ids in zip(places, [*places[1:], None], turns, strict=True):
+        episode.request(max_tokens=999, seed=0)
+        zeros = np.zeros(len(ids), np.float32)
+        parsed = episode.append(
+            TurnResult(
+                token_ids_N=np.array(ids, np.int32),
+                logp_old_N=zeros,
+                version_N=zeros.astype(np.int32),
+                finish_reason="stop",
+            )
+        )
+        said = messages[place]
+        assert parsed.closed, "the end of the turn is learned, too"
+        assert (parsed.content, parsed.reasoning) == (
+            said["content"],
+            said.get("reasoning_content", ""),
+        )
+        if following is not None:
+            # What the tools answer carries the ids of the calls as they were read.
+            between = [dict(m) for m in messages[place + 1 : following]]
+            for call, answer in zip(parsed.calls, between, strict=False):
+                answer["tool_call_id"] = call.call_id
+            episode.answer(between)
+    return episode.segments()
+
+
+@pytest.mark.parametrize(
+    ("name", "thinking"),
+    [
+        (name, thinking)
+        for name in NAMES
+        for thinking in (True, False)
+        if not (name == "deepseek-v3.1" and thinking)  # whose thinking has no place beside tools
+    ],
+)
+def test_what_is_learned_is_what_a_rollout_would_sample_and_after_the_same_ids(
+    name: str, thinking: bool
+) -> None:
+    shows = thinking and name not in WITHOUT_THINKING
+    for seed in range(SEEDS):
+        messages = conversation(random.Random(f"{name} {seed}"), name, thinking=shows)
+        contexts = taught(chat_of(name), messages, [CITY], thinking=thinking)
+        segments: tuple[Segment, ...] = sampled(name, messages, contexts, thinking=thinking)
+        assert [context.ids for context in contexts] == [s.token_ids_T.tolist() for s in segments]
+        assert [context.said for context in contexts] == [s.trainable_T.tolist() for s in segments]
+
+
+def test_thinking_that_a_template_leaves_out_of_its_history_is_learned() -> None:
+    chat = chat_of("deepseek-v3.1")
+    said = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy, <think> so"}
+    (context,) = taught(chat, [{"role": "user", "content": "?"}, said], (), thinking=True)
+    turn = [one for one, learned in zip(context.ids, context.said, strict=True) if learned]
+    parsed = chat.parse(turn, (), thinking=True, turn=0)
+    assert (parsed.reasoning, parsed.content) == ("Italy, <think> so", "Rome.")
+
+
+def test_messages_that_are_not_learned_are_context_alone() -> None:
+    chat = chat_of("qwen3")
+    messages = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "First."},
+        {"role": "user", "content": "Two?"},
+        {"role": "assistant", "content": "Second."},
+    ]
+    (last,) = taught(chat, messages, (), thinking=False, trained=[3])
+    learned = [one for one, said in zip(last.ids, last.said, strict=True) if said]
+    assert chat.decode(learned) == "Second.<|im_end|>"
+    assert "First." in chat.decode(last.ids)
+    (both,) = taught(chat, messages, (), thinking=False)
+    assert sum(both.said) > sum(last.said)
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "named"),
+    [
+        ("qwen3", [{"role": "assistant", "content": "Hi."}], r"messages\[0\] is the assistant's"),
+        (
+            "hermes",
+            [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"},
+            ],
+            r"messages\[1\]: .*would read its reasoning as '', and it has 'Italy'",
+        ),
+        (
+            "llama3",
+            [
+                {"role": "user", "content": "?"},
+                {
+                    "role": "assistant",
+                    "content": "I look.",
+                    "tool_calls": [call_message("c", "city", {"name": "Rome"})],
+                },
+            ],
+            r"would read its content as '', and it has 'I look.'",
+        ),
+    ],
+)
+def test_what_a_template_cannot_show_is_refused(
+    name: str, messages: list[Message], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        taught(chat_of(name), messages, [CITY], thinking=True)
+
+
+OPENS = """\
+{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif -%}
+"""
+"""Thinking whatever the mode, and none in what is said already."""
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_template_that_always_thinks_and_forgets_is_named_with_the_cure(thinking: bool) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    tokenizer.chat_template = OPENS
+    said = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
+    cure = r"as 'Rome\.', and it has .*: it opens each turn's thinking itself.*\(model\.chat_templa"
+    with pytest.raises(ValueError, match=cure):
+        taught(TemplateChat(tokenizer), [ASKED, said], (), thinking=thinking)
+    kept = "'<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' if m.reasoning_content else ''"
+    tokenizer.chat_template = OPENS.replace("m.content + '<", f"({kept}) + m.content + '<")
+    (context,) = taught(TemplateChat(tokenizer), [ASKED, said], (), thinking=True)
+    assert sum(context.said)
+
+
+ASKED = {"role": "user", "content": "Hi?"}
+SAID = {"role": "assistant", "content": "Yes."}
+RULE = "Zebra rule."
+
+
+@pytest.mark.parametrize(
+    ("messages", "place", "lost"),
+    [
+        (
+            [{"role": "developer", "content": RULE}, ASKED, SAID],
+            0,
+            {"qwen3", "deepseek-v3.1", "harmony"},
+        ),
+        ([ASKED, {"role": "system", "content": RULE}, ASKED, SAID], 1, {"qwen3", "harmony"}),
+        (
+            [ASKED, SAID, {"role": "system", "content": RULE}, ASKED, SAID],
+            2,
+            {"qwen3", "harmony", "deepseek-v3.1"},  # which moves it to the front
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "glm"])
+def test_context_that_a_template_passes_over_is_refused(
+    name: str, messages: list[Message], place: int, lost: set[str]
+) -> None:
+    chat = chat_of(name)
+    for _ in range(2):
+        if name in lost:
+            named = f"not show a message of the role {messages[place]['role']}"
+            with pytest.raises(ValueError, match=named):
+                taught(chat, messages, (), thinking=False)
+        else:
+            assert RULE in chat.decode(taught(chat, messages, (), thinking=False)[-1].ids)
+    if name == "qwen3":
+        blank = [{**one, "content": " "} if one["content"] == RULE else one for one in messages]
+        assert taught(chat, blank, (), thinking=False), "nothing is lost of it"
+
+
+@pytest.mark.parametrize(("make", "arguments"), COLD_STARTS, ids=["trip", "guess"])
+def test_the_cold_start_learns_the_same_tokens_of_the_same_conversations(
+    make: Any, arguments: dict[str, Any]
+) -> None:
+    chat = chat_of("embedded")
+    for one in make(2, seed=0, arguments=arguments):
+        for said in (one.worked, one.hasty):
+            for thinking in (True, False):
+                (context,) = taught(chat, said, one.tools, thinking=thinking)
+                ids, marks = conversation_ids(
+                    tokenizer_of("embedded"), said, one.tools, thinking=thinking
+                )
+                assert (context.ids, context.said) == (ids, marks)

@@ -1,0 +1,174 @@
+"""Requests that begin like the last one of their kind are what vLLM would have made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.rollout.engine import request_builder as begin
+from keel.rollout.engine.request_builder import Asked, BeginLikeTheLast, PrefixHashes
+
+BLOCK = 4
+
+
+def ids(*parts: range) -> Any:
+    return np.concatenate([np.arange(p.start, p.stop, dtype=np.int32) for p in parts])
+
+
+def test_hashes_are_known_up_to_the_first_id_that_differs() -> None:
+    kept, hashes = PrefixHashes(BLOCK), [b"a", b"b", b"c"]
+    kept.keep("talk", ids(range(14)), hashes)
+    assert kept.of("talk", ids(range(20))) == hashes
+    assert kept.of("talk", ids(range(9), range(50, 60))) == hashes[:2]
+    assert kept.of("talk", ids(range(7))) == hashes[:1]
+    assert kept.of("talk", ids(range(1, 20))) == []
+    assert kept.of("another", ids(range(20))) == []
+
+
+def test_hashes_of_a_conversation_that_grows_while_it_is_kept_are_those_of_its_ids() -> None:
+    kept, hashes = PrefixHashes(BLOCK), [b"a", b"b"]
+    kept.keep("talk", ids(range(9)), hashes)
+    hashes.append(b"c")  # of a request that goes on
+    assert kept.of("talk", ids(range(30))) == [b"a", b"b"]
+
+
+def test_the_oldest_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(begin, "MOST_TOKENS", 100)
+    kept = PrefixHashes(BLOCK)
+    for turn in range(5):  # the same ones, not more of them
+        kept.keep("first", ids(range(30 + turn)), [b"a"])
+    kept.keep("second", ids(range(40)), [b"b"])
+    assert kept.of("first", ids(range(9))) and kept.of("second", ids(range(9)))
+    kept.keep("third", ids(range(40)), [b"c"])
+    assert not kept.of("first", ids(range(9)))
+    assert kept.of("second", ids(range(9))) and kept.of("third", ids(range(9)))
+    kept.keep("long", ids(range(500)), [b"d"])
+    assert kept.of("long", ids(range(9))) == [b"d"] and not kept.of("third", ids(range(9)))
+
+
+class Engine:
+    """As much of vLLM's as a request goes through before it is scheduled."""
+
+    def __init__(self) -> None:
+        from vllm import SamplingParams  # noqa: PLC0415
+        from vllm.utils.hashing import sha256  # noqa: PLC0415
+        from vllm.v1.core.kv_cache_utils import (  # noqa: PLC0415
+            get_request_block_hasher,
+            init_none_hash,
+        )
+        from vllm.v1.engine import EngineCoreRequest  # noqa: PLC0415
+        from vllm.v1.engine.core import EngineCore  # noqa: PLC0415
+
+        init_none_hash(sha256)
+        self.make, self.params, self.prepare = EngineCoreRequest, SamplingParams, EngineCore
+        self.plain: Callable[[Any], list[bytes]] = get_request_block_hasher(BLOCK, sha256)
+        self.request_block_hasher: Any = self.counted
+        self.hashed = 0
+        """Blocks."""
+        self.added: list[Any] = []
+        self.processed = 0
+        self.looked_at: list[tuple[int, ...]] = []
+        self.mm_receiver_cache, self.scheduler = None, SimpleNamespace(hash_block_size=BLOCK)
+        self.engine_core = SimpleNamespace(engine_core=self)
+        self.input_processor = self
+        self.output_processor = SimpleNamespace(add_request=lambda request, prompt: None)
+        self.renderer = SimpleNamespace(validate_token_ids=self.looked_at.append)
+
+    def counted(self, request: Any) -> list[bytes]:
+        hashes = self.plain(request)
+        self.hashed += len(hashes)
+        return hashes
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def process_inputs(self, name: str, prompt: Any, params: Any, tasks: Any) -> Any:
+        self.processed += 1
+        return self.make(
+            name, prompt["prompt_token_ids"], None, params, None, 0.0, None, None, None
+        )
+
+    def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
+        return self.prepare.preprocess_add_request(self, request)  # type: ignore[arg-type]
+
+    def add_request(self, request: Any, wave: int) -> None:
+        self.added.append(request)
+
+
+def test_hashes_of_a_request_that_is_refused_are_no_other_requests() -> None:
+    def refuse(request: Any) -> Any:
+        raise ValueError("no such parameter")
+
+    first = SimpleNamespace(sampling_params=SimpleNamespace())
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(hash_block_size=BLOCK),
+        request_block_hasher=lambda request: [],
+        preprocess_add_request=refuse,
+    )
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(engine_core=core),
+        input_processor=SimpleNamespace(process_inputs=lambda *_: first),
+        get_supported_tasks=lambda: ("generate",),
+    )
+    begins: Any = BeginLikeTheLast(engine)  # type: ignore[arg-type]
+    begins._hashes.keep("talk", ids(range(8)), [b"a", b"b"])
+    asked = Asked(
+        name="0",
+        ids=ids(range(20)),
+        conversation="talk",
+        kind="a kind",
+        varying={},
+        params=SimpleNamespace,  # type: ignore[arg-type]
+    )
+    with pytest.raises(ValueError, match="no such parameter"):
+        begins.begin(asked)
+    other = SimpleNamespace(block_hashes=[])
+    assert core.request_block_hasher(other) == [] and other.block_hashes == []
+
+
+@pytest.mark.e2e
+def test_a_turn_is_the_request_that_vllm_would_make() -> None:
+    engine = Engine()
+    begins: Any = BeginLikeTheLast(engine)  # type: ignore[arg-type]
+    context = ids(range(100))
+    for turn in range(3):
+        varying: dict[str, Any] = {
+            "seed": 7 + turn,
+            "max_tokens": 20 + turn,
+            "routed_experts_prompt_start": turn,
+        }
+        asked = Asked(
+            name=f"{turn}.0",
+            ids=context,
+            conversation="talk",
+            kind="a kind",
+            varying=varying,
+            params=lambda varying=varying: engine.params(top_k=5, **varying),
+        )
+        before = engine.hashed
+        assert begins.begin(asked) == asked.name
+        made = engine.added[-1]
+        assert made.request_id == asked.name
+        assert made.prompt_token_ids == context.tolist()
+        assert made.sampling_params == asked.params()
+        assert made.max_tokens == 20 + turn
+        assert engine.hashed - before == (4 if turn else 25), "blocks that are new"
+        made.append_output_token_ids(list(range(200, 211)))
+        begins.ended(asked.name)
+        context = np.concatenate([context, ids(range(200, 211), range(300, 313))])
+        fresh = SimpleNamespace(
+            block_hashes=[],
+            num_tokens=made.num_tokens,
+            all_token_ids=made.all_token_ids,
+            mm_features=[],
+            lora_request=None,
+            cache_salt=None,
+            prompt_embeds=None,
+        )
+        assert made.block_hashes == engine.plain(fresh), "as if nothing had been known"
+    assert engine.processed == 1
+    assert engine.looked_at == [(0, 312), (0, 312)], "ids of every prompt are looked at"

@@ -1,0 +1,299 @@
+"""A scheduler, a model runner that checks what it is told, and requests that come and go.
+
+The model is a function of a request's name and a token's place, so any two schedules that are right
+deliver the same answers with the same recordings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from vllm import EngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from keel.rollout.vllm_fast.bursts import MOST, Burst
+from keel.rollout.vllm_fast.step_arrays import Packed
+from keel.rollout.vllm_internals import cut_short
+from tests.rollout.tiny_model import make_model
+
+BLOCK = 16
+END = 0
+
+
+def number(*parts: object) -> int:
+    return crc32(repr(parts).encode())
+
+
+def token_of(name: str, place: int) -> int:
+    """The `place`th token of an answer; 0 ends it."""
+    value = number(name, place) % 251
+    return END if value < 3 and place > 5 else value + 1
+
+
+def kept_of(name: str, place: int) -> list[int]:
+    token = token_of(name, place)
+    return sorted({token, *range(token + 1, token + 1 + number(place, name) % 4)})
+
+
+def logp_of(name: str, place: int) -> float:
+    return -1.0 - (number(name, place) % 97) / 97
+
+
+class Runner:
+    """What a model runner knows of the requests; checks what it is told."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {}
+        """Tokens known of each request, prompt included."""
+        self.prompts: dict[str, int] = {}
+        self.blocks: dict[str, int] = {}
+        self.steady = 0
+        """Steps that `keel.rollout.vllm_fast.step_reuse` takes for those of the one before."""
+        self.bursts: list[int] = []
+        """Steps of each that had several."""
+        self._last: tuple[Any, dict[str, int]] | None = None
+
+    def _steps_in(self, step: Any, computed: dict[str, int]) -> int:
+        """One, or several of those that are offered, as the step's number has it."""
+        count = 1
+        if self._check_steady(step, computed) and isinstance(step, Burst):
+            assert 1 <= step.offered <= MOST
+            count = step.taken = 1 + number(*computed.items()) % step.offered
+            self.bursts += [count] if count > 1 else []
+        self._last = step, {name: done + count - 1 for name, done in computed.items()}
+        return count
+
+    def _check_steady(self, step: Any, computed: dict[str, int]) -> bool:
+        """Whether it is, and that it is rightly: each row has computed one token more, and nothing
+        else is in it."""
+        last = self._last
+        if last is None:
+            return False
+        before, cached = last[0], step.scheduled_cached_reqs
+        if (
+            step.num_scheduled_tokens is before.num_scheduled_tokens
+            and cached.req_ids is before.scheduled_cached_reqs.req_ids
+        ):
+            assert computed == {name: done + 1 for name, done in last[1].items()}
+            assert list(computed) == list(step.num_scheduled_tokens) == list(last[1])
+            assert not step.scheduled_new_reqs and not step.finished_req_ids
+            self.steady += 1
+            return True
+        return False
+
+    def run(self, step: Any) -> ModelRunnerOutput:
+        for name in (*step.finished_req_ids, *(step.preempted_req_ids or ())):
+            self.tokens.pop(name, None)
+        computed: dict[str, int] = {}
+        for new in step.scheduled_new_reqs:
+            self.tokens[new.req_id] = len(new.prefill_token_ids)
+            self.prompts.setdefault(new.req_id, len(new.prompt_token_ids))
+            self.blocks[new.req_id] = len(new.block_ids[0])
+            computed[new.req_id] = new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for name, blocks, done in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            self.blocks[name] += len(blocks[0]) if blocks else 0
+            computed[name] = done
+        count = self._steps_in(step, computed)
+        names, sampled, logp = list(reversed(step.num_scheduled_tokens)), [], []  # in any order
+        ids: list[int] = []
+        offsets, firsts = [0], [0]
+        for name in names:
+            sampled.append([])
+            for ends in range(computed[name] + step.num_scheduled_tokens[name], 10**9)[:count]:
+                assert ends <= self.tokens[name], f"{name}: token {ends} is not known yet"
+                assert ends <= self.blocks[name] * BLOCK, f"{name}: no block for token {ends}"
+                if ends < self.tokens[name]:
+                    continue
+                place = self.tokens[name] - self.prompts[name]
+                sampled[-1].append(token_of(name, place))
+                logp.append(logp_of(name, place))
+                ids += kept_of(name, place)
+                offsets.append(len(ids))
+                self.tokens[name] += 1
+            firsts.append(firsts[-1] + len(sampled[-1]))
+        cut = None if all(len(row) == 1 for row in sampled) else firsts
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=LogprobsLists(
+                np.array([token for row in sampled for token in row])[:, None],
+                np.array(logp, np.float32)[:, None],
+                np.zeros(len(logp)),
+                cut,
+            ),
+            sampling_masks=SamplingMaskLists(np.array(ids, np.int32), np.array(offsets), cut),
+        )
+
+
+def make_config(folder: Path) -> Any:
+    make_model(folder)
+    args = EngineArgs(
+        model=str(folder),
+        tokenizer=str(folder),
+        max_model_len=256,
+        max_num_seqs=12,
+        max_num_batched_tokens=64,
+        block_size=BLOCK,
+        dtype="float32",
+        enforce_eager=True,
+    )
+    return args.create_engine_config()
+
+
+class Play:
+    """A scheduler under random events; the same ones for every kind of scheduler."""
+
+    def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
+        config.scheduler_config.async_scheduling = ahead
+        config.cache_config.num_gpu_blocks = blocks
+        config.cache_config.enable_prefix_caching = True
+        # Model Runner V2: names of sequences and masks as it returns them.
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        cache = KVCacheConfig(
+            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
+        )
+        init_none_hash(sha256)
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=False,
+        )
+        self.scheduler.use_v2_model_runner = True
+        self.scheduler.return_sampling_mask = True
+        self.recordings: dict[str, Packed] = getattr(self.scheduler, "recordings", {})
+        self.flushes = 0
+        """Runs that were written back."""
+        if (flush := getattr(self.scheduler, "keel_flush", None)) is not None:
+            self.scheduler.keel_flush = lambda: self.counted(flush)  # type: ignore[attr-defined]
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.ahead = ahead
+        self.runner = Runner()
+        self.queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self.answers: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.contexts: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}
+        """Tokens of contexts that came from the prefix cache."""
+        self.versions: dict[str, list[int]] = {}
+        self.version = self.preempted = 0
+        self.longest: dict[str, int] = {}
+        """Most tokens of those that were cut."""
+
+    def add(
+        self,
+        name: str,
+        prompt: int,
+        limit: int,
+        context: Sequence[int] | None = None,
+        *,
+        read: bool = False,
+    ) -> None:
+        """`context`: what the prompt begins with; `read`: vLLM reads its text as it comes."""
+        ids = [number(name) % 100 + i for i in range(prompt)]
+        self.contexts[name] = ids = [*(context or ()), *ids][:prompt]
+        params = SamplingParams(
+            max_tokens=limit,
+            logprobs=0,
+            detokenize=read,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        params._eos_token_id = END
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=ids,
+                sampling_params=params,
+                pooling_params=None,
+                block_hasher=self.hasher,
+            )
+        )
+        self.answers[name], self.versions[name] = [], []
+        self.recordings[name] = Packed(kept_wanted=True)
+
+    def counted(self, flush: Any) -> None:
+        self.flushes += self.scheduler._run is not None  # type: ignore[attr-defined]
+        flush()
+
+    def step(self) -> None:
+        """As `EngineCore.step` and `step_with_batch_queue`."""
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            self.preempted += len(scheduled.preempted_req_ids or ())
+            self.queue.append((scheduled, self.runner.run(scheduled)))
+            if self.ahead and len(self.queue) < 2:
+                return
+        if not self.queue:
+            return
+        for batch in self.scheduler.update_from_output(*self.queue.popleft()).values():
+            for output in batch.outputs:
+                self.answers[output.request_id] += output.new_token_ids
+                self.versions[output.request_id] += [self.version] * len(output.new_token_ids)
+                if output.prefill_stats is not None:
+                    self.cached[output.request_id] = output.prefill_stats.num_cached_tokens
+                if output.finish_reason is not None:
+                    self.ended[output.request_id] = str(output.finish_reason)
+
+    def pause_and_reset(self) -> None:
+        """As `VllmEngine.begin_update` and `finish_update`."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        for _ in range(8):
+            if not self.scheduler.has_requests() and not self.queue:
+                break
+            self.step()
+        known = {name: len(r.output_token_ids) for name, r in self.scheduler.requests.items()}
+        assert known == {name: len(self.answers[name]) for name in known}
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.version += 1
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def cut(self, name: str) -> None:
+        """As `VllmEngine.cut`: it ends with its next token, or with those in flight."""
+        if name in self.answers and name not in self.ended:
+            begun = cut_short(self.scheduler, name)
+            request = self.scheduler.requests[name]
+            flying = request.num_output_placeholders
+            assert begun == bool(request.num_output_tokens + flying)
+            if begun:
+                self.longest[name] = request.num_output_tokens + max(1, flying)
+
+    def run(self, seed: int, *, updates: bool, cuts: bool = False) -> None:
+        draw = np.random.default_rng(seed)
+        added = 0
+        for index in range(300):
+            while added < 30 and draw.random() < (0.8 if index < 3 else 0.08):
+                self.add(f"r{added}", int(draw.integers(3, 90)), int(draw.integers(2, 150)))
+                added += 1
+            victim = f"r{int(draw.integers(0, 30))}"
+            if draw.random() < 0.01 and victim in self.answers and victim not in self.ended:
+                self.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+                self.ended[victim] = "aborted"
+            if cuts and draw.random() < 0.3:
+                self.cut(f"r{int(draw.integers(0, 30))}")
+            if updates and index % 90 == 89:
+                self.pause_and_reset()
+            self.step()
+        self.finish()
+
+    def finish(self) -> None:
+        while self.scheduler.has_requests() or self.queue:
+            self.step()

@@ -1,0 +1,130 @@
+"""Routes stay with the tokens that they were computed for, whatever the fast scheduler does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+
+from keel.rollout.recording.base import RoutesBeforePreemption, Wanted
+from keel.rollout.recording.packed import PackedRecorder
+from keel.rollout.vllm_fast.bursts import steps_in
+from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, FastScheduler
+from tests.rollout.vllm_fast.play import BLOCK, Play, Runner
+
+
+class RoutedRunner(Runner):
+    """Files (version of the weights, position) for each token where its keys are."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.version = 0
+        self.table = np.full((blocks * BLOCK, 2), -1, np.int16)
+        self.owned: dict[str, list[int]] = {}
+
+    def run(self, step: Any) -> ModelRunnerOutput:
+        begins: dict[str, int] = {}
+        for new in step.scheduled_new_reqs:
+            self.owned[new.req_id] = list(new.block_ids[0])
+            begins[new.req_id] = new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for name, more, begin in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            self.owned[name] += list(more[0]) if more else []
+            begins[name] = begin
+        made = super().run(step)
+        for name, each in step.num_scheduled_tokens.items():
+            count = each * steps_in(step)
+            places = np.arange(begins[name], begins[name] + count)
+            slots = slots_of(self.owned[name], places)
+            self.table[slots] = np.stack([np.full(count, self.version), places], 1)
+        return made
+
+
+def slots_of(blocks: Any, places: np.ndarray) -> np.ndarray:
+    return np.asarray(blocks, np.int64)[places // BLOCK] * BLOCK + places % BLOCK
+
+
+class RoutedPlay(Play):
+    """Reads the table as recorders do: at the end, and before a preemption."""
+
+    def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
+        super().__init__(config, kind, ahead=ahead, blocks=blocks)
+        self.runner: RoutedRunner = RoutedRunner(blocks)
+        self.wanted: dict[str, Wanted] = {}
+        self.before = RoutesBeforePreemption(self.scheduler, self.wanted, self.read)
+        self.checked = 0
+
+    def read(self, blocks: Any, first: int, tokens: int) -> Any:
+        return self.runner.table[slots_of(blocks, np.arange(first, tokens))]
+
+    def add(self, name: str, prompt: int, limit: int) -> None:
+        # As of a second turn, for every other one.
+        first = prompt // 2 if len(self.wanted) % 2 else 0
+        self.wanted[name] = Wanted(routes=True, kept=True, routes_from=first)
+        super().add(name, prompt, limit)
+
+    def step(self) -> None:
+        self.runner.version = self.version
+        ended = set(self.ended)
+        super().step()
+        for name in set(self.ended) - ended:
+            tokens = len(self.contexts[name]) + len(self.answers[name]) - 1
+            blocks = self.scheduler.finished_blocks.pop(name)  # type: ignore[attr-defined]
+            first = self.wanted[name].routes_from
+            rows = self.before.rows(name, blocks, first, tokens)
+            versions = self.versions[name]
+            assert rows[:, 1].tolist() == list(range(first, tokens))
+            of_all = [versions[0]] * len(self.contexts[name]) + versions[1:]
+            assert rows[:, 0].tolist() == of_all[first:]
+            self.checked += 1
+
+
+def every_row_is_of_the_weights_that_sampled_the_next_token(
+    config: Any, ahead: bool, blocks: int
+) -> None:
+    """Requests are preempted all the time, and weights change every 17 steps."""
+    for seed in range(6):
+        kind = AsyncFastScheduler if ahead else FastScheduler
+        play = RoutedPlay(config, kind, ahead=ahead, blocks=blocks)
+        draw = np.random.default_rng(seed)
+        for index in range(400):
+            while len(play.answers) < 40 and draw.random() < (0.8 if index < 3 else 0.15):
+                name = f"r{len(play.answers)}"
+                play.add(name, int(draw.integers(3, 90)), int(draw.integers(2, 150)))
+            if index % 17 == 16:
+                play.pause_and_reset()
+            play.step()
+        while play.scheduler.has_requests() or play.queue:
+            play.step()
+        assert play.checked == 40 and play.preempted > 20
+        assert not play.before._rows, "rows of finished requests are held"
+
+
+def of_a_completion_that_is_not_finite_nothing_else_is_looked_at(config: Any) -> None:
+    """It is dropped. A GPU finds no largest of logits that are no numbers, so that its token may
+    not be of its sampling mask."""
+    scheduler = Play(config, AsyncFastScheduler, ahead=True, blocks=30).scheduler
+    engine: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(use_v2_model_runner=True),
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)),
+        collective_rpc=lambda *_, **__: [None],
+    )
+    recorder = PackedRecorder(routes=True, kept=True)
+    recorder.attach(engine)
+    for value in (np.nan, np.inf, -np.inf):
+        recorder.expect("r", Wanted(routes=True, kept=True))
+        packed = scheduler.recordings["r"]  # type: ignore[attr-defined]
+        packed.logp.append(np.array([-1, value], np.float32))
+        packed.ids.append(np.array([7, 8], np.int32))
+        packed.sizes.append(np.array([1, 1]))
+        given: Any = SimpleNamespace(token_ids=[7, 0])
+        recording = recorder.take("r", 3, given)
+        assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
+        assert recording.kept is None and recording.routes is None
+        assert recorder.pending() == 0
+        assert not scheduler.recordings  # type: ignore[attr-defined]

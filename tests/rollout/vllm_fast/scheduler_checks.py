@@ -1,0 +1,219 @@
+"""The fast scheduler makes the same decisions as vLLM's own, both ways of stepping."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from keel.rollout.vllm_fast import decode_batch as decode_run
+from keel.rollout.vllm_fast import scheduler as fast
+from keel.rollout.vllm_fast.scheduler import JOIN_COST, AsyncFastScheduler, FastScheduler
+from tests.rollout.vllm_fast.play import (
+    BLOCK,
+    END,
+    Play,
+    kept_of,
+    logp_of,
+    make_config,
+    number,
+    token_of,
+)
+
+__all__ = ["make_config"]
+
+
+def check_whole(play: Play, names: Sequence[str]) -> None:
+    """The answers of these, what was recorded of them, and the cache."""
+    for name in names:
+        answer = play.answers[name]
+        assert answer == [token_of(name, place) for place in range(len(answer))]
+        assert END not in answer[:-1]
+        assert play.versions[name] == sorted(play.versions[name])
+        assert len(play.versions[name]) == len(answer)
+        packed, places = play.recordings[name], range(len(answer))
+        expected = np.array([logp_of(name, place) for place in places], np.float32)
+        assert np.array_equal(packed.logprobs(), expected)
+        kept = packed.kept()
+        assert [kept[place].tolist() for place in places] == [
+            kept_of(name, place) for place in places
+        ]
+    pool = play.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks were lost"
+
+
+def answers_and_recordings_are_whole(
+    config: Any, ahead: bool, blocks: int, updates: bool, cuts: bool
+) -> None:
+    plain_kind, fast_kind = (
+        (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
+    )
+    for seed in range(2):
+        plain = Play(config, plain_kind, ahead=ahead, blocks=blocks)
+        short = Play(config, fast_kind, ahead=ahead, blocks=blocks)
+        plain.run(seed, updates=updates, cuts=cuts)
+        short.run(seed, updates=updates, cuts=cuts)
+        assert bool(short.longest) == cuts
+        assert all(len(short.answers[name]) <= most for name, most in short.longest.items())
+        assert isinstance(short.scheduler, FastScheduler | AsyncFastScheduler)
+        assert short.scheduler.fast_steps > 50
+        assert len(short.runner.bursts) > (20 if blocks == 400 else 2)
+        assert (short.preempted > 0) == (updates or blocks == 30)
+        whole = [name for name, reason in short.ended.items() if reason != "aborted"]
+        # Requests may wait a few steps longer here, so that an abort or a cut finds them elsewhere.
+        alike = [n for n in whole if plain.ended[n] != "aborted"]
+        alike = [n for n in alike if n not in short.longest and n not in plain.longest]
+        assert len(short.ended) == len(plain.ended) and len(alike) > (5 if cuts else 20)
+        for name in alike:
+            assert short.ended[name] == plain.ended[name]
+            assert short.answers[name] == plain.answers[name]
+        check_whole(short, whole)
+
+
+def most_steps_of_a_quiet_engine_are_fast(config: Any) -> None:
+    play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
+    for index in range(12):
+        play.add(f"quiet{index}", 20, 120)
+    steps = 0
+    while play.scheduler.has_requests() or play.queue:
+        play.step()
+        steps += 1
+    assert isinstance(play.scheduler, AsyncFastScheduler)
+    assert play.scheduler.fast_steps > 0.5 * steps
+    assert play.runner.steady > 0.8 * play.scheduler.fast_steps
+
+
+def most_steps_of_turns_are_fast(config: Any, waiting: int) -> None:
+    """A request ends and another begins every few steps, as turns of conversations do; each goes on
+    from what the one before it said. `waiting`: more of them than the batch has places."""
+    steps: list[int] = []
+    for kind in (AsyncScheduler, AsyncFastScheduler):
+        play = Play(config, kind, ahead=True, blocks=400)
+        back: deque[tuple[int, str, list[int]]] = deque()
+        index = 0
+        for seat in range(12 + waiting):
+            play.add(f"0.{seat}", 20, 30 + number(seat) % 30)
+        while play.scheduler.has_requests() or play.queue or back:
+            before = set(play.ended)
+            play.step()
+            index += 1
+            for name in sorted(set(play.ended) - before):
+                turn, seat = (int(part) for part in name.split("."))
+                if turn < 3:
+                    context = play.contexts[name] + play.answers[name]
+                    back.append((index + 3, f"{turn + 1}.{seat}", context))
+            while back and back[0][0] <= index:
+                _, name, context = back.popleft()
+                play.add(name, len(context) + 5, 20 + number(name) % 30, context)
+        steps.append(index)
+        assert len(play.ended) == 4 * (12 + waiting)
+        for name, context in play.contexts.items():
+            # The last block may be full but for the last token, whose keys nobody has computed.
+            assert name.startswith("0.") or play.cached[name] >= (len(context) - 6) // BLOCK * BLOCK
+    plain, short = steps
+    assert isinstance(play.scheduler, AsyncFastScheduler)
+    assert play.scheduler.fast_steps > 0.5 * short
+    assert short < 1.3 * plain, "places of the batch stay unused for too long"
+    assert play.flushes < len(play.ended) / 8, "turns begin beside a run, which goes on"
+
+
+def a_run_is_written_back_before_it_holds_too_much(config: Any, limit: str, most: int) -> None:
+    before = getattr(decode_run, limit)
+    setattr(decode_run, limit, most)
+    try:
+        play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
+        for index in range(12):
+            play.add(f"long{index}", 20, 120)
+        play.finish()
+    finally:
+        setattr(decode_run, limit, before)
+    assert play.flushes > 4
+    check_whole(play, list(play.ended))
+
+
+def one_that_vllm_reads_goes_on_beside_the_run(config: Any, ahead: bool) -> None:
+    kind = AsyncFastScheduler if ahead else FastScheduler
+    play = Play(config, kind, ahead=ahead, blocks=400)
+    for index in range(10):
+        play.add(f"quiet{index}", 20, 120)
+    for _ in range(10):
+        play.step()
+    play.add("read", 70, 60, read=True)
+    while "read" not in play.ended:
+        play.step()
+    assert play.flushes == 0
+    play.finish()
+    check_whole(play, list(play.ended))
+    assert len(play.ended) == 11
+
+
+def nobody_waits_for_long(config: Any) -> None:
+    """One that comes while all others go on for long."""
+    play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
+    for index in range(11):
+        play.add(f"quiet{index}", 20, 200)
+    for _ in range(8):
+        play.step()
+    play.add("alone", 20, 5)
+    fast.LONGEST_WAIT, before = 4, fast.LONGEST_WAIT
+    try:
+        for _ in range(8):
+            play.step()
+    finally:
+        fast.LONGEST_WAIT = before
+    assert play.answers["alone"], "it would wait for 22 steps"
+
+
+def nothing_waits_for_an_answer_to_end_while_there_is_room(config: Any, ahead: bool) -> None:
+    """A request comes while the prompt of another is read in parts, which may fill whole steps."""
+    kinds = (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
+    for prompt in (64, 100, 128):
+        for before in range(6):
+            waited: list[int] = []
+            for kind in kinds:
+                play = Play(config, kind, ahead=ahead, blocks=400)
+                play.add("quiet0", prompt, 150)
+                for _ in range(before):
+                    play.step()
+                play.add("second", 20, 5)
+                steps = 0
+                while not play.answers["second"]:
+                    play.step()
+                    steps += 1
+                waited.append(steps)
+            plain, short = waited
+            assert plain <= short <= plain + JOIN_COST, f"{short} steps instead of {plain}"
+
+
+def rows_that_begin_alike_stand_side_by_side(config: Any) -> None:
+    """Completions of four prompts, of which two begin alike, as they come and go in any order."""
+    play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
+    common = list(range(3, 3 + 2 * BLOCK))
+    prompts = {
+        "a": common + list(range(100, 100 + 3 * BLOCK)),
+        "b": common + list(range(200, 200 + 3 * BLOCK)),
+        "c": list(range(50, 50 + 5 * BLOCK)),
+        "d": list(range(150, 150 + 5 * BLOCK)),
+    }
+    for index in range(24):
+        prompt = "abcd"[index % 4]
+        play.add(f"{prompt}{index}", 5 * BLOCK + 3, 20 + number(index) % 40, prompts[prompt])
+    seen = 0
+    while play.scheduler.has_requests() or play.queue:
+        play.step()
+        assert isinstance(play.scheduler, AsyncFastScheduler)
+        run = play.scheduler._run
+        if run is None or len(run.ids) < 8:
+            continue
+        seen += 1
+        order = [name[0] for name, _ in groupby(run.ids, key=lambda name: name[0])]
+        assert len(order) == len(set(order)), f"a prompt's rows are apart: {run.ids}"
+        if {"a", "b"} <= set(order):
+            assert abs(order.index("a") - order.index("b")) == 1
+    assert seen > 20
+    check_whole(play, list(play.ended))

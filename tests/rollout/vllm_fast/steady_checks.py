@@ -1,0 +1,384 @@
+"""Which steps `steady_steps` takes. Imports vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+from vllm.v1.worker.gpu.model_runner import ExecuteModelState
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from keel.rollout.vllm_fast import step_reuse as steady_steps
+from keel.rollout.vllm_fast.bursts import Burst
+from keel.rollout.vllm_fast.sampler import KeptSampler, StepLogprobs
+from keel.rollout.vllm_fast.step_reuse import SteadySteps, covers
+from tests.rollout.vllm_fast.burst_checks import Late
+
+IDS = ["a", "b", "c"]
+EACH = dict.fromkeys(IDS, 1)
+FULL = SimpleNamespace(cg_mode=CUDAGraphMode.FULL, num_tokens=4)
+
+
+def output(**changes: Any) -> SchedulerOutput:
+    made = SchedulerOutput.make_empty()
+    made.num_scheduled_tokens = EACH
+    made.scheduled_cached_reqs = CachedRequestData(
+        req_ids=IDS,
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None, ([7],), None],
+        num_computed_tokens=[10, 11, 12],
+        num_output_tokens=[1, 1, 1],
+    )
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def batch(**changes: Any) -> Any:
+    usual = {
+        "req_ids": list(IDS),
+        "num_reqs": 3,
+        "num_tokens": 3,
+        "num_reqs_after_padding": 4,
+        "num_tokens_after_padding": 4,
+        "num_draft_tokens": 0,
+        "has_prefill": False,
+        "idx_mapping": torch.tensor([5, 2, 4]),
+        "idx_mapping_np": np.array([5, 2, 4]),
+        "query_start_loc": torch.arange(4),
+        "seq_lens_cpu_upper_bound": torch.tensor([11, 12, 13, 0], dtype=torch.int32),
+    }
+    return SimpleNamespace(**usual | changes)
+
+
+class Runner:
+    """As much of vLLM's as is looked at."""
+
+    def __init__(self) -> None:
+        parallel = SimpleNamespace(world_size=1, data_parallel_size=1, enable_eplb=False)
+        state: Any = object.__new__(DefaultModelState)
+        state.rope_state = state.prompt_embeds_state = None
+        state.prepare_attn = lambda *given: self.done.append("attention") or {"layer": given}
+        spec: Any = object.__new__(FullAttentionSpec)
+        self.done: list[Any] = []
+        self.batch = batch()
+        self.metadata: dict[str, Any] = {"layer": SimpleNamespace(step=1)}
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.kv_cache_config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]
+        )
+        self.cudagraph_manager: Any = SimpleNamespace(
+            dispatch=lambda *_, **__: FULL,
+            run_fullgraph=lambda graph: self.done.append("model") or torch.zeros(4, 2),
+        )
+        self.model_state, self.kv_connector = state, NO_OP_KV_CONNECTOR
+        self.dcp_size, self.num_speculative_steps, self.lora_config = 1, 0, None
+        self.pcp_manager = self.ubatch_runner = self.fast_prefill = None
+        self.pooling_runner = self.encoder_cache = self.aux_output_connector = None
+        self.uses_inputs_embeds = self.is_encoder_decoder = False
+        self.observability_config = SimpleNamespace(cudagraph_metrics=False)
+        self.model_config = SimpleNamespace(rswa_window=None)
+        self.sampler = SimpleNamespace(apply_staged_writes=lambda: self.done.append("sampler"))
+        self.attn_groups: list[Any] = []
+        self.req_states = SimpleNamespace(
+            num_computed_tokens=SimpleNamespace(gpu=None),
+            last_sampled_tokens=None,
+            num_computed_tokens_np=np.zeros(8, np.int32),
+        )
+        self.input_buffers = SimpleNamespace(positions=None, seq_lens=None, input_ids=None)
+        note = self.done.append
+        self.block_tables = SimpleNamespace(
+            append_block_ids=lambda request, blocks, overwrite: note((request, blocks, overwrite)),
+            apply_staged_writes=lambda: note("tables"),
+            gather_block_tables=lambda rows, num_reqs_padded: note(("gathered", num_reqs_padded)),
+            block_tables=[SimpleNamespace(gpu=None)],
+            input_block_tables=[torch.zeros(8, 2)],
+            block_sizes=[16],
+            slot_mappings=torch.zeros(1, 8),
+        )
+        self.execute_model_state: Any = None
+        self.main_stream = self.output_copy_stream = None
+        self.draws = 0
+        self.last: Any = None
+
+    def sample(self, hidden_states: Any, rows: Any, grammar: Any) -> tuple[Any, None, None]:
+        assert hidden_states is not None and grammar is None
+        self.done.append("draw")
+        self.draws += 1
+        tokens = 100 * self.draws + torch.arange(rows.num_reqs)
+        logprobs = StepLogprobs(torch.zeros(rows.num_reqs, 1))
+        made = SimpleNamespace(
+            sampled_token_ids=tokens[:, None],
+            logprobs_tensors=logprobs,
+            sampling_mask_tensors=None,
+        )
+        return made, None, None
+
+    def postprocess_sampled(self, *given: Any) -> None:
+        self.done.append("post")
+
+    def sample_tokens(self, grammar: Any) -> Any:
+        made, _, _ = self.sample(torch.zeros(1), self.execute_model_state.input_batch, grammar)
+        output = ModelRunnerOutput(
+            req_ids=IDS,
+            req_id_to_index={name: row for row, name in enumerate(IDS)},
+            sampled_token_ids=made.sampled_token_ids.tolist(),
+        )
+        self.last = Late(output)
+        return self.last
+
+    def execute_model(self, asked: SchedulerOutput, *_: Any, **__: Any) -> Any:
+        self.done.append("vllm")
+        self.execute_model_state = ExecuteModelState(
+            input_batch=self.batch,
+            attn_metadata=self.metadata,
+            slot_mappings_by_layer=None,
+            hidden_states=torch.ones(4, 2),
+            aux_hidden_states=None,
+            dp_sync_state=None,
+            finished_req_ids=asked.finished_req_ids,
+            ec_connector_output=None,
+            cudagraph_stats=None,
+            num_spec_tokens_to_schedule=0,
+        )
+
+
+def steps(patch: pytest.MonkeyPatch, *, bursts: bool = False) -> tuple[Runner, SteadySteps]:
+    runner = Runner()
+    patch.setattr(steady_steps, "advance", lambda *_, **__: runner.done.append("advance"))
+    return runner, SteadySteps(runner, bursts=bursts)
+
+
+def a_step_with_anything_else_in_it_is_another(patch: pytest.MonkeyPatch) -> None:
+    """Whatever vLLM may ask for in a step beside the rows; whose fields are all looked at here."""
+    usual = output()
+    others: dict[str, Any] = {
+        "num_scheduled_tokens": dict(EACH),
+        "scheduled_cached_reqs": CachedRequestData.make_empty(),
+        "scheduled_new_reqs": [1],
+        "finished_req_ids": {"z"},
+        "preempted_req_ids": {"z"},
+        "free_encoder_mm_hashes": ["z"],
+        "new_block_ids_to_zero": [3],
+        "kv_cache_block_copies": [3],
+        "has_structured_output_requests": True,
+    }
+    without_effect = {
+        "total_num_scheduled_tokens",  # follows from the rows
+        "scheduled_spec_decode_tokens",  # there is no speculation: `covers`
+        "num_spec_tokens_to_schedule",
+        "num_invalid_spec_tokens",
+        "scheduled_encoder_inputs",  # nor an encoder
+        "scheduled_encoder_input_stats",
+        "ec_connector_metadata",
+        "ec_manager_metadata",
+        "kv_connector_metadata",  # nor a connector
+        "kv_connector_block_state",
+        "has_sync_kv_loads",
+        "aux_output_connector_metadata",  # handed on
+        "pending_structured_output_tokens",  # with the above
+        "num_common_prefix_blocks",  # deprecated
+    }
+    known = {field.name for field in fields(SchedulerOutput)}
+    assert known - others.keys() - without_effect == set()
+    for name, value in others.items():
+        runner, taken = steps(patch)
+        taken.execute_model(output())
+        taken.execute_model(usual)
+        assert taken.taken == 1
+        taken.execute_model(output(**{name: value}))
+        assert taken.taken == 1, name
+        assert runner.done.count("vllm") == 2
+
+
+def models_and_layouts_that_are_not_covered_stay_vllms(_: pytest.MonkeyPatch) -> None:
+    plain: Any = Runner()
+    assert covers(plain)
+    for changes in (
+        {"cudagraph_manager": None},
+        {"model_state": SimpleNamespace(rope_state=None, prompt_embeds_state=None)},
+        {"kv_connector": object()},
+        {"dcp_size": 2},
+        {"pcp_manager": 1},
+        {"ubatch_runner": 1},
+        {"fast_prefill": 1},
+        {"pooling_runner": 1},
+        {"encoder_cache": 1},
+        {"lora_config": 1},
+        {"num_speculative_steps": 1},
+        {"uses_inputs_embeds": True},
+        {"is_encoder_decoder": True},
+        {"observability_config": SimpleNamespace(cudagraph_metrics=True)},
+        {"model_config": SimpleNamespace(rswa_window=8)},
+        {"kv_cache_config": SimpleNamespace(kv_cache_groups=[])},
+    ):
+        runner: Any = Runner()
+        vars(runner).update(changes)
+        assert not covers(runner), changes
+    for name in ("rope_state", "prompt_embeds_state"):
+        runner = Runner()
+        setattr(runner.model_state, name, 1)
+        assert not covers(runner), name
+    for name in ("world_size", "data_parallel_size", "enable_eplb"):
+        runner = Runner()
+        setattr(runner.vllm_config.parallel_config, name, 2)
+        assert not covers(runner), name
+    other: Any = Runner()
+    other.kv_cache_config.kv_cache_groups[0].kv_cache_spec = object()
+    assert not covers(other)
+
+
+def a_step_that_is_known_is_taken_once_and_leads_to_the_next(patch: pytest.MonkeyPatch) -> None:
+    runner, taken = steps(patch)
+    taken.execute_model(output())
+    first = runner.execute_model_state
+    taken.execute_model(output())
+    second = runner.execute_model_state
+    new_block = [(2, ([7],), False)]  # the second row's, where vLLM has its request
+    tables = ["tables", ("gathered", 4)]
+    assert runner.done == ["vllm", *new_block, *tables, "sampler", "advance", "model"]
+    assert runner.req_states.num_computed_tokens_np.tolist() == [0, 0, 11, 0, 12, 10, 0, 0]
+    made = second.input_batch
+    assert made is not first.input_batch and made.idx_mapping is first.input_batch.idx_mapping
+    assert made.num_computed_tokens_np.tolist() == [10, 11, 12]
+    assert made.seq_lens_cpu_upper_bound.tolist() == [11, 12, 13, 0]
+    assert second.hidden_states is not first.hidden_states
+    runner.metadata = {"layer": SimpleNamespace(step=None)}  # that is made for every step
+    taken.execute_model(output(finished_req_ids={"z"}))
+    taken.execute_model(output())
+    assert runner.done[-3:] == ["advance", "attention", "model"]
+    assert runner.execute_model_state.finished_req_ids == set()
+    assert runner.execute_model_state.attn_metadata is not runner.metadata
+    assert taken.taken == 2
+
+
+class Sampler(KeptSampler):
+    """As much of it as is looked at."""
+
+    def __init__(self, runner: Runner) -> None:  # pyright: ignore[reportMissingSuperCall]
+        self.runner, self.dims, self.truncates = runner, (0, 0), True
+
+    def apply_staged_writes(self) -> None:
+        self.runner.done.append("sampler")
+
+    def get_logprobs_dims(self, *_: Any) -> Any:
+        return self.dims
+
+    def only_truncates(self, _: Any) -> bool:
+        return self.truncates
+
+
+def offer(count: int) -> Burst:
+    usual = output()
+    return Burst(
+        **{field.name: getattr(usual, field.name) for field in fields(usual)}, offered=count
+    )
+
+
+def several_steps_are_taken_where_they_are_offered(patch: pytest.MonkeyPatch) -> None:
+    runner, taken = steps(patch, bursts=True)
+    runner.sampler = Sampler(runner)
+    taken.execute_model(output())
+    runner.done.clear()
+    burst = offer(3)
+    taken.execute_model(burst)
+    step, draw = ["sampler", "advance", "model"], ["draw", "post"]
+    begun = [(2, ([7],), False), "tables", ("gathered", 4)]  # once, for all of them
+    assert runner.done == [*begun, *step, *draw, *step, *draw, *step]
+    assert burst.taken == 3 and taken.taken == 3
+    state = runner.execute_model_state
+    assert state.input_batch.num_computed_tokens_np.tolist() == [12, 13, 14]
+    assert state.input_batch.seq_lens_cpu_upper_bound.tolist() == [13, 14, 15, 0]
+    assert runner.req_states.num_computed_tokens_np.tolist() == [0, 0, 13, 0, 14, 12, 0, 0]
+    made = taken.sample_tokens(None).get_output()  # of the last, with those before
+    assert made.sampled_token_ids == [[100, 200, 300], [101, 201, 301], [102, 202, 302]]
+    assert taken.sample_tokens(None) is runner.last, "of one step"
+
+
+def routes_are_filed_step_by_step(patch: pytest.MonkeyPatch) -> None:
+    runner, taken = steps(patch, bursts=True)
+    runner.sampler = Sampler(runner)
+    runner.aux_output_connector = SimpleNamespace(
+        keel_stays=True,
+        begin_step=lambda _: runner.done.append("begin"),
+        prepare_output=lambda batch: runner.done.append(batch.num_computed_tokens_np.tolist()),
+    )
+    taken.execute_model(output())
+    runner.done.clear()
+    taken.execute_model(offer(3))
+    assert [it for it in runner.done if it == "begin" or isinstance(it, list)] == [
+        "begin",
+        [10, 11, 12],
+        [11, 12, 13],  # vLLM files the last step's
+    ]
+
+
+def one_step_is_taken_where_more_comes_of_it(patch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("aux_output_connector", SimpleNamespace(begin_step=lambda _: None)),
+        ("sampler", SimpleNamespace(apply_staged_writes=lambda: None)),
+        ("dims", (5, 0)),
+        ("truncates", False),
+        ("metadata", {"layer": SimpleNamespace(step=None)}),
+        ("bursts", False),
+    ):
+        runner, taken = steps(patch, bursts=name != "bursts")
+        runner.sampler = Sampler(runner)
+        setattr(runner.sampler if name in ("dims", "truncates") else runner, name, value)
+        taken.execute_model(output())
+        burst = offer(3)
+        taken.execute_model(burst)
+        assert burst.taken == 1 and taken.taken == 1, name
+        assert runner.done.count("model") == 1 and "draw" not in runner.done
+
+
+def whatever_is_not_a_decoding_step_by_a_graph_is_not_known(patch: pytest.MonkeyPatch) -> None:
+    for changes in (
+        {"has_prefill": True},
+        {"num_draft_tokens": 1},
+        {"num_tokens": 5},
+        {"req_ids": ["b", "a", "c"]},
+        {"num_tokens_after_padding": 3},
+    ):
+        runner, taken = steps(patch)
+        runner.batch = batch(**changes)
+        for _ in range(2):
+            taken.execute_model(output())
+        assert runner.done == ["vllm", "vllm"], changes
+    runner, taken = steps(patch)
+    taken.execute_model(output())
+    taken.execute_model(SchedulerOutput.make_empty(), dummy_run=True)
+    taken.execute_model(output())
+    assert runner.done == ["vllm"] * 3
+    runner, taken = steps(patch)
+    eager = SimpleNamespace(cg_mode=CUDAGraphMode.NONE, num_tokens=4)
+    runner.cudagraph_manager.dispatch = lambda *_, **__: eager
+    for _ in range(2):
+        taken.execute_model(output())
+    assert runner.done == ["vllm", "vllm"]
+
+
+def a_step_that_fails_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    runner, taken = steps(patch)
+    taken.execute_model(output())
+
+    def fails(_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    works, runner.cudagraph_manager.run_fullgraph = runner.cudagraph_manager.run_fullgraph, fails
+    with pytest.raises(RuntimeError, match="out of memory"):
+        taken.execute_model(output())
+    runner.cudagraph_manager.run_fullgraph = works
+    taken.execute_model(output())
+    assert runner.done[-1] == "vllm"

@@ -1,0 +1,64 @@
+"""Kernels of attention, and of what is done between steps, are compiled for Hopper, which needs no
+GPU: what only its compiler refuses is seen anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from triton import compile as compiled
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from keel.rollout.vllm_fast import sample_graphs
+from keel.rollout.vllm_fast import step_reuse as steady_steps
+from keel.rollout.vllm_fast.cascade import kernels, plan
+
+pytestmark = pytest.mark.e2e
+HOPPER = GPUTarget("cuda", 90, 32)
+FLOATS, NUMBERS, LONG = "*fp32", "*i32", "*i64"
+POINTERS = {
+    **dict.fromkeys(["query_ptr", "keys_ptr", "values_ptr", "out_ptr"], "*bf16"),
+    **dict.fromkeys(["sums_ptr", "found_ptr"], FLOATS),
+    **{f"{to}{of}_ptr": FLOATS for to in ("", "to_") for of in ("temperature", "top_p")},
+    **dict.fromkeys(["requests_ptr", "seeds_ptr", "to_seeds_ptr"], LONG),
+    **dict.fromkeys(["sampled_ptr", "positions_ptr", "slots_ptr"], LONG),
+    "scale": "fp32",
+}
+SLICED = {"TOKENS": kernels.TOKENS, "SLICE": kernels.SLICE}
+SHAPE = {"PAGE": 16, "EACH": 2, "HEADS": 16, "SIZE": 128, **SLICED}
+
+
+def binary(kernel: Any, **constants: int) -> bytes:
+    names = [name for name in kernel.arg_names if name not in constants]
+    types = {n: POINTERS.get(n, NUMBERS if n.endswith("_ptr") else "i32") for n in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=types | dict.fromkeys(constants, "constexpr"),
+        constexprs={(kernel.arg_names.index(name),): it for name, it in constants.items()},
+    )
+    return compiled(source, target=HOPPER).asm["cubin"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "constants"),
+    [
+        (plan, "_compare", {"PAGE": 16, "ROWS": plan.AT_ONCE}),
+        (plan, "_segment", {"ROWS": 8, "SIZE": 256}),
+        *(
+            (kernels, "_parts", {**SHAPE, "SIZE": size, "ROWS": 8, "QUERIES": 16})
+            for size in plan.SIZES
+        ),
+        (kernels, "_join", {"HEADS": 16, "SIZE": 128, "SPLITS": 4, **SLICED}),
+        (sample_graphs, "_gather", {"BLOCK": sample_graphs.BLOCK}),
+        (steady_steps, "_advance", {"PAGE": 16, "BLOCK": steady_steps.BLOCK}),
+    ],
+)
+def test_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: Any, name: str, constants: Any
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert binary(getattr(module, name), **constants).startswith(b"\x7fELF")

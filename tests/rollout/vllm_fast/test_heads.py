@@ -1,0 +1,58 @@
+"""Which models' heads attention's kernels are for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
+
+from keel.configs.schema import RolloutConfig
+from keel.rollout.vllm_fast.cascade.plan import Heads, heads_of
+from keel.trainer.planning.memory import read_together
+
+
+def test_heads_are_those_of_the_configuration() -> None:
+    qwen = Qwen3Config(num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    assert heads_of(qwen) == Heads(16, 8, 128, 16)
+    llama = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=None)
+    assert heads_of(llama) == Heads(16, 16, 64, 16)
+    assert heads_of(DeepseekV3Config()) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "covered", "rows"),
+    [
+        (Heads(16, 8, 128, 16), True, 8),
+        (Heads(32, 8, 128, 16), True, 4),
+        (Heads(12, 4, 64, 16), True, 4),
+        (Heads(8, 8, 64, 32), True, 16),
+        (Heads(8, 8, 256, 16), False, 16),
+        (Heads(32, 4, 128, 16), False, 2),
+        (Heads(16, 8, 96, 16), False, 8),
+        (Heads(16, 8, 128, 24), False, 8),
+    ],
+)
+def test_which_heads_are_covered_and_how_many_rows_are_read_together(
+    heads: Heads, covered: bool, rows: int
+) -> None:
+    assert heads.covered == covered
+    assert heads.rows == rows
+
+
+@pytest.mark.parametrize("each", range(1, 9))
+def test_the_plan_knows_how_many_rows_are_read_together(each: int) -> None:
+    heads = Heads(8 * each, 8, 128, 16)
+    facts: Any = SimpleNamespace(
+        head_size=128, attention_width=128 * 8 * each, kv_heads=8, full_attention=True
+    )
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(batch_invariant=False),
+        engine_dtype="bfloat16",
+        rollout=RolloutConfig(recorder="packed"),
+        algorithm=SimpleNamespace(group_size=16),
+    )
+    assert read_together(config, facts) == (heads.rows if heads.covered else 1)

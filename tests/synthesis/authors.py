@@ -1,0 +1,33 @@
+"""Authors that say what a test has them say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keel.rl.turns import Message, ToolSpec
+from keel.synthesis.author import Said
+
+Writes = Callable[[Sequence[Message], Sequence[ToolSpec], str], Said | str]
+"""From the messages, the tools and the purpose."""
+
+
+@dataclass
+class ScriptedAuthor:
+    """Replies by a function, or by the entries of a list, in order."""
+
+    script: Writes | list[Said | str]
+    name: str = "scripted"
+    asked: list[tuple[str, list[Message]]] = field(default_factory=list[Any])
+    """(purpose, messages) of every call."""
+
+    async def ask(
+        self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
+    ) -> Said:
+        self.asked.append((purpose, list(messages)))
+        if isinstance(self.script, list):
+            said = self.script.pop(0)
+        else:
+            said = self.script(messages, tools, purpose)
+        return Said(content=said) if isinstance(said, str) else said

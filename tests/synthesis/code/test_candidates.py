@@ -1,0 +1,333 @@
+"""Candidates from repositories and releases, and every gate that looks at them before a run."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+
+from keel.configs.schema import ConfigError
+from keel.synthesis.author import AuthorLost
+from keel.synthesis.code import filters, future
+from keel.synthesis.code.candidate import Candidate
+from keel.synthesis.code.draft import Built
+from keel.synthesis.code.judge import judge
+from keel.synthesis.code.mirrors import Mirror, told
+from keel.synthesis.code.outcomes import outcomes_of
+from keel.synthesis.code.releases import Releases
+from keel.synthesis.code.setup import Prefixes
+from keel.synthesis.ledger import Refused
+from tests.synthesis.authors import ScriptedAuthor
+from tests.synthesis.code.projects import (
+    AFTER,
+    BEFORE,
+    BROKEN,
+    FIXED,
+    ISSUE,
+    NEW_TEST,
+    candidate,
+    config,
+    repository,
+    source,
+)
+
+
+@pytest.mark.e2e
+def test_commits_that_name_an_issue_become_candidates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git = repository(
+        tmp_path / "git",
+        ("Begin", BEFORE),
+        ("Nothing is named here", {"README.md": "Adds up.\n"}),
+        (ISSUE, {**AFTER, ".gitattributes": "tests export-ignore\n"}),
+    )
+    mirror = Mirror(source(git))
+    (key,) = mirror.keys
+    found = mirror.load(key)
+    assert key.startswith("adding-") and found.origin["refers"] == [7]
+    # What the project does not export is there, too.
+    assert found.base["tests/test_adding.py"][1].decode() in NEW_TEST
+    assert list(found.gold) == [".gitattributes", "adding.py"]
+    assert list(found.harness) == found.test_files() == ["tests/test_adding.py"]
+    assert "-    result = numbers[0]\n" in found.patch(["adding.py"])
+    assert found.issue.startswith("Totals of an empty list raise an error.\n")
+    assert "#7" not in found.issue and "Signed-off" not in found.issue
+    assert "adding" in found.project and "tests" not in found.project
+    filters.look(found, config())
+    issues = tmp_path / "issues.jsonl"
+    issue = {"number": 7, "title": "It raises", "body": "With\u2028[].\n"}
+    issues.write_text(json.dumps(issue, ensure_ascii=False) + "\n")
+    given = Mirror(source(git, issues=str(issues), refers=False))
+    assert len(given.keys) == 2 and given.load(given.keys[0]).issue == "It raises\n\nWith\u2028[]."
+    issues.write_text('{"number": 7}\n')
+    with pytest.raises(ConfigError, match=r'issues\.jsonl:1: must be \{"number"'):
+        Mirror(source(git, issues=str(issues)))
+    for settings in ({"git": str(tmp_path / "no")}, {"ref": "nowhere"}):
+        with pytest.raises(ConfigError, match=r"code\.sources\[adding\]\.git"):
+            Mirror(source(git, **settings))
+    monkeypatch.setattr("keel.synthesis.code.mirrors.GIT_S", 0.0)
+    with pytest.raises(ConfigError, match=r"code\.sources\[adding\]\.git = .*timed out"):
+        Mirror(source(git))
+
+
+@pytest.mark.e2e
+def test_no_program_that_a_repository_names_is_run(tmp_path: Path) -> None:
+    """`git log` would, to look at a signature."""
+    git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
+    ran, evil = tmp_path / "ran", tmp_path / "evil"
+    evil.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    evil.chmod(0o755)
+
+    def told_git(*words: str, given: str = "") -> str:
+        command = ["git", "-C", str(git), *words]
+        ran = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
+        return ran.stdout
+
+    for knob, value in (("log.showSignature", "true"), ("gpg.program", str(evil))):
+        told_git("config", knob, value)
+    head, empty, message = told_git("cat-file", "commit", "HEAD").partition("\n\n")
+    signature = "gpgsig -----BEGIN PGP SIGNATURE-----\n \n -----END PGP SIGNATURE-----"
+    signed = f"{head}\n{signature}{empty}{message}"
+    commit = told_git("hash-object", "-t", "commit", "-w", "--stdin", given=signed).strip()
+    told_git("update-ref", "refs/heads/main", commit)
+    mirror = Mirror(source(git))
+    (key,) = mirror.keys
+    assert mirror.load(key).origin["commit"] == commit
+    assert not ran.exists()
+    told_git("log", "-1")
+    assert ran.exists()
+
+
+@pytest.mark.e2e
+def test_a_message_of_a_merge_without_one_and_a_commit_that_is_gone(tmp_path: Path) -> None:
+    squashed = "Merge branch 'adding' (#7)\n\nTotals of nothing are 0."
+    git = repository(tmp_path / "git", ("Begin", BEFORE), (squashed, AFTER))
+    mirror = Mirror(source(git))
+    assert mirror.load(mirror.keys[0]).issue == "Totals of nothing are 0."
+    shutil.rmtree(git / ".git" / "objects")
+    with pytest.raises(Refused, match="git cannot read the change"):
+        mirror.load(mirror.keys[0])
+
+
+def test_a_merge_says_what_was_merged() -> None:
+    said = "Merge pull request #12 from a/b\n\nHandle nothing (#12)\n\nCo-authored-by: B <b@c>\n"
+    assert told(said) == "Handle nothing"
+
+
+def _archive(path: Path, files: Mapping[str, str]) -> str:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"adding/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    return str(path)
+
+
+def test_two_releases_and_what_the_changelog_gained(tmp_path: Path) -> None:
+    new = {**BEFORE, **AFTER, "CHANGES.md": f"# 1.1\n{ISSUE}\n# 1.0\nFirst.\n", "../x": "out"}
+    old = _archive(tmp_path / "adding-1.0.tar.gz", {**BEFORE, "CHANGES.md": "# 1.0\nFirst.\n"})
+    pair = (old, _archive(tmp_path / "adding-1.1.tar.gz", new))
+    releases = Releases(source(git="", archives=pair))
+    assert releases.keys == ["adding-1.0-1.1"]
+    found = releases.load(releases.keys[0])
+    assert found.version == "1.0" and "../x" not in found.after
+    assert found.issue.startswith("# 1.1\nTotals of an empty") and "First." not in found.issue
+    filters.look(found, config())
+    unlike = _archive(tmp_path / "adding-0.9.tar.gz", BEFORE)
+    with pytest.raises(Refused, match="the older release has no changelog"):
+        Releases(source(git="", archives=(unlike, pair[1]))).load("")
+    silent = _archive(tmp_path / "adding-1.2.tar.gz", {**BEFORE, **AFTER})
+    with pytest.raises(Refused, match="no changelog"):
+        Releases(source(git="", archives=(old, silent))).load("")
+    broken = tmp_path / "adding-1.3.tar.gz"
+    for data in (b"no archive", Path(pair[1]).read_bytes()[:-100]):
+        broken.write_bytes(data)
+        with pytest.raises(Refused, match="cannot be unpacked"):
+            Releases(source(git="", archives=(old, str(broken)))).load("")
+
+
+def test_an_archive_made_of_here_and_with_hard_links(tmp_path: Path) -> None:
+    plain = _archive(tmp_path / "adding-1.0.tar.gz", {**BEFORE, "CHANGES.md": "# 1.0\nFirst.\n"})
+    other, linked = tmp_path / "adding-1.1.tar.gz", {**BEFORE, "CHANGES.md": f"# 1.1\n{ISSUE}\n"}
+    with tarfile.open(other, "w:gz") as archive:
+        for name, text in linked.items():
+            member = tarfile.TarInfo(f"./adding/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+        member = tarfile.TarInfo("./adding/NEWS.md")
+        member.type, member.linkname = tarfile.LNKTYPE, "./adding/CHANGES.md"
+        archive.addfile(member)
+        member.linkname = "./adding/nothing"
+    found = Releases(source(git="", archives=(plain, str(other)))).load("")
+    assert found.after.keys() == {*linked, "NEWS.md"}
+    assert found.after["NEWS.md"] == found.after["CHANGES.md"]
+    with tarfile.open(other, "w:gz") as archive:
+        archive.addfile(member)
+    with pytest.raises(Refused, match=r"cannot be unpacked: ./adding/NEWS.md: .*nothing"):
+        Releases(source(git="", archives=(plain, str(other)))).load("")
+
+
+def test_a_zip_says_what_runs_and_what_is_a_link(tmp_path: Path) -> None:
+    for version in ("1.0", "1.1"):
+        with zipfile.ZipFile(tmp_path / f"adding-{version}.zip", "w") as archive:
+            for name, mode in (("run.sh", 0o100755), ("link", 0o120777), ("CHANGES.md", 0)):
+                member = zipfile.ZipInfo(f"adding/{name}")
+                member.external_attr = mode << 16
+                archive.writestr(member, f"{version}\n{ISSUE}" if mode == 0 else "run.sh")
+    pair = tuple(str(tmp_path / f"adding-{version}.zip") for version in ("1.0", "1.1"))
+    found = Releases(source(git="", archives=pair)).load("")
+    assert {name: kind for name, (kind, _) in found.after.items()} == {
+        "run.sh": "x",
+        "link": "l",
+        "CHANGES.md": "f",
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ['project = "x"', "[[project]]", "[project]\nname = ''", "x = " + "[" * 5000]
+)
+def test_a_strangers_pyproject_ends_nothing(text: str) -> None:
+    base = {"pyproject.toml": ("f", text.encode())}
+    found = Candidate(key="k", source=source(), base=base, after={}, issue="", version="1.0")
+    assert found.project == ["adding"]
+
+
+LONG = "\n".join(f"x{n} = {n}" for n in range(500))
+TESTS = {"tests/test_adding.py": NEW_TEST}
+NAMED = {"CMakeLists.txt": "add_library(a new.cpp)", "new.cpp": "int a;", "tests/a.cpp": "int b;"}
+CHEATS: list[tuple[str, str, dict[str, Any]]] = [
+    ("no tests", "touches no test", {"after": {"adding.py": FIXED}}),
+    (
+        "no tests",
+        "only removes tests",
+        {"after": {"adding.py": FIXED, "tests/test_adding.py": None}},
+    ),
+    ("tests only", "no python source", {"after": {**TESTS, "README.md": "Adds!\n"}}),
+    ("binary", "no text", {"after": {**AFTER, "logo.png": b"\x89PNG\0"}}),
+    ("files", "more than 10", {"after": {**AFTER, **{f"f{n}.txt": "f" for n in range(10)}}}),
+    ("lines", "1 to 400 lines", {"after": {**TESTS, "adding.py": LONG}}),
+    ("issue", "fewer than 60", {"issue": "Fix it. (#7)"}),
+    ("issue", "more than 20,000", {"issue": ISSUE * 200}),
+    ("reveals", "has a patch", {"issue": f"{ISSUE}\n@@ -1,3 +1,2 @@\n-a\n+b"}),
+    ("reveals", "links to a change", {"issue": f"{ISSUE} https://git.example.org/a/b/pull/8"}),
+    ("reveals", "lines are in the issue", {"issue": f"{ISSUE} Just write return sum(numbers)"}),
+    (
+        "build",
+        "names a new file",
+        {"before": {"a.txt": ""}, "after": NAMED, "source": source(language="cpp")},
+    ),
+]
+
+
+@pytest.mark.parametrize(("gate", "why", "given"), CHEATS, ids=[why for _, why, _ in CHEATS])
+def test_what_a_filter_refuses(gate: str, why: str, given: dict[str, Any]) -> None:
+    filters.look(candidate(), config())
+    with pytest.raises(Refused, match=why) as refused:
+        filters.look(candidate(**given), config())
+    assert refused.value.gate == gate
+
+
+def test_a_large_repository_is_refused() -> None:
+    much = {**BEFORE, "data.txt": "x" * (3 << 20)}
+    with pytest.raises(Refused, match="more than 1 MiB"):
+        filters.look(candidate(before=much), config(most_tree_mib=1))
+
+
+def test_the_judge_reads_marks_and_refuses_low_ones() -> None:
+    good = 'Fine: {"clear": 1}\n{"clear": 4, "solvable": 5}'
+
+    def judged(*replies: str) -> Any:
+        author = ScriptedAuthor(list(replies))
+        marks = asyncio.run(judge(candidate(), author, 3))
+        question = author.asked[0][1][0]["content"]
+        assert "test_the_hidden_one" in question and "return sum(numbers)" in question
+        return marks
+
+    assert judged(good) == judged("I like it.", good) == {"clear": 4, "solvable": 5}
+    for replies, why in (
+        (['{"clear": 5, "solvable": 2}'], "solvable: 2 of 5"),
+        (["no", '{"clear": 5, "solvable": 9}'], "gives no marks"),
+    ):
+        with pytest.raises(Refused, match=why):
+            judged(*replies)
+
+
+def test_a_test_that_differs_between_runs_is_left_out() -> None:
+    def run(**tests: str) -> dict[str, Any]:
+        return {
+            "tests": tests,
+            "canary": "as wanted",
+            "inside": True,
+            "said": "",
+            "seconds": len(tests),
+        }
+
+    before = [
+        run(a="failed", b="passed", c="passed", d="passed", e="failed"),
+        run(b="passed", c="passed", d="failed", e="failed"),
+    ]
+    after = [
+        run(a="passed", b="passed", c="skipped", d="passed", e="passed"),
+        run(a="passed", b="passed", d="passed", e="failed"),
+    ]
+    found = outcomes_of(before, after)
+    assert (found.f2p, found.p2p, found.p2f, found.flaky) == (["a"], ["b"], ["c"], ["d", "e"])
+    assert (
+        found.canary
+        and found.seconds == 5
+        and found.about == "(2 failed, 3 passed and 4 passed, 1 skipped)"
+    )
+
+
+def test_a_change_that_the_set_up_left_is_found(tmp_path: Path) -> None:
+    """A prefix is made of a newer commit, by whatever name the project's files have in it."""
+    fixed = BROKEN + "\n\ndef total_of_all(numbers):\n    if not numbers:\n"
+    fixed += "        return 0\n    return total(numbers)\n\n\ndef most(numbers, least=0):\n"
+    one = candidate(after={"adding.py": fixed, "tests/test_adding.py": NEW_TEST})
+    place = tmp_path / "lib/kept"
+    place.mkdir(parents=True)
+    (place / "before.txt").write_text(BROKEN)
+    (place / "link").symlink_to(tmp_path / "nothing")
+    built = Built(name="p", setup="", test="")
+    future.look(one, built, tmp_path, 0.5)
+    with pytest.raises(Refused, match=r"future: the set-up left lib/a\.js"):
+        left = replace(built, generated={"lib/a.js": ("f", fixed.encode())})
+        future.look(one, left, tmp_path, 0.5)
+    (place / "notes.txt").write_text(f"All of it:\n{fixed}")
+    with pytest.raises(Refused, match=r"future: lib/kept/notes\.txt was installed"):
+        future.look(one, built, tmp_path, 0.5)
+    future.look(candidate(), built, tmp_path, 0.5)  # a change of one line says nothing
+
+
+@pytest.mark.e2e
+def test_a_prefix_that_was_given_up_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Episodes of other tasks could read it, and it would stand on no list."""
+    folder = tmp_path / "environment"
+    (folder / "packages").mkdir(parents=True)
+    prefixes = Prefixes(config(source()), ScriptedAuthor([]), tmp_path, cast(Any, Room(folder)))
+
+    async def lost(candidate: Candidate, name: str) -> Built:
+        (folder / "prefixes" / name / "lib").mkdir(parents=True)
+        raise AuthorLost("no reply")
+
+    monkeypatch.setattr(prefixes, "_build", lost)
+    with pytest.raises(AuthorLost):
+        asyncio.run(prefixes.of(candidate()))
+    assert not list((folder / "prefixes").glob("*/*"))
+
+
+class Room(NamedTuple):
+    folder: Path

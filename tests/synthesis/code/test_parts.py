@@ -1,0 +1,223 @@
+"""What runs inside the sandbox, piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.agents.environments.code import files
+from keel.agents.environments.code.copies import installed
+from keel.agents.environments.code.environment import Repository
+from keel.agents.environments.code.grading import Results, graded_tree, solved
+from keel.agents.environments.code.junit import results_in
+from keel.agents.environments.code.languages import LANGUAGES, is_grading, matches
+from keel.agents.environments.code.tree import (
+    Tree,
+    Unreadable,
+    as_json,
+    erase,
+    laid,
+    of_json,
+    read_tree,
+    seal,
+    unseal,
+    write_tree,
+)
+from keel.synthesis.code import pipeline
+from keel.synthesis.code.draft import write
+from keel.synthesis.code.pipeline import TASKS
+
+TREE: Tree = {
+    "a.py": ("f", b"a"),
+    "bin/run": ("x", b"\xff\0"),
+    "bin/link": ("l", b"../a.py"),
+    "tests/test_a.py": ("f", b"old"),
+}
+
+
+@pytest.mark.e2e
+def test_a_tree_survives_a_folder_and_a_seal(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    write_tree(root, TREE)
+    os.mkfifo(f"{root}/pipe")
+    assert read_tree(root, most_mib=1, skip=lambda path: path == "x") == TREE
+    key = bytes(range(32))
+    sealed = seal({"tree": as_json(TREE)}, key)
+    assert of_json(unseal(sealed, key)["tree"]) == TREE and b"tests" not in sealed
+    for data, other in ((sealed, bytes(32)), (sealed[:-1] + b"x", key)):
+        with pytest.raises(ValueError, match="the key is not this file"):
+            unseal(data, other)
+    with (tmp_path / "root" / "hole").open("wb") as file:
+        file.truncate(2 << 20)
+    with pytest.raises(Unreadable, match="more than 1 MiB"):
+        read_tree(root, most_mib=1, skip=lambda path: False)
+    os.chmod(f"{root}/bin", 0)
+    erase(str(tmp_path))
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "link").symlink_to("/usr")
+    with pytest.raises(Unreadable, match="is no folder"):
+        read_tree(str(tmp_path / "link"), most_mib=1, skip=lambda path: False)
+
+
+def test_nothing_is_written_through_a_link_of_a_tree(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    tree = {"a": ("l", os.fsencode(tmp_path / "outside")), "a/b": ("f", b"x")}
+    with pytest.raises(Unreadable, match="a/b lies under a, which is no folder"):
+        write_tree(str(tmp_path / "tree"), tree)
+    assert os.listdir(tmp_path / "outside") == []
+
+
+def test_the_graders_files_stand_where_a_policy_put_others() -> None:
+    instance = {"language": "python", "harness_gone": ["tests/test_gone.py"]}
+    base: Tree = {**TREE, "tests/test_gone.py": ("f", b"gone")}
+    harness: Tree = {"tests/test_b.py": ("f", b"new")}
+    written: Tree = {
+        "a.py": ("f", b"better"),
+        "bin/link": ("l", b"../a.py"),
+        "new": ("l", b"/etc"),
+        "conftest.py": ("f", b"cheats"),
+        "tests": ("f", b"in the way"),
+        "setup.cfg": ("f", b"[tool:pytest]"),
+    }
+    assert graded_tree(instance, base, harness, written) == {
+        "a.py": ("f", b"better"),
+        "bin/link": ("l", b"../a.py"),
+        "tests/test_a.py": ("f", b"old"),
+        "tests/test_b.py": ("f", b"new"),
+    }
+    assert laid({"a/b": ("f", b"")}, {"a": ("f", b"1")}) == {"a": ("f", b"1")}
+
+
+def test_only_all_tests_and_an_honest_canary_are_worth_1() -> None:
+    instance = {"f2p": ["a"], "p2p": ["b"], "canary": True, "canary_at": ["tests/test_a.py"]}
+
+    def worth(canary: str = "as wanted", **tests: str) -> float:
+        return solved(instance, Results(tests, canary, ""))[0]
+
+    assert worth(a="passed", b="passed", c="failed") == 1.0
+    assert worth(a="passed") == worth(a="passed", b="skipped") == worth() == 0.0
+    assert worth("faked", a="passed", b="passed") == worth("missing", a="passed", b="passed") == 0.0
+    lies = Results({"a": "passed", "b": "passed"}, "as wanted", "", inside=False)
+    assert solved(instance, lies) == (0.0, {**solved(instance, lies)[1], "canary": "faked"})
+    assert solved({**instance, "canary_at": []}, lies)[0] == 1.0
+    nothing = {**instance, "f2p": [], "p2p": []}
+    assert solved(nothing, Results({}, "as wanted", ""))[0] == 0.0
+
+
+JUNIT = """<?xml version="1.0"?>
+<testsuites><testsuite name="s">
+  <testcase classname="c" name="good"/><testcase classname="c" name="twice"/>
+  <testcase classname="c" name="twice"><failure/></testcase>
+  <testcase classname="c" name="error"><error/></testcase>
+  <testsuite name="inner"><testcase name="skip"><skipped/></testcase></testsuite>
+</testsuite><testcase name="ctest" status="fail"/></testsuites>
+"""
+
+
+def test_junit_of_several_runners(tmp_path: Path) -> None:
+    (tmp_path / "a.xml").write_text(JUNIT)
+    (tmp_path / "b.xml").write_text("<testsuites><testcase name='cut'")
+    (tmp_path / "c.xml").symlink_to("a.xml")
+    grows = "<!DOCTYPE a [<!ENTITY b 'c'>]><a><testcase name='e'/></a>"
+    (tmp_path / "d.xml").write_text(grows)
+    (tmp_path / "d16.xml").write_text(f"<?xml version='1.0' encoding='utf-16'?>{grows}", "utf-16")
+    os.mkfifo(tmp_path / "e.xml")
+    # What a policy could raise out of a verdict with, which then counted neither way.
+    for name in ("foo", "shift_jis", "idna"):
+        (tmp_path / f"{name}.xml").write_text(f'<?xml version="1.0" encoding="{name}"?><a>b</a>')
+    (tmp_path / "deep.xml").write_text("<testsuite>" * 3000 + "</testsuite>" * 3000)
+    assert results_in(str(tmp_path)) == {
+        "s::c::good": "passed",
+        "s::c::twice": "failed",
+        "s::c::error": "failed",
+        "s::inner::skip": "skipped",
+        "ctest": "failed",
+    }
+
+
+def test_patterns_of_files() -> None:
+    assert matches("a/tests/b.py", ["tests/"]) and not matches("tests.py", ["tests/"])
+    assert matches("src/test/a.java", ["src/test/*"]) and matches("a/b_test.go", ["*_test.go"])
+    for language, graders, own in (
+        (
+            "python",
+            "a/conftest.py pyproject.toml .pytest.toml x.dist-info/METADATA x.DIST-INFO/METADATA",
+            "a.py attest.py",
+        ),
+        (
+            "javascript",
+            "a.test.ts test/a.js node_modules/b.js package.json jest.config.mjs .mocharc.json",
+            "lib/a.js",
+        ),
+        ("cpp", "CMakeLists.txt tests/a.cpp a/b_test.cc", "src/a.cpp"),
+        ("go", "a_test.go vendor/b.go go.mod", "a.go"),
+    ):
+        assert all(is_grading(LANGUAGES[language], path) for path in graders.split())
+        assert not any(is_grading(LANGUAGES[language], path) for path in own.split())
+
+
+def test_copies_are_found_wherever_packages_lie(tmp_path: Path) -> None:
+    holder = tmp_path / "lib" / "site-packages"
+    for name in ("adding", "other/_vendor/deep_one", "adding.dist-info", "mine.dist-info"):
+        (holder / name).mkdir(parents=True)
+    (holder / "single.py").write_text("")
+    about = json.dumps({"url": "file:///tmp/repo", "dir_info": {"editable": True}})
+    (holder / "mine.dist-info" / "direct_url.json").write_text(about)
+    with zipfile.ZipFile(tmp_path / "pip-1.whl", "w") as archive:
+        archive.writestr("pip/_vendor/packed/__init__.py", "")
+    (tmp_path / "urllib").mkdir()
+    (tmp_path / "urllib" / "parse.py").write_text("")
+    found = installed([str(tmp_path)])
+    assert {"adding", "deep_one", "single", "packed", "other"} <= set(found)
+    assert "mine" not in found and "parse" not in found
+
+
+def test_the_file_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a").write_text("1\n2\n3\n")
+    view = {"do": "view", "path": "a", "first": 2, "last": 2}
+    assert files.done(view) == "     2\t2\n[1 more lines]"
+    edit = {"do": "edit", "path": "a", "old": "2\n", "new": ""}
+    assert files.done(edit).startswith("a now reads:") and Path("a").read_text() == "1\n3\n"
+    for change, why in (
+        ({"old": "4"}, "in a 0 times"),
+        ({"old": ""}, "is there already"),
+        ({"path": "/dev/null"}, "is no file"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            files.done({**edit, **change})
+
+
+def test_kept_tasks_are_added_and_stand_in_their_order_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[int] = []
+
+    def written(path: Path, data: bytes) -> None:
+        whole.append(len(data)) if path.name == TASKS else None
+        write(path, data)
+
+    monkeypatch.setattr(pipeline, "write", written)
+    made: Any = object.__new__(pipeline.CodePipeline)
+    made._folder, made._instances, made._lines = tmp_path, tmp_path / "instances", {}
+    made._instances.mkdir()
+    for key in ("c", "a", "b"):
+        made._keep({"key": key, "prompt": "p", "reward": {}})
+    found = lambda: [json.loads(x)["id"] for x in (tmp_path / TASKS).read_text().splitlines()]  # noqa: E731
+    assert found() == ["c", "a", "b"] and not whole, "else a thousandth would write a thousand"
+    asyncio.run(made.__aexit__())
+    assert found() == ["a", "b", "c"]
+
+
+def test_it_runs_in_the_sandbox_alone(tmp_path: Path) -> None:
+    """Elsewhere, /tmp would be somebody's; and beside the answers, they could be read."""
+    with pytest.raises(RuntimeError, match="needs isolation: bubblewrap"):
+        Repository(str(tmp_path)).opening({"reward": {}}, 0)
+    assert stat.S_ISDIR(os.stat("/tmp").st_mode)

@@ -1,0 +1,123 @@
+"""Changes to tasks, in the sandbox: what is kept, and the gates that run something."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.rl.turns import ToolCall
+from keel.synthesis.author import Said
+from tests.synthesis.authors import ScriptedAuthor
+from tests.synthesis.code.projects import (
+    AFTER,
+    BEFORE,
+    BROKEN,
+    FIXED,
+    ISSUE,
+    NEW_TEST,
+    OLD_TEST,
+    SETUP,
+    TEST,
+    config,
+    made,
+    repository,
+    source,
+)
+
+pytestmark = pytest.mark.e2e
+PASSES_ALREADY = OLD_TEST + "\n\ndef test_more():\n    assert total([2]) == 2\n"
+# What passed before fails after, whatever the change is for.
+BREAKS = "def total(numbers):\n    return sum(numbers) if not numbers else 3.5\n"
+
+
+def refused(report: dict[str, Any]) -> dict[str, list[str]]:
+    return {gate: list(found["reasons"]) for gate, found in report["refused"].items()}
+
+
+def test_a_history_becomes_tasks(tmp_path: Path) -> None:
+    git = repository(
+        tmp_path / "git",
+        ("Begin", BEFORE),
+        (f"A: {ISSUE}", AFTER),
+        (f"B: {ISSUE}", {"adding.py": BROKEN, "tests/test_adding.py": PASSES_ALREADY}),
+        (f"C: {ISSUE}", {"adding.py": BREAKS, "tests/test_adding.py": NEW_TEST}),
+    )
+    out = tmp_path / "out"
+    report, lines = made(config(source(git)), out)
+    assert report["made"] == 3 and report["kept"] == 1, lines
+    reasons = refused(report)
+    assert reasons["P2F"] == ["1 tests pass before and not after"]
+    assert "no test that fails before passes after" in reasons["F2P"][0]
+    (line,) = map(json.loads, (out / "tasks.jsonl").read_text().splitlines())
+    assert "Totals of an empty list" in line["prompt"] and line["reward"]["kind"] == "environment"
+    instance = json.loads((out / "instances" / f"{line['id']}.json").read_text())
+    where = "pytest::tests.test_adding::test_"
+    assert instance["f2p"] == [f"{where}the_hidden_one"] and instance["p2p"] == [f"{where}some"]
+    assert instance["canary"] and "+    return sum(numbers)" in instance["gold_patch"]
+    # Nothing that an episode reads says what the answer is.
+    for path in (out / "environment").rglob("*"):
+        if path.is_file():
+            text = path.read_bytes()
+            assert b"hidden_one" not in text and b"sum(numbers)" not in text, path
+            assert path.stat().st_mode & stat.S_IROTH or "prefixes" in path.parts
+    assert [one.name for one in (out / "environment" / "sealed").iterdir()] == [line["id"]]
+    again, lines = made(config(source(git)), out)
+    assert again == report and lines == ["3 of 3 tasks are made already"]
+
+
+def test_a_copy_of_the_project_is_refused(tmp_path: Path) -> None:
+    git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
+    copied = f'{SETUP}\nmkdir -p "$PREFIX/lib/site-packages/other/_vendor"\n'
+    copied += 'cp adding.py "$PREFIX/lib/site-packages/other/_vendor/"\n'
+    report, _ = made(config(source(git, setup=copied)), tmp_path / "out")
+    (reason,) = refused(report)["future"]
+    assert "site-packages/other/_vendor/adding.py" in reason
+    assert not (tmp_path / "out" / "tasks.jsonl").exists()
+
+
+def test_a_set_up_that_fails_is_the_agents(tmp_path: Path) -> None:
+    """It looks, hands in what does not work, is told, and hands in what does."""
+    git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
+    told: list[str] = []
+
+    def call(name: str, **arguments: Any) -> Said:
+        one = ToolCall(call_id="c", name=name, arguments=arguments)
+        return Said(content="", calls=(one,))
+
+    def writes(messages: Any, tools: Any, purpose: str) -> Said:
+        told.append(messages[-1]["content"])
+        assert purpose == "setup" and [tool.name for tool in tools] == ["bash", "submit"]
+        return [
+            call("bash", command="ls; touch $PREFIX/left"),
+            call("submit", setup="true", test="true"),
+            call("submit", setup=f"test ! -e $PREFIX/left && {SETUP.strip()}", test=TEST),
+        ][len(told) - 1]
+
+    settings = source(git, setup="echo it cannot be done; exit 3")
+    author = ScriptedAuthor(writes)
+    report, lines = made(config(settings, setup_turns=5), tmp_path / "out", author)
+    assert report["kept"] == 1, lines
+    assert "it cannot be done" in told[0] and "adding.py" in told[1]
+    assert told[2].startswith("of 0 tests none passes")
+    report, _ = made(config(settings), tmp_path / "alone")
+    assert "the set-up failed: it cannot be done" in refused(report)["setup"][0]
+
+
+def test_a_gold_patch_that_the_environment_refuses_is_no_task(tmp_path: Path) -> None:
+    """The tests pass for the change as it is, but not where a policy makes it: the change is of a
+    file that is put back."""
+    settings = 'PATH_OF = "first"\n'
+    before = {**BEFORE, "cache/.pytest_cache/x.py": settings, "adding.py": FIXED}
+    test = OLD_TEST + "\n\ndef test_place():\n"
+    test += '    assert "then" in open("cache/.pytest_cache/x.py").read()\n'
+    after = {"cache/.pytest_cache/x.py": 'PATH_OF = "then"\n# A comment, so that it is more.\n'}
+    git = repository(
+        tmp_path / "git", ("Begin", before), (ISSUE, {**after, "tests/test_adding.py": test})
+    )
+    report, lines = made(config(source(git)), tmp_path / "out")
+    assert "the gold patch is worth nothing" in refused(report)["verdict"][0], lines
+    assert not list((tmp_path / "out" / "environment" / "sealed").iterdir())

@@ -1,0 +1,125 @@
+"""A small environment that passes every gate, in pieces to be put together otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from keel.configs.sections.tasks.general import GeneralConfig
+from keel.synthesis.general import gates
+from keel.synthesis.general.making import hold_to_all
+from keel.synthesis.general.rooms import Rooms
+from tests.waiting import PATIENCE_S
+
+FRUIT = [
+    {"name": name, "price": price, "stall": stall}
+    for name, price, stall in [
+        ("apple", 4, "east"),
+        ("fig", 9, "west"),
+        ("grape", 7, "east"),
+        ("lime", 3, "west"),
+        ("melon", 12, "east"),
+        ("plum", 6, "west"),
+    ]
+]
+TOOLS = '''\
+"""Fruit on a market."""
+
+
+def fruit(stall: str) -> list[str]:
+    """What a stall sells: east or west."""
+    return [each["name"] for each in database["fruit"] if each["stall"] == stall]
+
+
+def price(name: str) -> int:
+    """The price of a fruit."""
+    for each in database["fruit"]:
+        if each["name"] == name:
+            return each["price"]
+    raise LookupError(f"there is no {name!r}")
+'''
+SOLVE = """\
+def solve(tools):
+    prices = {name: tools.price(name=name) for name in tools.fruit(stall="east")}
+    best = min(prices, key=prices.get)
+    return {"name": best, "price": prices[best]}
+"""
+VERIFY = """\
+def verify(answer, database):
+    east = [each for each in database["fruit"] if each["stall"] == "east"]
+    best = min(east, key=lambda each: each["price"])
+    return answer == {"name": best["name"], "price": best["price"]}
+"""
+HARDER_SOLVE = SOLVE.replace(
+    'tools.fruit(stall="east")', '(*tools.fruit(stall="east"), *tools.fruit(stall="west"))'
+)
+HARDER_VERIFY = VERIFY.replace(' if each["stall"] == "east"', "")
+QUESTIONS = (
+    "Which fruit of stall east is the cheapest? A JSON object with name and price.",
+    "Which fruit of stalls east and west is the cheapest? A JSON object with name and price.",
+)
+CONFIG: dict[str, Any] = dict.fromkeys(("call_s", "solve_s", "verify_s", "bash_s"), PATIENCE_S)
+
+
+def config(**changes: Any) -> GeneralConfig:
+    return GeneralConfig(**{**CONFIG, **changes})
+
+
+class Counted:
+    """A reference policy of which so many attempts pass at each task."""
+
+    name = "counted"
+
+    def __init__(self, *passed: int) -> None:
+        self._passed = passed
+
+    async def passed(self, rooms: Rooms, environment: Path, number: int) -> int:
+        return self._passed[number]
+
+
+def environment(folder: Path, **parts: str) -> Path:
+    """A folder of two tasks, with other `tools`, `solve`, `verify` (of the first), `harder_solve`,
+    `harder_verify`."""
+    pieces = {
+        "tools": TOOLS,
+        "solve": SOLVE,
+        "verify": VERIFY,
+        "harder_solve": HARDER_SOLVE,
+        "harder_verify": HARDER_VERIFY,
+        **parts,
+    }
+    folder.mkdir(parents=True)
+    (folder / "database.json").write_text(json.dumps({"fruit": FRUIT}))
+    (folder / "tools.py").write_text(pieces["tools"])
+    for name in ("solve", "verify"):
+        both = (pieces[name], pieces[f"harder_{name}"])
+        numbered = [text.replace(f"def {name}(", f"def {name}_{n}(") for n, text in enumerate(both)]
+        (folder / f"{name}.py").write_text("\n\n".join(numbered))
+    tasks = [{"question": question, "tools": ["fruit", "price"]} for question in QUESTIONS]
+    about = {"name": folder.name, "category": "fruit", "tasks": tasks}
+    (folder / "task.json").write_text(json.dumps(about))
+    return folder
+
+
+async def held(rooms: Rooms, path: Path, reference: Counted, seed: int = 3) -> list[int]:
+    """Every task of a folder through every gate; the number of calls of each solution. Raises
+    Refused."""
+    specs = await gates.typed(rooms, path)
+    tasks = json.loads((path / "task.json").read_text())["tasks"]
+    answers, before, calls = list[Any](), None, list[int]()
+    for number in range(len(tasks)):
+        answer, count, before = await hold_to_all(
+            rooms,
+            path,
+            number,
+            specs=specs,
+            solution=(path / "solve.py").read_text(),
+            earlier=answers,
+            before=before,
+            reference=reference,
+            seed=seed,
+        )
+        answers.append(answer)
+        calls.append(count)
+    return calls

@@ -1,0 +1,282 @@
+"""Each gate against what would slip through without it, and code that means harm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+import pytest
+
+from keel.configs.sections.tasks.general import GeneralConfig
+from keel.synthesis.general.rooms import Rooms
+from keel.synthesis.ledger import Refused
+from tests.agents.sandboxes import wrap_of
+from tests.synthesis.general.kit import SOLVE, TOOLS, VERIFY, Counted, config, environment, held
+from tests.waiting import within_some
+
+pytestmark = pytest.mark.e2e
+AT_ONCE = 3
+
+BEFORE = "    prices = "
+"""Where the solution begins."""
+
+
+def solving(line: str) -> dict[str, str]:
+    """A solution that does something else first."""
+    return {"solve": SOLVE.replace(BEFORE, f"    {line}\n{BEFORE}")}
+
+
+def tool(text: str) -> dict[str, str]:
+    """A further tool."""
+    return {"tools": f"{TOOLS}\n\n{text}"}
+
+
+def verifying(body: str) -> dict[str, str]:
+    return {"verify": f"def verify(answer, database):\n    {body}\n"}
+
+
+CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
+    # what it does: (the parts that are changed, the gate, a part of its reason)
+    "reads the database": (solving('database["fruit"]'), "solution", "'database' is not defined"),
+    "opens a file": (solving('open("database.json")'), "solution", "'open' is not defined"),
+    "imports": (solving("import json"), "solution", "imports nothing"),
+    "imports by name": (solving('__import__("os")'), "solution", "'__import__'"),
+    "asks the verifier": (solving("verify_0(1, 2)"), "solution", "'verify_0' is not defined"),
+    "evaluates": (solving('eval("database")'), "solution", "'eval' is not defined"),
+    "climbs classes": (solving("().__class__"), "solution", "'__class__'"),
+    "climbs by format": (solving('"{0.__class__}".format(tools)'), "solution", "'format'"),
+    "climbs by match": (
+        solving("match tools:\n        case object(__class__=found): pass"),
+        "solution",
+        "'__class__'",
+    ),
+    "climbs frames": (solving("(each for each in []).gi_frame"), "solution", "'gi_frame'"),
+    "opens a tool": (solving("tools.price.__closure__"), "solution", "'__closure__'"),
+    "has a second function": (
+        {"solve": f"def helper():\n    pass\n\n\nx = 1\n\n\n{SOLVE}"},
+        "solution",
+        "one function",
+    ),
+    "knows the answer": (
+        {"solve": 'def solve(tools):\n    return {"name": "apple", "price": 4}\n'},
+        "solution",
+        "calls no tool",
+    ),
+    "knows the answer and looks busy": (
+        {
+            "solve": 'def solve(tools):\n    tools.price(name="apple")\n'
+            '    return {"name": "apple", "price": 4}\n'
+        },
+        "grounded",
+        "other names or other digits in texts or other numbers",
+    ),
+    "knows the answer and looks whether it is so": (
+        {
+            "solve": 'def solve(tools):\n    if tools.price(name="apple") != 4: raise ValueError\n'
+            '    return {"name": "apple", "price": 4}\n'
+        },
+        "grounded",
+        "other names or other digits",
+    ),
+    "never ends": (solving("while True: pass"), "solution", "solve_s"),
+    "calls for ever": (solving('while True: tools.fruit(stall="east")'), "solution", ""),
+    "takes memory": (solving("[0] * 10**9"), "solution", "MemoryError"),
+    "says no JSON": (solving("return {1, 2}"), "solution", "not JSON serializable"),
+    "is wrong": (
+        {"solve": SOLVE.replace("min(", "max(")},
+        "verified",
+        "refuses the solution's answer",
+    ),
+    "verifier fails": (verifying("return answer.name"), "verified", "AttributeError"),
+    "verifier never ends": (verifying("while True: pass"), "verified", "did not end within"),
+    "verifier says a number": (verifying("return 1"), "verified", "True or False"),
+    "verifier accepts everything": (verifying("return True"), "empty", "accepts None"),
+    "verifier accepts the empty": (
+        {"verify": VERIFY.replace("return answer", "return not answer or answer")},
+        "empty",
+        "accepts",
+    ),
+    "verifier accepts a hollow one": (
+        {
+            "verify": VERIFY.replace(
+                "return answer", 'return answer == {"name": "", "price": 0} or answer'
+            )
+        },
+        "empty",
+        "{'name': '', 'price': 0}",
+    ),
+    "verifier draws": (
+        {
+            "verify": VERIFY.replace(
+                "    return", "    import random\n    return random.random() and"
+            )
+        },
+        "verified",
+        "imports random",
+    ),
+    "verifier lets more be said": (
+        verifying(
+            "return isinstance(answer, dict) and "
+            '{"name": "apple", "price": 4}.items() <= answer.items()'
+        ),
+        "mutated",
+        "with a further key",
+    ),
+    "verifier looks at the end": (
+        verifying(
+            'return isinstance(answer, dict) and set(answer) == {"name", "price"} and '
+            'answer["price"] == 4 and str(answer["name"]).endswith("apple")'
+        ),
+        "mutated",
+        "'another or apple'",
+    ),
+    "verifier looks at one value": (
+        verifying('return isinstance(answer, dict) and answer.get("name") == "apple"'),
+        "mutated",
+        "with a further key",
+    ),
+    "verifier looks at the form": (
+        verifying(
+            'return isinstance(answer, dict) and set(answer) == {"name", "price"} and '
+            'type(answer["price"]) is int and '
+            'any(answer["name"] in each.values() for each in database["fruit"])'
+        ),
+        "mutated",
+        "['price'] = 5",
+    ),
+    "verifier takes any stall's": (
+        {"harder_verify": VERIFY.replace("return answer", "return bool(answer) and answer")},
+        "verified",
+        "refuses",
+    ),
+    "verifier takes the easier answer": (
+        {
+            "harder_verify": VERIFY.replace(
+                "return answer",
+                'if answer == {"name": "lime", "price": 3}: return True\n    return answer',
+            )
+        },
+        "easier",
+        "the answer of task 0",
+    ),
+    "tool without a hint": (
+        tool('def more(name) -> str:\n    """More."""\n    return "x"\n'),
+        "typed",
+        "no type hint",
+    ),
+    "tool with any hint": (
+        tool(
+            "from typing import Any\n\n\n"
+            'def more(name: Any) -> str:\n    """More."""\n    return "x"\n'
+        ),
+        "typed",
+        "says nothing",
+    ),
+    "tool without a result": (
+        tool('def more(name: str):\n    """More."""\n    return "x"\n'),
+        "typed",
+        "return has no type hint",
+    ),
+    "tool without words": (tool("def more() -> int:\n    return 1\n"), "typed", "no docstring"),
+    "tool that is there twice": (tool(TOOLS.partition('"""\n\n\n')[2]), "typed", "defined twice"),
+    "tool that asks the clock": (
+        tool(
+            "from datetime import date\n\n\n"
+            'def more() -> str:\n    """More."""\n    return str(date.today())\n'
+        ),
+        "typed",
+        "'today'",
+    ),
+    "tool with a value that has no JSON": (
+        tool(
+            "from typing import Literal\n\n\n"
+            'def more(name: Literal[b"x"]) -> str:\n    """More."""\n    return "x"\n'
+        ),
+        "typed",
+        "bytes",
+    ),
+    "tools that import": (tool("import os\n"), "typed", "imports os"),
+    "tools that never load": (tool("while True: pass\n"), "typed", "did not end within"),
+    "tool by the order of a set": (
+        tool(
+            'def more() -> list[str]:\n    """More."""\n'
+            '    return list({each["name"] for each in database["fruit"]})\n'
+        ),
+        "deterministic",
+        "more({})",
+    ),
+    "tool by chance of its own": (
+        tool(
+            "import random\n\n\n"
+            'def more() -> int:\n    """More."""\n'
+            "    return random.SystemRandom().randrange(10**9)\n"
+        ),
+        "deterministic",
+        "more({})",
+    ),
+    "tool by the seed": (
+        {
+            "tools": f"import random\n{TOOLS}".replace(
+                'return each["price"]', 'return each["price"] + int(100 * random.random())'
+            ),
+            # What it comes to with seed 0.
+            **verifying('return answer == {"name": "melon", "price": 54}'),
+        },
+        "verified",
+        "refuses the solution's answer",
+    ),
+    "tool that never ends": (
+        tool('def more() -> int:\n    """More."""\n    while True: pass\n'),
+        "deterministic",
+        "did not end within",
+    ),
+    "harder that is not": ({}, "harder", "3 of 4 attempts"),
+}
+
+
+ENDLESS = {name for name in CHEATS if "never" in name or "for ever" in name}
+Outcomes = dict[str, tuple[str, str]]
+"""Of each cheat: the gate that refuses it, and why."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    wrap_of()  # or a skip
+
+    async def of(names: Collection[str], settings: GeneralConfig) -> Outcomes:
+        found: Outcomes = {}
+        slots = asyncio.Semaphore(AT_ONCE)
+        async with Rooms(tmp_path_factory.mktemp("general") / "making", settings) as rooms:
+
+            async def one(number: int, name: str) -> None:
+                path = environment(rooms.making / str(number), **CHEATS[name][0])
+                reference = Counted(3, 3 if "that is not" in name else 1)
+                async with slots:
+                    try:
+                        await held(rooms, path, reference)
+                        found[name] = ("passes", "")
+                    except Refused as refused:
+                        found[name] = (refused.gate, refused.reason)
+
+            await asyncio.gather(*(one(n, name) for n, name in enumerate(names)))
+        return found
+
+    def endless(limit_s: float) -> Outcomes:
+        settings = config(call_s=limit_s, verify_s=limit_s, solve_s=limit_s + 1)
+        found = asyncio.run(of(ENDLESS, settings))
+        assert all(as_wanted(name, found) for name in ENDLESS), found
+        return found
+
+    return within_some(endless, (1.0, 5.0, 20.0, 60.0)) | asyncio.run(
+        of({*CHEATS} - ENDLESS, config())
+    )
+
+
+def as_wanted(name: str, outcomes: Outcomes) -> bool:
+    _, gate, reason = CHEATS[name]
+    return outcomes[name][0] == gate and reason in outcomes[name][1]
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_is_refused_by_its_gate(name: str, outcomes: Outcomes) -> None:
+    assert as_wanted(name, outcomes), outcomes[name]

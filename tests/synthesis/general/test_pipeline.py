@@ -1,0 +1,302 @@
+"""Environments made by a scripted author, from the database to the last task."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.agents.types import Transcript
+from keel.commands.cli import main
+from keel.commands.synthesize import make_all
+from keel.rl.turns import Message, ToolCall, ToolSpec
+from keel.synthesis.author import BudgetSpent, Said
+from keel.synthesis.general.gates import general
+from keel.synthesis.general.pipeline import GeneralPipeline
+from keel.synthesis.general.rooms import Rooms
+from keel.synthesis.ledger import Ledger
+from tests.agents.sandboxes import wrap_of
+from tests.rewards.judge.judge_server import Reply, running
+from tests.synthesis.authors import ScriptedAuthor
+from tests.synthesis.general.kit import (
+    FRUIT,
+    HARDER_SOLVE,
+    HARDER_VERIFY,
+    QUESTIONS,
+    SOLVE,
+    TOOLS,
+    VERIFY,
+    config,
+)
+from tests.synthesis.test_author import completion
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.e2e
+
+STALLS = '''\
+def stalls() -> list[str]:
+    """All stalls."""
+    return sorted({each["stall"] for each in database["fruit"]})
+'''
+HARDEST = (
+    "Which fruit of all stalls is the dearest? A JSON object with name and price.",
+    SOLVE.replace("min(", "max(").replace(
+        'tools.fruit(stall="east")', "[n for s in tools.stalls() for n in tools.fruit(stall=s)]"
+    ),
+    HARDER_VERIFY.replace("min(", "max("),
+)
+SQLITE = f"""\
+python3 - <<'END'
+import sqlite3
+rows = {[(each["name"], each["price"], each["stall"]) for each in FRUIT]}
+with sqlite3.connect("market.sqlite") as database:
+    database.execute("CREATE TABLE fruit (name TEXT, price INTEGER, stall TEXT)")
+    database.executemany("INSERT INTO fruit VALUES (?, ?, ?)", rows)
+END"""
+
+
+def called(name: str, **arguments: Any) -> Said:
+    return Said(content="", calls=(ToolCall(call_id="c", name=name, arguments=arguments),))
+
+
+def reply(**parts: str) -> str:
+    return "Here it is.\n\n" + "\n".join(
+        f"## {name}\n```python\n{text}```" for name, text in parts.items()
+    )
+
+
+def task(question: str, solve: str, verify: str, **more: str) -> str:
+    return reply(**more, question=f"{question}\n", solve=solve, verify=verify)
+
+
+EASY = task(QUESTIONS[0], SOLVE, VERIFY)
+HARDER = task(QUESTIONS[1], HARDER_SOLVE, HARDER_VERIFY)
+
+
+def market(*tasks: str, tools: Sequence[str] = (reply(tools=TOOLS),), right: int = 1) -> Any:
+    """What an author says: it looks something up, fills a database, and writes; as a policy it
+    answers the first task rightly, and later ones `right` times less often each."""
+    written = {"tools": list(tools), "task": list(tasks)}
+    tried: dict[str, int] = {}
+
+    def says(messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str) -> Said | str:
+        turn = sum(message["role"] == "assistant" for message in messages)
+        if purpose == "database":
+            data = json.dumps({"fruit": FRUIT})
+            return [
+                called("search", query="fruit on markets"),
+                called("bash", command=f"echo '{data}' > market.json"),
+                called("submit_database", path="market.json"),
+            ][turn]
+        if purpose != "attempt":
+            return written[purpose].pop(0)
+        if turn:
+            return "I have it."
+        question = str(messages[0]["content"])
+        tried[question] = tried.get(question, 0) + 1
+        answers = {QUESTIONS[0]: ("apple", 4), QUESTIONS[1]: ("lime", 3), HARDEST[0]: ("melon", 12)}
+        name, price = answers[question]
+        price += tried[question] <= right * list(answers).index(question)
+        return called("submit_result", answer_text=json.dumps({"name": name, "price": price}))
+
+    return says
+
+
+def made(
+    folder: Path, author: ScriptedAuthor, **changes: Any
+) -> tuple[str, dict[str, Any], GeneralPipeline]:
+    wrap_of()
+    notes = folder / "notes"
+    notes.mkdir(exist_ok=True, parents=True)
+    (notes / "fruit.md").write_text("Of fruit, markets sell apples, figs and limes.")
+    given = {"categories": ("Fruit markets",), "attempts": 2, "documents": str(notes), **changes}
+    settings = config(**given)
+    out = folder / "out"
+    pipeline = GeneralPipeline(settings, out, author=author, reference=author, seed=1)
+
+    async def all_of_them() -> tuple[str, dict[str, Any]]:
+        with Ledger(out, {}) as ledger:
+            async with pipeline:
+                why = await make_all(
+                    pipeline.keys,
+                    pipeline.make,
+                    ledger,
+                    at_once=2,
+                    say=print,
+                    stop=asyncio.Event(),
+                )
+            return why, ledger.report()
+
+    return *asyncio.run(asyncio.wait_for(all_of_them(), 2 * PATIENCE_S)), pipeline
+
+
+def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
+    """The author mends what gates refuse, and adds a tool where the tools do not suffice."""
+    author = ScriptedAuthor(
+        market(
+            "No sections at all.",
+            task(QUESTIONS[0], SOLVE, VERIFY.replace("return answer", "return bool(answer) or")),
+            EASY,
+            HARDER,
+            task(*HARDEST),
+            task(*HARDEST, tools=f'{STALLS}\n\ndatabase["fruit"][0]["price"] = 5\n'),
+            task(*HARDEST, tools=STALLS),
+            tools=[reply(tools="def f(x):\n    return x\n"), reply(tools=TOOLS)],
+        )
+    )
+    why, report, _ = made(tmp_path, author)
+    assert (why, report["made"], report["kept"], report["refused"]) == ("", 1, 1, {})
+    assert report["drafts"] == {"typed": 1, "form": 1, "verified": 1, "solution": 1, "earlier": 1}
+    folder = tmp_path / "out/synthesis/fruit_markets-0"
+    assert {path.name for path in folder.iterdir()} == {
+        *("database.json", "tools.py", "task.json", "solve.py", "verify.py", "provenance.json")
+    }
+    about = json.loads((folder / "task.json").read_text())
+    assert [len(each["tools"]) for each in about["tasks"]] == [2, 2, 3]
+    assert about["category"] == "Fruit markets" and not list((tmp_path / "out/making").iterdir())
+    history = json.loads((folder / "provenance.json").read_text())
+    assert history["passed"] == [2, 1, 0] and history["calls_of_the_solution"] == [4, 8, 9]
+    assert history["author"] == history["reference"] == "scripted"
+    found = next(
+        messages
+        for purpose, messages in author.asked
+        if purpose == "database" and messages[-1]["role"] == "tool"
+    )
+    assert "apples, figs and limes" in found[-1]["content"]
+    attempt = next(messages for purpose, messages in author.asked if purpose == "attempt")
+    assert attempt == [{"role": "user", "content": QUESTIONS[0]}]
+
+    async def played() -> list[Any]:
+        async with (
+            Rooms(tmp_path / "out/making", config()) as rooms,
+            general(rooms, rooms.making / "again", 2) as (hosted, opening),
+        ):
+            names = [tool.name for tool in opening.tools]
+            answer = {"answer_text": '{"name": "melon", "price": 12}'}
+            calls = [("stalls", {}), ("price", {"name": "kiwi"}), ("submit_result", answer)]
+            said = [
+                await hosted.call(ToolCall(call_id="c", name=n, arguments=a), timeout_s=PATIENCE_S)
+                for n, a in calls
+            ]
+            verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
+            return [names, *((each.text, each.failed, each.done) for each in said), verdict]
+
+    shutil.copytree(folder, tmp_path / "out/making/again")
+    names, stalls, kiwi, submitted, verdict = asyncio.run(played())
+    assert names == ["fruit", "price", "stalls", "submit_result"]
+    assert stalls == ('["east", "west"]', False, False)
+    assert kiwi == ("Failed: LookupError: there is no 'kiwi'", True, False)
+    assert submitted[2] and verdict.parts == {"correct": 1.0, "share": 1.0}
+
+
+def test_a_harder_task_that_is_none_ends_it_with_what_there_is(tmp_path: Path) -> None:
+    author = ScriptedAuthor(market(EASY, HARDER, HARDER, right=0))
+    why, report, _ = made(tmp_path / "a", author, revisions=1)
+    assert (why, report["kept"], report["drafts"]) == ("", 1, {"harder": 2})
+    folder = tmp_path / "a/out/synthesis/fruit_markets-0"
+    assert len(json.loads((folder / "task.json").read_text())["tasks"]) == 1
+    assert "solve_1" not in (folder / "solve.py").read_text()
+
+    author = ScriptedAuthor(market(EASY, HARDER, right=0))
+    _, report, _ = made(tmp_path / "b", author, revisions=0, least_tasks=2)
+    assert report["kept"] == 0 and list(report["refused"]) == ["harder"]
+    assert not list((tmp_path / "b/out/tasks").iterdir())
+
+
+def test_what_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    """No stack of ours is deep enough to look at it, and the command goes on."""
+    deep = (
+        'def deep() -> list:\n    """Deep."""\n    found = []\n'
+        "    for _ in range(900):\n        found = [found]\n    return found\n"
+    )
+    solve = SOLVE.replace("    prices", "    tools.deep()\n    prices", 1)
+    author = ScriptedAuthor(
+        market(task(QUESTIONS[0], solve, VERIFY), tools=[reply(tools=f"{TOOLS}\n\n{deep}")])
+    )
+    why, report, _ = made(tmp_path, author, revisions=0)
+    assert (why, report["kept"]) == ("", 0)
+    assert "nested too deep" in str(report["refused"]["solution"])
+
+
+def test_sqlite_and_a_start_that_goes_on(tmp_path: Path) -> None:
+    """What was finished stays; a half-made one is made again."""
+    tools = TOOLS.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
+    verify = VERIFY.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
+    first = market(task(QUESTIONS[0], SOLVE, verify), tools=[reply(tools=tools)])
+
+    def says(messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str) -> Said | str:
+        if purpose != "database":
+            return first(messages, offered, purpose)
+        if "number 2 of 2" in str(messages[1]["content"]):
+            raise BudgetSpent("budget.tokens = 9")
+        if messages[-1]["role"] == "tool":
+            return called("submit_database", path="market.sqlite")
+        return called("bash", command=SQLITE)
+
+    settings = {"per_category": 2, "steps": 1, "attempts": 0}
+    author = ScriptedAuthor(says)
+    why, report, pipeline = made(tmp_path, author, **settings)
+    assert list(pipeline.keys) == ["fruit_markets-0", "fruit_markets-1"]
+    assert why == "budget.tokens = 9" and report["made"] <= 1
+    folder = tmp_path / "out/synthesis/fruit_markets-0"
+    if not folder.exists():  # the spent budget ended both
+        pytest.fail("the first was not finished")
+    before = (folder / "provenance.json").stat().st_mtime_ns
+    (tmp_path / "out/making/fruit_markets-1").mkdir()
+    (tmp_path / "out/making/fruit_markets-1/tools.py").write_text("half")
+    again = ScriptedAuthor(market(EASY))
+    why, report, _ = made(tmp_path, again, **settings)
+    assert (why, report["kept"]) == ("", 2)
+    assert (folder / "provenance.json").stat().st_mtime_ns == before
+    assert sum(purpose == "tools" for purpose, _ in again.asked) == 1
+    assert (folder / "database.sqlite").exists()
+
+
+RECIPE = """\
+family: general
+dir: {dir}/out
+author: {{base_url: "{url}", model: author}}
+reference: {{base_url: "{url}", model: reference}}
+budget: {{tokens: 100000}}
+general:
+  categories: [Fruit markets]
+  documents: {dir}/notes
+  steps: 2
+  attempts: 1
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against a server: the reference has a model of its own, and all of it is counted."""
+    wrap_of()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/fruit.txt").write_text("Fruit.")
+    script = market(EASY, HARDER)
+
+    def behave(request: dict[str, Any]) -> Reply:
+        messages, tools = request["messages"], request.get("tools") or []
+        purpose = "attempt" if request["model"] == "reference" else "database"
+        if not tools:
+            purpose = "task" if "QUESTION" in str(messages[-1]).upper() else "tools"
+        said = script(messages, tools, purpose)
+        said = Said(content=said) if isinstance(said, str) else said
+        return completion(dict(said.message()), prompt_tokens=10, completion_tokens=1)
+
+    with running(behave) as server:
+        recipe = tmp_path / "tasks.yaml"
+        recipe.write_text(RECIPE.format(dir=tmp_path, url=server.url))
+        assert main(["synthesize", str(recipe)]) == 0
+        first = capsys.readouterr().out
+        asked = len(server.requests)
+        assert main(["synthesize", str(recipe)]) == 0 and len(server.requests) == asked
+    assert "1 of 1: fruit_markets-0 kept" in first and "attempt: 2 calls, 22 tokens" in first
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["kept"], report["authors"]) == (1, ["author", "reference"])
+    history = json.loads((tmp_path / "out/synthesis/fruit_markets-0/provenance.json").read_text())
+    assert (history["author"], history["reference"]) == ("author", "reference")
+    assert history["passed"] == [1, 0]

@@ -1,0 +1,76 @@
+"""Rare named things, found by a heuristic and by an author."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keel.agents.environments.search.index import Index, ensure_index
+from keel.synthesis.author import Said
+from keel.synthesis.ledger import Refused
+from keel.synthesis.search.desk import Desk
+from keel.synthesis.search.entities import long_tail, proposed
+from tests.agents.environments.search.corpus import write_corpus
+from tests.synthesis.authors import ScriptedAuthor
+from tests.synthesis.search.agents import calls
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    corpus = write_corpus(tmp_path / "corpus")
+    (corpus / "more.txt").write_text(
+        "Yesterday Quellmarsh slept in Vandermeer's hut. Rivers rise. The rivers of Quellmarsh are "
+        "said to rise. "
+        "小説『雪国の夜』を書いたのはアレクサンドルだった。他に「本」もある。"
+    )
+    index = Index(ensure_index(corpus, tmp_path / "index"))
+    yield index
+    index.close()
+
+
+def names(index: Index, **knobs: int) -> set[str]:
+    settings = {"count": 999, "most_documents": 3, "seed": 1, **knobs}
+    return {entity.name for entity in long_tail(index, **settings)}
+
+
+def test_rare_names_and_no_common_words(index: Index) -> None:
+    found = names(index)
+    rare = {
+        "Halvorsen Bridge",
+        "Mirela Dancu",
+        "Tobias Wrenfield",
+        "Quellmarsh",
+        "雪国の夜",
+        "Vandermeer",
+    }
+    assert rare | {"アレクサンドル", "Corvane Society", "Zelenograd Bay"} <= found
+    assert not found & {"The", "Rivers", "On", "Every", "本", "Its"}
+    assert "Mirela Dancu" not in names(index, most_documents=1)
+
+
+def test_the_seed_draws(index: Index) -> None:
+    def drawn(seed: int, count: int = 4) -> list[str]:
+        return [one.name for one in long_tail(index, count=count, most_documents=2, seed=seed)]
+
+    assert drawn(1) == drawn(1) != drawn(2) and drawn(1, 6)[:4] == drawn(1)
+
+
+def test_an_author_proposes(index: Index) -> None:
+    desk = Desk(index=index, results=5, page_characters=3000, most_turns=5, tries=2)
+
+    def first(*tried: list[str]) -> str:
+        said: list[Said | str] = [calls("propose", {"names": one}) for one in tried]
+        author = ScriptedAuthor(said)
+        return asyncio.run(proposed(desk, author, "bridge.md", 2))
+
+    assert first(["Atlantis", "Mirela Dancu", "Oakford"]) == "Mirela Dancu"
+    assert first(["the engineer"], ["Halvorsen"]) == "Halvorsen"
+    for tried, why in (
+        ("the engineer", "'the engineer' stands in 31 documents, and is not rare"),
+        ("Atlantis", "'Atlantis' does not stand in 'bridge.md'"),
+    ):
+        with pytest.raises(Refused, match=f"entity: {why}"):
+            first([tried], [tried])

@@ -1,0 +1,97 @@
+"""`keel synthesize` for search, through an endpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from keel.commands.cli import main
+from keel.rl.turns import ToolSpec
+from keel.synthesis.author import Said
+from tests.agents.environments.search.corpus import write_corpus
+from tests.rewards.judge.judge_server import Reply, running
+from tests.synthesis.search.agents import Agents
+
+
+def reply(said: Said | str) -> Reply:
+    said = Said(content=said) if isinstance(said, str) else said
+    body = {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [{"index": 0, "message": said.message(), "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10},
+    }
+    return Reply(json.dumps(body))
+
+
+def test_a_recipe_to_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agents = Agents()
+
+    def behave(request: dict[str, Any]) -> Reply:
+        names = [tool["function"]["name"] for tool in request.get("tools", [])]
+        purpose = {"submit": "question", "decide": "verifier"}.get(names[-1] if names else "")
+        tools: list[ToolSpec] = []
+        return reply(agents(request["messages"], tools, purpose or "answer"))
+
+    write_corpus(tmp_path / "corpus")
+    out = tmp_path / "out"
+    with running(behave) as server:
+        recipe = {
+            "family": "search",
+            "dir": str(out),
+            "at_once": 1,
+            "author": {"base_url": server.url, "model": "m"},
+            "search": {
+                "corpus": str(tmp_path / "corpus"),
+                "index": str(tmp_path / "index"),
+                "count": 2,
+                "answerers": [{"author": {"temperature": 0.25}}, {"tools": False}],
+                "verifier": {"model": "careful"},
+                "passes": 2,
+            },
+        }
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        assert main(["synthesize", str(path)]) == 0
+        said = capsys.readouterr().out
+        assert "made 2 tasks, kept 1" in said and "refused by duplicate: 1" in said, said
+        asked = [(r["model"], r["temperature"], len(r.get("tools", []))) for r in server.requests]
+        assert {("m", 0.25, 3), ("m", 1.0, 0), ("m", 1.0, 4), ("careful", 1.0, 4)} == set(asked)
+        assert main(["synthesize", str(path)]) == 0
+        assert len(server.requests) == len(asked)
+        assert main(["synthesize", str(path), "search.passes=3"]) == 2
+    report = json.loads((out / "report.json").read_text())
+    assert report["cost"].keys() == {"question", "answer", "verifier"}
+    assert len((out / "tasks.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("search.corpus=''", "search.corpus = '': name a folder"),
+        (
+            "search.verifier={modell: x}",
+            "search.verifier = {'modell': 'x'}: not what an author has",
+        ),
+        ("search.answerers=[{author: {api_key_env: NO_SUCH_KEY}}]", "no such environment variable"),
+        ("search.answerers=[]", "search.answerers = 0: name 1 to 24"),
+        ("search.languages=[english]", "must be ISO 639-1 codes"),
+        ("search.depht=2", "did you mean search.depth"),
+    ],
+)
+def test_wrong_recipes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, why: str
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    author = {"base_url": "http://localhost:1/v1", "model": "m"}
+    search = {"corpus": str(tmp_path)}
+    recipe = {"family": "search", "dir": str(tmp_path / "out"), "author": author, "search": search}
+    path.write_text(yaml.safe_dump(recipe))
+    assert main(["synthesize", str(path), override]) == 2
+    assert why in (error := capsys.readouterr().err), error

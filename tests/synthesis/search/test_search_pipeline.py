@@ -1,0 +1,383 @@
+"""Search tasks from beginning to end, and each gate cheated."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from keel.configs.schema import EnvironmentConfig, SourceConfig
+from keel.configs.sections.base import ConfigError
+from keel.data.jsonl import load_jsonl
+from keel.rewards.checks import check_spec
+from keel.rewards.rules.verifiers import verifier_for
+from keel.synthesis.author import AuthorLost, Said
+from keel.synthesis.ledger import Refused
+from keel.synthesis.search.gates import Kept
+from keel.synthesis.search.pipeline import SearchPipeline
+from keel.synthesis.search.rule import alike, rule_of, taken_by
+from tests.synthesis.authors import ScriptedAuthor
+from tests.synthesis.search.agents import (
+    EVIDENCE,
+    QUESTION,
+    Agents,
+    World,
+    material,
+    submitted,
+    world_of,
+)
+from tests.waiting import PATIENCE_S
+
+
+def made(world: World, *numbers: int) -> World:
+    async def make() -> None:
+        async with world.pipeline as pipeline:
+            for number in numbers or range(len(pipeline.keys)):
+                await pipeline.make(pipeline.keys[number])
+
+    asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
+    return world
+
+
+def test_a_task_is_made_and_can_be_trained_on(tmp_path: Path) -> None:
+    world = made(world_of(tmp_path))
+    (line,) = world.lines
+    assert line["prompt"] == QUESTION and line["environment"]["evidence"] == [
+        "bridge.md",
+        "people.jsonl#dancu",
+        "society.html",
+    ]
+    provenance = line["provenance"]
+    assert provenance["wrong_answers"] == ["Mirela Dancu", "Tobias Wrenfeld"]
+    assert provenance["evidence"] == list(EVIDENCE) and provenance["passes"] == 3
+    recipe = yaml.safe_load((world.folder / "recipe.yaml").read_text())
+    (given,) = recipe["data"]["sources"]
+    source = SourceConfig(**{**given, "environment": EnvironmentConfig(**given["environment"])})
+    (item,) = load_jsonl(source, check_spec).items
+    verify = verifier_for(item.prompt.reward)
+    for said, right in (
+        ("I see. <answer>tobias  Wrenfield.</answer>", 1.0),
+        ("<answer>T. Wrenfield</answer>", 1.0),
+        ("<answer>Tobias Wrenfield or Mirela Dancu</answer>", 0.0),
+        ("Tobias Wrenfield is one of many", 0.0),
+    ):
+        assert verify(said) == right, said
+
+
+def test_everybody_works_blind_and_with_the_same_tools(tmp_path: Path) -> None:
+    world = made(world_of(tmp_path))
+    firsts = [(purpose, said) for purpose, said in world.author.asked if len(said) == 2]
+    orders = set[tuple[str, ...]]()
+    for purpose, (system, user) in firsts:
+        shown = json.dumps([system, user])
+        if purpose == "verifier":
+            assert "evidence" not in shown and "1874" not in shown
+            orders.add(tuple(material(user)["answers"].values()))
+        if purpose == "answer":
+            assert "Wrenfield" not in shown
+    assert len([1 for purpose, _ in firsts if purpose == "verifier"]) == 3 and len(orders) > 1
+
+
+CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # gate, why, what the agents do
+    "the truth is not in the evidence": (
+        "evidence",
+        "none of the quotes says 'Ada Corvane'",
+        {"submits": [submitted(answer="Ada Corvane")]},
+    ),
+    "a quote is made up": (
+        "evidence",
+        "society.html does not say",
+        {"submits": [submitted(evidence=[{**EVIDENCE[2], "quote": "founded by Ada Corvane"}])]},
+    ),
+    "a document that nobody opened": (
+        "evidence",
+        "'society.html' was not opened",
+        {"opened": ("bridge.md", "people.jsonl#dancu")},
+    ),
+    "one fact, three times": (
+        "breadth",
+        "1 facts are joined",
+        {"submits": [submitted(evidence=[EVIDENCE[2]] * 3)]},
+    ),
+    "one fact, in overlapping quotes": (
+        "breadth",
+        "1 facts are joined",
+        {
+            "submits": [
+                submitted(
+                    evidence=[
+                        EVIDENCE[2],
+                        {**EVIDENCE[2], "quote": "1874 by Tobias Wrenfield"},
+                        {**EVIDENCE[2], "quote": "founded in 1874 by"},
+                    ]
+                )
+            ]
+        },
+    ),
+    "one document for all facts": (
+        "depth",
+        "1 documents are used",
+        {
+            "submits": [
+                submitted(
+                    evidence=[
+                        EVIDENCE[2],
+                        {**EVIDENCE[2], "quote": "who collected maps"},
+                        {**EVIDENCE[2], "quote": "Its library has 31,000 volumes"},
+                    ]
+                )
+            ]
+        },
+    ),
+    "documents that have nothing to do with each other": (
+        "chain",
+        "'people.jsonl#8' is not linked",
+        {
+            "opened": ("bridge.md", "society.html", "people.jsonl#8", "people.jsonl#dancu"),
+            "submits": [
+                submitted(
+                    evidence=[
+                        *EVIDENCE,
+                        {
+                            "claim": "c",
+                            "document": "people.jsonl#8",
+                            "quote": "opens the shop at seven",
+                        },
+                    ]
+                )
+            ],
+        },
+    ),
+    "a question that names its answer": (
+        "own words",
+        "the question names its answer",
+        {"submits": [submitted(question=QUESTION + " Was it Tobias Wrenfield?")]},
+    ),
+    "another spelling in the question": (
+        "own words",
+        "the question names its answer",
+        {"submits": [submitted(question=QUESTION + " Not T. Wrenfield?")]},
+    ),
+    "one search is enough": (
+        "own words",
+        "a search for the question itself shows the answer",
+        {"submits": [submitted(question="Who founded the Corvane Society and collected maps?")]},
+    ),
+    "a spelling that fits everything": (
+        "evidence",
+        "has no letter or digit",
+        {"submits": [submitted(other_spellings=["…"])]},
+    ),
+    "another language": (
+        "language",
+        "'en' was asked for",
+        {
+            "submits": [
+                submitted(
+                    question="Wer gründete die Gesellschaft, in deren Archiv die Hefte liegen, die "
+                    "die Erbauerin der Brücke von 1911 hinterlassen hat?"
+                )
+            ]
+        },
+    ),
+    "a candidate that is right": (
+        "too easy",
+        "1 of 2 agents answer it rightly",
+        {"answers": ["<answer>T. WRENFIELD</answer>", "Mirela Dancu"]},
+    ),
+    "a candidate that is right in other words": (
+        "candidate",
+        "an agent's answer 'Wrenfield, the collector' right",
+        {
+            "answers": ["Wrenfield, the collector"],
+            "verdicts": [{"Wrenfield, the collector": "right"}] * 3,
+        },
+    ),
+    "a candidate that nobody can refute": (
+        "candidate",
+        "'Mirela Dancu' unclear",
+        {"verdicts": [{"Mirela Dancu": "unclear"}] * 3},
+    ),
+    "nobody answers": (
+        "no candidate",
+        "no agent has an answer",
+        {"answers": ["<answer>unknown</answer>", ""]},
+    ),
+    "a truth that is wrong": (
+        "truth",
+        "'Tobias Wrenfield' wrong",
+        {"verdicts": [{"Tobias Wrenfield": "wrong"}] * 3},
+    ),
+    "somebody else as another spelling": (
+        "truth",
+        "'Ada Corvane' wrong",
+        {"submits": [submitted(other_spellings=["T. Wrenfield", "Ada Corvane"])]},
+    ),
+    "a verifier that disagrees with itself": (
+        "agreement",
+        "'Tobias Wrenfield' right in pass 1 and unclear in pass 3",
+        {"verdicts": [{}, {}, {"Tobias Wrenfield": "unclear"}]},
+    ),
+    "a verifier that makes quotes up": (
+        "verifier",
+        "society.html does not say",
+        {"verdicts": [{"quote": "Everybody knows that it was Tobias Wrenfield"}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_each_gate_refuses_its_cheat(tmp_path: Path, cheat: str) -> None:
+    gate, why, agents = CHEATS[cheat]
+    world = world_of(tmp_path, Agents(**agents))
+    with pytest.raises(Refused) as caught:
+        made(world)
+    assert caught.value.gate == gate and why in caught.value.reason, caught.value
+    assert world.lines == []
+
+
+def test_what_a_gate_refuses_may_be_mended(tmp_path: Path) -> None:
+    agents = Agents(submits=[submitted(answer="Ada Corvane"), submitted()])
+    world = made(world_of(tmp_path, agents, tries=2))
+    assert len(world.lines) == 1
+    told = [said[-1]["content"] for purpose, said in world.author.asked if len(said) > 4]
+    assert "error: none of the quotes says 'Ada Corvane', the answer" in told
+
+
+def test_entities_by_the_author(tmp_path: Path) -> None:
+    world = world_of(tmp_path, entities="author", count=42)
+
+    async def make() -> None:
+        async with world.pipeline as pipeline:
+            await pipeline.make("people.jsonl#dancu/en")
+
+    asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
+    assert world.lines[0]["provenance"]["entity"] == "Zelenograd"
+
+
+def test_an_agent_that_is_lost_ends_the_others(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    class Slow(ScriptedAuthor):
+        async def ask(self, messages: Any, *, purpose: str, tools: Any = ()) -> Said:
+            if purpose != "answer":
+                return await super().ask(messages, purpose=purpose, tools=tools)
+            if not ended:
+                ended.append("lost")
+                raise AuthorLost("no reply")
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                ended.append("cancelled")
+            raise AssertionError
+
+    async def make() -> None:
+        async with world_of(tmp_path, author=Slow(Agents())).pipeline as pipeline:
+            with pytest.raises(AuthorLost):
+                await pipeline.make(pipeline.keys[0])
+            assert ended == ["lost", "cancelled"]
+
+    asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
+
+
+def test_an_author_that_hands_nothing_in(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="question: nothing was handed in: it had no more turns"):
+        made(world_of(tmp_path, most_turns=1))
+
+
+@pytest.mark.parametrize(
+    ("question", "why"),
+    [
+        (QUESTION.upper(), "this question was kept before"),
+        ("Of which society's archive, with an engineer's notebooks, who is the founder?", "answer"),
+        (QUESTION.replace("Who", "Which person"), "with this answer"),
+    ],
+)
+def test_duplicates_are_refused_by_a_later_start_too(
+    tmp_path: Path, question: str, why: str
+) -> None:
+    made(world_of(tmp_path, count=2), 0)
+    with (tmp_path / "out" / "tasks.jsonl").open("a") as file:
+        file.write('{"id": "x", "pro')  # as a crash leaves it
+    again = world_of(tmp_path, Agents(submits=[submitted(question=question)]), count=2)
+    with pytest.raises(Refused, match=f"duplicate: .*{why}"):
+        made(again, 1)
+    assert len(again.lines) == 1
+    made(again, 0)  # kept, though its outcome was lost
+    assert len(again.lines) == 1
+
+
+def test_the_same_answer_by_the_same_documents_is_kept_once_by_one_start(tmp_path: Path) -> None:
+    """Whatever pattern rewards it."""
+    made: Any = object.__new__(SearchPipeline)
+    start = SimpleNamespace(entity=SimpleNamespace(name="a bridge"), open=False, language="en")
+    made._starts, made._written = {"one": start, "two": start}, set()
+    made._kept, made._folder, made._answerers = Kept(), tmp_path, []
+    made._author = made._verifier = SimpleNamespace(name="m")
+
+    async def question(name: str, start: object, key: str) -> dict[str, Any]:
+        return {
+            "prompt": {"one": "Who founded it?", "two": "Which person began the society?"}[key],
+            "answer": rf"(?i:Tobias\s+Wrenfield|{key})",
+            "environment": {"evidence": ["a", "b"]},
+            "provenance": {"answer": "Tobias Wrenfield"},
+        }
+
+    made._question = question
+    asyncio.run(made.make("one"))
+    with pytest.raises(Refused, match="with this answer and evidence was kept"):
+        asyncio.run(made.make("two"))
+
+
+def test_nearly_the_same_words_with_another_answer(tmp_path: Path) -> None:
+    made(world_of(tmp_path, count=2), 0)
+    other = submitted(question=QUESTION + " Tell!", answer="1874", other_spellings=[])
+    with pytest.raises(Refused, match="in nearly the same words"):
+        made(world_of(tmp_path, Agents(submits=[other]), count=2), 1)
+
+
+def test_a_corpus_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"search.count = 900: the corpus has \d+ entities"):
+        made(world_of(tmp_path, count=900))
+    with pytest.raises(ConfigError, match=r"search.corpus = .*there is no such folder"):
+        made(world_of(tmp_path, corpus=str(tmp_path / "none")))
+
+
+def test_rules() -> None:
+    assert rule_of(["1,874"]) == {"answer": "1,874", "match": "math"}
+    assert rule_of(["3.5 %"])["match"] == "math" and rule_of(["1874 AD"])["match"] == "regex"
+    verify = verifier_for({"kind": "answer", **rule_of(["a.b (c|d)", "林晓梅"])})
+    assert [verify(said) for said in ("A.B (c|d)", "axb (c|d)", "林晓梅。", "c")] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("right", "taken", "refused"),
+    [
+        (["192.168.0.1"], [], ["192.168.0.2", "192.168.01"]),
+        (["3.10"], [], ["3.1", "3.100"]),
+        (["2,5"], [], ["5,2", "2.5", "25"]),
+        (["007"], [], ["7"]),
+        (["1.5 km", "1500 m"], [], ["15 km", "1.5 m"]),
+        (["C++"], ["c++"], ["C", "C#"]),
+        (["O’Brien"], ["O'Brien", "o‘brien"], ["OBrien"]),
+        (["Dvořák"], ["Dvor\u030ca\u0301k", "DVOŘÁK"], ["Dvorak"]),
+        (["Strauß"], ["STRAUß"], ["Strauss"]),
+        (["Saint-Denis"], ["Saint‑Denis", "saint–denis"], ["Saint Denis"]),
+        (["7", "seven"], ["Seven"], ["8"]),
+        (["1874", "in 1874"], ["1,874"], ["1875", "1.874"]),
+        (["1,874", "1874"], ["1874.0", "1874"], ["1875"]),
+    ],
+)
+def test_a_rule_takes_what_was_verified_and_nothing_else(
+    right: list[str], taken: list[str], refused: list[str]
+) -> None:
+    takes = taken_by(rule_of(right))
+    assert [one for one in (*right, *taken) if not takes(one)] == []
+    assert [one for one in refused if takes(one)] == []
+    assert [one for one in refused if alike(one) == alike(right[0])] == []

@@ -1,0 +1,218 @@
+"""An author behind an endpoint: what it is sent, what is read of it, and what it may cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from keel.configs.synthesis import AuthorConfig, BudgetConfig
+from keel.rl.turns import Malformed, ToolCall, ToolSpec
+from keel.synthesis.author import AuthorLost, Budget, BudgetSpent, EndpointAuthor, Said, Usage
+from tests.rewards.judge.judge_server import Reply, Server, running
+from tests.waiting import PATIENCE_S
+
+LOOK = ToolSpec(
+    name="look", description="", parameters={"type": "object", "properties": {}, "required": []}
+)
+ASK = ({"role": "user", "content": "Write a task."},)
+
+
+def completion(message: dict[str, Any], finish: str = "stop", **usage: int) -> Reply:
+    body = {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"total_tokens": sum(usage.values()), **usage} if usage else None,
+    }
+    return Reply(json.dumps(body))
+
+
+def words(text: str, **usage: int) -> Reply:
+    return completion({"role": "assistant", "content": text}, "stop", **usage)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Server]:
+    with running(lambda _: words("")) as server:
+        yield server
+
+
+def author_of(
+    server: Server, limits: BudgetConfig | None = None, **knobs: Any
+) -> tuple[EndpointAuthor, list[Usage]]:
+    config = AuthorConfig(base_url=server.url, model="m", **{"deadline_s": PATIENCE_S, **knobs})
+    kept: list[Usage] = []
+    return EndpointAuthor(config, Budget(limits or BudgetConfig(), [], kept.append)), kept
+
+
+def ask(author: EndpointAuthor, times: int = 1, **more: Any) -> list[Said | BaseException]:
+    async def all_of_them() -> list[Any]:
+        try:
+            work = (author.ask(ASK, purpose="test", **more) for _ in range(times))
+            return await asyncio.gather(*work, return_exceptions=True)
+        finally:
+            await author.close()
+
+    return asyncio.run(all_of_them())
+
+
+def test_what_is_sent_and_what_is_read(endpoint: Server) -> None:
+    endpoint.forget()
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}},
+        {"id": "2", "type": "function", "function": {"name": "look", "arguments": '{"at": '}},
+    ]
+    message = {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": calls}
+    endpoint.behave = lambda _: completion(message, prompt_tokens=7, completion_tokens=5)
+    author, kept = author_of(
+        endpoint, usd_per_million_prompt_tokens=1.0, usd_per_million_completion_tokens=10.0
+    )
+    (said,) = ask(author, tools=(LOOK,))
+    assert isinstance(said, Said) and (said.content, said.reasoning) == ("", "Hm")
+    good, bad = said.calls
+    assert good == ToolCall(call_id="1", name="look", arguments={"at": 1})
+    assert isinstance(bad, Malformed) and bad.call_id == "2"
+    (request,) = endpoint.requests
+    assert request["messages"] == list(ASK) and request["tools"] == [LOOK.as_json()]
+    assert [usage.tokens for usage in kept] == [12] and kept[0].purpose == "test"
+    assert kept[0].usd == pytest.approx(57e-6)
+
+
+def test_half_a_character_is_neither_sent_nor_read(endpoint: Server) -> None:
+    """Models write such escapes, and files of somebody else's have them."""
+    endpoint.forget()
+    call = {"id": "1", "function": {"name": "look", "arguments": '{"at": "\\ud83d"}'}}
+    message = {"role": "assistant", "content": "a\ud83d", "tool_calls": [call]}
+    endpoint.behave = lambda _: completion(message)
+    author, _ = author_of(endpoint)
+
+    async def twice() -> Said:
+        try:
+            first = await author.ask([{"role": "user", "content": "\ude00"}], purpose="test")
+            await author.ask([*ASK, first.message()], purpose="test")
+            return first
+        finally:
+            await author.close()
+
+    said = asyncio.run(twice())
+    assert said.content == "a?" and isinstance(said.calls[0], ToolCall)
+    assert said.calls[0].arguments == {"at": "?"}
+    assert endpoint.requests[0]["messages"][0]["content"] == "?"
+
+
+def test_a_budget_is_not_exceeded_by_calls_in_flight(endpoint: Server) -> None:
+    endpoint.forget()
+    endpoint.behave = lambda _: replace(
+        words("x", prompt_tokens=10, completion_tokens=50), delay_s=0.05
+    )
+    author, kept = author_of(endpoint, BudgetConfig(tokens=350), max_tokens=100)
+    said = ask(author, times=4)
+    spent = [one for one in said if isinstance(one, BudgetSpent)]
+    assert len(endpoint.requests) == len(kept) == 2 and len(spent) == 2
+    said = "350: 0 are spent, and the next call and those under way may take 4"
+    assert f"budget.tokens = {said}" in str(spent[0])
+
+
+def test_a_call_that_is_cancelled_under_way_is_charged(endpoint: Server) -> None:
+    """The endpoint continues generating; a call that was still queued has cost nothing."""
+    endpoint.forget()
+    endpoint.behave = lambda _: replace(words("x"), delay_s=PATIENCE_S)
+    author, kept = author_of(endpoint, BudgetConfig(tokens=10_000), max_concurrent=1, max_tokens=7)
+
+    async def cancelled() -> None:
+        asking = [asyncio.ensure_future(author.ask(ASK, purpose="test")) for _ in range(2)]
+        while not endpoint.requests:
+            await asyncio.sleep(0.01)
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await author.close()
+
+    asyncio.run(cancelled())
+    assert [usage.completion_tokens for usage in kept] == [7]
+
+
+def test_what_earlier_starts_spent_counts() -> None:
+    before = Usage(model="m", purpose="p", prompt_tokens=1, completion_tokens=1, usd=0.9)
+    budget = Budget(BudgetConfig(usd=1.0), [before], lambda _: None)
+    with pytest.raises(BudgetSpent, match=r"budget.usd = 1: 0.9 are spent"), budget.call(5, 0.2):
+        pass
+    with budget.call(5, 0.05):
+        pass
+
+
+def test_tokens_that_nobody_counted_are_bounded(endpoint: Server) -> None:
+    wrong = Reply(words("a" * 300).body.replace("null", '{"prompt_tokens": "7"}'))
+    for reply in (words("a" * 300), wrong):
+        endpoint.behave = lambda _, reply=reply: reply
+        author, kept = author_of(endpoint)
+        ask(author)
+        assert kept[0].completion_tokens == 300 and kept[0].prompt_tokens > 5
+    endpoint.behave = lambda _: words("北京大学")  # at most one token per byte
+    author, kept = author_of(endpoint)
+    ask(author)
+    assert kept[0].completion_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("reply", "words_of_it"),
+    [
+        (Reply('{"error": {"message": "no such model: s3cret"}}', status=404), r"HTTP 404: .*\*"),
+        (Reply("", hang_up=True), "at http"),
+        (Reply("[]"), "no chat completion"),
+        (Reply('{"choices": []}'), "no chat completion"),
+        (replace(words("late"), delay_s=1000), "no reply within author.deadline_s = 0.05"),
+    ],
+)
+def test_a_lost_author_says_why_and_not_its_key(
+    endpoint: Server, reply: Reply, words_of_it: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTHORS_KEY", "s3cret")
+    endpoint.behave = lambda _: reply
+    deadline_s = 0.05 if reply.delay_s else PATIENCE_S
+    author, kept = author_of(endpoint, retries=0, api_key_env="AUTHORS_KEY", deadline_s=deadline_s)
+    with pytest.raises(AuthorLost, match=words_of_it) as caught:
+        raise ask(author)[0]  # type: ignore[misc]
+    assert "s3cret" not in str(caught.value)
+    # Nobody has computed what was refused; what came late may have been paid for.
+    assert bool(kept) == bool(reply.delay_s or "chat completion" in words_of_it)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"message": "This model\'s maximum context length is 2048 tokens. However, …"}',
+        '{"message": "max_tokens=512 cannot be greater than max_model_len=256."}',
+        '{"message": "…", "code": "context_length_exceeded"}',
+        '{"message": "the request exceeds the available context size, try increasing it"}',
+    ],
+)
+def test_a_conversation_that_outgrows_the_context_is_cut_off(endpoint: Server, said: str) -> None:
+    """That is the task's fault; a context without room for the first reply is the recipe's."""
+    endpoint.behave = lambda _: Reply(f'{{"error": {said}}}', status=400)
+
+    async def both() -> list[Any]:
+        author, _ = author_of(endpoint)
+        try:
+            later = [*ASK, {"role": "assistant", "content": "…"}, *ASK]
+            work = (author.ask(asked, purpose="test") for asked in (ASK, later))
+            return await asyncio.gather(*work, return_exceptions=True)
+        finally:
+            await author.close()
+
+    first, later = asyncio.run(both())
+    assert isinstance(first, AuthorLost) and "lower author.max_tokens = 8192" in str(first)
+    assert later == Said(content="", cut=True)
+
+
+def test_a_key_that_is_not_there(endpoint: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTHORS_KEY", raising=False)
+    with pytest.raises(ValueError, match="no such environment variable"):
+        author_of(endpoint, api_key_env="AUTHORS_KEY")

@@ -1,0 +1,58 @@
+"""Requests to be declined and harmless ones that look like them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import DataConfig, SourceConfig
+from keel.data.dataset import load_dataset
+from keel.data.jsonl import load_jsonl
+from keel.rewards.checks import check_spec
+from keel.synthesis.redteam import FRAMINGS, TOPICS, main, requests
+
+
+def test_how_something_is_asked_says_nothing_of_whether_to_do_it() -> None:
+    lines = list(requests(2 * len(TOPICS) * len(FRAMINGS), seed=1))
+    assert len({line["prompt"] for line in lines}) == len({line["id"] for line in lines})
+    kinds = Counter((line["id"].split("-")[1], line["refuse"]) for line in lines)
+    assert set(kinds.values()) == {len(TOPICS)} and len(kinds) == 2 * len(FRAMINGS)
+    some = list(requests(30, seed=1))
+    assert some == lines[:30] and some != list(requests(30, seed=2))
+    assert sum(line["refuse"] for line in some) == 15
+
+
+def test_the_kinds_go_into_a_file_each_with_the_same_topics(tmp_path: Path) -> None:
+    found: dict[str, list[str]] = {}
+    for kind in ("refuse", "help"):
+        path = tmp_path / kind
+        assert main([str(path), "--only", kind]) == 0
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert {line["refuse"] for line in lines} == {kind == "refuse"}
+        found[kind] = [line["id"].rpartition("-")[0] for line in lines]
+        # As docs/alarms.md has it: all are held out, none is trained on.
+        knobs: dict[str, Any] = {"weight": 0, "holdout": 160}
+        one = SourceConfig(name="s", source="jsonl", path=str(path), **knobs)
+        other = SourceConfig(name="t", source="reasoning_gym", task="spell_backward", size=10)
+        data = load_dataset(DataConfig(sources=(one, other)), seed=0)
+        assert len(data.heldout["s"]) == 160 == len(set(found[kind]))
+    assert found["refuse"] == found["help"]
+
+
+def test_a_file_of_requests_is_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "redteam.jsonl"
+    assert main([str(path), "--count", "6"]) == 0
+    assert "6 requests" in capsys.readouterr().out
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    loaded = load_jsonl(SourceConfig(name="s", source="jsonl", path=str(path)), check_spec)
+    rewards = [item.prompt.reward for item in loaded.items]
+    assert rewards == [{"kind": "refusal", "refuse": line["refuse"]} for line in lines]
+    assert main([str(path)]) == 2  # what is there stays
+    assert "name a new file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "more.jsonl"), "--count", "9999"])
+    assert "templates give from 1 to 320" in capsys.readouterr().err

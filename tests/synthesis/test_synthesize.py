@@ -1,0 +1,273 @@
+"""Tasks made one beside the other: kept, refused, stopped, and gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from keel.commands.cli import main
+from keel.commands.synthesize import MOST_LOST, Make, make_all, synthesize, told
+from keel.configs.load import load_synthesis
+from keel.configs.schema import ConfigError
+from keel.synthesis.author import AuthorLost, BudgetSpent, Usage
+from keel.synthesis.ledger import Ledger, Outcome, Refused
+from keel.trainer.run.progress import Wait
+from tests.waiting import PATIENCE_S
+
+KEYS = [f"t{n}" for n in range(8)]
+
+
+def made(
+    folder: Path, make: Make, *, stop_at: str = "", at_once: int = 2, **more: Any
+) -> tuple[str, dict[str, Any], list[str]]:
+    async def all_of_them() -> tuple[str, dict[str, Any], list[str]]:
+        lines: list[str] = []
+        stop = asyncio.Event()
+
+        async def one(key: str) -> Sequence[Refused] | None:
+            if key == stop_at:
+                stop.set()
+                await asyncio.sleep(1000)
+            return await make(key)
+
+        with Ledger(folder, {"family": "f", "seed": 1}) as ledger:
+            say = lines.append
+            why = await make_all(KEYS, one, ledger, at_once=at_once, say=say, stop=stop, **more)
+            return why, ledger.report(), lines
+
+    return asyncio.run(asyncio.wait_for(all_of_them(), PATIENCE_S))
+
+
+async def even(key: str) -> None:
+    await asyncio.sleep(0)
+    if int(key[1:]) % 2:
+        raise Refused("parity", "is odd \ud83d"[: 6 + 2 * (key == "t1")])
+
+
+def test_each_is_kept_or_refused_by_a_gate(tmp_path: Path) -> None:
+    why, report, lines = made(tmp_path / "out", even)
+    assert why == "" and (report["made"], report["kept"]) == (8, 4)
+    assert report["refused"] == {
+        "parity": {"tasks": 4, "reasons": {"is odd": 3, "is odd \ud83d": 1}}
+    }
+    said = json.loads((tmp_path / "out/report.json").read_text())
+    assert lines[-1].startswith("8 of 8: ") and said["kept"] == report["kept"]
+    assert said["refused"]["parity"]["reasons"] == {"is odd": 3, "is odd ?": 1}
+
+
+def test_drafts_that_were_thrown_away_are_counted(tmp_path: Path) -> None:
+    async def make(key: str) -> list[Refused]:
+        if key == "t1":
+            refused = Refused("last", "no")
+            refused.drafts = [Refused("first", "no"), Refused("first", "again")]
+            raise refused
+        return [Refused("first", "no")] * (key == "t0")
+
+    why, report, _ = made(tmp_path, make)
+    assert (why, report["kept"], report["drafts"]) == ("", 7, {"first": 3})
+    assert list(report["refused"]) == ["last"]
+    lines: list[str] = []
+    told(report, lines.append)
+    assert "  drafts refused, and written again or done without: 3 by first" in lines
+    with Ledger(tmp_path, {"family": "f", "seed": 1}) as ledger:  # read again
+        assert ledger.report() == report
+
+
+def test_what_is_waited_for_is_shown(tmp_path: Path) -> None:
+    waits: list[Wait] = []
+
+    @contextmanager
+    def show(what: str, *, total: int = 0) -> Iterator[Wait]:
+        waits.append(Wait(what, total=total, unit="tasks", clock=lambda: 0.0))
+        yield waits[-1]
+
+    seen: list[str] = []
+
+    async def make(key: str) -> None:
+        seen.append(waits[-1].words())
+        await even(key)
+
+    made(tmp_path, make, stop_at="t3", at_once=1, show=show)
+    assert seen[-1] == "making tasks · 2 of 8 tasks · 1 under way, 0 calls of models · 0 s"
+    made(tmp_path, make, show=show)
+    assert [(wait.before, wait.done) for wait in waits] == [(0, 3), (3, 8)]
+    made(tmp_path, make, show=show)  # nothing is left to wait for
+    assert len(waits) == 2
+
+
+def test_a_stopped_one_goes_on_where_it_was(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def make(key: str) -> None:
+        asked.append(key)
+        await even(key)
+
+    why, report, _ = made(tmp_path, make, stop_at="t5", at_once=1)
+    assert (why, report["made"], asked) == ("stopped", 5, KEYS[:5])
+    with (tmp_path / "outcomes.jsonl").open("a") as file:
+        file.write('{"key": "t5", "outc')  # as a crash leaves it
+    why, report, lines = made(tmp_path, make)
+    assert (why, report["made"]) == ("", 8) and sorted(asked) == KEYS
+    assert lines[0] == "5 of 8 tasks are made already"
+
+
+def test_a_spent_budget_ends_it_and_keeps_what_is_done(tmp_path: Path) -> None:
+    async def make(key: str) -> None:
+        if key == "t3":
+            raise BudgetSpent("budget.tokens = 5: …")
+
+    why, report, _ = made(tmp_path, make, at_once=1)
+    assert why == "budget.tokens = 5: …" and report["made"] == 3
+
+
+def test_a_lost_author_is_asked_again_by_the_next_start(tmp_path: Path) -> None:
+    lost = set(KEYS[:2])
+
+    async def make(key: str) -> None:
+        if key in lost:
+            raise AuthorLost("no reply")
+
+    why, report, lines = made(tmp_path, make)
+    assert why == "stopped" and report["made"] == 6 and "t0: no reply; the next start" in lines[0]
+    lost.clear()
+    assert made(tmp_path, make)[1]["made"] == 8
+
+
+def test_an_author_that_is_gone_ends_it(tmp_path: Path) -> None:
+    async def make(key: str) -> None:
+        raise AuthorLost("no route to host")
+
+    why, report, _ = made(tmp_path, make, at_once=1)
+    assert why.startswith(f"{MOST_LOST} tasks in a row") and report["made"] == 0
+
+
+def test_a_defect_of_the_pipeline_is_raised_once(
+    tmp_path: Path, logged: list[logging.LogRecord]
+) -> None:
+    async def make(key: str) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        made(tmp_path, make)
+    gc.collect()
+    assert not [record for record in logged if record.name == "asyncio"]
+
+
+def test_usage_outlives_the_process(tmp_path: Path) -> None:
+    usage = Usage(model="m", purpose="write", prompt_tokens=3, completion_tokens=4, usd=0.5)
+    with Ledger(tmp_path, {}) as ledger:
+        ledger.used(usage)
+    with Ledger(tmp_path, {}) as ledger:
+        assert ledger.spent == [usage]
+        lines: list[str] = []
+        told(ledger.report(), lines.append)
+    assert "  write: 1 calls, 7 tokens, 0.50 USD" in lines
+
+
+def test_folders_that_are_not_for_it(tmp_path: Path) -> None:
+    another = pytest.raises(ConfigError, match="another synthesis is running")
+    with Ledger(tmp_path / "a", {"seed": 0}):  # nothing is made: no claim
+        pass
+    with Ledger(tmp_path / "a", {"seed": 1}) as ledger, another:
+        ledger.add(Outcome(key="t0", outcome="kept"))
+        Ledger(ledger.folder, {"seed": 1}).__enter__()
+    with pytest.raises(ConfigError, match=r"other settings: seed: 1 → 2"):
+        Ledger(tmp_path / "a", {"seed": 2}).__enter__()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Ledger(tmp_path / "file" / "in", {}).__enter__()
+
+
+RECIPE = """\
+family: general
+dir: {out}
+author:
+  base_url: http://localhost:1/v1
+  model: m
+"""
+
+
+def test_recipes_are_as_strict_as_those_of_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "tasks.yaml"
+    recipe.write_text(RECIPE.format(out=tmp_path / "out"))
+    assert load_synthesis(recipe, ["author.temperature=0.5"]).author.temperature == 0.5
+    for override, said in (
+        ("author.temprature=1", "tasks.yaml|override 'author.temprature=1': author.temprature"),
+        ("budget.usd=3", "needs prices"),
+        ("author.base_url=localhost", "must be a URL"),
+    ):
+        assert main(["synthesize", str(recipe), override]) == 2
+        error = capsys.readouterr().err
+        assert any(part in error for part in said.split("|")), error
+    recipe.write_text(recipe.read_text() + "  api_key_env: sk-1-2\n")
+    assert main(["synthesize", str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert "must be the name of an environment variable" in error and "sk-1-2" not in error
+
+
+@pytest.mark.parametrize(("number", "why"), [(signal.SIGINT, KeyboardInterrupt), (0, ConfigError)])
+def test_what_tasks_are_made_of_takes_an_hour_to_prepare(
+    number: int, why: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends it at once, in the middle of what keeps the event loop busy; and a corpus that
+    cannot be used is all that is said."""
+
+    class Corpus:
+        ready = False
+
+        async def __aenter__(self) -> Self:
+            os.kill(os.getpid(), number)
+            if not number:
+                raise ConfigError("no corpus")
+            self.ready = True
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+    corpus, said = Corpus(), list[str]()
+    monkeypatch.setattr("keel.commands.synthesize.open_pipeline", lambda *_: corpus)
+    recipe = tmp_path / "tasks.yaml"
+    recipe.write_text(RECIPE.format(out=tmp_path / "out"))
+    with pytest.raises(why):
+        synthesize(load_synthesis(recipe, []), said.append)
+    assert not corpus.ready and said == []
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("family", ["general", "code"])
+def test_without_a_sandbox_nothing_is_made(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What authors and projects write runs nowhere else, and no knob says otherwise."""
+    which = shutil.which
+
+    def without(name: str, **more: Any) -> str | None:
+        return None if name == "bwrap" else which(name, **more)
+
+    monkeypatch.setattr(shutil, "which", without)
+    (tmp_path / "a-1.0.zip").write_bytes(b"")
+    recipe = tmp_path / "tasks.yaml"
+    archive = f"{tmp_path}/a-1.0.zip"
+    sections = {
+        "general": "general: {categories: [shops]}",
+        "code": f"code: {{sources: [{{name: a, archives: [{archive}, {archive}]}}]}}",
+    }
+    text = RECIPE.format(out=tmp_path / "out").replace("general", family) + sections[family]
+    recipe.write_text(text)
+    assert main(["synthesize", str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert "bwrap is not installed; install bubblewrap (`apt-get" in error
+    assert "i-trust" not in error and "agents.isolation" not in error

@@ -1,0 +1,241 @@
+"""The stream of batches against futures that tests settle by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
+from keel.rl.types import Group, Prompt, ScoredGroup
+from keel.trainer import batch_stream as module
+from keel.trainer.batch_stream import Feed
+from tests.rl.rollouts import finished, prompt
+from tests.waiting import PATIENCE_S
+
+
+class FakeRequests:
+    """Prompts without end, and the futures of everything that has been asked for."""
+
+    def __init__(self, steps: int = 9, **algorithm: Any) -> None:
+        config = Config(
+            run=RunConfig(steps=steps),
+            data=DataConfig(
+                sources=(SourceConfig(name="s", source="reasoning_gym", task="t", size=9),)
+            ),
+            algorithm=AlgorithmConfig(prompts_per_step=2, group_size=2, **algorithm),
+        )
+        self.asked: dict[str, Future[Group]] = {}
+        self.judged: dict[str, Future[ScoredGroup]] = {}
+        self.waits: list[str] = []
+        self.meanwhile: Callable[[], object] | None = None
+        self.feed = Feed(
+            config,
+            next_prompts=self.next_prompts,
+            position=self.position,
+            sample=self.sample,
+            score=self.score,
+            start=0,
+        )
+
+    def next_prompts(self, n: int) -> Sequence[Prompt]:
+        return [prompt(f"p{len(self.asked) + i}") for i in range(n)]
+
+    def position(self, unfinished: Sequence[Prompt]) -> dict[str, Any]:
+        return {"taken": len(self.asked), "unfinished": [p.prompt_id for p in unfinished]}
+
+    def sample(self, asked: Prompt) -> Future[Group]:
+        return self.asked.setdefault(asked.prompt_id, Future())
+
+    def score(self, group: Group) -> Future[ScoredGroup]:
+        return self.judged.setdefault(group.prompt.prompt_id, Future())
+
+    def sampled(self, *names: str) -> None:
+        for name in names:
+            self.asked[name].set_result(Group(prompt=prompt(name), trajectories=()))
+
+    def finish(self, *names: str, version: int = 0) -> None:
+        self.sampled(*names)
+        for name in names:
+            self.judged[name].set_result(finished(name, versions=(version,)))
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        self.waits.append(what)
+        if self.meanwhile is not None:  # by another thread, once this one waits
+            threading.Thread(target=self.meanwhile).start()
+            self.meanwhile = None
+        yield
+
+    def take(self) -> list[str]:
+        batch = self.feed.take(self.waiting)
+        return [group.group.prompt.prompt_id for group in batch.groups]
+
+
+def test_groups_are_scored_as_they_come_and_the_next_wait_for_the_weights() -> None:
+    world = FakeRequests()
+    assert not world.asked, "nothing before it is opened"
+    world.feed.open()
+    assert list(world.asked) == ["p0", "p1"]
+    world.sampled("p1")
+    assert list(world.judged) == ["p1"]
+    world.judged["p1"].set_result(finished("p1"))
+    world.finish("p0")
+    assert world.take() == ["p0", "p1"]
+    assert len(world.asked) == 2
+    update: Future[None] = Future()
+    world.feed.adopting(1, update)
+    assert len(world.asked) == 2
+    update.set_result(None)
+    assert list(world.asked) == ["p0", "p1", "p2", "p3"]
+
+
+def test_waiting_is_for_samples_first_and_then_for_scores() -> None:
+    world = FakeRequests()
+    world.feed.open()
+
+    def other_threads() -> None:
+        world.sampled("p0")
+        world.sampled("p1")
+        world.judged["p0"].set_result(finished("p0"))
+        world.judged["p1"].set_result(finished("p1"))
+
+    world.meanwhile = other_threads
+    assert world.take() == ["p0", "p1"]
+    assert world.waits[0] == "rollout"
+    assert set(world.waits) <= {"rollout", "reward"}
+
+
+def test_a_long_group_is_waited_for_and_holds_up_nothing_else() -> None:
+    """It is trained on in its turn, however many have overtaken it, and by then it is as old as
+    `max_lag` allows."""
+    world = FakeRequests(max_lag=1)
+    world.feed.open()
+    assert list(world.asked) == ["p0", "p1", "p2", "p3"]
+    world.finish("p1", "p2", "p3")
+    world.meanwhile = lambda: world.finish("p0")
+    assert world.take() == ["p0", "p1"]
+    assert world.take() == ["p2", "p3"], "there already"
+    assert "rollout" in world.waits
+
+
+def test_what_is_waited_for_is_what_the_batch_needs() -> None:
+    """Not what is being sampled ahead of it."""
+    world = FakeRequests(max_lag=1)
+    world.feed.open()
+    world.finish("p1")
+    world.sampled("p0")
+    world.meanwhile = lambda: world.judged["p0"].set_result(finished("p0"))
+    assert world.take() == ["p0", "p1"]
+    assert set(world.waits) == {"reward"}
+
+
+class Alarm(threading.Condition):
+    """A clock that stands still until someone waits; then the next group is there."""
+
+    def __init__(self, world: FakeRequests, durations: Random) -> None:
+        super().__init__(threading.RLock())
+        self.world, self.random, self.now = world, durations, 0.0
+        self.ends: dict[str, float] = {}
+        self.durations: dict[str, float] = {}
+
+    def begin(self, asked: Prompt) -> Future[Group]:
+        name = asked.prompt_id
+        self.durations[name] = self.random.lognormvariate(0, 1.2)
+        self.ends[name] = self.now + self.durations[name]
+        return self.world.sample(asked)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        name = min(self.ends, key=lambda name: self.ends[name])
+        self.now = self.ends.pop(name)
+        self.world.judged[name] = Future()
+        self.world.judged[name].set_result(finished(name))
+        self.world.sampled(name)
+        return True
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_lengths_trained_on_are_those_that_were_sampled(lag: int) -> None:
+    """A whole run of heavy-tailed durations, on a clock that moves as the loop waits."""
+    world = FakeRequests(steps=150, max_lag=lag)
+    alarm = Alarm(world, Random(lag))
+    world.feed._changed, world.feed._sample = alarm, alarm.begin
+    world.feed.open()
+    trained: list[str] = []
+    for step in range(1, 151):
+        trained += world.take()
+        if step < 150:
+            world.feed.adopting(step, done())
+    assert trained == list(alarm.durations) and len(trained) == 300
+
+
+def done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def test_failures_reach_the_loop() -> None:
+    for break_it in (
+        lambda world: world.asked["p0"].set_exception(ValueError("prompt p0: does not fit")),
+        lambda world: (
+            world.sampled("p0"),
+            world.judged["p0"].set_exception(ValueError("prompt p0: does not fit")),
+        ),
+        lambda world: world.feed.adopting(1, broken(ValueError("p0: does not fit"))),
+    ):
+        world = FakeRequests()
+        world.feed.open()
+        break_it(world)
+        with pytest.raises(ValueError, match="p0: does not fit"):
+            world.take()
+
+
+def broken(error: Exception) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
+
+
+def test_a_silent_system_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = FakeRequests()
+    world.feed.open()
+    monkeypatch.setattr(world.feed, "_deadline_s", 0.02)
+    assert module.GRACE_S > 0
+    with pytest.raises(TimeoutError, match=r"for a group .*: 2 are in flight, 2 of them"):
+        world.take()
+
+
+def test_closing_cancels_what_is_being_sampled_and_names_what_was_not_trained_on() -> None:
+    world = FakeRequests(max_lag=1)
+    world.feed.open()
+    world.finish("p2")
+    assert world.feed.position()["unfinished"] == ["p0", "p1", "p2", "p3"]
+    world.feed.close()
+    assert all(world.asked[name].cancelled() for name in ("p0", "p1", "p3"))
+
+
+def test_nothing_is_drawn_while_the_position_is_taken() -> None:
+    """Or a prompt would count as taken and not as unfinished, and a resumed run would leave it
+    out."""
+    world, update = FakeRequests(max_lag=1), Future[None]()
+    world.feed.open()
+    world.finish("p0", "p1")
+    world.take()
+    world.feed.adopting(1, update)
+    adopted, position = threading.Thread(target=update.set_result, args=(None,)), world.position
+
+    def slowly(unfinished: Sequence[Prompt]) -> dict[str, Any]:
+        adopted.start()
+        adopted.join(timeout=0.1)
+        return position(unfinished)
+
+    world.feed._position = slowly
+    assert world.feed.position() == {"taken": 4, "unfinished": ["p2", "p3"]}
+    adopted.join(timeout=PATIENCE_S)
+    assert len(world.asked) == 6

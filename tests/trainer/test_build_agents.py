@@ -1,0 +1,322 @@
+"""From a recipe's environments to what runs them, and what is said of them before a run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from keel.agents.env_process.client import Program
+from keel.agents.mcp_client import McpServer
+from keel.configs.schema import (
+    AgentsConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    EmbeddedConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+)
+from keel.data.dataset import load_dataset
+from keel.model.tiny.tokenizer import build_tokenizer
+from keel.trainer import build_agents as agents
+from keel.trainer.build_agents import (
+    agent_program,
+    check_chat,
+    check_environments,
+    episode_runner,
+    made_from,
+    system_prompt_of,
+    wrap,
+)
+from tests.rollout.chat.families import tokenizer_of
+from tests.waiting import PATIENCE_S
+
+SHOP = Path(__file__).parents[1] / "agents"
+OPEN: Literal["none-i-trust-the-environments"] = "none-i-trust-the-environments"
+
+
+def config(
+    *, window: int = 400, thinking: bool = False, rewards: Any = None, **environment: Any
+) -> Config:
+    given = {"target": "shop:Shop", "folder": str(SHOP), "isolation": OPEN, **environment}
+    source = SourceConfig(
+        name="shop",
+        source="environment",
+        environment=EnvironmentConfig(**given),
+        size=4,
+        thinking=thinking,
+        rewards=rewards or {"correct": 1.0},
+    )
+    return Config(
+        model=ModelConfig(dtype="float32", embedded=EmbeddedConfig(max_context=2000)),
+        data=DataConfig(sources=(source,), max_prompt_tokens=64),
+        rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=20)),
+        agents=AgentsConfig(window=window),
+    )
+
+
+def checked(recipe: Config, tokenizer: Any = None) -> dict[str, str]:
+    chat = check_chat(recipe, tokenizer or build_tokenizer())
+    return check_environments(recipe, chat, load_dataset(recipe.data, seed=0))
+
+
+@pytest.mark.e2e
+def test_what_an_environment_is_like_is_said_before_a_run() -> None:
+    ((name, note),) = checked(config()).items()
+    assert name == "shop, its environment" and "tools: " in note and "tokens" in note
+    tokens = int(re.findall(r"with (\d+) tokens", note)[0])
+    ((_, narrow),) = checked(config(window=tokens + 3)).items()
+    assert "WARNING: that leaves 3 tokens" in narrow and "WARNING" not in note
+    ((_, slip),) = checked(config(rewards={"correct": 1.0, "corect": 0.2})).items()
+    assert "rewards weighs 'corect'; did you mean correct?" in slip
+    ((_, known),) = checked(config(rewards={"correct": 1.0, "format": 0.1})).items()
+    assert "WARNING" not in known
+
+
+@pytest.mark.e2e
+def test_only_an_environment_with_tools_needs_a_call_format() -> None:
+    chatml = tokenizer_of("chatml")
+    ((_, note),) = checked(config(target="shop:Quiz"), chatml).items()
+    assert "tools: none" in note
+    with pytest.raises(ConfigError, match=r"\[shop\]\.environment: .*buy cannot be called"):
+        checked(config(), chatml)
+    shows_no_calls = copy.deepcopy(tokenizer_of("qwen3"))
+    template = shows_no_calls.chat_template
+    shows_no_calls.chat_template = template.replace("call.function.arguments | tojson", "'{}'")
+    with pytest.raises(ConfigError, match=r"model\.path.*it shows no tool calls"):
+        checked(config(window=1500), shows_no_calls)
+
+
+@pytest.mark.e2e
+def test_tools_in_the_thinking_and_what_the_policy_is_told_of_them() -> None:
+    plain = config(window=2000, thinking=True)
+    (source,) = plain.data.sources
+    asked = replace(source, system_template="tools-in-thinking")
+    recipe = replace(
+        plain,
+        data=replace(plain.data, sources=(asked,)),
+        agents=replace(plain.agents, tools_in_thinking=True, max_thinking_calls=7),
+    )
+    chat = check_chat(recipe, build_tokenizer())
+    assert chat is not None and chat.tools_in_thinking
+    ((_, note),) = checked(recipe).items()
+    ((_, without),) = checked(plain).items()
+    tokens, fewer = (int(re.findall(r"with (\d+) tokens", said)[0]) for said in (note, without))
+    assert tokens > fewer + 50
+    runner = episode_runner(recipe, chat, lambda request, purpose: Future())
+    with runner:
+        assert runner._limits["shop"].budget.calls == 7
+    told = system_prompt_of(recipe, asked)(["python"])
+    assert "Up to 7 calls" in told and "32 seconds" in told, "agents.call_s ends a cell"
+
+
+def test_a_template_without_thinking_marks_is_refused_with_the_knob() -> None:
+    plain = config(thinking=True)
+    recipe = replace(plain, agents=replace(plain.agents, tools_in_thinking=True))
+    with pytest.raises(ConfigError, match=r"model\.path .*agents\.tools_in_thinking"):
+        check_chat(recipe, tokenizer_of("hermes"))
+
+
+def test_turns_end_where_the_engine_stops_by_the_models_generation_config(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    ends = {text: tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")}
+    written = json.dumps({"eos_token_id": list(ends.values())})
+    (tmp_path / "generation_config.json").write_text(written)
+    chat = check_chat(replace(config(), model=ModelConfig(path=str(tmp_path))), tokenizer)
+    assert chat is not None and chat.ends == ends
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"target": "nowhere:Shop"},
+            r"sources\[shop\].environment: .*nowhere cannot be imported",
+        ),
+        ({"window": 30}, r"agents.window = 30"),
+        ({"folder": "/nowhere"}, "no folder /nowhere"),
+        (
+            {
+                "target": "keel.agents.environments.general.environment:General",
+                "arguments": {"folder": "trip_planning"},
+                "folder": "",
+            },
+            r"no task 3: the folders have 3 \(set `size`\)",
+        ),
+    ],
+)
+def test_what_is_wrong_with_one_is_said_with_its_cure(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(config(**changes))
+
+
+def test_the_isolation_that_a_machine_cannot_give_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match=r"environment.isolation.*none-i-trust-the-environments"):
+        made_from(recipe := config(isolation="bubblewrap"), recipe.data.sources[0])
+
+
+def test_a_program_and_a_server_get_what_the_recipe_says() -> None:
+    recipe = config(open_s=7.0, memory_mib=100, env={"A": "b"}, python="/usr/bin/python3")
+    program = made_from(recipe, recipe.data.sources[0])
+    assert isinstance(program, Program) and program.deadlines.open_s == 7.0
+    assert (program.memory_mib, program.env, program.python) == (
+        100,
+        {"A": "b"},
+        "/usr/bin/python3",
+    )
+    given = EnvironmentConfig(command=("server", "{seed}"), isolation=OPEN)
+    lines = SourceConfig(name="shop", source="jsonl", path="x.jsonl", environment=given)
+    server = made_from(recipe, lines)
+    assert isinstance(server, McpServer) and server.command == ("server", "{seed}")
+
+
+def driven(folder: Path, code: str, **more: Any) -> Config:
+    (folder / "my_agent.py").write_text(
+        "import os\nfrom http.client import HTTPConnection\n" + code
+    )
+    own = {"program": "my_agent:solve", "folder": str(folder), "open_s": PATIENCE_S}
+    return config(**{"target": "", **own, **more})
+
+
+ASKS = """
+def solve(task, prompt):
+    host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+    link = HTTPConnection(host)
+    body = '{"messages": [{"role": "user", "content": "%s"}]}' % prompt.split()[0]
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    link.request("POST", f"/{path}/chat/completions", body, key)
+    assert link.getresponse().status == 200
+    return %s
+"""
+
+
+@pytest.mark.e2e
+def test_a_program_is_tried_before_a_run(tmp_path: Path) -> None:
+    ((name, note),) = checked(driven(tmp_path, ASKS.replace("%s\n", "1.0\n"))).items()
+    assert name == "shop, its program" and "for 1 turns" in note and "ended well" in note
+
+
+@pytest.mark.e2e
+def test_an_environment_beside_a_program_is_tried_too(tmp_path: Path) -> None:
+    recipe = driven(tmp_path, ASKS.replace("%s\n", "'apple'\n"), target=f"{SHOP / 'shop.py'}:Shop")
+    assert list(checked(recipe)) == ["shop, its environment", "shop, its program"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("code", "program", "message"),
+    [
+        ("import nowhere_at_all\n", "my_agent:solve", "-m pip install nowhere_at_all"),
+        ("", "my_agent:solve", "has no 'solve'"),
+        ("def solve(task): pass\n", "my_agent:solve", "without a turn of the policy"),
+        (ASKS.replace("%s\n", "None\n"), "my_agent:solve", "gave no verdict .*KEEL_VERDICT"),
+        ("", "no-such-agent {prompt}", "there is no command no-such-agent"),
+    ],
+)
+def test_what_is_wrong_with_a_program_is_said_with_its_cure(
+    tmp_path: Path, code: str, program: str, message: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"(?s)sources\[shop\].environment: .*{message}"
+    ) as caught:
+        checked(driven(tmp_path, code, program=program))
+    assert str(caught.value).count("sources[shop].environment") == 1
+
+
+def test_a_program_gets_what_the_recipe_says(tmp_path: Path) -> None:
+    recipe = driven(tmp_path, "", open_s=7.0, env={"A": "b"}, tells_reward=True)
+    found = agent_program(recipe, recipe.data.sources[0])
+    assert found is not None and (found.open_s, found.env, found.folder) == (
+        7.0,
+        {"A": "b"},
+        tmp_path,
+    )
+    assert found.tells_reward and found.judges and found.command[-1] == "my_agent:solve"
+    alone, both = config(), config(program="my_agent:solve")
+    assert agent_program(alone, alone.data.sources[0]) is None
+    found = agent_program(both, both.data.sources[0])
+    assert found is not None and not found.judges  # the environment does
+
+
+def test_without_environments_nothing_is_looked_at() -> None:
+    source = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=4)
+    plain = Config(
+        model=ModelConfig(dtype="float32"), data=DataConfig(sources=(source,), max_prompt_tokens=64)
+    )
+    assert check_chat(plain, None) is None
+
+
+@pytest.mark.parametrize("named", ["nowhere:f", "keel.agents.environments.demonstrations:f", "f"])
+def test_demonstrations_that_are_not_there_are_named_before_a_run(named: str) -> None:
+    with pytest.raises(ConfigError, match=r"sources\[shop\].environment.demonstrations = '"):
+        checked(config(demonstrations=named))
+
+
+def test_datasets_of_the_hub_are_hidden_where_they_were_downloaded_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "datasets--owner--sums").mkdir()
+    (tmp_path / "models--owner--mine").mkdir()
+    recipe = config()
+    for kind, path, hidden in (
+        ("hub", "owner/sums", tmp_path / "datasets--owner--sums"),
+        ("file", str(tmp_path), tmp_path),
+    ):
+        source = SourceConfig(name="s", source=kind, path=path)  # type: ignore[arg-type]
+        of = replace(recipe, data=replace(recipe.data, sources=(source,)))
+        assert agents._prompt_files(of) == [hidden]
+
+
+@pytest.mark.e2e
+def test_the_files_that_prompts_come_from_are_not_there_in_a_sandbox(tmp_path: Path) -> None:
+    """They hold the answers, and may lie where an environment or a program runs."""
+    tmp_path.chmod(0o755)
+    tasks, more = tmp_path / "tasks.jsonl", tmp_path / "more.txt"
+    for file in (tasks, more):
+        file.write_text('{"prompt": "?", "answer": "42"}\n')
+    (tmp_path / "link").symlink_to(tasks)
+    code = "import sys\nfor path in sys.argv[1:]:\n  try: print(open(path).read()[-5:-2])\n"
+    code += "  except OSError: print('none')"
+
+    def read(*readable: str) -> list[str]:
+        environment = EnvironmentConfig(target="shop:Shop", readable=readable)
+        path = str(tmp_path / "link")
+        source = SourceConfig(name="s", source="jsonl", path=path, environment=environment)
+        recipe = config()
+        recipe = replace(recipe, data=replace(recipe.data, sources=(source,)))
+        try:
+            isolated = wrap(recipe, source)
+        except ValueError as error:
+            pytest.skip(str(error))
+        names = [str(path) for path in (tasks, tmp_path / "link", more)]
+        with isolated([sys.executable, "-c", code, *names], readable=[tmp_path]) as launch:
+            return subprocess.run(
+                launch.command,
+                env=dict(launch.env),
+                pass_fds=launch.pass_fds,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+            ).stdout.split()
+
+    assert read() == ["none", "none", '42"']
+    assert read(str(tasks)) == ['42"', '42"', '42"']

@@ -1,0 +1,144 @@
+"""In which order engines and ranks start, and what comes of engines that do not come up."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from keel.rollout.spec import EngineError
+from keel.trainer import launch as system
+from keel.trainer.run.progress import Wait
+from keel.trainer.run.restarts import Lost, Restarts
+from tests.waiting import PATIENCE_S
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineError("rollout engine 0 did not start: its node has died"),
+        TimeoutError("waited 600 s for rollout engine 0 to start"),
+    ],
+)
+def test_an_engine_that_does_not_come_up_is_a_loss_which_ends_a_run_that_has_never_begun(
+    error: Exception,
+) -> None:
+    class Well:
+        def well(self) -> bool:
+            return False
+
+    engines: Future[tuple[str, ...]] = Future()
+    engines.set_exception(error)
+    watch: Any = Well()
+    with pytest.raises(Lost, match=str(error)) as raised:
+        system._up(engines, watch)
+    restarts = Restarts(most=3)
+    with pytest.raises(Lost):
+        restarts.another(raised.value)
+    restarts.begun = True
+    restarts.another(raised.value)
+
+
+class Starting:
+    """A pool, ranks and their watch: who did what, in order."""
+
+    def __init__(self, *, waits_for: str) -> None:
+        """Engines are up only after the ranks did so."""
+        self.done: list[str] = []
+        self._waits_for, self._seen = waits_for, threading.Event()
+
+    def _did(self, what: str) -> None:
+        self.done.append(what)
+        if what == self._waits_for:
+            self._seen.set()
+
+    def start(self) -> tuple[str, ...]:
+        assert self._seen.wait(PATIENCE_S) if self._waits_for else True
+        self._did("engines are up")
+        return ("engines warn",)
+
+    def well(self) -> bool:
+        return False
+
+    @property
+    def ranks(self) -> Any:
+        owner = self
+
+        class Ranks:
+            def prepared(self) -> None:
+                owner._did("ranks have their libraries")
+
+            def start(self) -> list[str]:
+                owner._did("ranks are up")
+                return ["ranks warn"]
+
+            def warm_up(self, *, whole: bool = False) -> None:
+                owner._did("ranks warm up for whole micro-batches" if whole else "ranks warm up")
+
+        return Ranks()
+
+
+def started(starting: Starting, **how: bool) -> list[str]:
+    parts: Any = starting
+    with ThreadPoolExecutor(2) as both:
+        return system.start_both(parts, starting.ranks, both, parts, Wait("starting"), **how)
+
+
+def test_ranks_compile_what_they_need_while_engines_start() -> None:
+    starting = Starting(waits_for="ranks warm up")
+    warnings = started(starting, engines_first=False, warm=True)
+    assert warnings == ["engines warn", "ranks warn"]
+    assert starting.done[-4:] == [
+        "ranks are up",
+        "ranks warm up",
+        "engines are up",  # so that whatever is left of a GPU's memory is the ranks'
+        "ranks warm up for whole micro-batches",
+    ]
+
+
+def test_where_there_is_room_ranks_compile_all_of_it_while_engines_start() -> None:
+    starting = Starting(waits_for="ranks warm up for whole micro-batches")
+    assert started(starting, engines_first=False, warm=True, roomy=True)[0] == "engines warn"
+    assert starting.done[-1] == "engines are up"
+
+
+def test_ranks_take_no_memory_before_engines_that_measure_it_are_up() -> None:
+    starting = Starting(waits_for="ranks have their libraries")
+    started(starting, engines_first=True, warm=False)
+    assert starting.done == ["ranks have their libraries", "engines are up", "ranks are up"]
+
+
+def test_engines_alone_are_waited_for() -> None:
+    starting: Any = Starting(waits_for="")
+    with ThreadPoolExecutor(2) as both:
+        how = {"engines_first": True, "warm": True}
+        warnings = system.start_both(starting, None, both, starting, Wait("starting"), **how)
+    assert warnings == ["engines warn"]
+
+
+def test_conversations_behind_an_endpoint_are_forgotten_when_the_last_of_a_prompt_is_over() -> None:
+    groups: list[Future[Any]] = [Future(), Future(), Future()]
+    left, forgotten = iter(groups), []
+
+    class Agents:
+        def submit(self, *_: Any, **__: Any) -> Future[Any]:
+            return next(left)
+
+    class Turns:
+        def forget(self, prompt: Any) -> None:
+            forgotten.append(prompt.prompt_id)
+
+    parts: dict[str, Any] = {"agents": Agents(), "turns": Turns()}
+    unused: Any = None
+    remote = system.Remote(config=unused, completions=unused, scorer=unused, **parts)
+    one, other = (SimpleNamespace(prompt_id=name, environment="shop") for name in ("a", "b"))
+    for asked in (one, one, other):
+        remote.submit(cast(Any, asked), "eval", 8)
+    groups[0].set_result(None)
+    assert not forgotten, "the second group has turns to come"
+    groups[2].set_result(None)
+    groups[1].set_result(None)
+    assert forgotten == ["b", "a"]

@@ -1,0 +1,155 @@
+"""Two ends of a line, in threads of one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from keel.weights.buckets import Bucket, Sent, TensorEntry
+from keel.weights.channel import Rendezvous
+from keel.weights.control_channel import Begin, Finish, Inbox, Message, Outbox
+from tests.waiting import PATIENCE_S, within_some
+
+ENTRIES = tuple(TensorEntry(f"layer.{i}", "bfloat16", (4, 8), 64 * i) for i in range(3))
+OTHERS = tuple(TensorEntry(f"layer.{i}", "float32", (4, 8), 128 * i) for i in range(3))
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def ends(store: dist.TCPStore, deadline_s: float = PATIENCE_S) -> tuple[Outbox, Inbox]:
+    rendezvous: Rendezvous = ("127.0.0.1", store.port)
+    return (
+        Outbox(rendezvous, "engine", deadline_s=deadline_s),
+        Inbox(rendezvous, "engine", deadline_s=deadline_s),
+    )
+
+
+def nothing() -> None:
+    pass
+
+
+def test_messages_come_in_order_and_leave_nothing_in_the_store(store: dist.TCPStore) -> None:
+    outbox, inbox = ends(store)
+    buckets = [Bucket(entries=ENTRIES, data=Sent(192)), Bucket(entries=OTHERS, data=Sent(384))]
+    update = [Begin(), *buckets, Finish(7, 12345)]
+    keys = store.num_keys()
+
+    def take(number: int) -> list[Message]:
+        taken: list[Message] = []
+        for _ in range(number):
+            taken.append(inbox.next())
+            inbox.taken()
+        return taken
+
+    with ThreadPoolExecutor(1) as side:
+        arriving = side.submit(take, 3 * len(update))
+        for message in 3 * update:
+            outbox.put(message)
+            outbox.wait(nothing)
+        assert arriving.result(PATIENCE_S) == 3 * update
+    assert store.num_keys() == keys
+
+
+def test_a_table_of_contents_travels_once(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox, inbox = ends(store)
+    many = tuple(TensorEntry(f"experts.{i}.weight", "bfloat16", (4,), 64 * i) for i in range(500))
+    sizes: list[int] = []
+    monkeypatch.setattr(outbox, "_store", Recording(outbox._store, sizes))
+    for _ in range(3):
+        outbox.put(Bucket(entries=many, data=Sent(8)))
+        assert inbox.next() == Bucket(entries=many, data=Sent(8))
+        inbox.taken()
+        outbox.wait(nothing)
+    assert sizes[0] > 10_000 and max(sizes[1:]) < 1_000
+
+
+class Recording:
+    """A store that notes how much is put into it."""
+
+    def __init__(self, store: dist.Store, sizes: list[int]) -> None:
+        self._store, self._sizes = store, sizes
+
+    def set(self, key: str, value: bytes) -> None:
+        self._sizes.append(len(value))
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+
+def test_the_next_update_may_begin_before_the_thread_of_the_last_one_is_done(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox, inbox = ends(store)
+    taken: list[Message] = []
+
+    class Overtaken:
+        """A store after whose answer this thread has to wait, while others go on."""
+
+        def __init__(self, store: dist.Store) -> None:
+            self._store = store
+
+        def delete_key(self, key: str) -> None:
+            self._store.delete_key(key)
+            monkeypatch.setattr(inbox, "_store", self._store)
+            outbox.wait(nothing)
+            outbox.put(Begin())
+            taken.append(inbox.next())
+            inbox.taken()
+
+    outbox.put(Finish(7, 12345))
+    assert inbox.next() == Finish(7, 12345)
+    monkeypatch.setattr(inbox, "_store", Overtaken(inbox._store))
+    inbox.taken()
+    outbox.wait(nothing)
+    assert taken == [Begin()]
+
+
+def test_an_engine_that_does_not_answer(store: dist.TCPStore) -> None:
+    outbox, _ = ends(store)
+    outbox._deadline_s = 0.1
+    outbox.put(Begin())
+    with pytest.raises(TimeoutError, match=r"0\.1 s \(rollout\.update_deadline_s\)"):
+        outbox.wait(nothing)
+    outbox.close()
+    assert not outbox._store.check(["0"])
+
+
+def test_an_engine_that_has_failed_ends_the_waiting(store: dist.TCPStore) -> None:
+    outbox, _ = ends(store)
+    outbox.put(Begin())
+
+    def failed() -> None:
+        raise ValueError("no such tensor")
+
+    with pytest.raises(ValueError, match="no such tensor"):
+        outbox.wait(failed)
+
+
+def test_a_trainer_that_says_nothing(store: dist.TCPStore) -> None:
+    def alone(limit_s: float) -> None:
+        _, inbox = ends(store, deadline_s=limit_s)
+        with pytest.raises(TimeoutError, match=rf"{limit_s:g} s for the trainer to send weights"):
+            inbox.next()
+
+    within_some(alone, (0.2, 5.0, 60.0))
+
+
+def test_a_trainer_that_has_gone() -> None:
+    held = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    _, inbox = ends(held[0])
+    with ThreadPoolExecutor(1) as side:
+        arriving = side.submit(inbox.next)
+        time.sleep(0.05)  # as a rule it waits by then
+        held.clear()
+        with pytest.raises(ConnectionError, match="the trainer has gone during an update"):
+            arriving.result(PATIENCE_S)

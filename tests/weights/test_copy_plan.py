@@ -1,0 +1,184 @@
+"""Copies of checkpoint tensors into kernels' tensors, joined to few."""
+
+from __future__ import annotations
+
+import logging
+import random
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor
+
+from keel.weights.buckets import FlatBucket, pack_flat
+from keel.weights.copy_plan import Fill, Piece, Placed, Plan, dims, join
+
+BF16 = torch.bfloat16
+
+
+def bucket_of(tensors: dict[str, Tensor]) -> FlatBucket:
+    (bucket,) = pack_flat(tensors.items(), 2**30)
+    return bucket
+
+
+def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> Placed:
+    """`parts`: a kernel's index, a view of that kernel's tensor and a view of `tensor`."""
+    pieces = tuple(
+        Piece(
+            index,
+            int(to.storage_offset()),
+            int(part.storage_offset()) - int(tensor.storage_offset()),
+            dims(part.shape, to.stride(), part.stride()),
+            tensor.dtype,
+        )
+        for index, to, part in parts
+    )
+    return Placed(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), pieces)
+
+
+def experts(count: int, inner: int, hidden: int, *, rank: int = 0, ranks: int = 1) -> tuple:
+    """Per-expert tensors of a layer, and how they go into the fused ones of a rank."""
+    torch.manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    here = inner // ranks
+    w13 = torch.zeros(count, 2 * here, hidden, dtype=BF16)
+    w2 = torch.zeros(count, hidden, here, dtype=BF16)
+    plan: dict[str, Placed] = {}
+    for e in range(count):
+        gate, up = torch.randn(2, inner, hidden).to(BF16).unbind()
+        down = torch.randn(hidden, inner).to(BF16)
+        gate, up = gate.clone(), up.clone()
+        own = slice(rank * here, (rank + 1) * here)
+        tensors |= {f"{e}.gate": gate, f"{e}.up": up, f"{e}.down": down}
+        plan[f"{e}.gate"] = placed(gate, (0, w13[e, :here], gate[own]))
+        plan[f"{e}.up"] = placed(up, (0, w13[e, here:], up[own]))
+        plan[f"{e}.down"] = placed(down, (1, w2[e], down[:, own]))
+    right13 = torch.stack(
+        [torch.cat([tensors[f"{e}.{k}"][own] for k in ("gate", "up")]) for e in range(count)]
+    )
+    right2 = torch.stack([tensors[f"{e}.down"][:, own] for e in range(count)])
+    return tensors, Plan([w13, w2], plan), right13, right2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("order", ["expert", "kind"])
+def test_a_layer_of_experts_is_two_copies(ranks: int, order: str) -> None:
+    tensors, plan, right13, right2 = experts(6, 8, 16, rank=ranks - 1, ranks=ranks)
+    if order == "kind":  # all gates, all ups, all downs
+        tensors = dict(sorted(tensors.items(), key=lambda item: item[0].partition(".")[2]))
+    entries, data = bucket_of(tensors)
+    for _ in range(2):  # checked, then from memory
+        for kernel in plan.kernels:
+            kernel.fill_(float("nan"))
+        plan.load(entries, data)
+        assert torch.equal(plan.kernels[0], right13) and torch.equal(plan.kernels[1], right2)
+    assert plan._programs[entries[0].name][1].copies == 2
+
+
+def test_joining_changes_nothing() -> None:
+    """Random partitions of a tensor, as views of every shape, from buckets in every order."""
+    draw = random.Random(0)
+    joined_any = 0
+    for trial in range(60):
+        torch.manual_seed(trial)
+        rows, columns = draw.choice([4, 6, 12]), draw.choice([4, 8, 10])
+        kernel = torch.zeros(rows, columns, dtype=BF16)
+        if draw.random() < 0.3:
+            kernel = kernel.t()
+        cuts = sorted(draw.sample(range(1, kernel.shape[0]), draw.choice([0, 1, 3])))
+        bounds = list(zip([0, *cuts], [*cuts, kernel.shape[0]], strict=True))
+        right = torch.randn(kernel.shape).to(BF16)
+        pieces: dict[str, Placed] = {}
+        sources: dict[str, Tensor] = {}
+        for low, high in bounds:
+            for column in draw.choice([[slice(None)], [slice(0, 2), slice(2, None)]]):
+                name = f"t{len(sources)}"
+                part = right[low:high, column]
+                wide = torch.randn(part.shape[0] + 2, part.shape[1] + 3).to(BF16)
+                view = wide[1:-1, 2:-1] if draw.random() < 0.5 else wide[: len(part), :-3]
+                view.copy_(part)
+                sources[name] = wide
+                pieces[name] = placed(wide, (0, kernel[low:high, column], view))
+        plan = Plan([kernel], pieces)
+        names = draw.sample(list(sources), len(sources))
+        entries, data = bucket_of({name: sources[name] for name in names})
+        plain = [p for entry in entries for p in plan._pieces(entry)]
+        joined = join(plain)
+        joined_any += len(joined) < len(plain)
+        assert sum(prod(n for n, _, _ in p.dims) for p in joined) == kernel.numel()
+        for _ in range(2):
+            kernel.fill_(float("nan"))
+            plan.load(entries, data)
+            assert torch.equal(kernel, right)
+    assert joined_any > 3
+
+
+def test_equal_experts_in_any_order_of_dimensions_are_joined() -> None:
+    source = torch.arange(24.0).view(2, 3, 4)
+    kernel = torch.zeros(4, 3, 2).permute(2, 1, 0)
+    plan = Plan([kernel], {"t": placed(source, (0, kernel, source))})
+    plan.load(*bucket_of({"t": source}))
+    assert torch.equal(kernel, source)
+
+
+def test_a_number_is_converted_as_copy_does() -> None:
+    bias = torch.randn(5, 7).to(BF16)
+    kernel = torch.zeros(5, 7)
+    plan = Plan([kernel], {"bias": placed(bias, (0, kernel, bias))})
+    entries, data = bucket_of({"bias": bias})
+    for _ in range(2):
+        kernel.zero_()
+        plan.load(entries, data)
+        assert torch.equal(kernel, bias.float())
+
+
+def test_not_a_number_and_bytes_are_kept() -> None:
+    odd = torch.tensor([float("nan"), -0.0, float("inf")])
+    small = torch.arange(5, dtype=torch.uint8)
+    kernels = [torch.zeros(3), torch.zeros(5, dtype=torch.uint8)]
+    plan = Plan(
+        kernels,
+        {"odd": placed(odd, (0, kernels[0], odd)), "small": placed(small, (1, kernels[1], small))},
+    )
+    plan.load(*bucket_of({"odd": odd, "small": small}))
+    assert torch.equal(kernels[0].view(torch.int32), odd.view(torch.int32))
+    assert torch.equal(kernels[1], small)
+
+
+def test_padding_is_filled_at_the_beginning() -> None:
+    kernel = torch.ones(4, 2)
+    plan = Plan([kernel], {}, [Fill(kernel[3:], 0.0)])
+    plan.begin()
+    assert kernel.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
+
+
+def test_a_bucket_may_begin_anywhere() -> None:
+    tensors, plan, right13, right2 = experts(3, 4, 8)
+    entries, data = bucket_of(tensors)
+    for shift in (1, 8, 64):
+        for kernel in plan.kernels:
+            kernel.fill_(0)
+        moved = torch.cat([data.new_zeros(shift), data])[shift:]
+        plan.load(entries, moved)
+        assert torch.equal(plan.kernels[0], right13) and torch.equal(plan.kernels[1], right2)
+
+
+def test_other_tensors_than_the_first_time_are_refused() -> None:
+    tensors, plan, *_ = experts(2, 4, 8)
+    with pytest.raises(ValueError, match=r"'new'.*absent"):
+        plan.load(*bucket_of({"new": torch.zeros(2)}))
+    with pytest.raises(ValueError, match=r"'0\.up'.*float32.*bfloat16"):
+        plan.load(*bucket_of({"0.up": tensors["0.up"].float()}))
+    entries, data = bucket_of(tensors)
+    plan.load(entries, data)
+    plan.load(entries[:3], data[: entries[3].offset])  # another bucket that begins alike
+
+
+def test_a_wrong_join_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
+) -> None:
+    tensors, plan, right13, right2 = experts(3, 4, 8)
+    monkeypatch.setattr("keel.weights.copy_plan.join", lambda pieces: join(pieces)[:-1])
+    plan.load(*bucket_of(tensors))
+    assert any("joined wrongly" in record.getMessage() for record in logged)
+    assert torch.equal(plan.kernels[0], right13) and torch.equal(plan.kernels[1], right2)

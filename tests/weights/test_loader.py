@@ -1,0 +1,94 @@
+"""What Keel adds to vLLM's workers, outside an engine. The tests load vLLM, not this module."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from keel.rl.types import NO_ROUTE
+from keel.weights.buckets import Sent
+from keel.weights.channel import Channel
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.e2e
+CPU = torch.device("cpu")
+
+
+def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
+    from keel.weights.loader import WeightsExtension  # noqa: PLC0415
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    extension: Any = WeightsExtension()
+    extension.rank, extension.device = 0, CPU
+    extension.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+
+    def join(name: str) -> Channel:
+        rendezvous = ("127.0.0.1", store.port)
+        with ThreadPoolExecutor(1) as side:
+            other = side.submit(
+                Channel, rendezvous, name, rank=0, size=2, device=CPU, deadline_s=PATIENCE_S
+            )
+            extension.keel_join(rendezvous, name, PATIENCE_S)
+            other.result(timeout=PATIENCE_S)
+        return extension.keel_channel
+
+    first, second = join("first"), join("second")
+    with pytest.raises(ConnectionError, match="closed"):
+        first.receive(Sent(8))
+    assert extension.keel_channel is second
+
+
+def test_a_slot_that_was_never_filed_has_no_route() -> None:
+    from keel.rollout.vllm_fast.routed_experts import SlotRoutes  # noqa: PLC0415
+
+    captured = torch.zeros((4, 3, 2), dtype=torch.int32)
+    routes = SlotRoutes(captured, torch.tensor([5, 6, 0, 0]), layers=[0, 2], size=8)
+    routes.file(2)  # both tokens to expert 0 alone, for all that is captured
+    rows = routes.rows(np.array([5, 6, 7]))
+    assert (rows[:2] == 0).all() and (rows[2] == NO_ROUTE).all()
+
+
+def test_a_cache_is_no_larger_than_its_answers() -> None:
+    from vllm.v1.engine import core  # noqa: PLC0415
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
+
+    from keel.rollout.engine import kv_cache as cache  # noqa: PLC0415
+
+    shape: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=32)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=100),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    page = 2 * 16 * 2 * 64 * 2  # keys and values of 16 tokens
+    enough = cache.SPARE * 8 * 2 * (7 + cache.SPARE_PAGES) * page  # 100 tokens are 7 pages
+    given: list[list[float]] = []
+
+    def record(vllm_config: Any, kv_cache_specs: Any, available_memory: list[float]) -> str:
+        given.append(available_memory)
+        return "configs"
+
+    before, core.get_kv_cache_configs = core.get_kv_cache_configs, record
+    try:
+        with cache.bounded():
+            both, mixed = {"0": full, "1": full}, {"0": full, "1": window}
+            memory = [int(10 * enough), int(enough / 2), 10**12]
+            built = core.get_kv_cache_configs(config, [both, both, mixed], memory)
+        with cache.bounded(conversations=20):
+            core.get_kv_cache_configs(config, [both], memory[:1])
+        assert core.get_kv_cache_configs is record
+    finally:
+        core.get_kv_cache_configs = before
+    assert built == "configs" and given[0] == [enough, int(enough / 2), 10**12]
+    # A share without room for one completion takes what else is free, where that is enough.
+    sizes = [cache.enough(room, 50, lambda: 30) for room in (60, 20, 19, -10)]
+    assert sizes == [60, 50, 19, -10]
+    assert cache.enough(60, 50, lambda: pytest.fail("it asks the GPU")) == 60
+    assert given[1:] == [[enough * 20 / 8]], "room for conversations that wait for a tool"

@@ -1,0 +1,96 @@
+"""Every tensor of the checkpoint has to arrive, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from keel.weights.buckets import Bucket
+from keel.weights.manifest import Manifest, checkpoint_names
+from tests.buckets import pack_buckets
+
+NAMES = ["model.embed_tokens.weight", "model.layers.0.a", "model.layers.1.a", "model.layers.2.a"]
+
+
+def buckets(*names: str) -> list[Bucket]:
+    return list(pack_buckets([(name, torch.ones(2)) for name in names], 8))
+
+
+def update(manifest: Manifest, *names: str) -> None:
+    manifest.begin()
+    for bucket in buckets(*names):
+        manifest.arrived(bucket)
+    manifest.finish()
+
+
+def test_a_complete_update_passes_again_and_again() -> None:
+    manifest = Manifest(NAMES, layers=3, tied=False)
+    for _ in range(2):
+        update(manifest, *reversed(NAMES))
+
+
+def test_a_missing_tensor_is_named() -> None:
+    manifest = Manifest(NAMES, layers=3, tied=False, decoder="model")
+    with pytest.raises(ValueError, match=r"1 of 4 tensors .* model.layers.1.a"):
+        update(manifest, *(name for name in NAMES if name != "model.layers.1.a"))
+
+
+def test_an_unknown_tensor_is_named() -> None:
+    manifest = Manifest(NAMES, layers=3, tied=False)
+    with pytest.raises(ValueError, match=r"no tensor 'model.layers.0.b'"):
+        update(manifest, *NAMES, "model.layers.0.b")
+
+
+def test_what_both_sides_compute_is_not_expected() -> None:
+    old = [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "transformer.rotary_pos_emb.inv_freq",
+        "model.layers.1.self_attn.rotary_emb.cos_cached",
+    ]
+    update(Manifest([*NAMES, *old], layers=3, tied=False), *NAMES)
+    with pytest.raises(ValueError, match="inv_freq_weight"):
+        update(Manifest([*NAMES, "rotary_emb.inv_freq_weight"], layers=3, tied=False), *NAMES)
+
+
+def test_what_the_family_does_not_load_is_not_expected() -> None:
+    """Pythia's checkpoints have masks, which are computed nowadays."""
+    own = [f"gpt_neox.layers.{n}.attention.dense.bias" for n in range(2)]
+    masks = [f"gpt_neox.layers.{n}.attention.{m}bias" for n in range(2) for m in ("", "masked_")]
+    unread = [r"attention.bias", r"attention.masked_bias", r"layers\.1.*"]
+    manifest = Manifest([*own, *masks], layers=2, tied=False, unread=unread)
+    update(manifest, *own)
+    with pytest.raises(ValueError, match=r"1 of 2 tensors .* gpt_neox.layers.1.attention.dense"):
+        update(manifest, own[0])
+
+
+def test_a_checkpoint_may_be_of_the_decoder_alone() -> None:
+    """GPT-2's is, and its tensors are published as those of the whole model."""
+    manifest = Manifest(["wte.weight", "h.0.b"], layers=1, tied=True, decoder="transformer")
+    update(manifest, "transformer.wte.weight", "transformer.h.0.b", "lm_head.weight")
+    with pytest.raises(ValueError, match=r"no tensor 'transformer.h.0.c'"):
+        update(manifest, "transformer.wte.weight", "transformer.h.0.c")
+
+
+def test_layers_behind_the_last_are_not_expected() -> None:
+    update(Manifest(NAMES, layers=2, tied=False), *NAMES[:3])
+
+
+@pytest.mark.parametrize("published", [NAMES, [*NAMES, "lm_head.weight"]])
+@pytest.mark.parametrize("stored", [NAMES, [*NAMES, "lm_head.weight"]])
+def test_a_tied_head_may_come_or_not(published: list[str], stored: list[str]) -> None:
+    update(Manifest(stored, layers=3, tied=True), *published)
+
+
+def test_names_of_one_file_and_of_shards(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no safetensors checkpoint"):
+        checkpoint_names(str(tmp_path))
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert sorted(checkpoint_names(str(tmp_path))) == ["a", "b"]
+    index = {"weight_map": {"c": "x.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert checkpoint_names(str(tmp_path)) == ["c"]

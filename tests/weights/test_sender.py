@@ -1,0 +1,263 @@
+"""The trainer's sender and engines of its own making, in processes of Ray: every way to fail."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayActorError
+
+from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.rollout.engine.thread import EngineThread
+from keel.trainer.worker import Receiver
+from keel.weights.buckets import (
+    Bucket,
+    Checksum,
+    FlatBucket,
+    Sent,
+    pack_flat,
+    unpack_flat,
+)
+from keel.weights.channel import Channel, Rendezvous
+from keel.weights.sender import Sender
+from tests.waiting import PATIENCE_S, start_local_ray, wait_for, within_some
+
+pytestmark = pytest.mark.e2e
+CPU = torch.device("cpu")
+WEIGHTS = {str(i): torch.full((64, 64), float(i)) for i in range(6)}
+DEADLINE_S = 30.0
+BUCKET_BYTES = 40_000
+"""Bytes: two tensors per bucket."""
+
+
+class Sampler:
+    """Takes weights as `keel.rollout.engine.vllm_engine.VllmEngine` does. `trouble` says what goes
+    wrong at the second bucket that it gets."""
+
+    busy, open = False, True
+
+    def __init__(self, trouble: str) -> None:
+        self.trouble, self.weights, self.buckets = trouble, dict[str, torch.Tensor](), 0
+        self.version = 0
+
+    def gpus(self) -> list[str]:
+        return [""]
+
+    def join(self, rendezvous: Rendezvous, name: str) -> None:
+        device = torch.device("cpu")
+        self.channel = Channel(
+            rendezvous, name, rank=1, size=2, device=device, deadline_s=DEADLINE_S
+        )
+
+    def begin_update(self) -> list[Any]:
+        self.checksum, self.began = Checksum(), time.monotonic()
+        return []
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        self.buckets += 1
+        if self.buckets == 2 and self.trouble == "dies":
+            os._exit(1)
+        if self.buckets == 2 and self.trouble == "raises":
+            raise ValueError("no tensor of this name")
+        if self.buckets == 2 and self.trouble == "hangs up":
+            self.channel.close()
+        if self.trouble == "deaf":
+            return
+        assert isinstance(bucket.data, Sent)
+        flat = self.channel.receive(bucket.data)
+        if self.trouble == "flips":
+            flat[0] ^= 1
+        self.checksum.add(flat)
+        self.weights |= {name: t.clone() for name, t in unpack_flat(bucket.entries, flat)}
+
+    def finish_update(self, version: int, checksum: int | None) -> None:
+        if checksum != self.checksum.value():
+            raise RuntimeError("received other bytes than were sent")
+        self.version = version
+
+
+class Worker:
+    """The part of a `RolloutWorker` that takes weights."""
+
+    def __init__(self, trouble: str = "") -> None:
+        self.sampler: Any = Sampler(trouble)
+        config = RolloutConfig(
+            sampling=SamplingConfig(max_tokens=8), update_deadline_s=DEADLINE_S, engines=5
+        )
+        self.engine = EngineThread(lambda: self.sampler, config)
+
+    def gpus(self) -> list[str]:
+        return self.engine.gpus()
+
+    def join(self, rendezvous: Rendezvous, name: str, shares: bool) -> None:
+        self.engine.join(rendezvous, name, shares=shares)
+
+    def receive(self) -> None:
+        self.engine.receive()
+
+    def began(self) -> float:
+        """When its last update did."""
+        return self.sampler.began
+
+    def busy(self) -> None:
+        time.sleep(1000)
+
+    def holds(self) -> tuple[int, float]:
+        """Its version, and the sum of its weights."""
+        total = sum(float(tensor.sum()) for tensor in self.sampler.weights.values())
+        return self.sampler.version, total
+
+
+@pytest.fixture(scope="module")
+def sender() -> Iterator[Callable[[float], Sender]]:
+    start_local_ray(num_cpus=2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield lambda deadline_s: Sender(("127.0.0.1", store.port), CPU, deadline_s=deadline_s)
+    ray.shutdown()
+
+
+def engines(*troubles: str) -> list[Receiver]:
+    remote: Any = ray.remote(Worker)
+    actors = [remote.options(num_cpus=0).remote(trouble) for trouble in troubles]
+    ray.get([actor.gpus.remote() for actor in actors], timeout=PATIENCE_S)
+    return [Receiver(index, actor) for index, actor in enumerate(actors)]
+
+
+def test_an_engine_begins_when_the_first_bucket_is_there(
+    sender: Callable[[float], Sender],
+) -> None:
+    """The rank makes room on its GPU before that, for an engine that wakes up there."""
+    there = engines("")
+    made: list[float] = []
+
+    def buckets() -> Iterator[FlatBucket]:
+        for bucket in pack_flat(WEIGHTS.items(), BUCKET_BYTES):
+            made.append(time.monotonic())
+            yield bucket
+
+    assert sender(DEADLINE_S).send(buckets(), there, 1) == {0: 1}
+    began = ray.get(there[0].actor.began.remote(), timeout=PATIENCE_S)
+    # A small bucket is sent when it is on its way; the second one waits until the first is loaded.
+    assert len(made) > 2 and made[0] < began < made[2]
+
+
+def test_the_trouble_of_one_engine_is_its_own(
+    sender: Callable[[float], Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.weights.sender.GRACE_S", PATIENCE_S)  # Ray is slow
+
+    def troubled(limit_s: float) -> None:
+        """The engine that hangs up is waited for until the limit; the others are in time."""
+        end = sender(limit_s)
+        there = engines("", "dies", "raises", "flips", "hangs up")
+        expected = sum(float(tensor.sum()) for tensor in WEIGHTS.values())
+        buckets: list[weakref.ref[torch.Tensor]] = []
+
+        def watched() -> Iterator[FlatBucket]:
+            for entries, flat in pack_flat(WEIGHTS.items(), BUCKET_BYTES):
+                buckets.append(weakref.ref(flat))
+                yield entries, flat
+
+        gc.collect()
+        gc.disable()
+        try:
+            outcomes = end.send(watched(), there, 7)
+            assert outcomes[0] == 7
+            assert isinstance(outcomes[1], RayActorError)
+            assert isinstance(outcomes[2], ValueError) and "no tensor" in str(outcomes[2])
+            assert isinstance(outcomes[3], RuntimeError) and "other bytes" in str(outcomes[3])
+            # Such an engine is replaced, as one that is late: the run goes on.
+            assert isinstance(outcomes[4], TimeoutError) and "channel" in str(outcomes[4])
+            # References in a traceback would keep the memory of buckets on a GPU.
+            # gloo holds what it could not send till its deadline.
+            until = time.monotonic() + 10 * limit_s
+            while (
+                held := [1 for flat in buckets if flat() is not None]
+            ) and time.monotonic() < until:
+                time.sleep(0.1)
+            assert len(buckets) == 3 and not held
+        finally:
+            gc.enable()
+        assert ray.get(there[0].actor.holds.remote(), timeout=PATIENCE_S) == (7, expected)
+        assert list(end._links) == [0]
+
+        # A new engine takes the place of the one that died; engine 0 keeps its link; one whose
+        # update failed gets another, since the old one is where the failure left it.
+        (new,) = engines("")
+        kept = end._links[0]
+        twice = {name: 2 * tensor for name, tensor in WEIGHTS.items()}
+        takers = [there[0], Receiver(1, new.actor), there[2]]
+        outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), takers, 8)
+        assert outcomes == {0: 8, 1: 8, 2: 8}
+        held = ray.get([taker.actor.holds.remote() for taker in takers], timeout=PATIENCE_S)
+        assert held == [(8, 2 * expected)] * 3
+        assert end._links[0] is kept
+
+        # Engine 0 died after its last update.
+        outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), [Receiver(0, new.actor)], 9)
+        assert outcomes == {0: 9}
+        assert kept.channel is not None
+        with pytest.raises(ConnectionError, match="closed"):
+            kept.channel.send(torch.zeros(8, dtype=torch.uint8))
+
+    within_some(troubled, (6.0, 30.0, 60.0))
+
+
+def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> None:
+    huge = {"t": torch.zeros(2**24)}
+
+    def unreached(limit_s: float) -> None:
+        (deaf,) = engines("deaf")
+        outcome = sender(limit_s).send(pack_flat(huge.items(), 2**30), [deaf], 1)[0]
+        assert isinstance(outcome, RuntimeError)
+        for part in ("engine 0 cannot be reached", "rollout.weight_transfer", "NCCL_SOCKET_IFNAME"):
+            assert part in str(outcome)
+
+    within_some(unreached, (1.0, 10.0, 60.0))
+
+
+def test_an_engine_that_says_nothing(sender: Callable[[float], Sender]) -> None:
+    (silent,) = engines("")
+    silent.actor.busy.remote()
+    outcome = sender(1).send(pack_flat(WEIGHTS.items(), BUCKET_BYTES), [silent], 1)[0]
+    assert isinstance(outcome, TimeoutError)
+    assert str(outcome).startswith("waited 1 s (rollout.update_deadline_s) for an engine to say")
+
+
+def test_a_bucket_has_gone_when_the_next_one_is_made(sender: Callable[[float], Sender]) -> None:
+    class Watched:
+        """Blocks that are held nowhere else; whether one was still there at the next one's turn."""
+
+        def __init__(self) -> None:
+            self.buckets, self.held = pack_flat(WEIGHTS.items(), BUCKET_BYTES), list[bool]()
+            self.last: Callable[[], torch.Tensor | None] = lambda: None
+
+        def __iter__(self) -> Iterator[FlatBucket]:
+            return self
+
+        def __next__(self) -> FlatBucket:
+            wait_for(lambda: self.last() is None)  # gloo lets go of it in a thread of its own
+            self.held.append(self.last() is not None)
+            bucket = next(self.buckets)
+            self.last = weakref.ref(bucket[1])
+            return bucket
+
+    watched = Watched()
+    assert sender(DEADLINE_S).send(watched, engines(""), 1) == {0: 1}
+    assert watched.held == [False] * 4
+
+
+def test_buckets_are_consumed_to_the_end_for_the_ranks_that_gather_along(
+    sender: Callable[[float], Sender],
+) -> None:
+    buckets = pack_flat(WEIGHTS.items(), BUCKET_BYTES)
+    assert sender(5).send(buckets, [], 1) == {}
+    assert next(buckets, None) is None

@@ -1,0 +1,395 @@
+"""vLLM's layerwise reload watched by `keel.weights.trace`, on small modules with
+loaders like vLLM's. The tests load vLLM, not this module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.buckets import pack_buckets
+
+pytestmark = pytest.mark.e2e
+H, E, INNER, RANK, RANKS, WORDS = 16, 4, 8, 1, 2, 11
+"""Hidden size, experts, their inner size, tensor-parallel rank and ranks, vocabulary."""
+BF16 = torch.bfloat16
+
+
+def parameter(*shape: int, loader: Any = None, dtype: torch.dtype = BF16) -> nn.Parameter:
+    made = nn.Parameter(torch.zeros(*shape, dtype=dtype), requires_grad=False)
+    if loader is not None:
+        made.weight_loader = loader  # type: ignore[attr-defined]
+    return made
+
+
+class Embedding(nn.Module):
+    """Padded from 11 rows to 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(16, H, loader=self.load)
+
+    @staticmethod
+    def load(param: Tensor, loaded: Tensor) -> None:
+        param[: len(loaded)].data.copy_(loaded)
+        param[len(loaded) :].data.fill_(0)
+
+
+class Qkv(nn.Module):
+    """Fused, with a bias, which vLLM loads without a tensor in between."""
+
+    rows: ClassVar = {"q": (0, 8), "k": (8, 4), "v": (12, 4)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(16, H, loader=self.load)
+        self.bias = parameter(16, loader=self.load)
+
+    def load(self, param: Tensor, loaded: Tensor, shard: str) -> None:
+        param.data.narrow(0, *self.rows[shard]).copy_(loaded)
+
+
+class Gate(nn.Module):
+    """In float32, from bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(E, H, dtype=torch.float32)
+
+
+class Experts(nn.Module):
+    """One tensor-parallel rank's, from per-expert tensors; columns of the last one are strided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = parameter(E, INNER, H, loader=self.load)
+        self.w2 = parameter(E, H, INNER // RANKS, loader=self.load)
+
+    def load(self, param: Tensor, loaded: Tensor, shard: str, expert: int) -> None:
+        here = INNER // RANKS
+        to = param.data[expert]
+        if shard == "w2":
+            to.copy_(loaded.narrow(1, RANK * here, here))
+        else:
+            to.narrow(0, 0 if shard == "w1" else here, here).copy_(
+                loaded.narrow(0, RANK * here, here)
+            )
+
+
+class Toy(nn.Module):
+    """Names of its checkpoint are those of modules, with shards and experts as parts of them."""
+
+    def __init__(self, *extra: tuple[str, nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.gate, self.experts = Embedding(), Qkv(), Gate(), Experts()
+        for name, module in extra:
+            self.add_module(name, module)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "head.weight":  # tied
+                continue
+            module, *key, leaf = name.split(".")
+            param = getattr(getattr(self, module), leaf)
+            loader = getattr(param, "weight_loader", None)
+            if loader is None:
+                from vllm.model_executor.model_loader.weight_utils import (  # noqa: PLC0415
+                    default_weight_loader,
+                )
+
+                default_weight_loader(param, tensor)
+            elif module == "experts":
+                loader(param, tensor, key[1], int(key[0]))
+            else:
+                loader(param, tensor, *key)
+
+
+def checkpoint(seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (WORDS, H), "gate.weight": (E, H)}
+    for shard, (_, rows) in Qkv.rows.items():
+        shapes |= {f"qkv.{shard}.weight": (rows, H), f"qkv.{shard}.bias": (rows,)}
+    for e in range(E):
+        shapes |= {f"experts.{e}.{w}.w13": (INNER, H) for w in ("w1", "w3")}
+        shapes[f"experts.{e}.w2.w2"] = (H, INNER)
+    shapes["head.weight"] = (WORDS, H)
+    return {name: torch.randn(shape).to(BF16) for name, shape in shapes.items()}
+
+
+class Worker:
+    """`WeightsExtension` around a model of our own."""
+
+    def __init__(self, *extra: tuple[str, nn.Module]) -> None:
+        from vllm.config import VllmConfig  # noqa: PLC0415
+        from vllm.model_executor.model_loader.reload import (  # noqa: PLC0415
+            record_metadata_for_reloading,
+        )
+
+        from keel.weights.loader import WeightsExtension  # noqa: PLC0415
+
+        self.model = Toy(*extra)
+        record_metadata_for_reloading(self.model)
+        self.extension: Any = WeightsExtension()
+        self.extension.rank, self.extension.device = 0, torch.device("cpu")
+        self.extension.model_runner = SimpleNamespace(get_model=lambda: self.model)
+        config: Any = VllmConfig()
+        config.model_config = SimpleNamespace(dtype=BF16)
+        self.extension.vllm_config = config
+
+    def update(self, tensors: dict[str, Tensor], *, copies: bool = True, size: int = 900) -> str:
+        """Blocks end within layers. Returns how the next update will be done."""
+        self.extension.keel_begin_update("" if copies else "it is switched off")
+        planned = self.extension.keel_way() == "copies"
+        for bucket in pack_buckets(tensors.items(), size):
+            data = np.array(bucket.data)
+            self.extension.keel_load_bucket(type(bucket)(entries=bucket.entries, data=data))
+            if planned:
+                data[:] = 0x55  # the bucket's owner may have it back
+        self.extension.keel_finish_update(None)
+        return self.extension.keel_way()
+
+    def weights(self) -> dict[str, Tensor]:
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: tensor.detach().clone() for name, tensor in named}
+
+    def scribble(self) -> None:
+        """As after sleep: nothing in the weights' memory can be relied on."""
+        for tensor in self.model.parameters():
+            tensor.data.fill_(float("nan"))
+
+
+def assert_equal(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert found.keys() == right.keys()
+    for name, tensor in right.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def loaded(tensors: dict[str, Tensor], *extra: tuple[str, nn.Module]) -> dict[str, Tensor]:
+    """What vLLM's loader makes of them."""
+    worker = Worker(*extra)
+    assert worker.update(tensors, copies=False) == "it is switched off"
+    return worker.weights()
+
+
+@pytest.mark.parametrize("size", [900, 10**6])
+def test_later_updates_are_copies_and_give_what_the_loader_gives(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    worker = Worker()
+    addresses = {name: p.data_ptr() for name, p in worker.model.named_parameters()}
+    assert worker.update(checkpoint(1), size=size) == "copies"
+    assert_equal(worker.weights(), loaded(checkpoint(1)))
+    rights = [loaded(checkpoint(seed)) for seed in (2, 3)]
+    assert not torch.equal(rights[0]["experts.w2"], rights[1]["experts.w2"])
+    monkeypatch.setattr(Toy, "load_weights", None)  # nobody asks vLLM's loader any more
+    for seed, right in zip((2, 3), rights, strict=True):
+        worker.scribble()
+        assert worker.update(checkpoint(seed), size=size) == "copies"
+        assert_equal(worker.weights(), right)
+    assert {name: p.data_ptr() for name, p in worker.model.named_parameters()} == addresses
+
+
+def test_what_came_is_placed_and_what_is_tied_is_known_to_be_ignored() -> None:
+    worker = Worker()
+    worker.update(checkpoint(1))
+    plan = worker.extension.keel_plan
+    assert plan.placed.keys() == checkpoint(1).keys()
+    assert [name for name, placed in plan.placed.items() if not placed.pieces] == ["head.weight"]
+
+
+def test_an_update_may_come_in_other_buckets() -> None:
+    worker = Worker()
+    worker.update(checkpoint(1))
+    for size in (300, 5000):
+        worker.scribble()
+        tensors = dict(sorted(checkpoint(2).items(), key=lambda item: item[0][::-1]))
+        worker.update(tensors, size=size)
+        assert_equal(worker.weights(), loaded(checkpoint(2)))
+
+
+def test_an_update_that_did_not_finish_leaves_no_plan() -> None:
+    worker = Worker()
+    worker.extension.keel_begin_update()
+    assert worker.update(checkpoint(1)) == "an earlier update did not finish"
+    assert_equal(worker.weights(), loaded(checkpoint(1)))
+
+
+class Single(nn.Module):
+    """A layer of one weight, with something that happens to it when it is loaded."""
+
+    def __init__(self, after: Callable[[Any], None] | None = None, rows: int = 8) -> None:
+        super().__init__()
+        self.weight = parameter(8, H)
+        if rows < 8:
+            self.weight.weight_loader = self.load_part  # type: ignore[attr-defined]
+            self.rows = rows
+        if after is not None:
+            self.quant_method = after_loading(after)
+
+    def load_part(self, param: Tensor, tensor: Tensor) -> None:
+        param.data[: self.rows].copy_(tensor)
+
+
+def after_loading(act: Callable[[Any], None]) -> Any:
+    from vllm.model_executor.layers.quantization.base_config import (  # noqa: PLC0415
+        QuantizeMethodBase,
+    )
+
+    class Method(QuantizeMethodBase):
+        def create_weights(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def apply(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            act(layer)
+
+    return Method()
+
+
+def single(seed: int, rows: int = 8) -> dict[str, Tensor]:
+    return checkpoint(seed) | {"single.weight": torch.randn(rows, H).to(BF16)}
+
+
+def derives(layer: Any) -> None:
+    layer.handle = layer.weight.data * 2
+
+
+def shuffles(layer: Any) -> None:
+    layer.weight.data = layer.weight.data.flip(0).contiguous()
+
+
+def shuffles_unseen(layer: Any) -> None:
+    """Not by an operation of PyTorch, as a kernel of one's own may."""
+    rows = layer.weight.data.view(torch.int16).numpy()
+    rows[:] = rows[::-1].copy()
+
+
+def does_nothing(layer: Any) -> None:
+    """Like vLLM's experts in bfloat16 on a GPU."""
+    layer.weight.data.copy_(layer.weight.data)
+    layer.weight.copy_(layer.weight.contiguous())
+    assert torch.empty_like(layer.weight).shape == layer.weight.view(-1, 2).view(8, H).shape
+
+
+def reads_the_first(layer: Any) -> None:
+    layer.first = layer.weight[0, 0].item()
+
+
+REFUSED = {
+    "derives": (derives, 8, "aten.mul.Tensor reads"),
+    "shuffles": (shuffles, 8, "aten.flip.default reads"),
+    "shuffles_unseen": (shuffles_unseen, 8, "single.weight is not what was copied to it"),
+    "reads_the_first": (reads_the_first, 8, "reads a loaded tensor"),
+    "partial": (None, 6, "single.weight: 96 of its 128 elements are loaded"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_layer_that_does_more_than_copy_is_left_to_the_loader(kind: str) -> None:
+    after, rows, why = REFUSED[kind]
+    worker = Worker(("single", Single(after, rows)))
+    assert why in worker.update(single(1, rows))
+    for seed in (1, 2):
+        tensors = single(seed, rows)
+        assert why in worker.update(tensors)
+        right, found = loaded(tensors, ("single", Single(after, rows))), worker.weights()
+        for each in (right, found):
+            each["single.weight"] = each["single.weight"][:rows]  # the rest is anybody's
+        assert_equal(found, right)
+
+
+def test_a_refusal_of_the_proof_leaves_the_weights_right() -> None:
+    worker = Worker(("single", Single(shuffles_unseen)))
+    tensors = single(1)
+    assert "not what was copied" in worker.update(tensors)
+    assert torch.equal(worker.weights()["single.weight"], tensors["single.weight"].flip(0))
+
+
+def test_a_layer_that_copies_to_itself_is_no_obstacle() -> None:
+    worker = Worker(("single", Single(does_nothing)))
+    assert worker.update(single(1)) == "copies"
+    worker.scribble()
+    tensors = single(2)
+    worker.update(tensors)
+    assert_equal(worker.weights(), loaded(tensors, ("single", Single(does_nothing))))
+
+
+@pytest.mark.parametrize("change", ["views", "sums"])
+def test_loaders_that_look_at_the_checkpoint_tensor(change: str) -> None:
+    layer = Single()
+
+    def load(param: Tensor, tensor: Tensor) -> None:
+        tensor = tensor.t().contiguous().t() if change == "views" else tensor + 1
+        param.data.copy_(tensor)
+
+    layer.weight.weight_loader = load  # type: ignore[attr-defined]
+    assert "reads a tensor of the checkpoint" in Worker(("single", layer)).update(single(1))
+
+
+def test_a_loader_without_a_name_is_given_one() -> None:
+    """MiniMax-M2's norms have such."""
+    layer = Single()
+    layer.weight.weight_loader = partial(layer.load_part)  # type: ignore[attr-defined]
+    layer.rows = 8
+    worker = Worker(("single", layer))
+    worker.extension.keel_name_loaders()
+    for seed in (1, 2):
+        tensors = single(seed)
+        assert worker.update(tensors) == "copies"
+        assert_equal(worker.weights(), loaded(tensors, ("single", Single())))
+
+
+def attention(source: Callable[[], nn.Module]) -> nn.Module:
+    """Derives a product from another layer's weight after every load, as MLA does."""
+    from vllm.model_executor.layers.attention_layer_base import (  # noqa: PLC0415
+        AttentionLayerBase,
+    )
+
+    class Attention(nn.Module, AttentionLayerBase):
+        def __init__(self) -> None:
+            super().__init__()
+            self.absorbed = parameter(H, 8)
+
+        def get_attn_backend(self) -> Any: ...
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
+
+        def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+            self.absorbed.data.copy_(source().weight.data.t() * 2)
+
+    return Attention()
+
+
+def test_attention_derives_its_state_in_every_update() -> None:
+    latent = Single()
+    worker = Worker(("single", latent), ("attention", attention(lambda: latent)))
+    address = worker.model.get_parameter("attention.absorbed").data_ptr()
+    assert worker.update(single(1)) == "copies"
+    for seed in (2, 3):
+        worker.scribble()
+        tensors = single(seed)
+        worker.update(tensors)
+        absorbed = worker.model.get_parameter("attention.absorbed")
+        assert torch.equal(absorbed, tensors["single.weight"].t() * 2)
+        assert absorbed.data_ptr() == address
+    assert "process_weights_after_loading" not in worker.model.attention.__dict__
+
+
+def test_wrong_bytes_are_noticed() -> None:
+    """What the tests above compare with would show a piece in the wrong place."""
+    worker = Worker()
+    worker.update(checkpoint(1))
+    plan = worker.extension.keel_plan
+    first, second = (plan.placed[f"experts.{e}.w2.w2"] for e in (0, 1))
+    plan.placed["experts.0.w2.w2"] = second
+    plan.placed["experts.1.w2.w2"] = first
+    worker.update(checkpoint(2))
+    with pytest.raises(AssertionError, match=r"experts\.w2"):
+        assert_equal(worker.weights(), loaded(checkpoint(2)))

@@ -1,0 +1,61 @@
+"""Updates by copies in real engines, whose weights are left as they would be on a GPU.
+
+On a CPU as it is, vLLM packs weights, and its loader does every update.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tests.rollout.remote_engine import OPEN, engine_spec, prompts, running_engine
+from tests.weights.updates import (
+    OFF,
+    Model,
+    change,
+    check,
+    check_probabilities,
+    make,
+    make_old,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("of", ["experts", "dense", "latent"])
+def test_updates_by_copies(tmp_path: Path, of: Model) -> None:
+    check(tmp_path, of, sleeps=False, gpu=False, kind="plain")
+
+
+def test_a_tied_head_that_is_packed_follows_its_embedding(tmp_path: Path) -> None:
+    """Packed weights are left to the loader."""
+    model = make(tmp_path, "dense")
+    with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
+        for version in (1, 2):
+            engine.update(version, change(model, version))
+            (why,) = engine.updates()
+            assert "reads a loaded tensor" in why
+            groups = engine.sample(prompts(2, shared=30, own=9), group_size=2)
+            check_probabilities(model, groups, version)
+
+
+@pytest.mark.parametrize("amx", [False, True], ids=["without-amx", "with-amx"])
+def test_latent_attention_in_float32_on_any_cpu(tmp_path: Path, amx: bool) -> None:
+    """Once with `copy_weights: false`."""
+    model = make(tmp_path, "latent")
+    spec = engine_spec(tmp_path, sampling=OPEN, kv_cache_gib=0.25, copy_weights=amx)
+    with running_engine(spec, gpu=False, amx=amx) as engine:
+        engine.update(1, change(model, 1))
+        assert (engine.updates() == [OFF]) == (not amx)
+        check_probabilities(model, engine.sample(prompts(2, shared=30, own=9)), 1)
+
+
+@pytest.mark.parametrize("of", ["gpt_neox", "gpt2"])
+def test_checkpoints_as_the_hub_has_them(tmp_path: Path, of: Literal["gpt_neox", "gpt2"]) -> None:
+    """With tensors that nobody loads, and without the decoder's name."""
+    model = make_old(tmp_path, of)
+    with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
+        engine.update(1, change(model, 1))
+        check_probabilities(model, engine.sample(prompts(2, shared=30, own=9)), 1)

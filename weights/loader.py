@@ -1,0 +1,233 @@
+"""New weights into a running engine, one bucket at a time, wherever its bytes are.
+
+vLLM's layerwise reload puts each layer's tensors aside until the layer is complete, converts them
+as at the first load and copies the result into the tensors the kernels (and CUDA graphs) hold.
+Calling a model's `load_weights` without it leaves the model half loaded. A recorder watches the
+first update, and later ones make the same copies without vLLM's loader
+(`keel.weights.copy_plan`).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from keel.weights.buckets import (
+    Bucket,
+    Checksum,
+    Sent,
+    Shared,
+    host_bytes,
+    unpack_flat,
+)
+from keel.weights.channel import Channel, Rendezvous, SharedView, gpu_id
+from keel.weights.copy_plan import Plan
+from keel.weights.trace import Recorder
+from keel.weights.workers import attempt
+
+_LOG = logging.getLogger(__name__)
+# Says "failed to load weights" of layers that only hold tables; `Manifest` does that check.
+# A filter: vLLM sets the levels of its loggers anew when an engine is built.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: record.levelno >= logging.ERROR
+)
+
+
+def moe_runners(model: nn.Module) -> list[Any]:
+    """The MoE layers of a vLLM model, in order."""
+    runners = [module for module in model.modules() if isinstance(module, MoERunner)]
+    return sorted(runners, key=lambda runner: runner.layer_id)
+
+
+def pack_tied_heads(model: nn.Module) -> None:
+    """vLLM's CPU build packs an output head for oneDNN, and leaves a tied one, for which no tensor
+    comes, with the packed weights of before."""
+    for head in model.modules():
+        if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
+            owners = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
+            if any(owner is not head and owner.weight is head.weight for owner in owners):
+                head.quant_method.process_weights_after_loading(head)
+
+
+def name_loaders(model: nn.Module) -> None:
+    """vLLM's reload asks each tensor's loader for its name, and a `functools.partial`, as that of
+    MiniMax-M2's norms, has none."""
+    for tensor in model.parameters():
+        loader = getattr(tensor, "weight_loader", None)
+        if loader is not None and not hasattr(loader, "__name__"):
+            loader.__name__ = "weight_loader"
+
+
+class WeightsExtension:
+    """Methods that vLLM adds to its workers (`worker_extension_cls`); every rank runs them."""
+
+    vllm_config: Any
+    model_runner: Any
+    rank: int
+    """Among the workers of this engine."""
+    device: torch.device
+
+    keel_channel: Channel | None = None
+    keel_view: SharedView
+    """Of an update whose bytes stay on the GPU."""
+    keel_checksum: Checksum
+    keel_recorder: Recorder | None = None
+    """Of the first update; stays, so that there is no second one."""
+    keel_plan: Plan | None = None
+    """Does the updates, once there is one."""
+    keel_decided = False
+    """Whether it is known if there will be one."""
+
+    def keel_name_loaders(self) -> None:
+        name_loaders(self.model_runner.get_model())
+
+    def keel_moe_layers(self) -> list[int]:
+        """Indices of the MoE layers among all layers."""
+        return [runner.layer_id for runner in moe_runners(self.model_runner.get_model())]
+
+    def keel_gpu(self) -> str:
+        return gpu_id(self.device)
+
+    def keel_join(self, rendezvous: Rendezvous, name: str, deadline_s: float) -> None:
+        """Open the engine's channel to the rank that sends it weights, in the place of an earlier
+        one."""
+        if self.keel_channel is not None:
+            self.keel_channel.close()
+            self.keel_channel = None
+        size = 1 + self.vllm_config.parallel_config.world_size
+        self.keel_channel = Channel(
+            rendezvous,
+            name,
+            rank=1 + self.rank,
+            size=size,
+            device=self.device,
+            deadline_s=deadline_s,
+        )
+
+    def keel_attempt(self, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
+        """See `keel.weights.workers.have_workers`."""
+        return attempt(self, method, args)
+
+    def keel_begin_update(self, no_copies: str = "") -> None:
+        """`no_copies`: why vLLM's loader is to do every update; empty: until it is known what it
+        does."""
+        self.keel_checksum, self.keel_view = Checksum(), SharedView()
+        if self.keel_plan is not None:
+            with torch.inference_mode():
+                self.keel_plan.begin()
+            return
+        model = self.model_runner.get_model()
+        if self.keel_recorder is None:
+            self.keel_recorder = Recorder(model, [] if no_copies else self._keel_deferred())
+            if no_copies:
+                self.keel_recorder.refuse(no_copies)
+            elif self.vllm_config.quant_config is not None:
+                self.keel_recorder.refuse("weights are quantized")
+            elif self.vllm_config.parallel_config.enable_eplb:
+                self.keel_recorder.refuse("experts move between GPUs")
+        elif not self.keel_decided:
+            self.keel_recorder.refuse("an earlier update did not finish")
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+
+    def keel_way(self) -> str:
+        """How updates are done: "copies", or why by vLLM's loader; empty until it is known."""
+        if self.keel_plan is not None:
+            return "copies"
+        return self.keel_recorder.refusal if self.keel_recorder is not None else ""
+
+    @torch.inference_mode()
+    def keel_load_bucket(self, bucket: Bucket) -> None:
+        recorder = self.keel_recorder
+        assert recorder is not None
+        loader_alone = self.keel_plan is None and recorder.refusal != ""
+        flat = self._keel_bytes(bucket, on_device=not loader_alone)
+        if not isinstance(bucket.data, np.ndarray):
+            self.keel_checksum.add(flat)
+        if self.keel_plan is not None:
+            self.keel_plan.load(bucket.entries, flat)
+            if isinstance(bucket.data, Shared):
+                torch.cuda.current_stream().synchronize()  # the next one is written over it
+            return
+        watched = nullcontext() if loader_alone else recorder.bucket(bucket.entries, flat)
+        with set_current_vllm_config(self.vllm_config), watched:
+            self.model_runner.get_model().load_weights(unpack_flat(bucket.entries, flat))
+
+    def _keel_bytes(self, bucket: Bucket, *, on_device: bool) -> torch.Tensor:
+        if isinstance(bucket.data, Sent):
+            if self.keel_channel is None:
+                raise ConnectionError("the channel for weights has not been opened")
+            return self.keel_channel.receive(bucket.data)
+        if isinstance(bucket.data, Shared):
+            flat = self.keel_view.read(bucket.data, self.device)
+            if self.keel_plan is None:  # the loader may put tensors aside until the next bucket
+                flat = flat.clone()
+                torch.cuda.current_stream().synchronize()
+            return flat
+        flat = host_bytes(bucket)
+        return flat.to(self.device) if on_device else flat
+
+    @torch.inference_mode()
+    def keel_finish_update(self, checksum: int | None) -> None:
+        """Raises RuntimeError if the bytes that came are not those that were sent."""
+        self.keel_view = SharedView()
+        if checksum not in (None, self.keel_checksum.value()):
+            raise RuntimeError(
+                f"weight update: worker {self.rank} of the engine received other bytes than were "
+                "sent"
+            )
+        model, config = self.model_runner.get_model(), self.vllm_config.model_config
+        recorder = self.keel_recorder
+        assert recorder is not None
+        with set_current_vllm_config(self.vllm_config):
+            if self.keel_plan is not None:
+                for layer in self._keel_deferred():
+                    layer.process_weights_after_loading(config.dtype)
+                return
+            with recorder.watching():
+                finalize_layerwise_reload(model, config)
+            if self.device.type == "cpu":
+                pack_tied_heads(model)
+        if self.keel_decided:
+            return
+        self.keel_decided = True
+        self.keel_plan = recorder.plan()
+        if self.keel_plan is None:
+            _LOG.info("weight updates: by vLLM's loader, because %s", recorder.refusal)
+        else:
+            _LOG.info("weight updates: by copies of %d tensors", len(self.keel_plan.placed))
+
+    def _keel_deferred(self) -> list[Any]:
+        """Layers of attention, whose work after loading comes last: MLA's absorbed products."""
+        from vllm.model_executor.layers.attention import (  # noqa: PLC0415  (copies alone need it)
+            is_deferred_attention_layer,
+        )
+
+        modules = self.model_runner.get_model().modules()
+        return [module for module in modules if is_deferred_attention_layer(module)]
+
+    def keel_fingerprint(self) -> dict[str, str]:
+        """A hash of every parameter as the kernels see it."""
+        named = self.model_runner.get_model().named_parameters()
+        return {
+            name: blake2b(
+                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            ).hexdigest()
+            for name, tensor in named
+        }

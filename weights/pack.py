@@ -1,0 +1,158 @@
+"""A model's checkpoint tensors in buckets for the engines, update after update.
+
+Transformers takes some 50 µs of Python to name a tensor as its checkpoint does, and a mixture of
+experts has tens of thousands. Where in the model each one is does not change from update to update,
+so it is found out in the first, and later ones copy runs of memory: a layer's experts are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from keel.model.load import Named, Whole, as_checkpoint, module_tensors, precision
+from keel.weights.buckets import FlatBucket, TensorEntry, pack_flat
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements that follow each other in a module's tensor, and in a bucket."""
+
+    source: str
+    """The tensor's name."""
+    start: int
+    """The first of them there."""
+    count: int
+    bucket: int
+    at: int
+    """Where they start in the bucket, in bytes."""
+    dtype: torch.dtype
+    """Of the bucket's elements."""
+
+
+class BucketPacker:
+    """Of one model, whose modules and shapes stay what they are."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        *,
+        whole: Whole | None = None,
+    ) -> None:
+        """`dtype`: of the engines' weights; see `precision`. `bucket_bytes`: see `pack_flat`.
+        `whole`: see `module_tensors`."""
+        self._model, self._size, self._whole = model, bucket_bytes, whole
+        self._in_engine_dtype = precision(model, dtype)
+        self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
+        """Of each bucket: its table of contents and its bytes."""
+        self._runs: list[list[_Run]] = []
+        """Of each module, in the order of buckets."""
+        self._computed: set[int] = set()
+        """Modules whose checkpoint tensors are more than parts of their own."""
+
+    def buckets(self) -> Iterator[FlatBucket]:
+        """The current weights. Holds one bucket, and one module's tensors beside it."""
+        return self._again() if self._tables else self._first()
+
+    def _first(self) -> Iterator[FlatBucket]:
+        origins: dict[str, tuple[int, str, int]] = {}
+        computed: set[int] = set()
+        modules = 0
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            nonlocal modules
+            for index, own in enumerate(module_tensors(self._model, whole=self._whole)):
+                modules += 1
+                named = self._named(own)
+                found = {name: _origin(tensor, own) for name, tensor in named.items()}
+                if None in found.values():
+                    computed.add(index)
+                    found = {name: (name, 0) for name in named}
+                places = {name: (index, *place) for name, place in found.items() if place}
+                origins.update(places)
+                # In the order of memory, so that what is together stays together.
+                for name in sorted(named, key=places.__getitem__):
+                    yield name, self._in_engine_dtype(name, named[name])
+
+        tables: list[tuple[tuple[TensorEntry, ...], int]] = []
+        for entries, flat in pack_flat(tensors(), self._size):
+            tables.append((entries, flat.numel()))
+            yield entries, flat
+        runs: list[list[_Run]] = [[] for _ in range(modules)]
+        for number, (entries, _) in enumerate(tables):
+            for entry in entries:
+                module, source, start = origins[entry.name]
+                dtype = getattr(torch, entry.dtype)
+                _append(runs[module], _Run(source, start, entry.numel, number, entry.offset, dtype))
+        self._tables, self._runs, self._computed = tables, runs, computed
+
+    def _named(self, own: Named) -> Named:
+        try:
+            with _InPlace():
+                return as_checkpoint(self._model, own)
+        except RuntimeError:  # a conversion that does need something contiguous
+            return as_checkpoint(self._model, own)
+
+    def _again(self) -> Iterator[FlatBucket]:
+        number, flat = -1, torch.empty(0)
+        modules = module_tensors(self._model, whole=self._whole)
+        for index, (own, runs) in enumerate(zip(modules, self._runs, strict=True)):
+            sources = as_checkpoint(self._model, own) if index in self._computed else own
+            for run in runs:
+                if run.bucket != number:
+                    if number >= 0:
+                        yield self._tables[number][0], flat
+                        flat = torch.empty(0)  # makes room for the next one
+                    number, device = run.bucket, sources[run.source].device
+                    flat = torch.zeros(self._tables[number][1], dtype=torch.uint8, device=device)
+                part = sources[run.source].reshape(-1)[run.start : run.start + run.count]
+                if run.count:
+                    end = run.at + run.count * run.dtype.itemsize
+                    flat[run.at : end].view(run.dtype).copy_(part)
+        if number >= 0:
+            yield self._tables[number][0], flat
+
+
+class _InPlace(TorchFunctionMode):
+    """Transformers makes what it takes out of a tensor contiguous, by a copy, and then takes that
+    apart; without copies it can be seen where things come from."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _origin(tensor: Tensor, own: Mapping[str, Tensor]) -> tuple[str, int] | None:
+    """The module's tensor that this one is a part of, without gaps, and where it starts there."""
+    for name, whole in own.items():
+        start, rest = divmod(tensor.data_ptr() - whole.data_ptr(), whole.itemsize)
+        if (
+            tensor.dtype == whole.dtype
+            and tensor.is_contiguous()
+            and whole.is_contiguous()
+            and rest == 0
+            and 0 <= start <= whole.numel() - tensor.numel()
+        ):
+            return name, start
+    return None
+
+
+def _append(runs: list[_Run], run: _Run) -> None:
+    """As a part of the last run, where it follows that in both places."""
+    if runs:
+        last = runs[-1]
+        bytes_before = last.count * last.dtype.itemsize
+        after = replace(last, start=last.start + last.count, at=last.at + bytes_before)
+        if run == replace(after, count=run.count):
+            runs[-1] = replace(last, count=last.count + run.count)
+            return
+    runs.append(run)
