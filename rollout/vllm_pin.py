@@ -1,7 +1,7 @@
 """The version of vLLM that Keel's patches are written for.
 
-Keel overrides private parts of vLLM in `rollout/engine`, `rollout/recording`, `rollout/fastpath`
-and `rollout/weight_loading`. Another version may change any of them, so engines start on this
+Keel overrides private parts of vLLM in `rollout/engine`, `rollout/recording`, `rollout/vllm_fast`
+and `weights`. Another version may change any of them, so engines start on this
 version alone, and each patch of a function checks that function's parameters first.
 docs/rollouts.md lists what to look at when the pin moves. This module does not import vLLM.
 """

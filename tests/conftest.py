@@ -85,7 +85,7 @@ TOGETHER = (
     ),
     re.compile(
         r"tests/rollout/(test_changed_vllm|engine/test_head_dtype|recording/test_(v1|interleavings)"
-        r"|weight_loading/test_updates)"
+        r"|weights/test_updates)"
     ),
 )
 """Files whose processes are forked from one that has loaded the libraries (tests/forked.py), which
