@@ -13,7 +13,7 @@ from pathlib import Path
 from keel.agents.env_process.client import Hosted, Program, parent_of
 from keel.agents.env_process.parent import Parent
 from keel.agents.mcp_client import McpEpisode, McpServer
-from keel.agents.system_prompt import SystemPrompt, Told
+from keel.agents.system_prompt import SystemPrompt, WithSystemPrompt
 from keel.agents.types import EnvironmentLost, Fault, Opening, Transcript, Unscored
 from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt
@@ -80,7 +80,7 @@ async def probe(
     """Open `task` for real, look at it, ask for a verdict, and close it. An environment may have no
     verdict before the policy has done anything: where that fails, a warning is logged.
 
-    window: tokens of a conversation at most; prompt: as in `Told`.
+    window: tokens of a conversation at most; prompt: as in `WithSystemPrompt`.
     Raises:
         ValueError: it cannot be opened, its tools cannot be called or shown, or its opening does
             not fit. Names the environment, says what failed in its own words, and the cure.
@@ -151,7 +151,7 @@ async def _opened(
     judged: bool = True,
 ) -> _Look:
     inside = Hosted(program, parent=parent) if isinstance(program, Program) else McpEpisode(program)
-    environment = Told(inside, prompt)
+    environment = WithSystemPrompt(inside, prompt)
     began = time.monotonic()
     try:
         opening = await environment.open(task, seed=seed)

@@ -14,7 +14,7 @@ SystemPrompt = Callable[[Sequence[str]], str]
 """From the names of the tools on offer to the text; empty: none."""
 
 
-class Told:
+class WithSystemPrompt:
     """Implements `keel.agents.types.Environment`: as the one inside, but for its opening."""
 
     def __init__(self, inside: Environment, prompt: SystemPrompt) -> None:

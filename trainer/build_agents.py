@@ -25,7 +25,7 @@ from keel.agents.episode import POLICYS
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
 from keel.agents.runner import PURPOSES, EpisodeRunner, Limits, Turns, environment_seed
-from keel.agents.system_prompt import SystemPrompt, Told
+from keel.agents.system_prompt import SystemPrompt, WithSystemPrompt
 from keel.agents.types import Environment, NoEnvironment
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
@@ -250,13 +250,13 @@ def maker(
     started. Raises as `made_from`."""
     made, prompt = made_from(config, source), system_prompt_of(config, source)
     if made is None:
-        return lambda: Told(NoEnvironment(), prompt)
+        return lambda: WithSystemPrompt(NoEnvironment(), prompt)
     if not isinstance(made, Program):
-        return lambda: Told(McpEpisode(made, starting=starting), prompt)
+        return lambda: WithSystemPrompt(McpEpisode(made, starting=starting), prompt)
     parent = parent_of(made) if parents is not None else None
     if parents is not None and parent is not None:
         parents.append(parent)
-    return lambda: Told(Hosted(made, starting=starting, parent=parent), prompt)
+    return lambda: WithSystemPrompt(Hosted(made, starting=starting, parent=parent), prompt)
 
 
 def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
@@ -385,7 +385,7 @@ def _prompt_files(config: Config) -> list[Path]:
 
 def _generators(config: Config, python: str) -> list[Path]:
     """What prompts were made by: with the seed, which can be tried, it says their answers."""
-    found = [(KEEL / "tasks").resolve()]
+    found = [(KEEL / name).resolve() for name in ("synthesis", "examples")]
     if any(source.source == "reasoning_gym" for source in config.data.sources):
         with suppress(FileNotFoundError):  # where there is no such interpreter, others say so
             for path in runtime(python).paths:

@@ -23,7 +23,7 @@ from keel.agents.env_process.process import LineProcess, Wrap, line_of, not_wrap
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 
-DRIVE = (Path(keel.__file__).parent / "agents" / "inside" / "drive.py").resolve()
+DRIVE = (Path(keel.__file__).parent / "agents" / "env_runtime" / "drive.py").resolve()
 OURS = (
     *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
     *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),

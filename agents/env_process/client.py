@@ -29,7 +29,7 @@ from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 
 KEEL = Path(keel.__file__).resolve().parent  # not through a link: the sandbox has the folder
-START = KEEL / "agents" / "inside" / "start.py"
+START = KEEL / "agents" / "env_runtime" / "start.py"
 READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
 """What any interpreter needs of Keel: in a checkout, `agents` is a link out of `keel`."""
 ANSWERS = ("open", "reply", "verdict")

@@ -154,7 +154,7 @@ def test_procedural_tasks_with_the_interpreter() -> None:
     assert asked.environment.given and Config(data=DataConfig(sources=(asked,))).with_agents
 
 
-MAKER = (KEEL / "tasks" / "small" / "prices.py").resolve()
+MAKER = (KEEL / "examples" / "small" / "prices.py").resolve()
 GENERATORS = f"""
 import importlib.util, os
 found = [name for name in ("math", "reasoning_gym") if importlib.util.find_spec(name).origin]

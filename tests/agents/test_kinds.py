@@ -319,7 +319,7 @@ def test_the_inside_needs_python_3_9_and_the_standard_library_alone() -> None:
     """Its syntax and what it imports; the annotations are never evaluated."""
     import ast  # noqa: PLC0415
 
-    for path in sorted((ROOT / "agents" / "inside").glob("*.py")):
+    for path in sorted((ROOT / "agents" / "env_runtime").glob("*.py")):
         tree = ast.parse(path.read_text(), feature_version=(3, 9))
         for node in ast.walk(tree):
             names = []

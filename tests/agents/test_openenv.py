@@ -187,7 +187,7 @@ def test_without_the_package_it_says_what_installs_it(tmp_path: Path, server: st
 
 
 def test_no_file_of_ours_is_taken_for_a_module_of_the_environments(tmp_path: Path) -> None:
-    names = [path.stem for path in (HERE.parents[1] / "agents" / "inside").glob("[a-z]*.py")]
+    names = [path.stem for path in (HERE.parents[1] / "agents" / "env_runtime").glob("[a-z]*.py")]
     (tmp_path / "find.py").write_text(
         "from importlib.util import find_spec\n"
         f"def found() -> list:\n    return [n for n in {names} if find_spec(n)]\n"

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from keel.agents.context import ContextManager
-from keel.agents.system_prompt import Told
+from keel.agents.system_prompt import WithSystemPrompt
 from keel.configs.system_prompts import system_prompt
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import Trajectory, Verdict
@@ -120,7 +120,7 @@ def test_what_the_policy_is_told_at_first() -> None:
     sums = Sums()
     found = play(
         says("<think>\n@add 40, 2", "</think>42"),
-        Told(sums, told),
+        WithSystemPrompt(sums, told),
         budget=WIDE,
         thinking=True,
         form=form(),
