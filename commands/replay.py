@@ -26,7 +26,7 @@ from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import RANK
 from keel.trainer.prepare import Found, found_model, prompts_of
 from keel.trainer.run import checkpoint
-from keel.trainer.run.batches import FOLDER, kept_batches, read_batch, step_of
+from keel.trainer.run.batches import FOLDER, list_batches, read_batch, step_of
 from keel.trainer.run.manifest import said
 
 
@@ -97,7 +97,7 @@ def base_model(model: Found, config: Config, recipe: Path) -> str:
 
 def chosen(folder: Path, step: int | None) -> Path:
     """The batch kept at `step`, or the newest. Raises ConfigError where there is none."""
-    kept = {step_of(path): path for path in kept_batches(folder)}
+    kept = {step_of(path): path for path in list_batches(folder)}
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: is no run folder (it has no config.yaml)")
     if not kept:

@@ -37,14 +37,14 @@ from keel.trainer.planning.cached_choice import remember
 from keel.trainer.planning.oom_recovery import Repeating
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run import checkpoint
-from keel.trainer.run.batches import keep_batch
+from keel.trainer.run.batches import save_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.prompt_audit import Ledger
-from keel.trainer.run.restarts import Lost, Stuck
-from keel.trainer.run.session import conduct, open_journal, restored, save_checkpoint
-from keel.trainer.run.signals import FIRST, NOTHING_YET, PREEMPTED, Interrupt, preempted, tell
-from keel.trainer.run.trackers.sending import hanging
+from keel.trainer.run.prompt_audit import PromptAudit
+from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
+from keel.trainer.run.session import open_journal, restore_data, run_with_restarts, save_checkpoint
+from keel.trainer.run.signals import FIRST, NOTHING_YET, PREEMPTED, Interrupt, preempted, print_line
+from keel.trainer.run.trackers.sender import has_abandoned_threads
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from keel.trainer.run.view import View
 from keel.trainer.sft.wiring import (
@@ -71,7 +71,7 @@ def train(
     with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
         task = prepare(recipe, overrides)
     laid_out = layouts_of(task)
-    conduct(
+    run_with_restarts(
         ["train", recipe, *overrides],
         task.config,
         text=task.text(),
@@ -105,7 +105,7 @@ def _learn(
     with waiting("checking the recipe and what it teaches", f"{command}: lessons of {recipe}"):
         task = prepared(recipe, overrides)
     laid_out = layouts_of(task)
-    conduct(
+    run_with_restarts(
         [command, recipe, *overrides],
         task.config,
         text=task.text(),
@@ -180,7 +180,7 @@ def folder_of(tasks: Sequence[Task | SftTask]) -> RunFolder:
         try:
             folder.check()
             stream = task.batches if isinstance(task, SftTask) else task.dataset.train
-            restored(folder, stream.restore)
+            restore_data(folder, stream.restore)
             return folder
         except ConfigError as error:
             refused = refused or error
@@ -249,12 +249,12 @@ def run(command: str, *arguments: Any) -> int:
     not in a traceback."""
 
     def ended(status: int) -> int:
-        if lost() or hanging():  # their threads would not let this process end in peace
+        if lost() or has_abandoned_threads():  # their threads would block exit
             leave(status)
         return status
 
     def said(text: object, status: int) -> int:
-        tell(f"keel {command}: {text}", sys.stderr)
+        print_line(f"keel {command}: {text}", sys.stderr)
         return ended(status)
 
     try:
@@ -271,7 +271,7 @@ def run(command: str, *arguments: Any) -> int:
         notes = getattr(error, "__notes__", [])
         text = "\n".join([str(error), *notes, "(KEEL_TRACEBACK=1 shows where)"])
         # What takes the machine away takes other processes of the run first.
-        if preempted() and isinstance(error, Lost | RayLost | RayError | TimeoutError):
+        if preempted() and isinstance(error, WorkerLost | RayLost | RayError | TimeoutError):
             return said(f"stopped by {preempted()}; {SAME}. Lost meanwhile: {text}", PREEMPTED)
         return said(text, FAILED)
     if signal := preempted():
@@ -301,7 +301,7 @@ def keep_skipped(
     for line in findings[:SAID]:
         say(f"step {step}: no finite gradient: {line}")
     try:
-        path = keep_batch(run, step, groups, findings)
+        path = save_batch(run, step, groups, findings)
     except OSError as error:
         say(f"warning: step {step}: its batch could not be kept in {run} ({error})")
         return
@@ -326,7 +326,10 @@ def run_loop(
         return interrupt() or bool(journal.ends) or enough() or bool(ends)
 
     def whole(error: Exception) -> bool:
-        if isinstance(error, Lost | Stuck | RayLost | RayError | Unanswered) or lost():
+        if (
+            isinstance(error, WorkerLost | CollectiveTimeout | RayLost | RayError | Unanswered)
+            or lost()
+        ):
             return False
         ends.append(error)
         journal.note("end", str(error))
@@ -370,7 +373,7 @@ def run_loop(
         if (lowering := system.lowering) is not None:
             say = partial(journal.say, "out of memory")
             trained = Repeating(learner=learner, lowering=lowering, say=say)
-        ledger = Ledger(dataset.train, partial(journal.say, "ledger"), since=start)
+        audit = PromptAudit(dataset.train, partial(journal.say, "ledger"), since=start)
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=system,
@@ -381,14 +384,14 @@ def run_loop(
             save=save,
             stop=stop,
             keep=partial(keep_skipped, folder.path, view.say),
-            account=ledger.account,
+            account=audit.account,
             hurry=system.attended(interrupt.hurry),
             leave=interrupt,
             decoded=lambda: system.pool.steps,
             whole=whole,
         )
         reached = loop.train(parts, config, start=start)
-        journal.note("ledger", ledger.words())
+        journal.note("ledger", audit.words())
     if journal.ends:
         raise RuntimeError(
             f"{journal.ends}. The run has ended with a checkpoint of step {reached}, and goes on "

@@ -17,7 +17,7 @@ from keel.configs.load import load_config, load_distillation
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.prepare import prepare
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.summary import closing_words
+from keel.trainer.run.summary import closing_summary
 from tests.model.stand_in import stand_in
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
 
@@ -82,7 +82,7 @@ def test_the_closing_lines_are_written_like_that(tmp_path: Path) -> None:
     ]
     assert steps[-1]["step"] == config.run.steps
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    said = closing_words(RunFolder(config), config, config.run.steps, ["train", "quickstart"])
+    said = closing_summary(RunFolder(config), config, config.run.steps, ["train", "quickstart"])
     differences = [float(number) for number in re.findall(r"\(([+-][\d.]+)\)", said)]
     assert differences == pytest.approx([float(row[-1]) for row in scores], abs=0.0011)
     assert re.sub(r"\([^)]*\)", "", "\n".join(shown[:-1])) in re.sub(r"\([^)]*\)", "", said)

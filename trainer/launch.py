@@ -50,7 +50,7 @@ from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.planning.time_sharing import certain_cache, start_together
 from keel.trainer.prepare import Task, length_rules
 from keel.trainer.run.progress import Wait, waiting
-from keel.trainer.run.restarts import Lost
+from keel.trainer.run.restarts import WorkerLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ def _up(engines: Future[tuple[str, ...]], watch: Watch) -> tuple[str, ...]:
     except Unanswered:  # Ray's own trouble
         raise
     except (EngineError, TimeoutError) as error:
-        raise Lost(str(error)) from error
+        raise WorkerLost(str(error)) from error
 
 
 def scorer_of(

@@ -26,10 +26,10 @@ from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.batch_stream import never
 from keel.trainer.cluster.step_deadlines import Limit, Limits, work_of
 from keel.trainer.nonfinite import said_of
-from keel.trainer.run.checkpoint import Unwritten
+from keel.trainer.run.checkpoint import SaveError
 from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.restarts import Lost, OutOfMemory, Stuck
+from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.worker import (
     StepReport,
     TrainerWorker,
@@ -357,11 +357,11 @@ class Learner:
             raise self._late(limit, list(waiting.values()))
         return [results[rank] for rank in range(len(refs))]
 
-    def _late(self, limit: Limit, ranks: Sequence[int]) -> Lost:
+    def _late(self, limit: Limit, ranks: Sequence[int]) -> WorkerLost:
         """Of ranks that have not answered in time."""
         places = [self._whereabouts[rank] for rank in ranks if rank < len(self._whereabouts)]
         where = ", ".join(f"process {place.pid} on {place.host}" for place in places)
-        return Lost(
+        return WorkerLost(
             f"waited {limit.seconds:.0f} s for {limit.what}: no answer from trainer rank "
             f"{', '.join(map(str, ranks))}{where and f' ({where})'} ({limit.knob})"
         )
@@ -373,8 +373,8 @@ class Learner:
         rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]
         cause, dead = ray_calls.cause(error), isinstance(error, RayActorError)
-        if isinstance(cause, Unwritten):  # the ranks are well
-            return Unwritten(str(cause))
+        if isinstance(cause, SaveError):  # the ranks are well
+            return SaveError(str(cause))
         text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
         if dead and rank < len(self._whereabouts):
             place = self._whereabouts[rank]
@@ -382,8 +382,8 @@ class Learner:
             text = f"trainer rank {rank} died during {what}{why and ': '}{why}"
             text += f"\n(process {place.pid} on {place.host})\n{last_lines(place.log)}"
         short = what == STEP and type(cause).__name__ == "OutOfMemoryError"  # torch's
-        plain = Stuck if stuck else RuntimeError
-        failure = OutOfMemory(text) if short else Lost(text) if lost else plain(text)
+        plain = CollectiveTimeout if stuck else RuntimeError
+        failure = OutOfMemory(text) if short else WorkerLost(text) if lost else plain(text)
         failure.__cause__ = error
         return failure
 
@@ -392,7 +392,7 @@ def maybe_of_another(error: RayError) -> bool:
     """Whether a rank's failure may come of another's end: of that collectives raise RuntimeError,
     and sockets OSError."""
     cause = ray_calls.cause(error)
-    own = type(cause).__name__ in ("Unwritten", "UpdateOutOfMemory", "OutOfMemoryError")
+    own = type(cause).__name__ in ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
     return isinstance(cause, RuntimeError | OSError) and not own
 
 

@@ -17,7 +17,7 @@ from keel.commands.replay import nearest
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import StepResult
 from keel.trainer.run import checkpoint
-from keel.trainer.run.batches import keep_batch
+from keel.trainer.run.batches import save_batch
 from keel.trainer.run.checkpoint import State
 from tests.rl.rollouts import scored, segment, trajectory
 
@@ -94,7 +94,7 @@ def test_the_newest_batch_from_the_newest_checkpoint_before_it(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (3, 7):
-        keep_batch(run, step, GROUPS, ["p, token 3: was nan"])
+        save_batch(run, step, GROUPS, ["p, token 3: was nan"])
     for step in (2, 6, 7):
         saved(run, step)
     assert main(["replay", str(run)]) == 0
@@ -132,7 +132,7 @@ def test_an_overflow_that_nothing_explains_is_not_called_finite(
 
     monkeypatch.setattr(module, "found_model", on_gpu)
     monkeypatch.setattr(module, "reserved", reserved)
-    keep_batch(run, 3, GROUPS, [])
+    save_batch(run, 3, GROUPS, [])
     assert main(["replay", str(run)]) == 0
     said = capsys.readouterr().out
     assert "now: the gradient is not finite, and nothing was found" in said
@@ -161,6 +161,6 @@ def test_a_folder_without_such_a_batch(run: Path, capsys: pytest.CaptureFixture[
     ):
         assert main(["replay", str(folder), *words]) == 2
         assert why in capsys.readouterr().err
-    keep_batch(run, 3, GROUPS, [])
+    save_batch(run, 3, GROUPS, [])
     assert main(["replay", str(run), "4"]) == 2
     assert "no batch of step 4 was kept, but of: 3" in capsys.readouterr().err

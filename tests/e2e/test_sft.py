@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from keel.commands.cli import main
-from keel.trainer.run.manifest import damage
+from keel.trainer.run.manifest import find_damage
 from tests.e2e.in_process import in_this_process
 
 ROOT = Path(__file__).parent.parent.parent
@@ -132,7 +132,7 @@ def test_a_run_is_interrupted_and_goes_on_bit_by_bit(
     assert first_time.keys() == second_time.keys()
     for name, tensor in first_time.items():
         assert torch.equal(tensor, second_time[name]), name
-    assert (folder / "model" / "tokenizer.json").exists() and damage(
+    assert (folder / "model" / "tokenizer.json").exists() and find_damage(
         folder / "model", extra=True
     ) == []
     assert "held-out chats/loss" in said.out

@@ -12,7 +12,7 @@ import pytest
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
 from keel.trainer.run.progress import Wait
-from keel.trainer.run.restarts import Lost, Restarts
+from keel.trainer.run.restarts import Restarts, WorkerLost
 from tests.waiting import PATIENCE_S
 
 
@@ -33,10 +33,10 @@ def test_an_engine_that_does_not_come_up_is_a_loss_which_ends_a_run_that_has_nev
     engines: Future[tuple[str, ...]] = Future()
     engines.set_exception(error)
     watch: Any = Well()
-    with pytest.raises(Lost, match=str(error)) as raised:
+    with pytest.raises(WorkerLost, match=str(error)) as raised:
         system._up(engines, watch)
     restarts = Restarts(most=3)
-    with pytest.raises(Lost):
+    with pytest.raises(WorkerLost):
         restarts.another(raised.value)
     restarts.begun = True
     restarts.another(raised.value)

@@ -23,7 +23,7 @@ from keel.rollout.spec import EngineError
 from keel.trainer.cluster.step_deadlines import Limit, Limits
 from keel.trainer.learner import STEP, Learner
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.restarts import Lost, OutOfMemory, Stuck
+from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.worker import (
     StepReport,
     TrainerWorker,
@@ -96,15 +96,20 @@ SEND = "sending weights to the engines"
 @pytest.mark.parametrize(
     ("answers", "kind", "said", "after_s"),
     [
-        ([(1, PEER), (71, ActorDiedError())], Lost, "rank 1 died during a step", 71),
-        ([(99, PEER), (130, ActorDiedError())], Lost, "rank 1 died", 130),
-        ([(1, ActorDiedError()), NEVER], Lost, "rank 0 died", 1),
-        ([(1, PEER), NEVER], Stuck, "rank 0 failed during a step: Connection cl", 91),
-        ([(1, raised(KeyError("own"))), NEVER], Stuck, "rank 0 failed .*own", 6),
+        ([(1, PEER), (71, ActorDiedError())], WorkerLost, "rank 1 died during a step", 71),
+        ([(99, PEER), (130, ActorDiedError())], WorkerLost, "rank 1 died", 130),
+        ([(1, ActorDiedError()), NEVER], WorkerLost, "rank 0 died", 1),
+        ([(1, PEER), NEVER], CollectiveTimeout, "rank 0 failed during a step: Connection cl", 91),
+        ([(1, raised(KeyError("own"))), NEVER], CollectiveTimeout, "rank 0 failed .*own", 6),
         ([(1, raised(KeyError("own"))), (2, "well")], RuntimeError, "rank 0 failed .*own", 2),
-        ([(1, ObjectLostError("ref", "", "")), NEVER], Lost, "rank 0 failed", 1),
-        ([(1, raised(GetTimeoutError("its own"))), NEVER], Stuck, "its own", 91),
-        ([(1, "well"), NEVER], Lost, "waited 100 s for a step: no answer from trainer rank 1", 100),
+        ([(1, ObjectLostError("ref", "", "")), NEVER], WorkerLost, "rank 0 failed", 1),
+        ([(1, raised(GetTimeoutError("its own"))), NEVER], CollectiveTimeout, "its own", 91),
+        (
+            [(1, "well"), NEVER],
+            WorkerLost,
+            "waited 100 s for a step: no answer from trainer rank 1",
+            100,
+        ),
     ],
 )
 def test_who_is_lost_is_known_at_the_latest_when_ray_gives_up_a_node(
@@ -125,7 +130,7 @@ def test_what_comes_with_the_deadline_is_fetched(monkeypatch: pytest.MonkeyPatch
     learner = ranks.learner(make_config(2, 1))
     assert ranks.ask(learner, 100.0) == ["one", "other"]
     ranks.fetched_s = 1e9
-    with pytest.raises(Lost, match=r"no answer from trainer rank 0, 1 .trainer.deadline_s"):
+    with pytest.raises(WorkerLost, match=r"no answer from trainer rank 0, 1 .trainer.deadline_s"):
         ranks.ask(learner, 100.0)
 
 
@@ -136,7 +141,7 @@ def test_a_rank_that_is_lost_while_it_sends_is_lost_for_all_who_wait(
     engines: Any = [SimpleNamespace(index=index, actor=None) for index in range(3)]
     for future in ranks.learner(make_config(2, 1), direct=True).send(engines):
         error = future.exception(PATIENCE_S)
-        assert isinstance(error, Lost) and f"rank 1 died during {SEND}" in str(error)
+        assert isinstance(error, WorkerLost) and f"rank 1 died during {SEND}" in str(error)
     ranks = Ranks(monkeypatch, (1, {0: 5, 2: EngineError("is gone")}), (2, {1: 5}))
     zero, one, two = ranks.learner(make_config(2, 1), direct=True).send(engines)
     assert zero.result(PATIENCE_S) == one.result(PATIENCE_S) == 5
@@ -339,7 +344,9 @@ def test_a_driver_that_was_stopped_has_not_waited_for_its_ranks(
     learner._whereabouts = []
     limit = Limit("a step", 20.0, "trainer.deadline_s")
     assert learner._wait(["rank 0", "rank 1"], limit) == ["rank 0's", "rank 1's"]
-    with pytest.raises(Lost, match="waited 20 s for a step: no answer from trainer rank 0, 1 "):
+    with pytest.raises(
+        WorkerLost, match="waited 20 s for a step: no answer from trainer rank 0, 1 "
+    ):
         learner._wait(["rank 0", "rank 1"], limit)
 
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from keel.configs.schema import Config
 from keel.rl.metrics import values
 from keel.trainer.learner import Learner
-from keel.trainer.run.checkpoint import Unwritten
-from keel.trainer.run.manifest import damage, sizes, write_manifest
-from keel.trainer.run.restarts import Lost
+from keel.trainer.run.checkpoint import SaveError
+from keel.trainer.run.manifest import find_damage, sizes, write_manifest
+from keel.trainer.run.restarts import WorkerLost
 from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, make_config
@@ -79,12 +79,12 @@ def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
     for rank in (0, 1):
         assert {f"random_rank_{rank}.pt", f"optimizer/rank_{rank}.safetensors"} <= sealed.keys()
     write_manifest(saved, sealed)
-    assert damage(saved, extra=True) == []
+    assert find_damage(saved, extra=True) == []
     assert sorted(first.export(exported)) == [*sizes(exported)]
     same(weights(first), load_file(exported / "model.safetensors"))
     full = tmp_path / "full"
     (full / "optimizer" / "rank_1.safetensors").mkdir(parents=True)
-    with pytest.raises(Unwritten, match=r"^trainer rank 1: .*Is a directory: '.*/rank_1\.safe"):
+    with pytest.raises(SaveError, match=r"^trainer rank 1: .*Is a directory: '.*/rank_1\.safe"):
         first.save(full)
     with pytest.raises(RuntimeError, match=r"rank 0 does not see .*/absent: run\.dir must be on a"):
         first.save(tmp_path / "absent")
@@ -128,6 +128,8 @@ def test_a_failing_rank_says_why(model: Path, tmp_path: Path) -> None:
 def test_waiting_ends_with_the_deadline(model: Path) -> None:
     """Ranks that Ray cannot place: no GPU here."""
     learner = Learner(str(model), make_config(1, 0), gpu=True)
-    with pytest.raises(Lost, match=r"waited 1 s for the trainer's start: no answer .* rank 0 "):
+    with pytest.raises(
+        WorkerLost, match=r"waited 1 s for the trainer's start: no answer .* rank 0 "
+    ):
         learner.start(deadline_s=1)
     learner.shutdown()

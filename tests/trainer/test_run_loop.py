@@ -12,9 +12,9 @@ from keel.commands.train import run_loop
 from keel.configs.schema import ConfigError
 from keel.rl.metrics import Mean
 from keel.trainer.prepare import Task, prepare
-from keel.trainer.run.checkpoint import Unwritten
+from keel.trainer.run.checkpoint import SaveError
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.restarts import Stuck
+from keel.trainer.run.restarts import CollectiveTimeout
 from keel.trainer.run.view import PlainView
 
 FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8"))
@@ -45,16 +45,16 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
     task = prepare("quickstart", words)
 
     def full(folder: Path) -> object:
-        raise Unwritten(f"{folder}: no space")
+        raise SaveError(f"{folder}: no space")
 
     system = system_of(task, learner=SimpleNamespace(tokens={}, version=2, save=full))
 
     def two_steps(parts: Any, config: object, *, start: int) -> int:
         parts.journal.record(1, {"eval/spelling/pass@1": Mean(5, 10)}, [])
-        assert not parts.whole(Stuck("rank 0 failed")) and not parts.stop()
+        assert not parts.whole(CollectiveTimeout("rank 0 failed")) and not parts.stop()
         parts.journal.record(2, {"eval/spelling/pass@1": Mean(4, 10)}, [])
         assert parts.stop()
-        with pytest.raises(Unwritten):  # none would follow it
+        with pytest.raises(SaveError):  # none would follow it
             parts.save(2, {})
         return 2
 

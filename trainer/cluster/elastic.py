@@ -28,7 +28,7 @@ from keel.trainer.planning.placement import Hardware, Node, allowed, place
 from keel.trainer.run import checkpoint
 from keel.trainer.run.journal import note
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.restarts import KEPT
+from keel.trainer.run.restarts import RESUME_HINT
 from keel.trainer.worker import TrainerWorker
 
 LOOK_S = 2.0
@@ -168,7 +168,7 @@ class Layouts:
                         return self._less(whole, config, lacking)
         raise TimeoutError(
             f"waited {longest:g} s{'' if least else ' (run.startup_deadline_s)'} for room: "
-            f"{lacking}{why and '. ' + why}. {KEPT.capitalize()}"
+            f"{lacking}{why and '. ' + why}. {RESUME_HINT.capitalize()}"
         )
 
     def _at_once(self, whole: Config, lacking: str) -> Config:

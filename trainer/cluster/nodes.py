@@ -45,7 +45,7 @@ from keel.trainer.planning.placement import (
     idle_nodes,
     place,
 )
-from keel.trainer.run.signals import shielded, undisturbed
+from keel.trainer.run.signals import signals_blocked, signals_deferred
 from keel.trainer.worker import own_cores
 
 CONNECT_S = 10.0
@@ -93,7 +93,7 @@ def start_ray() -> None:
                 "unset it to start Ray on this machine"
             ) from error
         try:
-            with shielded():
+            with signals_blocked():
                 bounded(
                     lambda: ray.init(
                         runtime_env=QUOTED_PYTHON if " " in sys.executable else None,
@@ -149,7 +149,7 @@ def start_ray() -> None:
 def _begin_ray() -> None:
     # Ray's processes, and the actors in them, outlive a signal to all of the job. They end with the
     # thread that has started them, so it is not one that waits for no longer than a deadline.
-    with shielded(), on_loopback(), without_unused_processes():
+    with signals_blocked(), on_loopback(), without_unused_processes():
         ray.init(
             address="local",
             include_dashboard=False,
@@ -165,7 +165,7 @@ def end_ray() -> None:
     A cluster that does not answer, or has lost a process, is not asked: Ray would wait for it for
     ever, or end this process without a word. So it would if a signal ended the cluster before it
     was left."""
-    with undisturbed():
+    with signals_deferred():
         check_own()
         with ended_by_force():
             shut_down(ray.shutdown, END_S, "end")

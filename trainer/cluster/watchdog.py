@@ -18,7 +18,7 @@ from keel.model import ray_timeouts as ray_calls
 from keel.trainer.cluster.hang_detector import LOOK_S, RAYS, Looker, Sight
 from keel.trainer.cluster.node_monitor import ANSWER_S, Lookouts
 from keel.trainer.cluster.ray_internals import own_processes
-from keel.trainer.run.restarts import Lost
+from keel.trainer.run.restarts import WorkerLost
 
 RANK = "trainer rank"
 """How the names of those begin without which a step cannot end."""
@@ -49,12 +49,11 @@ class Watch:
         return False
 
     def check(self) -> None:
-        """Raises `RayLost` where one of Ray's own processes is gone or stands still, and `Lost`
-        where a trainer rank is, or a node."""
+        """Raise `RayLost` if a Ray process died or hangs, `WorkerLost` if a rank or node did."""
         if ray_calls.lost():
             raise ray_calls.RayLost(ray_calls.lost())
         if self._failure:
-            raise Lost(self._failure)
+            raise WorkerLost(self._failure)
 
     def stop(self) -> None:
         """What ends from now on is meant to."""

@@ -31,7 +31,7 @@ from keel.trainer.engine.deepspeed_internals import (
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.state.optimizer import OptimizerState
 from keel.trainer.engine.state.optimizer_internals import trainable
-from keel.trainer.run.checkpoint import PROGRESS, Unwritten
+from keel.trainer.run.checkpoint import PROGRESS, SaveError
 from keel.trainer.run.manifest import Entry, seal
 
 OPTIMIZER = "optimizer"
@@ -64,7 +64,7 @@ class Checkpoints:
 
     def save(self, folder: Path, progress: Mapping[str, Any]) -> dict[str, Entry]:
         """`progress`: numbers of the run and what it was laid out on, for JSON. Returns what this
-        rank wrote, on the disk. Raises `Unwritten` on all ranks if one of them could not write."""
+        rank wrote, on the disk. Raises `SaveError` on all ranks if one of them could not write."""
         rank, sealed, failure = dist.get_rank(), dict[str, Entry](), ""
         shares = everyones(self._optimizer.share())
         if blind := [other for other, sees in enumerate(everyones(folder.is_dir())) if not sees]:
@@ -88,7 +88,7 @@ class Checkpoints:
         except OSError as error:
             failure = f"trainer rank {rank}: {error}"
         if failures := [text for text in everyones(failure) if text]:
-            raise Unwritten("; ".join(failures))
+            raise SaveError("; ".join(failures))
         return sealed
 
     def load(self, folder: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import export_model
 from keel.trainer.engine.layer_compile import compile_layers, warm_up, worth_it
 from keel.trainer.engine.lr_schedule import learning_rate
-from keel.trainer.engine.objectives import SHARES, SplitGaps, counted, looked_at, mass_share
+from keel.trainer.engine.objectives import LOSSES, SplitGaps, counted, looked_at, mass_share
 from keel.trainer.engine.offload import make_offload
 from keel.trainer.engine.policy import (
     Inputs,
@@ -302,7 +302,7 @@ class TrainerEngine:
                 self._engine.backward(logp.sum() + log_mass.sum() + 0 * indexers)
                 return dict
             logp, reference = whole_sequences(inputs, logp, reference)
-            share = SHARES[batch.loss](
+            share = LOSSES[batch.loss](
                 batch, inputs, logp, reference, step.total_sequences, self._config.algorithm, split
             )
             split.add(inputs, logp)

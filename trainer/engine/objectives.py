@@ -165,4 +165,4 @@ def looked_at(held: Tensor, masses: Tensor | None = None) -> dict[str, Metric]:
     return found
 
 
-SHARES: Mapping[Loss, Callable[..., Any]] = {"grpo": grpo_share, "nll": nll_share}
+LOSSES: Mapping[Loss, Callable[..., Any]] = {"grpo": grpo_share, "nll": nll_share}

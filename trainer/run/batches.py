@@ -38,7 +38,7 @@ _TYPES = {
 _TEXT = "text"
 
 
-def keep_batch(
+def save_batch(
     run: Path, step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]
 ) -> Path:
     """Write the batch of `step` into the run folder. Returns the file."""
@@ -54,7 +54,7 @@ def keep_batch(
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)  # of a full disk, say
-    others = [other for other in kept_batches(run) if other != path]
+    others = [other for other in list_batches(run) if other != path]
     for old in others[: 1 - KEPT]:
         old.unlink()
     return path
@@ -62,12 +62,12 @@ def keep_batch(
 
 def drop_after(run: Path, step: int) -> None:
     """A run that goes on after `step` comes to later ones again."""
-    for path in kept_batches(run):
+    for path in list_batches(run):
         if step_of(path) > step:
             path.unlink()
 
 
-def kept_batches(run: Path) -> list[Path]:
+def list_batches(run: Path) -> list[Path]:
     """Oldest step first."""
     return sorted((run / FOLDER).glob("step_*.npz"), key=step_of)
 

@@ -27,12 +27,12 @@ from keel.configs.schema import Config
 from keel.trainer.run.manifest import (
     MANIFEST,
     Entry,
-    damage,
+    find_damage,
     other_than,
     sync_folder,
     write_manifest,
 )
-from keel.trainer.run.restarts import Stuck
+from keel.trainer.run.restarts import CollectiveTimeout
 
 STATE = "state.json"
 FORMAT = 2
@@ -53,7 +53,7 @@ LAYOUT = (
 _FINISHED = re.compile(r"step_(\d{6,})")
 
 
-class Unwritten(RuntimeError):
+class SaveError(RuntimeError):
     """A checkpoint could not be written. The run is as it was before, and can go on."""
 
     done = False
@@ -95,9 +95,10 @@ def save(
 
     `write` fills the folder it is given, and returns what it has sealed of it already. A crash at
     any moment leaves the older checkpoints as they were. Returns the finished folder; one of the
-    same step is replaced. Raises `Unwritten` naming the folder where it cannot be written, and
-    `RuntimeError` where a rank failed at it in another way (`Stuck`, where others then do not
-    answer), `Lost` where it is gone. `say`: told of older ones that cannot be deleted.
+    same step is replaced. Raises `SaveError` naming the folder where it cannot be written, and
+    `RuntimeError` where a rank failed at it in another way (`CollectiveTimeout`, where others
+    then do not answer), `WorkerLost` where it is gone.
+    `say`: told of older ones that cannot be deleted.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
@@ -116,11 +117,20 @@ def save(
         sync_folder(root)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        # Any other says itself what is to be done: `Lost` that the run starts again.
-        if isinstance(error, (OSError, Unwritten, Stuck)) or type(error) is RuntimeError:
+        # Any other says itself what is to be done: `WorkerLost` that the run starts again.
+        if (
+            isinstance(error, (OSError, SaveError, CollectiveTimeout))
+            or type(error) is RuntimeError
+        ):
             text = f"{final}: cannot be written: {error}{_left(root)}"
-            disk = isinstance(error, (OSError, Unwritten)) and not isinstance(error, TimeoutError)
-            kind = Stuck if isinstance(error, Stuck) else Unwritten if disk else RuntimeError
+            disk = isinstance(error, (OSError, SaveError)) and not isinstance(error, TimeoutError)
+            kind = (
+                CollectiveTimeout
+                if isinstance(error, CollectiveTimeout)
+                else SaveError
+                if disk
+                else RuntimeError
+            )
             raise kind(text) from error
         raise
     try:
@@ -170,7 +180,7 @@ def latest(root: Path) -> Path | None:
     return next(reversed(finished(root)), None)
 
 
-def latest_whole(root: Path) -> Path | None:
+def latest_complete(root: Path) -> Path | None:
     """The same without those that lack files, or have some of another size: at once, where a look
     at every bit reads all of it."""
     return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
@@ -184,7 +194,7 @@ def problems(folder: Path, *, bits: bool = True) -> list[str]:
             f"{PICKLED}/: pickles of an early release of Keel, which could run code and are not "
             "read; export its model with that release and start a new run from it"
         ]
-    found = damage(folder, extra=True, bits=bits)
+    found = find_damage(folder, extra=True, bits=bits)
     if not found:
         try:
             step = read_state(folder).step

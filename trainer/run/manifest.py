@@ -119,7 +119,7 @@ def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
         sync_folder(Path(parent))
 
 
-def damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
+def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
     """What is not as the manifest of `folder` says: a line for each file. Reads all files, unless
     some are missing or have another size, or `bits` is False. extra: whether files that it does not
     list count.
@@ -165,7 +165,7 @@ def _changed(folder: Path, entries: Mapping[str, Entry]) -> list[str]:
 def check_exported(folder: Path, cure: str) -> None:
     """Raises ConfigError if a model folder that Keel has written has changed since then. Files that
     were added do not count."""
-    if (folder / MANIFEST).exists() and (found := damage(folder, extra=False)):
+    if (folder / MANIFEST).exists() and (found := find_damage(folder, extra=False)):
         raise ConfigError(f"{folder}: this model is not as it was exported ({said(found)}); {cure}")
 
 

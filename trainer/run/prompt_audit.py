@@ -24,7 +24,7 @@ class Drawn(Protocol):
         ...
 
 
-class Ledger:
+class PromptAudit:
     """Of one stretch of a run, from a checkpoint on."""
 
     def __init__(self, stream: Drawn, say: Callable[[str], Any], *, since: int = 0) -> None:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-KEPT = "what was saved is there, and the run goes on when it is started again in the same way"
+RESUME_HINT = (
+    "what was saved is there, and the run goes on when it is started again in the same way"
+)
 """Who has started it may have called `keel.train`, and no command."""
 WINDOW_S = 3 * 3600.0
 """A run of weeks outlives losses that are this far apart, however many."""
 
 
-class Lost(RuntimeError):
+class WorkerLost(RuntimeError):
     """A process or a node is gone, or does not answer, through no fault of the recipe's that is
     known: from the last checkpoint a new one does as well."""
 
 
-class Stuck(RuntimeError):
+class CollectiveTimeout(RuntimeError):
     """A rank raised, and others wait for it in a collective: nothing more can be asked of them, not
     even a checkpoint. What raised it would do so again after a new start."""
 
 
-class OutOfMemory(Lost):
+class OutOfMemory(WorkerLost):
     """A rank's GPU was too small for a step: with smaller micro-batches a new start does better.
     `dropped`: the ranks are well, and hold nothing of the step."""
 
@@ -45,7 +47,7 @@ class Restarts:
         self.begun = False
         """Whether it has ever come to train: what cannot start, a new start does not mend."""
 
-    def another(self, error: Lost) -> None:
+    def another(self, error: WorkerLost) -> None:
         """Count one more for `error`, or raise it with what to do about it."""
         if not self.begun:
             raise error
@@ -57,7 +59,7 @@ class Restarts:
                 if self._times
                 else ""
             )
-            raise Lost(
-                f"{error}\n{often}run.max_restarts = {self._most}. {KEPT.capitalize()}"
+            raise WorkerLost(
+                f"{error}\n{often}run.max_restarts = {self._most}. {RESUME_HINT.capitalize()}"
             ) from error
         self._times.append(now)

@@ -13,16 +13,16 @@ from ray.exceptions import RayError
 from keel.configs.schema import Config, ConfigError
 from keel.model.ray_timeouts import RayLost, lost, of_a_loss
 from keel.trainer.run.alarms import Alarms
-from keel.trainer.run.checkpoint import State, Unwritten, config_digest
+from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import Journal, note
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.restarts import KEPT, Lost, OutOfMemory, Restarts
-from keel.trainer.run.signals import asked, preempted, tell
-from keel.trainer.run.summary import closing_words
+from keel.trainer.run.restarts import RESUME_HINT, OutOfMemory, Restarts, WorkerLost
+from keel.trainer.run.signals import asked, preempted, print_line
+from keel.trainer.run.summary import closing_summary
 from keel.trainer.run.trackers.known import check_trackers, maker
-from keel.trainer.run.trackers.sending import CLOSE_S, HURRY_S, OWN, Sending, Trackers
+from keel.trainer.run.trackers.sender import CLOSE_S, HURRY_S, OWN, Trackers, TrackerThread
 from keel.trainer.run.trackers.tracker import End, knobs_of
 from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import View, open_view
@@ -47,7 +47,7 @@ class Started(Protocol):
 S = TypeVar("S", bound=Started)
 
 
-def conduct(
+def run_with_restarts(
     command: Sequence[str],
     config: Config,
     *,
@@ -66,9 +66,9 @@ def conduct(
     command: what the user called, without `keel`. text: what is planned. restore: puts the data
     where a checkpoint, or `position`, says it stood. started: what trains. drive: the loop; returns
     the last step done. chosen: keeps in the folder what was chosen for the run. When it has lost a
-    process (`Lost`), all of it is started again from the newest checkpoint, `run.max_restarts`
-    times; `lowered` is first called after a step that did not fit a GPU, and says what it has
-    changed. again: as `closing_words` has it. tokenizer: as `RunFolder` has it.
+    process (`WorkerLost`), all of it is started again from the newest checkpoint,
+    `run.max_restarts` times; `lowered` is first called after a step that did not fit a GPU, and
+    says what it has changed. again: as `closing_summary` has it. tokenizer: as `RunFolder` has it.
     """
     check_trackers(config.run.trackers)  # again: from Python nobody has
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def conduct(
             return
         beginning = position()
         if state:
-            restored(folder, restore)
+            restore_data(folder, restore)
         chosen(folder.path)
         resumes = f"\nresumes after step {start}; later steps will be repeated" * (start > 0)
         print(f"{text}{resumes}", flush=True)
@@ -101,9 +101,9 @@ def conduct(
         while True:
             try:
                 with started(folder) as system:
-                    reached = once(system, folder, config, restarts, drive)
+                    reached = run_attempt(system, folder, config, restarts, drive)
                 break
-            except (Lost, RayError) as raised:
+            except (WorkerLost, RayError) as raised:
                 error: object = again_after(raised, restarts)
                 if isinstance(raised, OutOfMemory) and lowered is not None:
                     error = lowered(raised)
@@ -112,11 +112,11 @@ def conduct(
                 where = f"step {state.step}" if state else "its beginning: it has no checkpoint yet"
                 line = f"{error}\nThe run starts again from {where}"
                 note(folder.path, state.step if state else 0, "restart", line)
-                tell(f"warning: {line}")
-        tell(closing_words(folder, config, reached, command, again=again))
+                print_line(f"warning: {line}")
+        print_line(closing_summary(folder, config, reached, command, again=again))
 
 
-def restored(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
+def restore_data(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
     """The data stands where the newest checkpoint, if there is one, says it stood. Raises
     ConfigError where it is other data."""
     if (state := folder.state()) is None:
@@ -127,7 +127,7 @@ def restored(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) 
         raise ConfigError(f"run.dir = {folder.path}: step {state.step}: {error}") from error
 
 
-def once(
+def run_attempt(
     system: S,
     folder: RunFolder,
     config: Config,
@@ -146,7 +146,7 @@ def once(
         try:
             with open_view(str(folder.path), steps) as view:
                 reached = drive(system, folder, view, start)
-        except Unwritten as error:
+        except SaveError as error:
             if error.done and not preempted():
                 export_at_least(folder, system, error)
             raise
@@ -156,7 +156,7 @@ def once(
     return reached
 
 
-def export_at_least(folder: RunFolder, system: Started, error: Unwritten) -> None:
+def export_at_least(folder: RunFolder, system: Started, error: SaveError) -> None:
     """The model of a run that has done all its steps and has no room for their checkpoint, which is
     many times as large. error: is told what came of it."""
     try:
@@ -167,24 +167,24 @@ def export_at_least(folder: RunFolder, system: Started, error: Unwritten) -> Non
         error.add_note(f"The trained model is in {folder.model} all the same")
 
 
-def again_after(raised: Lost | RayError, restarts: Restarts) -> Lost:
+def again_after(raised: WorkerLost | RayError, restarts: Restarts) -> WorkerLost:
     """What another start mends. Raises what there is to say, with what to do, where it would mend
     nothing, or nobody wants it."""
     if lost():
         raise RayLost(lost()) from raised
-    if isinstance(raised, Lost):
+    if isinstance(raised, WorkerLost):
         error = raised
     elif of_a_loss(raised):  # weights, say, that went with the rank that held them
         said = str(raised).strip().partition("\n")[0]
-        error = Lost(f"a process or a node is gone with what others need of it: {said}")
+        error = WorkerLost(f"a process or a node is gone with what others need of it: {said}")
         error.__cause__ = raised
     else:
         raise raised
     if preempted():
         raise error
     if asked():
-        raise Lost(
-            f"{error}\nThe run was asked to stop, and does not start again: {KEPT}"
+        raise WorkerLost(
+            f"{error}\nThe run was asked to stop, and does not start again: {RESUME_HINT}"
         ) from error
     restarts.another(error)
     return error
@@ -214,7 +214,9 @@ def open_journal(
     stack.callback(journal.close)
     if names := config.run.trackers:
         say, knobs = partial(journal.say, OWN), knobs_of(config)
-        trackers = Trackers([Sending(n, maker(n), folder.path, knobs, say) for n in names], say)
+        trackers = Trackers(
+            [TrackerThread(n, maker(n), folder.path, knobs, say) for n in names], say
+        )
         journal.written = trackers.look
 
         def ended(kind: type[BaseException] | None, *_: object) -> None:
@@ -240,7 +242,7 @@ def save_checkpoint(
     say: Callable[[str], object],
 ) -> bool:
     """Of everything that a run resumed after this step needs. Returns whether it could not be
-    written, which is said; raises `Unwritten` where none would follow it."""
+    written, which is said; raises `SaveError` where none would follow it."""
     state = State(
         step=step,
         version=learner.version,
@@ -251,7 +253,7 @@ def save_checkpoint(
     )
     try:
         folder.save(state, learner.save, say)
-    except Unwritten as error:
+    except SaveError as error:
         error.done = step >= config.run.steps
         if error.done or stop():
             raise

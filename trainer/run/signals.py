@@ -51,7 +51,7 @@ class _Signals:
         self.open: Interrupt | None = None
         """Who is told, instead of the command being ended."""
         self.waiting: list[int] | None = None
-        """What has come within `undisturbed`."""
+        """What has come within `signals_deferred`."""
         self._terminals: list[TextIO] = []
         """Of what is written to: no `isatty` says so any more of one that is gone."""
         self._installed: dict[int, Any] = {}
@@ -228,7 +228,7 @@ def asked() -> bool:
 
 
 @contextmanager
-def shielded() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Processes that this thread starts within it never see `PREEMPTION`, nor do those that they
     start: schedulers signal every process of a job, and a checkpoint needs the trainer's, and
     Ray's, a while longer. Whoever starts them has to end them by other means.
@@ -246,7 +246,7 @@ def shielded() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """What comes within it, Ctrl-C too, is heeded at its end: for what is not to be left half done,
     and has a deadline."""
     here = threading.current_thread() is threading.main_thread()
@@ -370,7 +370,7 @@ def outliving(stream: TextIO | None) -> TextIO:
     return cast(TextIO, _Outliving(stream or open(os.devnull, "w")))
 
 
-def tell(text: str, stream: TextIO | None = None) -> None:
+def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print a line, as `outliving` does. One for which the disk has no room is held back."""
     with suppress(OSError):
         print(text, file=outliving(stream or sys.stdout), flush=True)

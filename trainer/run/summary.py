@@ -14,7 +14,7 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.signals import preempted
 
 
-def closing_words(
+def closing_summary(
     folder: RunFolder, config: Config, reached: int, command: Sequence[str], *, again: str = ""
 ) -> str:
     """What came of it, and where to look or how to go on. command: the user's, without `keel`;

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.trainer.run.progress import DISPLAY, Wait, duration
-from keel.trainer.run.signals import outliving, tell
+from keel.trainer.run.signals import outliving, print_line
 
 SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -135,7 +135,7 @@ class PlainView:
         self.say("  ".join(line))
 
     def say(self, text: str) -> None:
-        tell(text, self._stream)
+        print_line(text, self._stream)
 
     def __enter__(self) -> Self:
         return self

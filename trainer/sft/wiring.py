@@ -56,7 +56,7 @@ from keel.trainer.prepare import (
     prompts_of,
     warning_lines,
 )
-from keel.trainer.run.checkpoint import latest_whole, read_state
+from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.folder import RunFolder, check_recipe
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.session import open_journal, save_checkpoint
@@ -229,7 +229,7 @@ def steps_in_all(config: Config, batches: sft.Batches) -> int:
     """Those of `sft.epochs`, with what has been done of them: a run that ended with fewer epochs,
     and goes on for more, has cut the last batch of those short."""
     beginning, done = batches.position(), 0
-    if newest := latest_whole(Path(config.run.dir).expanduser() / "checkpoints"):
+    if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
         with suppress(ValueError, LookupError, TypeError):  # whoever resumes says what is wrong
             state = read_state(newest)
             batches.restore(state.cursor)

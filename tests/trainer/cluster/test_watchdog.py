@@ -13,7 +13,7 @@ from keel.model import ray_timeouts as ray_calls
 from keel.trainer.cluster import watchdog as watch
 from keel.trainer.cluster.hang_detector import RAYLET, Sight
 from keel.trainer.cluster.watchdog import Watch, watched
-from keel.trainer.run.restarts import Lost
+from keel.trainer.run.restarts import WorkerLost
 from tests.waiting import PATIENCE_S, wait_for
 
 
@@ -49,7 +49,7 @@ def test_a_rank_that_is_gone_is_a_loss_that_a_new_start_mends() -> None:
     both = {"trainer rank 0": 7, "trainer rank 1": 8, "rollout engine 0": 9}
     looking, _ = watching(Sight(here=both), Sight(here={"trainer rank 0": 7}))
     wait_for(lambda: looking._failure)
-    with pytest.raises(Lost, match="trainer rank 1 is gone"):
+    with pytest.raises(WorkerLost, match="trainer rank 1 is gone"):
         looking.well()
     looking.stop()
 
@@ -63,7 +63,7 @@ def test_a_node_on_which_gpus_were_reserved_is_such_a_loss_and_no_other_node_is(
     looking.check()
     sights.pop(0)
     wait_for(lambda: looking._failure)
-    with pytest.raises(Lost, match="node host-a is gone, and the GPUs with it"):
+    with pytest.raises(WorkerLost, match="node host-a is gone, and the GPUs with it"):
         looking.check()
     looking.stop()
 
@@ -126,7 +126,7 @@ def test_who_cannot_be_told_loses_no_rank() -> None:
 
     looking = Watch(look, say)
     assert enough.wait(PATIENCE_S)
-    with pytest.raises(Lost, match="trainer rank 0 is gone"):
+    with pytest.raises(WorkerLost, match="trainer rank 0 is gone"):
         looking.check()
     looking.stop()
 

@@ -123,7 +123,7 @@ def test_a_look_sees_the_loss_with_all_its_terms(
     monkeypatch.setattr(module.Inputs, "of", lambda *_, **options: inputs)
     monkeypatch.setattr(module, "whole_sequences", lambda _, logp, reference: (logp, reference))
     monkeypatch.setattr(module, "indexer_weight", lambda *_: 1.0)
-    monkeypatch.setitem(module.SHARES, "grpo", lambda *_: Share(loss=torch.zeros(())))
+    monkeypatch.setitem(module.LOSSES, "grpo", lambda *_: Share(loss=torch.zeros(())))
 
     class Network:
         def __call__(self, inputs: Any) -> Any:

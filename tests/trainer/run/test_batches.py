@@ -13,9 +13,9 @@ from keel.rl.types import Usage, Verdict
 from keel.trainer.run.batches import (
     KEPT,
     drop_after,
-    keep_batch,
-    kept_batches,
+    list_batches,
     read_batch,
+    save_batch,
     step_of,
 )
 from tests.rl.rollouts import scored, segment, trajectory
@@ -51,7 +51,7 @@ def same(one: Any, other: Any) -> bool:
 
 def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
     groups = batch()
-    path = keep_batch(tmp_path, 7, groups, ["p, token 3: nan"])
+    path = save_batch(tmp_path, 7, groups, ["p, token 3: nan"])
     assert path == tmp_path / "nonfinite" / "step_000007.npz"
     again, findings = read_batch(path)
     assert findings == ["p, token 3: nan"]
@@ -60,18 +60,18 @@ def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_wrong_for_ever_fills_no_disk(tmp_path: Path) -> None:
     for step in range(1, KEPT + 3):
-        keep_batch(tmp_path, step, [], [])
-    assert kept_batches(tmp_path)[0].name == "step_000003.npz"
+        save_batch(tmp_path, step, [], [])
+    assert list_batches(tmp_path)[0].name == "step_000003.npz"
     assert len(list((tmp_path / "nonfinite").iterdir())) == KEPT
 
 
 def test_a_batch_just_kept_stays_though_later_steps_have_theirs(tmp_path: Path) -> None:
     for step in range(11, 11 + KEPT):
-        keep_batch(tmp_path, step, [], [])
-    path = keep_batch(tmp_path, 3, [], [])
-    assert path.exists() and len(kept_batches(tmp_path)) == KEPT
+        save_batch(tmp_path, step, [], [])
+    path = save_batch(tmp_path, 3, [], [])
+    assert path.exists() and len(list_batches(tmp_path)) == KEPT
     drop_after(tmp_path, 12)
-    assert [step_of(path) for path in kept_batches(tmp_path)] == [3, 12]
+    assert [step_of(path) for path in list_batches(tmp_path)] == [3, 12]
 
 
 def test_another_file_is_refused_by_name(tmp_path: Path) -> None:

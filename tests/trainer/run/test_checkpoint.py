@@ -14,19 +14,19 @@ import pytest
 
 from keel.configs.schema import Config, DataConfig, RunConfig, SourceConfig
 from keel.trainer.run.checkpoint import (
+    SaveError,
     State,
-    Unwritten,
     config_digest,
     finished,
     latest,
-    latest_whole,
+    latest_complete,
     problems,
     prune,
     read_state,
     save,
 )
 from keel.trainer.run.manifest import MANIFEST, Entry, seal
-from keel.trainer.run.restarts import Lost, Stuck
+from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 
 
 def state(step: int) -> State:
@@ -55,11 +55,11 @@ def test_a_saved_checkpoint_is_found_and_read(tmp_path: Path) -> None:
 def test_a_checkpoint_that_lacks_files_is_passed_over_at_once(tmp_path: Path) -> None:
     older, newer = (save(tmp_path, state(step), content, keep=2) for step in (1, 2))
     (newer / "ranks" / "weights").write_text("v")
-    assert latest_whole(tmp_path) == newer and problems(newer), "as long as it was"
+    assert latest_complete(tmp_path) == newer and problems(newer), "as long as it was"
     (newer / "ranks" / "weights").write_text("")
-    assert latest_whole(tmp_path) == older
+    assert latest_complete(tmp_path) == older
     (older / "ranks" / "weights").unlink()
-    assert latest_whole(tmp_path) is None
+    assert latest_complete(tmp_path) is None
 
 
 def test_the_newest_stay_by_number(tmp_path: Path) -> None:
@@ -89,18 +89,20 @@ def test_a_rank_that_is_lost_while_it_writes_is_as_lost_as_any(tmp_path: Path) -
     save(tmp_path, state(1), content, keep=1)
 
     def dies(_: Path) -> dict[str, Entry]:
-        raise Lost("trainer rank 0 died")
+        raise WorkerLost("trainer rank 0 died")
 
-    with pytest.raises(Lost, match=r"^trainer rank 0 died$"):
+    with pytest.raises(WorkerLost, match=r"^trainer rank 0 died$"):
         save(tmp_path, state(2), dies, keep=1)
     assert names(tmp_path) == ["step_000001"]
 
 
 def test_ranks_that_wait_for_one_that_failed_are_not_asked_again(tmp_path: Path) -> None:
     def stuck(_: Path) -> dict[str, Entry]:
-        raise Stuck("trainer rank 0 failed")
+        raise CollectiveTimeout("trainer rank 0 failed")
 
-    with pytest.raises(Stuck, match=r"step_000002: cannot be written: trainer rank 0 failed"):
+    with pytest.raises(
+        CollectiveTimeout, match=r"step_000002: cannot be written: trainer rank 0 failed"
+    ):
         save(tmp_path, state(2), stuck, keep=1)
     assert names(tmp_path) == []
 
@@ -158,7 +160,7 @@ def test_whichever_call_fails_nothing_half_written_is_taken(
                 patch.setattr(module, name, failing(getattr(module, name), module is io))
             try:
                 save(tmp_path, state(step), content, keep=99)
-            except Unwritten as error:
+            except SaveError as error:
                 assert f"step_{step:06d}: cannot be written: [Errno 28] No space" in str(error)
                 failures += 1
         left = finished(tmp_path)

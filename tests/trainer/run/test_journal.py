@@ -16,7 +16,7 @@ import pytest
 
 from keel.rl.metrics import Mean
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory, Usage, Verdict
-from keel.trainer.run.batches import keep_batch, kept_batches
+from keel.trainer.run.batches import list_batches, save_batch
 from keel.trainer.run.journal import Journal, describe, files_after, keep_until
 from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import PlainView
@@ -73,7 +73,7 @@ def test_each_step_is_one_object_and_values_without_count_are_left_out(tmp_path:
 def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, range(5), 0, PlainView(4))
     for step in (2, 3):
-        keep_batch(tmp_path, step, [], [])
+        save_batch(tmp_path, step, [], [])
     mine = tmp_path / "trajectories" / "step_000004 (copy).txt"
     mine.touch()
     # Of tokens, which the run that goes on may write no more: run.save_tokens.
@@ -83,7 +83,7 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
     write(tmp_path, range(3, 4), 2, PlainView(4))
     assert mine.exists() and [path.exists() for path in tokens] == [True, False, False]
     mine.unlink()
-    assert [path.stem for path in kept_batches(tmp_path)] == ["step_000002"]
+    assert [path.stem for path in list_batches(tmp_path)] == ["step_000002"]
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
     names = sorted(path.stem for path in (tmp_path / "trajectories").glob("*.txt"))
     assert names == sorted(path.stem for path in (tmp_path / "trajectories").glob("*.jsonl"))

@@ -14,7 +14,7 @@ from keel.trainer.run import manifest
 from keel.trainer.run.manifest import (
     MANIFEST,
     Entry,
-    damage,
+    find_damage,
     fingerprint,
     said,
     seal,
@@ -46,9 +46,9 @@ def flip(path: Path, bit: int) -> None:
 
 def test_what_was_written_is_as_it_was_written(folder: Path, tmp_path: Path) -> None:
     assert sizes(folder) == {"empty": 0, "ranks/weights": 2560, "state": 4}
-    assert damage(folder, extra=True) == []
+    assert find_damage(folder, extra=True) == []
     shutil.copytree(folder, tmp_path / "copy")
-    assert damage(tmp_path / "copy", extra=True) == []
+    assert find_damage(tmp_path / "copy", extra=True) == []
 
 
 def test_pieces_are_those_of_sha256(folder: Path) -> None:
@@ -64,7 +64,7 @@ def test_pieces_are_those_of_sha256(folder: Path) -> None:
 def test_any_bit_is_missed(folder: Path, bit: int) -> None:
     flip(folder / "ranks" / "weights", bit)
     start = bit // 8 // 1024 * 1024
-    (found,) = damage(folder, extra=True)
+    (found,) = find_damage(folder, extra=True)
     end = min(2560, start + 1024)
     assert found == f"ranks/weights: changed, between bytes {start:,} and {end:,}"
 
@@ -87,7 +87,7 @@ def test_any_bit_is_missed(folder: Path, bit: int) -> None:
 )
 def test_what_is_wrong_is_said(folder: Path, harm: Callable[[Path], object], found: str) -> None:
     harm(folder)
-    assert found in said(damage(folder, extra=True))
+    assert found in said(find_damage(folder, extra=True))
 
 
 def test_the_manifest_cannot_be_changed_either(folder: Path) -> None:
@@ -95,14 +95,14 @@ def test_the_manifest_cannot_be_changed_either(folder: Path) -> None:
     path = folder / MANIFEST
     text = path.read_text()
     path.write_text(text.replace('"bytes": 4,', '"bytes": 5,'))
-    assert damage(folder, extra=True) == [f"{MANIFEST}: changed since it was written"]
+    assert find_damage(folder, extra=True) == [f"{MANIFEST}: changed since it was written"]
 
 
 def test_a_folder_that_may_grow(folder: Path) -> None:
     (folder / "README.md").touch()
-    assert damage(folder, extra=False) == []
+    assert find_damage(folder, extra=False) == []
     (folder / "empty").unlink()
-    assert damage(folder, extra=False) == ["empty: missing"]
+    assert find_damage(folder, extra=False) == ["empty: missing"]
 
 
 def test_a_rank_that_wrote_elsewhere_is_found_out(folder: Path) -> None:

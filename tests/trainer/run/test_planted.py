@@ -27,12 +27,12 @@ from keel.model.load import load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.planning.cached_choice import lower, remember, remembered
-from keel.trainer.run.batches import keep_batch, read_batch
+from keel.trainer.run.batches import read_batch, save_batch
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.trackers.sending import known
+from keel.trainer.run.trackers.sender import known
 from tests.commands.report.runs import episode, write_evaluation, write_run
 from tests.trainer.engine.ranks import Ranks, make_config
 from tests.trainer.engine.scenarios import Result, run_all, run_rank
@@ -119,7 +119,7 @@ def write_whole_run(folder: Path) -> None:
     (folder / "trackers").mkdir()
     (folder / "trackers" / "wandb.json").write_text('{"id": "x"}')
     remember(folder, {"trainer.ranks": 2}, {"gpu": 1})
-    keep_batch(folder, 1, [episode()], ["found"])
+    save_batch(folder, 1, [episode()], ["found"])
     tokenizer = build_tokenizer()
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (takes a second)
 

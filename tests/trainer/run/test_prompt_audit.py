@@ -12,7 +12,7 @@ from keel.rl.buffer import Batch
 from keel.rl.metrics import values
 from keel.rl.types import Prompt
 from keel.trainer.loop import Parts, train
-from keel.trainer.run.prompt_audit import Ledger
+from keel.trainer.run.prompt_audit import PromptAudit
 from tests.data.test_stream import stream
 from tests.rl.rollouts import prompt
 from tests.trainer.test_loop import FakeRun, config
@@ -32,7 +32,7 @@ class Accounted(FakeRun):
         return self.stream.state(unfinished)
 
     def run(self, config: Config, start: int = 0) -> int:
-        self.ledger = Ledger(self.stream, self.said.append)
+        self.ledger = PromptAudit(self.stream, self.said.append)
         parts = Parts(
             **dict.fromkeys(("prompts", "rollouts", "rewards", "learner", "journal"), self),
             **{name: getattr(self, name) for name in ("save", "stop", "hurry", "keep")},
@@ -68,7 +68,7 @@ def test_a_run_and_its_sequel_account_for_every_prompt(lag: int, easy: tuple[str
 
 def test_what_does_not_add_up_is_named() -> None:
     taken, said = stream(), list[str]()
-    ledger = Ledger(taken, said.append)
+    ledger = PromptAudit(taken, said.append)
     groups = FakeRun()
     first, second = taken.take(2)
     batch = Batch(groups=(groups.scored(groups.sampled(first, "train")),) * 2)

@@ -12,7 +12,7 @@ import pytest
 
 from keel.configs.schema import Config, DataConfig, RunConfig, SourceConfig
 from keel.rl.metrics import Mean
-from keel.trainer.run.checkpoint import State, Unwritten, config_digest
+from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import Journal, keep_until, lacking
 from keel.trainer.run.manifest import Entry
@@ -97,7 +97,7 @@ def test_a_record_that_cannot_be_brought_to_the_disk_is_named(
     with RunFolder(made) as folder:
         record(tmp_path, range(1, 2))
         monkeypatch.setattr(os, "fsync", fails)
-        with pytest.raises(Unwritten, match=r"step_000001: cannot be written: .*metrics\.jsonl'"):
+        with pytest.raises(SaveError, match=r"step_000001: cannot be written: .*metrics\.jsonl'"):
             save(folder, made, 1)
         assert folder.latest is None
 

@@ -15,11 +15,11 @@ from ray.exceptions import ObjectLostError, RayTaskError
 from keel.configs.load import load_config
 from keel.model import ray_timeouts as ray_calls
 from keel.trainer.run import session
-from keel.trainer.run.checkpoint import State, Unwritten, config_digest
+from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import EVENTS
-from keel.trainer.run.restarts import WINDOW_S, Lost, Restarts
-from keel.trainer.run.session import conduct
+from keel.trainer.run.restarts import WINDOW_S, Restarts, WorkerLost
+from keel.trainer.run.session import run_with_restarts
 
 
 @pytest.fixture(autouse=True)
@@ -35,20 +35,22 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_losses_are_counted_as_a_rate() -> None:
     now = [0.0]
     restarts = Restarts(2, clock=lambda: now[0])
-    with pytest.raises(Lost, match=r"^it cannot start$"):
-        restarts.another(Lost("it cannot start"))
+    with pytest.raises(WorkerLost, match=r"^it cannot start$"):
+        restarts.another(WorkerLost("it cannot start"))
     restarts.begun = True
-    restarts.another(Lost("first"))
-    restarts.another(Lost("second"))
-    with pytest.raises(Lost, match=r"third\nthis was loss 3 within 3 hours, and run\.max_restarts"):
-        restarts.another(Lost("third"))
+    restarts.another(WorkerLost("first"))
+    restarts.another(WorkerLost("second"))
+    with pytest.raises(
+        WorkerLost, match=r"third\nthis was loss 3 within 3 hours, and run\.max_restarts"
+    ):
+        restarts.another(WorkerLost("third"))
     now[0] = WINDOW_S
     for _ in range(2):
-        restarts.another(Lost("those are long ago"))
+        restarts.another(WorkerLost("those are long ago"))
     never = Restarts(0)
     never.begun = True
-    with pytest.raises(Lost, match=r"gone\nrun\.max_restarts = 0\. What was saved is there"):
-        never.another(Lost("gone"))
+    with pytest.raises(WorkerLost, match=r"gone\nrun\.max_restarts = 0\. What was saved is there"):
+        never.another(WorkerLost("gone"))
 
 
 class World:
@@ -81,7 +83,7 @@ class World:
             (self.folder / "metrics.jsonl").touch()
             return drive(folder, start)
 
-        conduct(
+        run_with_restarts(
             ["train", "quickstart"],
             self.config,
             text="plan",
@@ -105,10 +107,10 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_newest_checkpoint(
 
     def drive(folder: RunFolder, start: int) -> int:
         if len(world.starts) == 1:
-            raise Lost("trainer rank 0 died (process 7 on here)")
+            raise WorkerLost("trainer rank 0 died (process 7 on here)")
         if len(world.starts) == 2:
             world.save(folder, 4)
-            raise Lost("trainer rank 0 is gone")
+            raise WorkerLost("trainer rank 0 is gone")
         return 5  # stopped by its user
 
     world.run(drive)
@@ -133,7 +135,7 @@ def test_a_checkpoint_in_the_place_of_a_damaged_one_counts(
     def drive(folder: RunFolder, start: int) -> int:
         if len(world.starts) == 1:
             world.save(folder, 4)
-            raise Lost("trainer rank 0 is gone")
+            raise WorkerLost("trainer rank 0 is gone")
         return 5
 
     world.run(drive)
@@ -196,7 +198,7 @@ def test_without_room_for_the_last_checkpoint_the_model_is_exported_all_the_same
 
     said: list[str] = []
     world.export = export
-    with pytest.raises(Unwritten, match=r"step_000004: cannot be written: No space") as raised:
+    with pytest.raises(SaveError, match=r"step_000004: cannot be written: No space") as raised:
         world.run(drive)
     assert "The run goes on" in said[0] and (tmp_path / "model").exists() == room
     (note,) = raised.value.__notes__
@@ -208,9 +210,11 @@ def test_a_run_that_keeps_losing_them_ends(tmp_path: Path) -> None:
     world = World(tmp_path, "run.max_restarts=2")
 
     def drive(*_: Any) -> int:
-        raise Lost("trainer rank 0 died")
+        raise WorkerLost("trainer rank 0 died")
 
-    with pytest.raises(Lost, match=r"trainer rank 0 died\nthis was loss 3 .* = 2\. What was saved"):
+    with pytest.raises(
+        WorkerLost, match=r"trainer rank 0 died\nthis was loss 3 .* = 2\. What was saved"
+    ):
         world.run(drive)
     assert len(world.starts) == 3
 
@@ -220,7 +224,7 @@ def test_without_ray_no_process_can_start_again(tmp_path: Path) -> None:
 
     def drive(*_: Any) -> int:
         ray_calls.lose("the raylet is gone")
-        raise Lost("trainer rank 0 died")  # as it does then
+        raise WorkerLost("trainer rank 0 died")  # as it does then
 
     with pytest.raises(ray_calls.RayLost, match="the raylet is gone"):
         world.run(drive)
@@ -252,8 +256,10 @@ def test_a_run_that_was_asked_to_stop_does_not_start_again(
 
     def drive(*_: Any) -> int:
         monkeypatch.setattr(session, "asked", lambda: True)
-        raise Lost("trainer rank 0 died")
+        raise WorkerLost("trainer rank 0 died")
 
-    with pytest.raises(Lost, match="rank 0 died\nThe run was asked to stop, and does not start"):
+    with pytest.raises(
+        WorkerLost, match="rank 0 died\nThe run was asked to stop, and does not start"
+    ):
         world.run(drive)
     assert world.starts == [0]

@@ -13,10 +13,10 @@ import pytest
 from keel.configs.load import load_config
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.session import conduct, save_checkpoint
+from keel.trainer.run.session import run_with_restarts, save_checkpoint
 
 supervised = partial(
-    conduct, ["sft", "recipe.yaml"], text="plan", restore=lambda _: None, position=dict
+    run_with_restarts, ["sft", "recipe.yaml"], text="plan", restore=lambda _: None, position=dict
 )
 
 
@@ -34,7 +34,7 @@ def test_a_run_that_is_done_names_the_knob_that_makes_it_longer(
     def never(*_: Any) -> Any:
         raise AssertionError("it is done")
 
-    conduct(
+    run_with_restarts(
         ["sft", "recipe.yaml"],
         config,
         text="plan",

@@ -25,7 +25,7 @@ from ray.exceptions import ActorDiedError
 from keel.commands import train as commands
 from keel.commands.cli import INTERRUPTED, REFUSED, main
 from keel.model.ray_timeouts import RayLost
-from keel.trainer.run.restarts import Lost
+from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.run.signals import (
     PREEMPTED,
     PREEMPTION,
@@ -34,9 +34,9 @@ from keel.trainer.run.signals import (
     Preempted,
     asked,
     preempted,
-    shielded,
-    tell,
-    undisturbed,
+    print_line,
+    signals_blocked,
+    signals_deferred,
     watching,
 )
 
@@ -122,7 +122,7 @@ def test_a_command_that_a_scheduler_has_ended_early_does_not_pass_for_one_that_i
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (Lost("rank 0 died"), PREEMPTED),
+        (WorkerLost("rank 0 died"), PREEMPTED),
         (RayLost("the raylet is gone"), PREEMPTED),
         (ActorDiedError(), PREEMPTED),
         (TimeoutError("no answer"), PREEMPTED),
@@ -183,7 +183,7 @@ def test_nohup_is_left_alone() -> None:
 def test_children_started_behind_the_shield_outlive_a_signal_to_all_and_ours_is_heard() -> None:
     echo = [sys.executable, "-S", "-c", "print(input())"]
     with watching():
-        with shielded():
+        with signals_blocked():
             child = subprocess.Popen(echo, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for number in PREEMPTION:
                 child.send_signal(number)
@@ -246,9 +246,9 @@ def test_an_end_that_nobody_heard_is_heard_before_anything_is_sampled() -> None:
 def test_what_must_not_be_left_half_done_is_done_before_a_signal_is_heeded(number: int) -> None:
     done: list[str] = []
     with watching():
-        with pytest.raises(KeyboardInterrupt), undisturbed():
+        with pytest.raises(KeyboardInterrupt), signals_deferred():
             signal.raise_signal(number)
-            with undisturbed():
+            with signals_deferred():
                 done.append("inner")
             done.append("outer")
         assert bool(preempted()) == (number == signal.SIGHUP)
@@ -259,7 +259,7 @@ def test_what_must_not_be_left_half_done_is_done_before_a_signal_is_heeded(numbe
 
 def test_of_several_signals_that_were_put_off_none_is_forgotten() -> None:
     with watching():
-        with pytest.raises(KeyboardInterrupt), undisturbed():
+        with pytest.raises(KeyboardInterrupt), signals_deferred():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)
         assert asked() and preempted() == "SIGTERM"
@@ -270,8 +270,8 @@ def test_a_reader_that_is_gone_ends_nothing(tmp_path: Path) -> None:
     os.close(read)
     with os.fdopen(write, "w") as pipe:
         assert isinstance(pipe, TextIOWrapper)
-        tell("lost", pipe)
-        tell("lost, too", pipe)  # and closing it says nothing either
+        print_line("lost", pipe)
+        print_line("lost, too", pipe)  # and closing it says nothing either
 
 
 LATE = """
@@ -368,10 +368,10 @@ def test_a_full_disk_loses_no_word_that_is_told_before_or_after(tmp_path: Path) 
     with path.open("w") as log:
         at, full = os.dup(log.fileno()), os.open("/dev/full", os.O_WRONLY)
         os.dup2(full, log.fileno())
-        tell("during", log)
+        print_line("during", log)
         assert os.path.samestat(os.fstat(log.fileno()), os.fstat(full))
         os.dup2(at, log.fileno())
-        tell("after", log)
+        print_line("after", log)
         os.close(at)
         os.close(full)
     assert path.read_text() == "during\nafter\n"
@@ -384,10 +384,10 @@ def test_a_pipe_that_is_full_for_a_while_is_written_on() -> None:
         while True:
             os.write(write, b"." * 4096)
     with os.fdopen(write, "w") as pipe:
-        tell("during", pipe)
+        print_line("during", pipe)
         while os.read(read, 65536)[-1:] == b"." and select.select([read], [], [], 0)[0]:
             pass
-        tell("after", pipe)
+        print_line("after", pipe)
         assert os.read(read, 4096) == b"during\nafter\n"
     os.close(read)
 

@@ -11,14 +11,14 @@ import pytest
 from keel.configs.load import load_config
 from keel.trainer.run import summary as words
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.summary import closing_words
+from keel.trainer.run.summary import closing_summary
 
 
 def test_the_command_for_the_curves_takes_a_folder_with_spaces(tmp_path: Path) -> None:
     path = tmp_path / "my run"
     config = load_config("quickstart", [f"run.dir={path}"])
     with RunFolder(config) as folder:
-        said = closing_words(folder, config, 1, ["train", "quickstart"])
+        said = closing_summary(folder, config, 1, ["train", "quickstart"])
     assert f"tensorboard --logdir '{path}'" in said
 
 
@@ -27,19 +27,19 @@ def test_a_run_that_stopped_says_how_to_go_on(tmp_path: Path) -> None:
     config = load_config("quickstart", [f"run.dir={tmp_path}"])
     with RunFolder(config) as folder:
         command = ["train", "my recipe.yaml"]
-        said = closing_words(folder, config, 1, command)
-        from_python = closing_words(folder, config, 1, command, again="make the same call again")
+        said = closing_summary(folder, config, 1, command)
+        from_python = closing_summary(folder, config, 1, command, again="make the same call again")
     assert "after step 1 of 60; to go on: keel train 'my recipe.yaml'\n" in said
     assert "after step 1 of 60; to go on: make the same call again\n" in from_python
     assert "to export it now: the same with the knob run.steps=1\n" in from_python
     end = "to export it now: keel train 'my recipe.yaml' run.steps=1\n"
     assert end in said
     with RunFolder(config) as folder:
-        assert "nothing was trained or saved" in closing_words(folder, config, 0, command)
+        assert "nothing was trained or saved" in closing_summary(folder, config, 0, command)
     by_epochs = replace(config, sft=replace(config.sft, epochs=2.0))
     with RunFolder(config) as folder:
-        assert end in closing_words(folder, by_epochs, 1, command)
-        assert "export it" not in closing_words(folder, by_epochs, 1, ["sft", "my recipe.yaml"])
+        assert end in closing_summary(folder, by_epochs, 1, command)
+        assert "export it" not in closing_summary(folder, by_epochs, 1, ["sft", "my recipe.yaml"])
 
 
 def test_a_set_of_which_nothing_is_wholly_right_has_its_score_said(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_set_of_which_nothing_is_wholly_right_has_its_score_said(tmp_path: Pat
     ]
     with RunFolder(config) as folder:
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(it) + "\n" for it in lines))
-        said = closing_words(folder, config, 60, ["train", "quickstart"])
+        said = closing_summary(folder, config, 60, ["train", "quickstart"])
     assert "held-out sums/score: 0.060 at step 0, 0.280 at step 60 (+0.220)\n" in said
     assert "chains/score" not in said
 
@@ -72,5 +72,5 @@ def test_commands_are_printed_as_they_can_be_typed(
     monkeypatch.setattr(words, "which", lambda _: "/usr/bin/keel" if on_path else None)
     config = load_config("quickstart", [f"run.dir={tmp_path}"])
     with RunFolder(config) as folder:
-        text = closing_words(folder, config, 60, ["train", "quickstart"])
+        text = closing_summary(folder, config, 60, ["train", "quickstart"])
     assert f" {expected}" in text

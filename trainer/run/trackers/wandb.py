@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import wandb
 
-from keel.trainer.run.signals import shielded
+from keel.trainer.run.signals import signals_blocked
 from keel.trainer.run.trackers.tracker import PROJECT, End, Opened, Tracked, grouped
 
 INIT_S, FINISH_S = 60.0, 60.0
@@ -38,7 +38,7 @@ class Wandb:
             finish_timeout=FINISH_S,
         )
         offline = wandb.setup().settings.mode == "offline"
-        with shielded():  # its process sends what is left when a scheduler ends the job
+        with signals_blocked():  # its process sends what is left when a scheduler ends the job
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or PROJECT,
                 name=os.environ.get("WANDB_NAME") or run.name,

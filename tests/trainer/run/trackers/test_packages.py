@@ -27,11 +27,11 @@ import sys, threading, time
 from pathlib import Path
 from keel.trainer.run.trackers.known import check_trackers, maker
 from keel.trainer.cluster.ray_internals import leave
-from keel.trainer.run.trackers.sending import Sending, Trackers, hanging
+from keel.trainer.run.trackers.sender import TrackerThread, Trackers, has_abandoned_threads
 names = ["wandb", "mlflow", "trackio"]
 check_trackers(names)
 say = lambda text: print(text, flush=True)
-sendings = [Sending(n, maker(n), Path(sys.argv[1]), {"a": 1}, say, late_s=0.0) for n in names]
+sendings = [TrackerThread(n, maker(n), Path(sys.argv[1]), {"a": 1}, say, late_s=0.0) for n in names]
 trackers = Trackers(sendings, say)
 longest = 0.0
 while any(not sending._since for sending in sendings if not sending.done.is_set()):
@@ -43,7 +43,7 @@ for _ in range(50):
     time.sleep(0.01)
 trackers.close("finished", 3, seconds=1.0)
 Path(sys.argv[1], "longest").write_text(str(longest))
-assert hanging()
+assert has_abandoned_threads()
 leave(0)  # as `keel.commands.train.run` does
 """
 

@@ -14,7 +14,7 @@ from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.trainer.run.journal import note
 from keel.trainer.run.trackers.known import check_trackers
-from keel.trainer.run.trackers.sending import OWN, Sending, Trackers, hanging
+from keel.trainer.run.trackers.sender import OWN, Trackers, TrackerThread, has_abandoned_threads
 from keel.trainer.run.trackers.tracker import (
     End,
     Opened,
@@ -82,10 +82,12 @@ class Run:
         with (self.folder / "events.jsonl").open("a") as file:
             file.write(json.dumps({"step": 1, "time": 1.0, "kind": kind, "text": text}) + "\n")
 
-    def start(self, *, again_s: float = 0.0, late_s: float = 1e9) -> tuple[Sending, Trackers]:
+    def start(self, *, again_s: float = 0.0, late_s: float = 1e9) -> tuple[TrackerThread, Trackers]:
         make: Callable[[], Scripted] = lambda: self.tracker  # noqa: E731
         say = self.said.append
-        sending = Sending("scripted", make, self.folder, {}, say, again_s=again_s, late_s=late_s)
+        sending = TrackerThread(
+            "scripted", make, self.folder, {}, say, again_s=again_s, late_s=late_s
+        )
         return sending, Trackers([sending], say)
 
 
@@ -236,7 +238,7 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_the_process_ends_without_it(
     assert sending.done.wait(PATIENCE_S)
     assert [step for step, _ in run.tracker.steps] == [0, 1]
     assert len(run.said) == 2
-    wait_for(lambda: not hanging())
+    wait_for(lambda: not has_abandoned_threads())
 
 
 def test_a_line_that_is_being_written_is_left_until_it_is_whole(run: Run) -> None:

@@ -33,7 +33,7 @@ CLOSE_S, HURRY_S = 60.0, 5.0
 """Longest wait at the end for what is not sent yet; where the machine is about to be taken away."""
 
 
-class Sending:
+class TrackerThread:
     """One tracker, on a thread of its own."""
 
     def __init__(
@@ -181,7 +181,7 @@ class Sending:
         fresh.replace(self._file)
 
 
-def hanging() -> bool:
+def has_abandoned_threads() -> bool:
     """Whether a thread is still at what it was given up for. The interpreter's own end may then be
     an abort, in the middle of what the package is at."""
     return any(thread.name.startswith(GIVEN_UP) for thread in threading.enumerate())
@@ -227,7 +227,7 @@ class Tail:
 class Trackers:
     """All that `run.trackers` names."""
 
-    def __init__(self, sendings: Sequence[Sending], say: Callable[[str], None]) -> None:
+    def __init__(self, sendings: Sequence[TrackerThread], say: Callable[[str], None]) -> None:
         self._sendings, self._say = sendings, say
 
     def look(self) -> None:
