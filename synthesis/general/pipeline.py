@@ -1,6 +1,6 @@
 """`family: general` of `keel synthesize`: environments made one beside the other.
 
-synthesis/NAME/      finished environments (keel.agents.environments.general.folder)
+tasks/NAME/          finished environments (keel.agents.environments.general.folder)
 making/          half-made ones, made again by the next start
 """
 

@@ -13,10 +13,10 @@ def test_the_folder_is_the_same_from_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An episode runs in it, where a relative path would lead elsewhere."""
-    (tmp_path / "synthesis/environment/sealed").mkdir(parents=True)
+    (tmp_path / "tasks/environment/sealed").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    arguments, paths = prepare({"folder": "synthesis/environment"}, [])
-    assert arguments == {"folder": str(tmp_path / "synthesis/environment")} and paths == []
+    arguments, paths = prepare({"folder": "tasks/environment"}, [])
+    assert arguments == {"folder": str(tmp_path / "tasks/environment")} and paths == []
     for wrong in ({"folder": "tasks"}, {}):
         with pytest.raises(ValueError, match="name the folder `environment` of what keel synth"):
             prepare(wrong, [])
