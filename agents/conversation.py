@@ -26,7 +26,7 @@ from keel.rl.turns import (
     TurnRequest,
     TurnResult,
 )
-from keel.rl.types import NO_ROUTE, KeptSets, Segment
+from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 
 class SegmentRecord:
@@ -88,7 +88,11 @@ class SegmentRecord:
         for name, have, want in (
             ("logp_old_N", len(result.logp_old_N), sampled),
             ("version_N", len(result.version_N), sampled),
-            ("kept", sampled if result.kept is None else len(result.kept), sampled),
+            (
+                "sampling_mask",
+                sampled if result.sampling_mask is None else len(result.sampling_mask),
+                sampled,
+            ),
             ("routes_RLK", 0 if routes is None else len(routes), rows - self._rows),
         ):
             if have != want and not (name == "routes_RLK" and routes is None):
@@ -136,7 +140,7 @@ class SegmentRecord:
             logp_old_T=logp,
             version_T=versions,
             routes_TLK=self._routes(tokens),
-            kept=_kept(spans),
+            sampling_mask=_kept(spans),
         )
 
     def _routes(self, tokens: int) -> NDArray[np.int16] | None:
@@ -158,17 +162,20 @@ def in_common(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
     return most
 
 
-def _kept(spans: Sequence[tuple[int, TurnResult]]) -> KeptSets | None:
+def _kept(spans: Sequence[tuple[int, TurnResult]]) -> SamplingMasks | None:
     """Of all turns, empty where nothing was sampled. None if no turn was truncated."""
-    if all(result.kept is None for _, result in spans):
+    if all(result.sampling_mask is None for _, result in spans):
         return None
-    parts: list[KeptSets] = []
+    parts: list[SamplingMasks] = []
     end = 0
     for start, result in spans:
         sampled = len(result.token_ids_N)
-        parts += [KeptSets.empty(start - end), result.kept or KeptSets.empty(sampled)]
+        parts += [
+            SamplingMasks.empty(start - end),
+            result.sampling_mask or SamplingMasks.empty(sampled),
+        ]
         end = start + sampled
-    return KeptSets.concat(parts)
+    return SamplingMasks.concat(parts)
 
 
 class Conversation:

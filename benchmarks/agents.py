@@ -246,10 +246,10 @@ def measure(
         "tools_s_mean": statistics.mean(usage.tools_s for usage in usages),
         "finish_reasons": sorted({t.finish_reason for t in trajectories}),
         "kept_mean": statistics.mean(
-            float(s.kept.sizes()[s.trainable_T].mean())
+            float(s.sampling_mask.sizes()[s.trainable_T].mean())
             for t in trajectories[:8]
             for s in t.segments
-            if s.kept is not None
+            if s.sampling_mask is not None
         ),
     }
 

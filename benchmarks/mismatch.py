@@ -229,7 +229,13 @@ def figures(
         "entropy_bound": float(-theirs.mean()),
         "gap": {},
     }
-    kept = [s.kept for g in groups for t in g.trajectories for s in t.segments if s.kept]
+    kept = [
+        s.sampling_mask
+        for g in groups
+        for t in g.trajectories
+        for s in t.segments
+        if s.sampling_mask
+    ]
     sizes = np.concatenate([k.sizes() for k in kept]) if kept else np.zeros(0)
     results["kept_mean"] = float(sizes[sizes > 0].mean()) if (sizes > 0).any() else None
     for length in LENGTHS:

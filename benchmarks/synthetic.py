@@ -24,7 +24,7 @@ from keel.configs.schema import (
 )
 from keel.model.load import ModelFacts
 from keel.rl.packing import MicroBatch
-from keel.rl.types import NO_ROUTE, KeptSets
+from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.trainer.engine.engine import TrainerEngine
 
 KL_COEF = 0.02
@@ -110,7 +110,9 @@ def draw_micro_batch(
         kl_coef_N=np.where(sampled, kl_coef, 0.0).astype(np.float32),
         sequence_tokens_S=np.full(row.segments, row.completion),
         sequence_weight_S=np.ones(row.segments, np.float32),
-        kept=KeptSets(ids=ids.astype(np.int32), offsets=np.concatenate([[0], np.cumsum(sizes)])),
+        sampling_mask=SamplingMasks(
+            ids=ids.astype(np.int32), offsets=np.concatenate([[0], np.cumsum(sizes)])
+        ),
     )
 
 

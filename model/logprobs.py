@@ -18,7 +18,7 @@ from torch import Tensor
 from keel.model.device import to_device
 from keel.model.head.support import support_head
 from keel.rl.packing import MicroBatch
-from keel.rl.types import KeptSets
+from keel.rl.types import SamplingMasks
 
 
 def support_logprobs(
@@ -117,7 +117,7 @@ def head_inputs(
     probed, stands_for = probed[here], stands_for[here]
     owner = batch.sequence_N[probed]
     weight = stands_for * batch.sequence_weight_S[owner] / batch.sequence_tokens_S[owner]
-    kept = _spans(batch.kept, rows, len(batch.token_ids_N))
+    kept = _spans(batch.sampling_mask, rows, len(batch.token_ids_N))
     return HeadInputs(
         rows=torch.from_numpy(rows),
         hidden_rows=torch.from_numpy(rows - 1 - start),
@@ -209,13 +209,15 @@ def _probed(
     return rows[probed], (counts / np.bincount(chosen))[chosen]
 
 
-def _spans(kept: KeptSets | None, rows: NDArray[np.int64], tokens: int) -> KeptSets:
+def _spans(kept: SamplingMasks | None, rows: NDArray[np.int64], tokens: int) -> SamplingMasks:
     """The spans of `rows`; empty ones without sampling masks."""
     if kept is None:
-        return KeptSets.empty(len(rows))
+        return SamplingMasks.empty(len(rows))
     sizes = kept.sizes()
     wanted = np.zeros(tokens, np.bool_)
     wanted[rows] = True
     # A view of all ids in the usual case that only sampled tokens have any.
     ids = kept.ids if not sizes[~wanted].any() else kept.ids[np.repeat(wanted, sizes)]
-    return KeptSets(ids=ids, offsets=np.concatenate([np.zeros(1, np.int64), sizes[rows].cumsum()]))
+    return SamplingMasks(
+        ids=ids, offsets=np.concatenate([np.zeros(1, np.int64), sizes[rows].cumsum()])
+    )

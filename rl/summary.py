@@ -209,8 +209,8 @@ def _crashes(groups: Sequence[ScoredGroup], sampled: Sequence[Trajectory]) -> in
 def _kept(trajectories: Sequence[Trajectory]) -> Mean:
     total = count = 0
     for segment in (segment for t in trajectories for segment in t.segments):
-        if segment.kept is not None:
-            sizes = segment.kept.sizes()[segment.trainable_T]
+        if segment.sampling_mask is not None:
+            sizes = segment.sampling_mask.sizes()[segment.trainable_T]
             total += int(sizes.sum())
             count += int(np.count_nonzero(sizes))
     return Mean(total, count)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.types import KeptSets
+from keel.rl.types import SamplingMasks
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id`."""
@@ -162,7 +162,7 @@ class TurnResult:
     routes_RLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
     """[R, L, K] experts of positions `routes_from` … T + N − 2, input-aligned: the last sampled
     token has been nowhere yet. None: the model has no router."""
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMasks | None = None
     """N spans. None: sampling was not truncated."""
     cached_tokens: int = 0
     """Of the T context tokens, those that came from the prefix cache."""

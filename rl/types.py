@@ -6,8 +6,8 @@ StepResult
 Every type is frozen and holds numpy arrays in host memory. A later stage wraps an earlier one
 and never fills holes in it. Only weights and their version travel back.
 
-Alignment: entry t of `token_ids_T`, `trainable_T`, `logp_old_T`, `version_T` and `kept` is about
-token t (target-aligned). Row t of `routes_TLK` says where token t was sent when it was the
+Alignment: entry t of `token_ids_T`, `trainable_T`, `logp_old_T`, `version_T` and `sampling_mask` is
+about token t (target-aligned). Row t of `routes_TLK` says where token t was sent when it was the
 *input* (input-aligned), so the last token of a segment has no route. The one shift between the
 two is in `model/logprobs.py`.
 """
@@ -85,7 +85,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptSets:
+class SamplingMasks:
     """The ids that truncated sampling kept, one span a token. An empty span: not truncated."""
 
     ids: NDArray[np.int32]
@@ -118,39 +118,48 @@ class KeptSets:
         """[T] number of ids kept for each token; 0 where sampling was not truncated."""
         return np.diff(self.offsets)
 
-    def slice(self, start: int, stop: int) -> KeptSets:
+    def slice(self, start: int, stop: int) -> SamplingMasks:
         """The spans of tokens start … stop−1."""
         first, last = self.offsets[start], self.offsets[stop]
-        return KeptSets(ids=self.ids[first:last], offsets=self.offsets[start : stop + 1] - first)
+        return SamplingMasks(
+            ids=self.ids[first:last], offsets=self.offsets[start : stop + 1] - first
+        )
 
     @staticmethod
-    def from_lists(spans: Sequence[Sequence[int] | NDArray[Any]]) -> KeptSets:
+    def from_lists(spans: Sequence[Sequence[int] | NDArray[Any]]) -> SamplingMasks:
         """One span of ids a token."""
         sizes = np.fromiter((len(span) for span in spans), np.int64, len(spans))
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         parts = [np.asarray(span, np.int32) for span in spans if len(span)]
         ids = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-        return KeptSets(ids=ids, offsets=offsets)
+        return SamplingMasks(ids=ids, offsets=offsets)
 
     @staticmethod
-    def empty(tokens: int) -> KeptSets:
+    def empty(tokens: int) -> SamplingMasks:
         """`tokens` spans without truncation."""
-        return KeptSets(ids=np.zeros(0, np.int32), offsets=np.zeros(tokens + 1, np.int64))
+        return SamplingMasks(ids=np.zeros(0, np.int32), offsets=np.zeros(tokens + 1, np.int64))
 
     @staticmethod
-    def concat(parts: Sequence[KeptSets]) -> KeptSets:
+    def concat(parts: Sequence[SamplingMasks]) -> SamplingMasks:
         """The spans of all parts, in order."""
         if not parts:
-            return KeptSets.empty(0)
+            return SamplingMasks.empty(0)
         starts = np.cumsum([0, *(len(part.ids) for part in parts)])
         offsets = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
-        return KeptSets(
+        return SamplingMasks(
             ids=np.concatenate([part.ids for part in parts]),
             offsets=np.concatenate([np.zeros(1, np.int64), *offsets]),
         )
 
 
-PER_TOKEN = ("trainable_T", "logp_old_T", "version_T", "routes_TLK", "kept", "selected_TLk")
+PER_TOKEN = (
+    "trainable_T",
+    "logp_old_T",
+    "version_T",
+    "routes_TLK",
+    "sampling_mask",
+    "selected_TLk",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +177,7 @@ class Segment:
     routes_TLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
     """[T, L, K] experts of each MoE layer (dense layers left out), input-aligned. Rows of −1
     (always the last) were not recorded. None: the model has no router."""
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMasks | None = None
     """Sampling mask of each sampled token, spans empty elsewhere. None: sampling was not
     truncated."""
     selected_TLk: NDArray[np.int32] | None = None

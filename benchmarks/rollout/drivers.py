@@ -231,15 +231,17 @@ def host_bytes(groups: Sequence[Group]) -> dict[str, Any]:
                 "logp": segment.logp_old_T,
                 "version": segment.version_T,
                 "routes": segment.routes_TLK,
-                "kept ids": None if segment.kept is None else segment.kept.ids,
-                "kept offsets": None if segment.kept is None else segment.kept.offsets,
+                "kept ids": None if segment.sampling_mask is None else segment.sampling_mask.ids,
+                "kept offsets": None
+                if segment.sampling_mask is None
+                else segment.sampling_mask.offsets,
             }
             for name, array in arrays.items():
                 if array is not None:
                     total[name] = total.get(name, 0) + array.nbytes
             tokens += len(segment.token_ids_T)
             sampled += int(segment.trainable_T.sum())
-            kept += 0 if segment.kept is None else len(segment.kept.ids)
+            kept += 0 if segment.sampling_mask is None else len(segment.sampling_mask.ids)
     return {
         "host_bytes_per_token": {name: value / tokens for name, value in total.items()},
         "host_bytes_per_token_sum": sum(total.values()) / tokens,

@@ -200,10 +200,10 @@ def step_batch(case: Case, facts: ModelFacts, device: torch.device) -> tuple[Tra
     batch = draw_micro_batch(case.row(facts.vocab_size), case.mean_set, device)
     if case.routes:
         batch = with_even_routes(batch, facts, device)
-    assert batch.kept is not None
-    kept_ids = len(batch.kept.ids)
+    assert batch.sampling_mask is not None
+    kept_ids = len(batch.sampling_mask.ids)
     if not case.masks:
-        batch = replace(batch, kept=None)
+        batch = replace(batch, sampling_mask=None)
     micro_batches = (batch,) * case.micro_batches
     sequences = case.step_tokens // case.length
     return TrainBatch(micro_batches=micro_batches, total_sequences=sequences), kept_ids

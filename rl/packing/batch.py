@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.types import KeptSets
+from keel.rl.types import SamplingMasks
 
 Loss = Literal["grpo", "nll"]
 """What a micro-batch is for: `keel.rl.losses`, or `keel.rl.sft.loss`."""
@@ -39,7 +39,7 @@ class MicroBatch:
     """What each trajectory counts in the loss, 1 on average over the step: see `pack`."""
     routes_NLK: NDArray[np.int16] | None = None
     """Input-aligned; rows of −1 use the live router."""
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMasks | None = None
     selected_NLk: NDArray[np.int32] | None = None
     """Input-aligned; rows of −1 have the live selection of sparse attention."""
     split_S: NDArray[np.int64] | None = None
@@ -54,7 +54,7 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         tokens, sequences = len(self.token_ids_N), len(self.sequence_tokens_S)
-        for name in (*PER_TOKEN, "routes_NLK", "kept", "selected_NLk"):
+        for name in (*PER_TOKEN, "routes_NLK", "sampling_mask", "selected_NLk"):
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
                 raise ValueError(

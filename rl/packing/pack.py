@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from keel.rl.packing.batch import Loss, MicroBatch, TrainBatch
 from keel.rl.packing.prefix_sharing import Bundle, bundled, dealt, singly
 from keel.rl.packing.work import Work, split_long
-from keel.rl.types import NO_ROUTE, KeptSets, ScoredGroup, Segment
+from keel.rl.types import NO_ROUTE, SamplingMasks, ScoredGroup, Segment
 
 T = TypeVar("T", bound=np.generic)
 
@@ -148,7 +148,7 @@ class Layout:
                     f"segment of {segment.prompt_id}: routes_TLK has (L, K) = {shape}, another "
                     f"segment of the batch has {routes}; record all, or none"
                 )
-        kept = any(segment.kept is not None for segment in segments)
+        kept = any(segment.sampling_mask is not None for segment in segments)
         chosen = [s.selected_TLk.shape[1:] for s in segments if s.selected_TLk is not None]
         selected = (chosen[0][0], max(width for _, width in chosen)) if chosen else None
         numbers = {id(segment): number for number, segment in enumerate(watched)}
@@ -228,7 +228,7 @@ def _join(bundles: Sequence[Bundle], layout: Layout) -> MicroBatch:
         sequence_tokens_S=np.asarray([item.sampled_tokens for item in work], np.int64),
         sequence_weight_S=np.asarray([item.weight for item in work], np.float32),
         routes_NLK=None if layout.routes is None else joined(partial(_routes, shape=layout.routes)),
-        kept=KeptSets.concat(sets) if layout.kept else None,
+        sampling_mask=SamplingMasks.concat(sets) if layout.kept else None,
         selected_NLk=None
         if layout.selected is None
         else joined(partial(_selected, shape=layout.selected)),
@@ -253,8 +253,12 @@ def _routes(segment: Segment, shape: tuple[int, int]) -> NDArray[np.int16]:
     return segment.routes_TLK.astype(np.int16, copy=False)
 
 
-def _kept(segment: Segment) -> KeptSets:
-    return KeptSets.empty(len(segment.token_ids_T)) if segment.kept is None else segment.kept
+def _kept(segment: Segment) -> SamplingMasks:
+    return (
+        SamplingMasks.empty(len(segment.token_ids_T))
+        if segment.sampling_mask is None
+        else segment.sampling_mask
+    )
 
 
 PADDING = Segment(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from keel.rl.seeds import seed_of
 from keel.rl.thinking import THINK, ThinkingMarks
-from keel.rl.types import NO_ROUTE, FinishReason, KeptSets, Prompt, Segment, Trajectory
+from keel.rl.types import NO_ROUTE, FinishReason, Prompt, SamplingMasks, Segment, Trajectory
 from keel.rollout.chat.parsing import Broken, read_harmony
 from keel.rollout.chat.render import check_developers, render
 from keel.rollout.chat.thinking import HARMONY, HARMONY_CONTROLS
@@ -153,20 +153,20 @@ def build_segment(
     *,
     logp: NDArray[np.float32],
     versions: NDArray[np.int32],
-    kept: KeptSets | None = None,
+    sampling_mask: SamplingMasks | None = None,
     routes: NDArray[np.int16] | None = None,
 ) -> Segment:
     """Build the segment of one turn: P prompt tokens, then G sampled ones.
 
-    `logp` and `versions` [G], `kept` G spans, `routes` [P+G−1, L, K] (input-aligned: the last
-    token has been no input yet). Raises `ValueError` if the lengths do not agree.
+    `logp` and `versions` [G], `sampling_mask` G spans, `routes` [P+G−1, L, K] (input-aligned:
+    the last token has been no input yet). Raises `ValueError` if the lengths do not agree.
     """
     prompt, sampled = len(prompt_ids), len(sampled_ids)
     tokens = prompt + sampled
     for name, have, want in (
         ("logp", len(logp), sampled),
         ("versions", len(versions), sampled),
-        ("kept", sampled if kept is None else len(kept), sampled),
+        ("sampling_mask", sampled if sampling_mask is None else len(sampling_mask), sampled),
         ("routes", tokens - 1 if routes is None else len(routes), tokens - 1),
     ):
         if have != want:
@@ -182,7 +182,9 @@ def build_segment(
             if routes is None
             else np.concatenate([routes, np.full((1, *routes.shape[1:]), NO_ROUTE, np.int16)])
         ),
-        kept=None if kept is None else KeptSets.concat([KeptSets.empty(prompt), kept]),
+        sampling_mask=None
+        if sampling_mask is None
+        else SamplingMasks.concat([SamplingMasks.empty(prompt), sampling_mask]),
     )
 
 

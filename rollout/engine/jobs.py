@@ -139,7 +139,7 @@ class GroupJob(Job):
             sampled.ids,
             logp=sampled.recording.logp,
             versions=sampled.versions,
-            kept=sampled.recording.kept,
+            sampling_mask=sampled.recording.sampling_mask,
             routes=sampled.recording.routes,
         )
         self.done[sibling] = build_trajectory(
@@ -169,7 +169,7 @@ class TurnJob(Job):
             version_N=sampled.versions,
             finish_reason=sampled.finish_reason,
             routes_RLK=sampled.recording.routes,
-            kept=sampled.recording.kept,
+            sampling_mask=sampled.recording.sampling_mask,
             cached_tokens=sampled.cached_tokens,
         )
 

@@ -91,7 +91,7 @@ def asked(job: Job, recorder: Recorder, name: str, seed: int) -> Asked:
         name=name,
         ids=job.context,
         conversation=job.conversation,
-        kind=(*kind, job.stop_ids, wanted.routes, wanted.kept),
+        kind=(*kind, job.stop_ids, wanted.routes, wanted.sampling_mask),
         varying=varying,
         params=lambda: SamplingParams(**{**_sampling_args(job), **recorded, **varying}),
     )

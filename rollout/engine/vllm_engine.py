@@ -87,7 +87,7 @@ class VllmEngine:
         self._kept = spec.keep_sampling_mask
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
         self._recorder = build_recorder(
-            name, routes=self._routes, kept=self._kept and spec.config.sampling.truncated
+            name, routes=self._routes, sampling_mask=self._kept and spec.config.sampling.truncated
         )
         self._no_copies = "" if spec.config.copy_weights else "it is switched off"
         invariant_layers(spec)
@@ -184,7 +184,8 @@ class VllmEngine:
 
     def _wanted(self, sampling: SamplingConfig, record: bool) -> Wanted:
         return Wanted(
-            routes=record and self._routes, kept=record and self._kept and sampling.truncated
+            routes=record and self._routes,
+            sampling_mask=record and self._kept and sampling.truncated,
         )
 
     def _begin(self, job: int, entry: Job, seeds: Sequence[int]) -> None:
@@ -374,14 +375,14 @@ def _versions(request_id: str, output: CompletionOutput) -> NDArray[np.int32]:
 # Each part is imported where it is used: vLLM need not have what the others lean on.
 
 
-def build_recorder(name: RecorderName, *, routes: bool, kept: bool) -> Recorder:
+def build_recorder(name: RecorderName, *, routes: bool, sampling_mask: bool) -> Recorder:
     if name == "native":
         from keel.rollout.recording.native import NativeRecorder as Kind  # noqa: PLC0415
     elif name == "packed":
         from keel.rollout.recording.packed import PackedRecorder as Kind  # noqa: PLC0415
     else:
         from keel.rollout.recording.v1 import V1Recorder as Kind  # noqa: PLC0415
-    return Kind(routes=routes, kept=kept)
+    return Kind(routes=routes, sampling_mask=sampling_mask)
 
 
 def _build(args: EngineArgs, conversations: int) -> LLMEngine:

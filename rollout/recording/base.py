@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.rl.types import NO_ROUTE, KeptSets
+from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.rollout.spec import RecordingError
 from keel.rollout.vllm_internals import before_preemption
 
@@ -34,7 +34,7 @@ class Recording:
     """[G] log-probability of each sampled token, under temperature and truncation. Where one is not
     finite, its completion is dropped, and nothing else of it need be here: the logits were no
     numbers, so that a sampling mask may not hold its token."""
-    kept: KeptSets | None
+    sampling_mask: SamplingMasks | None
     """G spans. None: sampling was not truncated, or was not to be recorded."""
     routes: NDArray[np.int16] | None
     """[P+G−1−F, L, K] experts of the MoE layers from position F = `Wanted.routes_from` on, each row
@@ -47,7 +47,7 @@ class Wanted:
     """What to record of one request."""
 
     routes: bool
-    kept: bool
+    sampling_mask: bool
     routes_from: int = 0
     """The first position whose routes are wanted: an earlier turn has brought those before."""
 

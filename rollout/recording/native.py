@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.types import KeptSets
+from keel.rl.types import SamplingMasks
 from keel.rollout.recording.base import Recording, Wanted, check_routed, check_tokens
 from keel.rollout.spec import RecordingError
 from keel.rollout.vllm_internals import runs_v2
@@ -28,15 +28,15 @@ sampler (`keel.rollout.vllm_fast.truncate_kernels.WIDEST_TOP_K`)."""
 class NativeRecorder:
     """`routed_experts`, `sampling_mask` and `logprobs` of each output, checked and reshaped."""
 
-    def __init__(self, *, routes: bool, kept: bool) -> None:
-        self._routes, self._kept = routes, kept
+    def __init__(self, *, routes: bool, sampling_mask: bool) -> None:
+        self._routes, self._masks = routes, sampling_mask
         self._wanted: dict[str, Wanted] = {}
         self._moe_layers: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def engine_args(self) -> dict[str, Any]:
         return {
             "enable_return_routed_experts": self._routes,
-            "return_sampling_mask": self._kept,
+            "return_sampling_mask": self._masks,
         }
 
     def attach(self, engine: LLMEngine) -> None:
@@ -49,7 +49,7 @@ class NativeRecorder:
         self._moe_layers = np.asarray(layers, np.int64)
 
     def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
-        bound = bounded_top_k(sampling, wanted) if self._kept else {}
+        bound = bounded_top_k(sampling, wanted) if self._masks else {}
         start = {"routed_experts_prompt_start": wanted.routes_from} if wanted.routes else {}
         return {"logprobs": 0, "flat_logprobs": True, **bound, **start}
 
@@ -61,10 +61,10 @@ class NativeRecorder:
         tokens = len(output.token_ids)
         logp = sampled_logprobs(request_id, output)
         if not np.isfinite(logp).all():
-            return Recording(logp=logp, kept=None, routes=None)
+            return Recording(logp=logp, sampling_mask=None, routes=None)
         return Recording(
             logp=logp,
-            kept=kept_sets(request_id, output) if wanted.kept else None,
+            sampling_mask=kept_sets(request_id, output) if wanted.sampling_mask else None,
             routes=(
                 moe_routes(
                     request_id,
@@ -88,7 +88,7 @@ def bounded_top_k(sampling: SamplingConfig, wanted: Wanted) -> dict[str, int]:
     """What an engine that returns masks needs of a request that has no top_k."""
     if sampling.top_k > 0:
         return {}
-    if wanted.routes or wanted.kept:
+    if wanted.routes or wanted.sampling_mask:
         raise ValueError(
             "top_k = 0: an engine that returns sampling masks needs a bound on them; set "
             "rollout.sampling.top_k"
@@ -110,7 +110,7 @@ def sampled_logprobs(request_id: str, output: CompletionOutput) -> NDArray[np.fl
     return np.asarray(flat.logprobs, np.float32)[first]
 
 
-def kept_sets(request_id: str, output: CompletionOutput) -> KeptSets:
+def kept_sets(request_id: str, output: CompletionOutput) -> SamplingMasks:
     """G spans from `sampling_mask`. A missing mask never means "not truncated"."""
     if output.sampling_mask is None:
         raise RecordingError(f"request {request_id}: the engine returned no sampling mask")
@@ -118,16 +118,16 @@ def kept_sets(request_id: str, output: CompletionOutput) -> KeptSets:
     sizes = np.fromiter(map(len, spans), np.int64, len(spans))
     ids = np.fromiter(chain.from_iterable(spans), np.int32, int(sizes.sum()))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    return checked_sets(request_id, KeptSets(ids=ids, offsets=offsets), output)
+    return checked_sets(request_id, SamplingMasks(ids=ids, offsets=offsets), output)
 
 
-def checked_sets(request_id: str, kept: KeptSets, output: CompletionOutput) -> KeptSets:
+def checked_sets(request_id: str, kept: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
     """The sets in ascending order; each must hold the token that was sampled from it."""
     check_tokens(request_id, "sampling masks", len(kept), len(output.token_ids))
     rows = np.repeat(np.arange(len(kept)), kept.sizes())
     # Ascending ids: the trainer's checks are then one pass without sorting.
     if (np.diff(kept.ids)[rows[1:] == rows[:-1]] < 0).any():
-        kept = KeptSets(ids=kept.ids[np.lexsort((kept.ids, rows))], offsets=kept.offsets)
+        kept = SamplingMasks(ids=kept.ids[np.lexsort((kept.ids, rows))], offsets=kept.offsets)
     holds = np.zeros(len(kept), bool)
     holds[rows[kept.ids == np.asarray(output.token_ids, np.int32)[rows]]] = True
     if not holds.all():

@@ -39,8 +39,8 @@ READ_AHEAD = 16
 class PackedRecorder:
     """Needs vLLM's scheduler in this process, which rollout workers have."""
 
-    def __init__(self, *, routes: bool, kept: bool) -> None:
-        self._routes, self._kept = routes, kept
+    def __init__(self, *, routes: bool, sampling_mask: bool) -> None:
+        self._routes, self._masks = routes, sampling_mask
         self._wanted: dict[str, Wanted] = {}
         self._before: RoutesBeforePreemption | None = None
         self._ahead: dict[str, NDArray[np.int16]] = {}
@@ -48,7 +48,7 @@ class PackedRecorder:
     def engine_args(self) -> dict[str, Any]:
         return {
             "enable_return_routed_experts": self._routes,
-            "return_sampling_mask": self._kept,
+            "return_sampling_mask": self._masks,
             "scheduler_cls": AsyncFastScheduler,
             "async_scheduling": True,
             "worker_extension_cls": "keel.rollout.vllm_fast.routed_experts.RoutesExtension",
@@ -68,14 +68,14 @@ class PackedRecorder:
             self._before = RoutesBeforePreemption(self._scheduler, self._wanted, self._rows)
 
     def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
-        if not self._kept:
+        if not self._masks:
             return {"logprobs": 0}
-        unmasked = {} if wanted.kept else {"extra_args": {UNMASKED: True}}
+        unmasked = {} if wanted.sampling_mask else {"extra_args": {UNMASKED: True}}
         return {"logprobs": 0, **unmasked, **bounded_top_k(sampling, wanted)}
 
     def expect(self, request_id: str, wanted: Wanted) -> None:
         self._wanted[request_id] = wanted
-        self._scheduler.recordings[request_id] = Packed(kept_wanted=wanted.kept)
+        self._scheduler.recordings[request_id] = Packed(kept_wanted=wanted.sampling_mask)
 
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
         wanted = self._wanted.pop(request_id)
@@ -85,7 +85,7 @@ class PackedRecorder:
         check_tokens(request_id, "logprobs", len(logp), sampled)
         if not np.isfinite(logp).all():
             self.forget(request_id)
-            return Recording(logp=logp, kept=None, routes=None)
+            return Recording(logp=logp, sampling_mask=None, routes=None)
         routes = None
         if wanted.routes:
             first, tokens = wanted.routes_from, prompt_tokens + sampled - 1
@@ -102,7 +102,9 @@ class PackedRecorder:
             check_routed(request_id, routes)
         return Recording(
             logp=np.asarray(logp, np.float32),
-            kept=checked_sets(request_id, packed.kept(), output) if wanted.kept else None,
+            sampling_mask=checked_sets(request_id, packed.kept(), output)
+            if wanted.sampling_mask
+            else None,
             routes=routes,
         )
 

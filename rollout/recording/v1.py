@@ -21,7 +21,7 @@ from vllm.outputs import CompletionOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.types import NO_ROUTE, KeptSets
+from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.rollout.recording.base import (
     Recording,
     RoutesBeforePreemption,
@@ -155,7 +155,7 @@ class DrawLog:
 class V1Recorder:
     """A `RouteTable` and a `DrawLog` on the runner inside this process."""
 
-    def __init__(self, *, routes: bool, kept: bool) -> None:
+    def __init__(self, *, routes: bool, sampling_mask: bool) -> None:
         self._with_routes = routes
         self._wanted: dict[str, Wanted] = {}
         self._before: RoutesBeforePreemption | None = None
@@ -180,7 +180,7 @@ class V1Recorder:
     def expect(self, request_id: str, wanted: Wanted) -> None:
         assert self._draws is not None
         self._wanted[request_id] = wanted
-        self._draws.open(request_id, truncated=wanted.kept)
+        self._draws.open(request_id, truncated=wanted.sampling_mask)
 
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
         assert self._draws is not None
@@ -192,8 +192,8 @@ class V1Recorder:
                 f"request {request_id}: the recorded tokens are not the completion's"
             )
         kept = routes = None
-        if wanted.kept:
-            kept = KeptSets.from_lists([step.kept[row] for step, row in draws if step.kept])
+        if wanted.sampling_mask:
+            kept = SamplingMasks.from_lists([step.kept[row] for step, row in draws if step.kept])
         if wanted.routes:
             assert self._routes is not None and self._before is not None
             blocks = self._routes.blocks(request_id)
@@ -202,7 +202,7 @@ class V1Recorder:
             check_routed(request_id, routes)
         return Recording(
             logp=np.array([step.logp[row] for step, row in draws], np.float32),
-            kept=kept,
+            sampling_mask=kept,
             routes=routes,
         )
 

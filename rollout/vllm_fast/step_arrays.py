@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.types import KeptSets
+from keel.rl.types import SamplingMasks
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -45,12 +45,12 @@ class Packed:
         """[G]"""
         return np.concatenate(self.logp) if self.logp else np.zeros(0, np.float32)
 
-    def kept(self) -> KeptSets:
+    def kept(self) -> SamplingMasks:
         """G spans of ascending ids."""
         if not self.sizes:
-            return KeptSets.empty(0)
+            return SamplingMasks.empty(0)
         sizes = np.concatenate(self.sizes)
-        return KeptSets(
+        return SamplingMasks(
             ids=np.concatenate(self.ids).astype(np.int32, copy=False),
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         )

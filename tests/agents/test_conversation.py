@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keel.agents.conversation import MALFORMED, Conversation, SegmentRecord, spoken
 from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec, TurnRequest, TurnResult
-from keel.rl.types import NO_ROUTE, KeptSets
+from keel.rl.types import NO_ROUTE, SamplingMasks
 from tests.agents.scripted import ADD, chat, says
 
 USER: Message = {"role": "user", "content": "ab"}
@@ -74,7 +74,9 @@ class FakeEngine:
             version_N=np.array(versions, np.int32),
             finish_reason="stop",
             routes_RLK=labels.reshape(-1, 1, 3).astype(np.int16) if self.routes else None,
-            kept=KeptSets.from_lists([[n, n + 1] for n in numbers]) if self.kept else None,
+            sampling_mask=SamplingMasks.from_lists([[n, n + 1] for n in numbers])
+            if self.kept
+            else None,
         )
 
 
@@ -149,11 +151,11 @@ def test_every_token_is_trained_once_and_every_row_is_of_its_turn(
             assert segment.version_T[t] == (version_of[token] if is_sampled else -1)
             assert segment.logp_old_T[t] == (-0.25 * (token - 1000) if is_sampled else 0)
             if kept:
-                assert segment.kept is not None
+                assert segment.sampling_mask is not None
                 number = token - 1000
                 span = [number, number + 1] if is_sampled else []
-                assert segment.kept[t].tolist() == span
-        assert (segment.kept is None) is not kept
+                assert segment.sampling_mask[t].tolist() == span
+        assert (segment.sampling_mask is None) is not kept
         assert (segment.routes_TLK is None) is not routes
         if segment.routes_TLK is not None:
             assert segment.routes_TLK.dtype == np.int16
@@ -208,8 +210,8 @@ def test_turns_of_which_one_was_not_truncated_have_empty_spans_there() -> None:
         conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [0, 0]))
         conversation.answer([TOOL])
     (segment,) = conversation.segments()
-    assert segment.kept is not None
-    assert segment.kept.sizes().tolist() == [0, 0, 2, 2, 0, 0, 0, 0]
+    assert segment.sampling_mask is not None
+    assert segment.sampling_mask.sizes().tolist() == [0, 0, 2, 2, 0, 0, 0, 0]
 
 
 def test_routes_of_one_byte_have_room_for_the_last_row() -> None:
@@ -226,7 +228,7 @@ def test_routes_of_one_byte_have_room_for_the_last_row() -> None:
     [
         ({"logp_old_N": np.zeros(1, np.float32)}, "logp_old_N .* 1 entries, expected 2"),
         ({"version_N": np.zeros(3, np.int32)}, "version_N"),
-        ({"kept": KeptSets.empty(1)}, "kept"),
+        ({"sampling_mask": SamplingMasks.empty(1)}, "sampling_mask"),
         ({"routes_RLK": np.zeros((2, 1, 3), np.int16)}, "routes_RLK .* 2 entries, expected 3"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.types import NO_ROUTE, Group, KeptSets, Prompt, ScoredGroup, Segment, Trajectory
+from keel.rl.types import NO_ROUTE, Group, Prompt, SamplingMasks, ScoredGroup, Segment, Trajectory
 
 LAYERS, EXPERTS = 2, 3
 
@@ -51,7 +51,7 @@ def segment(
         logp_old_T=np.where(trainable, [logp_old_of(t) for t in ids], 0).astype(np.float32),
         version_T=np.where(trainable, version, -1).astype(np.int32),
         routes_TLK=routes_TLK if routes else None,
-        kept=KeptSets.from_lists(spans) if kept else None,
+        sampling_mask=SamplingMasks.from_lists(spans) if kept else None,
     )
 
 

@@ -48,14 +48,14 @@ def test_every_token_arrives_once_with_all_that_was_recorded_of_it(seed, ranks, 
         if len(micro_batch.sequence_tokens_S) == 0:
             continue
         assert micro_batch.routes_NLK is not None
-        assert micro_batch.kept is not None
+        assert micro_batch.sampling_mask is not None
         assert micro_batch.routes_NLK.dtype == np.int16
         last = np.append(np.diff(micro_batch.segment_N) != 0, True)
         for t, token in enumerate(micro_batch.token_ids_N.tolist()):
             sampled = bool(micro_batch.trainable_N[t])
             seen.append(token)
             assert micro_batch.logp_old_N[t] == np.float32(logp_old_of(token) if sampled else 0)
-            assert micro_batch.kept[t].tolist() == (kept_of(token) if sampled else [])
+            assert micro_batch.sampling_mask[t].tolist() == (kept_of(token) if sampled else [])
             assert (micro_batch.routes_NLK[t] == (NO_ROUTE if last[t] else token % 8)).all()
     assert sorted(seen) == sorted(expected)
 
@@ -205,8 +205,8 @@ def test_ranks_without_work_get_padding_that_the_loss_survives() -> None:
     assert padding.routes_NLK is not None
     assert padding.routes_NLK.shape == (1, LAYERS, EXPERTS)
     assert (padding.routes_NLK == NO_ROUTE).all()
-    assert padding.kept is not None
-    assert padding.kept.sizes().tolist() == [0]
+    assert padding.sampling_mask is not None
+    assert padding.sampling_mask.sizes().tolist() == [0]
     loss, grad = gradient([batches[2]])
     assert loss == 0
     assert not grad.any()
@@ -233,7 +233,7 @@ def test_positions_and_segments_count_from_zero() -> None:
     assert micro_batch.sequence_N.tolist() == [0, 0, 0, 0, 0, 1, 1]
     assert micro_batch.sequence_tokens_S.tolist() == [3, 1]
     assert micro_batch.routes_NLK is None
-    assert micro_batch.kept is None
+    assert micro_batch.sampling_mask is None
 
 
 def test_updates_are_contiguous_and_even() -> None:

@@ -55,7 +55,7 @@ def test_narrow_routes_are_widened() -> None:
 def test_untruncated_segments_among_truncated_ones_get_empty_spans() -> None:
     both = [trajectory(segment(0, 3)), trajectory(segment(10, 3, kept=True), sibling=1)]
     (batch,) = pack([scored(both, [0, 1])], ranks=1, micro_batch_tokens=20)
-    kept = batch.micro_batches[0].kept
+    kept = batch.micro_batches[0].sampling_mask
     assert kept is not None
     assert [kept[t].tolist() for t in range(6)] == [[], [], [], [], kept_of(11), kept_of(12)]
 

@@ -57,14 +57,14 @@ def test_every_context_is_there_whole_and_once(seed: int, ranks: int, capacity: 
     for batch in micro_batches(batches):
         if not len(batch.sequence_tokens_S):
             continue
-        assert batch.routes_NLK is not None and batch.kept is not None
+        assert batch.routes_NLK is not None and batch.sampling_mask is not None
         for rows in contexts_of(batch):
             assert batch.position_N[rows].tolist() == list(range(len(rows)))
             found.append(tuple(batch.token_ids_N[rows].tolist()))
             for place, row in enumerate(rows):
                 token, sampled = int(batch.token_ids_N[row]), bool(batch.trainable_N[row])
                 assert batch.logp_old_N[row] == np.float32(logp_old_of(token) if sampled else 0)
-                assert batch.kept[row].tolist() == (kept_of(token) if sampled else [])
+                assert batch.sampling_mask[row].tolist() == (kept_of(token) if sampled else [])
                 expected = NO_ROUTE if place == len(rows) - 1 else token % 8
                 assert (batch.routes_NLK[row] == expected).all()
     assert sorted(found) == sorted(tuple(one.token_ids_T.tolist()) for one in segments_of(groups))

@@ -8,7 +8,7 @@ import pytest
 
 from keel.rl.metrics import Max, Mean, Sum, merge, values
 from keel.rl.summary import of_updates, summarize
-from keel.rl.types import CUT_OFF, KeptSets, Usage
+from keel.rl.types import CUT_OFF, SamplingMasks, Usage
 from tests.rl.rollouts import scored, segment, trajectory
 
 
@@ -70,9 +70,9 @@ def test_what_was_drawn_is_told_apart_from_what_is_trained_on() -> None:
 def test_sampling_masks_are_averaged_over_the_tokens_that_were_truncated() -> None:
     # Token t keeps 1 + t % 3 ids; the first of each segment was not sampled.
     recorded = segment(0, 5, kept=True)
-    assert recorded.kept is not None
-    last_free = KeptSets.concat([recorded.kept.slice(0, 4), KeptSets.empty(1)])
-    truncated = trajectory(replace(recorded, kept=last_free))
+    assert recorded.sampling_mask is not None
+    last_free = SamplingMasks.concat([recorded.sampling_mask.slice(0, 4), SamplingMasks.empty(1)])
+    truncated = trajectory(replace(recorded, sampling_mask=last_free))
     free = trajectory(segment(10, 6), sibling=1)
     metrics = summarize([scored([truncated, free], [0, 1])], version=0)
     assert metrics["sampling/kept_mean"] == Mean(2 + 3 + 1, 3)

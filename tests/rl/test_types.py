@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rl.types import KeptSets, ScoredGroup
+from keel.rl.types import SamplingMasks, ScoredGroup
 from tests.rl.rollouts import prompt, scored, segment, trajectory
 
 SPANS = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
@@ -19,8 +19,8 @@ SPANS = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
 @settings(deadline=None, max_examples=20)
 @given(SPANS, SPANS, st.data())
 def test_sampling_masks_behave_like_lists_of_spans(first, second, data) -> None:
-    a, b = KeptSets.from_lists(first), KeptSets.from_lists(second)
-    both = KeptSets.concat([a, b])
+    a, b = SamplingMasks.from_lists(first), SamplingMasks.from_lists(second)
+    both = SamplingMasks.concat([a, b])
     spans = first + second
     assert [both[t].tolist() for t in range(len(both))] == spans
     assert both.sizes().tolist() == [len(span) for span in spans]
@@ -31,8 +31,8 @@ def test_sampling_masks_behave_like_lists_of_spans(first, second, data) -> None:
 
 
 def test_empty_kept_sets() -> None:
-    assert KeptSets.empty(3).sizes().tolist() == [0, 0, 0]
-    assert len(KeptSets.concat([])) == 0
+    assert SamplingMasks.empty(3).sizes().tolist() == [0, 0, 0]
+    assert len(SamplingMasks.concat([])) == 0
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_empty_kept_sets() -> None:
 )
 def test_sampling_masks_police_their_offsets(offsets: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        KeptSets(ids=np.zeros(2, np.int32), offsets=np.asarray(offsets, np.int64))
+        SamplingMasks(ids=np.zeros(2, np.int32), offsets=np.asarray(offsets, np.int64))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"version_T": np.zeros(3, np.int32)}, "version_T has 3 entries for 4 tokens"),
-        ({"kept": KeptSets.empty(5)}, "kept has 5 entries for 4 tokens"),
+        ({"sampling_mask": SamplingMasks.empty(5)}, "sampling_mask has 5 entries for 4 tokens"),
         ({"routes_TLK": np.zeros((4, 2), np.int16)}, r"routes_TLK must be \[T, L, K\]"),
         ({"trainable_T": np.ones(4, np.bool_)}, "first token has nothing before it"),
         ({"logp_old_T": np.full(4, -np.inf, np.float32)}, "logp_old_T .* finite and <= 0"),

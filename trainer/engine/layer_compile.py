@@ -20,7 +20,7 @@ from keel.model.torch_internals import specialise_and_recompute
 from keel.model.trainable import decoder_layers
 from keel.model.ulysses import Slice
 from keel.rl.packing import MicroBatch
-from keel.rl.types import NO_ROUTE, KeptSets
+from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference, recorded_routes
 from keel.trainer.planning.memory import rank_tokens, summed_apart
 
@@ -113,7 +113,7 @@ def dummy_batch(
         sequence_tokens_S=np.full(segments, TOKENS - PROMPT),
         sequence_weight_S=np.ones(segments, np.float32),
         routes_NLK=np.full(shape, NO_ROUTE, np.int16) if routed else None,
-        kept=KeptSets.from_lists(masks) if truncated else None,
+        sampling_mask=SamplingMasks.from_lists(masks) if truncated else None,
         follows=np.array([-1] + [0] * segments) if shared else None,
     )
 

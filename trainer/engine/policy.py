@@ -165,7 +165,7 @@ class Inputs:
             selected_NLk=batch.selected_NLk,
             position_N=batch.position_N,
             watched=batch.watched is not None,
-            truncated=batch.kept is not None,
+            truncated=batch.sampling_mask is not None,
         )
 
 

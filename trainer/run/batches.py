@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from keel.rl.types import (
     Group,
-    KeptSets,
     Prompt,
+    SamplingMasks,
     ScoredGroup,
     Segment,
     Trajectory,
@@ -33,7 +33,7 @@ KEPT = 8
 """The newest so many stay."""
 _TYPES = {
     kind.__name__: kind
-    for kind in (ScoredGroup, Group, Prompt, Trajectory, Segment, KeptSets, Verdict, Usage)
+    for kind in (ScoredGroup, Group, Prompt, Trajectory, Segment, SamplingMasks, Verdict, Usage)
 }
 _TEXT = "text"
 

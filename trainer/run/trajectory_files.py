@@ -177,8 +177,8 @@ class TokenFile:
             if seen is not None:
                 ratio = np.exp(np.clip(seen.logp_T[here] - logp, -BOUND, BOUND))
                 run |= {"ratio": rounded(ratio, 5), "overlap": rounded(seen.overlap_T[here], 3)}
-            if segment.kept is not None:
-                run["kept"] = segment.kept.sizes()[here].tolist()
+            if segment.sampling_mask is not None:
+                run["kept"] = segment.sampling_mask.sizes()[here].tolist()
             run["version"] = segment.version_T[here].tolist()
             runs.append({name: value for name, value in run.items() if value})
         return runs

@@ -15,8 +15,8 @@ from keel.configs.schema import RunConfig
 from keel.data.eval_store import Asked
 from keel.rl.types import (
     Group,
-    KeptSets,
     Prompt,
+    SamplingMasks,
     ScoredGroup,
     Segment,
     TokenNumbers,
@@ -59,7 +59,7 @@ def answer(sibling: int, prompt: str, *turns: str, messages: Sequence[Any] = ())
         trainable_T=sampled,
         logp_old_T=np.where(sampled, -0.5, 0).astype(np.float32),
         version_T=np.where(sampled, 7, -1).astype(np.int32),
-        kept=KeptSets.from_lists(spans),
+        sampling_mask=SamplingMasks.from_lists(spans),
     )
     return Trajectory(
         prompt_id="p",

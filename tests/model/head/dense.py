@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from keel.model.head.support import HeadSpec
-from keel.rl.types import KeptSets
+from keel.rl.types import SamplingMasks
 
 
 def dense(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    kept: KeptSets,
+    kept: SamplingMasks,
     temperature: float = 1.0,
     spec: HeadSpec | None = None,
 ) -> tuple[Tensor, Tensor]:

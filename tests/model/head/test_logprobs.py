@@ -17,7 +17,7 @@ from keel.model.logprobs import (
     trainable_rows,
 )
 from keel.rl.packing import MicroBatch
-from keel.rl.types import KeptSets
+from keel.rl.types import SamplingMasks
 from tests.model.head.dense import close, dense
 
 
@@ -43,7 +43,7 @@ def micro_batch(seed: int = 0, vocab: int = 12, kept: bool = True) -> MicroBatch
         kl_coef_N=np.zeros(9, np.float32),
         sequence_tokens_S=np.array([2, 2]),
         sequence_weight_S=np.ones(2, np.float32),
-        kept=KeptSets.from_lists(spans) if kept else None,
+        sampling_mask=SamplingMasks.from_lists(spans) if kept else None,
     )
 
 
@@ -57,10 +57,12 @@ def test_token_t_is_scored_from_position_t_minus_1(kept):
     hidden, weight = torch.randn(9, 6, requires_grad=True), torch.randn(12, 6)
     logp, entropy = policy_logprobs(hidden, head_of(weight), batch, temperature=0.8)
     assert trainable_rows(batch).tolist() == [2, 4, 6, 7]
-    spans = [batch.kept[t] if batch.kept is not None else [] for t in (2, 4, 6, 7)]
+    spans = [
+        batch.sampling_mask[t] if batch.sampling_mask is not None else [] for t in (2, 4, 6, 7)
+    ]
     targets = torch.from_numpy(batch.token_ids_N[[2, 4, 6, 7]]).long()
     expected, expected_entropy = dense(
-        hidden[[1, 3, 5, 6]], weight, targets, KeptSets.from_lists(spans), 0.8
+        hidden[[1, 3, 5, 6]], weight, targets, SamplingMasks.from_lists(spans), 0.8
     )
     close(logp, expected, 1e-5)
     close(entropy, expected_entropy, 1e-5)
@@ -89,7 +91,7 @@ def test_the_mass_of_sampling_masks_is_that_of_a_dense_softmax(most: int):
     log_mass = kept_mass(hidden, head, inputs, logp, temperature=0.8)
     tokens = inputs.rows[inputs.probes].tolist()
     whole = (hidden.double() @ weight.double().t() / 0.8).log_softmax(-1)
-    spans = [torch.as_tensor(batch.kept[t]).long() for t in tokens]
+    spans = [torch.as_tensor(batch.sampling_mask[t]).long() for t in tokens]
     expected = torch.stack(
         [
             whole[t - 1, span].logsumexp(-1) if len(span) else whole.new_zeros(())  # nothing cut
@@ -146,9 +148,9 @@ def test_no_mass_of_a_micro_batch_without_trainable_tokens_still_has_a_gradient(
 
 def test_spans_of_tokens_that_do_not_train_are_left_out():
     batch = micro_batch()
-    spans = [batch.kept[t] for t in range(9)]
+    spans = [batch.sampling_mask[t] for t in range(9)]
     spans[0] = np.array([3, 4], np.int32)
-    noisy = replace(batch, kept=KeptSets.from_lists(spans))
+    noisy = replace(batch, sampling_mask=SamplingMasks.from_lists(spans))
     for name in ("kept_ids", "kept_offsets"):
         assert torch.equal(getattr(head_inputs(noisy), name), getattr(head_inputs(batch), name))
 
@@ -157,7 +159,7 @@ def test_a_micro_batch_without_trainable_tokens_still_reaches_every_parameter():
     batch = replace(
         micro_batch(),
         trainable_N=np.zeros(9, np.bool_),
-        kept=KeptSets.empty(9),
+        sampling_mask=SamplingMasks.empty(9),
         split_S=np.arange(2),  # what was sampled of them is elsewhere
     )
     hidden = torch.randn(9, 6, requires_grad=True)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keel.model.head import ops as support_ops
 from keel.model.head.support import HeadSpec, support_head
 from keel.model.logprobs import support_logprobs
-from keel.rl.types import KeptSets
+from keel.rl.types import SamplingMasks
 from tests.model.head.dense import close, dense
 
 
@@ -25,10 +25,10 @@ def case(sizes: list[int], vocab: int, dim: int, seed: int = 0, dtype=torch.floa
     targets = [rng.choice(span) if len(span) else rng.integers(vocab) for span in spans]
     hidden = torch.randn(len(sizes), dim).to(dtype).requires_grad_()
     weight = torch.randn(vocab, dim).to(dtype).requires_grad_()
-    return hidden, weight, torch.tensor(targets, dtype=torch.long), KeptSets.from_lists(spans)
+    return hidden, weight, torch.tensor(targets, dtype=torch.long), SamplingMasks.from_lists(spans)
 
 
-def tensors(kept: KeptSets) -> tuple[Tensor, Tensor]:
+def tensors(kept: SamplingMasks) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(kept.ids), torch.from_numpy(kept.offsets)
 
 
@@ -109,8 +109,8 @@ def test_bfloat16_inputs_are_summed_in_float32(plan):
 
 def test_a_sampling_mask_of_the_whole_vocabulary_is_no_truncation():
     hidden, weight, targets, _ = case([0] * 5, vocab=8, dim=4)
-    everything = KeptSets.from_lists([list(range(8))] * 5)
-    full = support_logprobs(hidden, weight, targets, *tensors(KeptSets.empty(5)))
+    everything = SamplingMasks.from_lists([list(range(8))] * 5)
+    full = support_logprobs(hidden, weight, targets, *tensors(SamplingMasks.empty(5)))
     close(support_logprobs(hidden, weight, targets, *tensors(everything)), full, 1e-6)
 
 

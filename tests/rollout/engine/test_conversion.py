@@ -11,7 +11,7 @@ import pytest
 from transformers import AddedToken
 
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.rl.types import KeptSets
+from keel.rl.types import SamplingMasks
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.engine.conversion import (
     build_segment,
@@ -139,7 +139,7 @@ def segment(**changes: Any) -> Any:
     fields: dict[str, Any] = {
         "logp": np.array([-1, -2], np.float32),
         "versions": np.array([4, 5], np.int32),
-        "kept": KeptSets.from_lists([[7, 8], [9]]),
+        "sampling_mask": SamplingMasks.from_lists([[7, 8], [9]]),
         "routes": np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2),
     }
     return build_segment("p", [1, 2, 3], [7, 9], **{**fields, **changes})
@@ -163,15 +163,15 @@ def test_a_segment_aligns_what_was_recorded() -> None:
     assert built.trainable_T.tolist() == [False, False, False, True, True]
     assert built.logp_old_T.tolist() == [0, 0, 0, -1, -2]
     assert built.version_T.tolist() == [-1, -1, -1, 4, 5]
-    assert [built.kept[t].tolist() for t in range(5)] == [[], [], [], [7, 8], [9]]
+    assert [built.sampling_mask[t].tolist() for t in range(5)] == [[], [], [], [7, 8], [9]]
     assert built.routes_TLK.shape == (5, 3, 2)
     assert built.routes_TLK[3].tolist() == [[18, 19], [20, 21], [22, 23]]
     assert (built.routes_TLK[4] == -1).all()
 
 
 def test_without_recordings_a_segment_has_none() -> None:
-    built = segment(kept=None, routes=None)
-    assert built.kept is None and built.routes_TLK is None
+    built = segment(sampling_mask=None, routes=None)
+    assert built.sampling_mask is None and built.routes_TLK is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_without_recordings_a_segment_has_none() -> None:
     [
         ("logp", np.zeros(3, np.float32)),
         ("versions", np.zeros(1, np.int32)),
-        ("kept", KeptSets.empty(5)),
+        ("sampling_mask", SamplingMasks.empty(5)),
         ("routes", np.zeros((5, 3, 2), np.int16)),
     ],
 )

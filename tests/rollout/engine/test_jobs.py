@@ -28,7 +28,7 @@ PROMPT = Prompt(
 
 
 def sampled(*logp: float) -> Sampled:
-    recording = Recording(logp=np.array(logp, np.float32), kept=None, routes=None)
+    recording = Recording(logp=np.array(logp, np.float32), sampling_mask=None, routes=None)
     return Sampled(
         ids=range(5, 5 + len(logp)),
         text="four",
@@ -41,7 +41,7 @@ def sampled(*logp: float) -> Sampled:
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 def test_a_completion_whose_logits_overflowed_is_dropped_alone(value: float) -> None:
-    wanted: Any = Wanted(routes=False, kept=False)
+    wanted: Any = Wanted(routes=False, sampling_mask=False)
     rendered = RenderedPrompt(token_ids=[1, 2], thinking=False)
     job = group_job(PROMPT, rendered, SamplingConfig(), wanted)
     job.take(0, sampled(-1.0, value, -0.5))
@@ -56,7 +56,7 @@ def test_a_turn_whose_logits_overflowed_is_lost(value: float) -> None:
     request = TurnRequest(
         conversation="p/train/0/0/0", token_ids_T=np.array([1, 2], np.int32), max_tokens=8, seed=0
     )
-    wanted: Any = Wanted(routes=False, kept=False)
+    wanted: Any = Wanted(routes=False, sampling_mask=False)
     job = turn_job(request, SamplingConfig(), wanted)
     job.take(0, sampled(-1.0, value))
     lost = job.result()

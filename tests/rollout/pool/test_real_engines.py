@@ -76,7 +76,7 @@ def test_groups_and_weights(pool: RayRolloutPool, buckets: list[Any]) -> None:
     groups = list(generate(pool, prompts(4, shared=0, own=9), group_size=4))
     assert sorted(group.prompt.prompt_id for group in groups) == ["p0", "p1", "p2", "p3"]
     (segment,) = groups[0].trajectories[0].segments
-    assert segment.routes_TLK is not None and segment.kept is not None
+    assert segment.routes_TLK is not None and segment.sampling_mask is not None
     assert not segment.routes_TLK.flags.writeable  # read in place from the object store
     all_work(pool)
     pool.update(2, [ray.put(buckets[0]), *buckets[1:]]).result(timeout=2 * PATIENCE_S)
@@ -170,7 +170,7 @@ def test_evaluation_is_not_recorded(pool: RayRolloutPool) -> None:
         pool, prompts(1, shared=0, own=9), group_size=2, sampling=TRUNCATED, purpose="eval"
     )
     (segment,) = group.trajectories[0].segments
-    assert segment.routes_TLK is None and segment.kept is None
+    assert segment.routes_TLK is None and segment.sampling_mask is None
     assert np.isfinite(segment.logp_old_T).all()
 
 

@@ -159,7 +159,7 @@ class RecorderContract:
         (group,) = engine.sample(prompts(1, shared=0, own=9, tag="e"), 2, OPEN, record=False)
         for trajectory in group.trajectories:
             (segment,) = trajectory.segments
-            assert segment.routes_TLK is None and segment.kept is None
+            assert segment.routes_TLK is None and segment.sampling_mask is None
             assert (segment.logp_old_T[segment.trainable_T] < 0).any()
 
     def test_nothing_is_left_behind(self, engine: RemoteEngine) -> None:
@@ -273,7 +273,7 @@ class RecorderContract:
             assert group.dropped == (NOT_FINITE,) * (3 - whole)
             for segment in (t.segments[0] for t in group.trajectories):
                 assert np.isfinite(segment.logp_old_T).all()
-                assert segment.kept is not None and 100 not in segment.kept.ids
+                assert segment.sampling_mask is not None and 100 not in segment.sampling_mask.ids
         engine.update(9, tensors)
         (group,) = engine.sample(asked, group_size=3)
         assert len(group.trajectories) == 3

@@ -96,15 +96,15 @@ class Reference:
         for token, row in zip(sampled.tolist(), scaled, strict=True):
             kept = None
             if sampling.truncated:
-                assert segment.kept is not None
-                kept = torch.from_numpy(segment.kept[token]).long()
+                assert segment.sampling_mask is not None
+                kept = torch.from_numpy(segment.sampling_mask[token]).long()
                 self._check_kept(row, kept, sampling, report, tolerance)
             support = row if kept is None else row[kept]
             expected = float(row[ids[token]] - support.logsumexp(-1))
             assert abs(expected - segment.logp_old_T[token]) < tolerance.logp, (token, expected)
             report.tokens += 1
         if not sampling.truncated:
-            assert segment.kept is None
+            assert segment.sampling_mask is None
 
     def _check_routes(
         self, routes: np.ndarray, rows: np.ndarray, report: Report, tolerance: Tolerance

@@ -39,7 +39,7 @@ def test_drawn_interleavings_are_recorded_rightly(tmp_path: Path, kind: Kind, se
             if given.record:
                 reference.check(one, given.sampling, report, tolerance)
             else:
-                assert one.segments[0].routes_TLK is None and one.segments[0].kept is None
+                assert one.segments[0].routes_TLK is None and one.segments[0].sampling_mask is None
     for segment in seen.segments:
         reference.check(trajectory_of(segment), TRUNCATED, report, tolerance)
     report.assert_rare(tolerance)

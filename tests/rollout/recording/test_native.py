@@ -15,7 +15,7 @@ from keel.rollout.recording.native import WIDEST_MASK, NativeRecorder
 from keel.rollout.spec import RecordingError
 
 PROMPT = 3
-BOTH = Wanted(routes=True, kept=True)
+BOTH = Wanted(routes=True, sampling_mask=True)
 
 
 class FakeEngine:
@@ -57,7 +57,7 @@ def flat(positions: list[list[tuple[int, float]]]) -> Any:
 
 
 def recorder() -> NativeRecorder:
-    built = NativeRecorder(routes=True, kept=True)
+    built = NativeRecorder(routes=True, sampling_mask=True)
     built.attach(FakeEngine())  # type: ignore[arg-type]
     built.expect("r", BOTH)
     return built
@@ -67,8 +67,8 @@ def test_outputs_become_recordings() -> None:
     native = recorder()
     recording = native.take("r", PROMPT, output())
     assert recording.logp.tolist() == [-0.5, -1.5]
-    assert recording.kept is not None and recording.routes is not None
-    assert [recording.kept[t].tolist() for t in range(2)] == [[7, 8], [9]]
+    assert recording.sampling_mask is not None and recording.routes is not None
+    assert [recording.sampling_mask[t].tolist() for t in range(2)] == [[7, 8], [9]]
     assert recording.routes.dtype == np.int16
     assert recording.routes[0].tolist() == [[1, 2], [200, 0]]
     assert native.pending() == 0
@@ -104,30 +104,30 @@ def test_of_a_completion_that_is_not_finite_nothing_else_is_looked_at(value: flo
     given = output(logprobs=logprobs, sampling_mask=masks, routed_experts=np.zeros((4, 4, 2)))
     recording = native.take("r", PROMPT, given)
     assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
-    assert recording.kept is None and recording.routes is None
+    assert recording.sampling_mask is None and recording.routes is None
     assert native.pending() == 0
 
 
 def test_evaluation_needs_neither_masks_nor_routes() -> None:
-    native = NativeRecorder(routes=True, kept=True)
-    native.expect("r", Wanted(routes=False, kept=False))
+    native = NativeRecorder(routes=True, sampling_mask=True)
+    native.expect("r", Wanted(routes=False, sampling_mask=False))
     recording = native.take("r", PROMPT, output(sampling_mask=None, routed_experts=None))
-    assert recording.kept is None and recording.routes is None
+    assert recording.sampling_mask is None and recording.routes is None
 
 
 def test_open_sampling_on_an_engine_with_masks() -> None:
     native = recorder()
-    unrecorded = native.sampling_args(SamplingConfig(), Wanted(routes=False, kept=False))
+    unrecorded = native.sampling_args(SamplingConfig(), Wanted(routes=False, sampling_mask=False))
     assert unrecorded["top_k"] == WIDEST_MASK and unrecorded["logprobs"] == 0
     with pytest.raises(ValueError, match="top_k"):
-        native.sampling_args(SamplingConfig(), Wanted(routes=True, kept=False))
+        native.sampling_args(SamplingConfig(), Wanted(routes=True, sampling_mask=False))
 
 
 def test_the_v1_runner_is_refused() -> None:
     engine = FakeEngine()
     engine.vllm_config = SimpleNamespace(use_v2_model_runner=False)
     with pytest.raises(ValueError, match="needs Model Runner V2"):
-        NativeRecorder(routes=True, kept=True).attach(engine)  # type: ignore[arg-type]
+        NativeRecorder(routes=True, sampling_mask=True).attach(engine)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

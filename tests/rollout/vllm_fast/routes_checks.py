@@ -65,7 +65,7 @@ class RoutedPlay(Play):
     def add(self, name: str, prompt: int, limit: int) -> None:
         # As of a second turn, for every other one.
         first = prompt // 2 if len(self.wanted) % 2 else 0
-        self.wanted[name] = Wanted(routes=True, kept=True, routes_from=first)
+        self.wanted[name] = Wanted(routes=True, sampling_mask=True, routes_from=first)
         super().add(name, prompt, limit)
 
     def step(self) -> None:
@@ -114,10 +114,10 @@ def of_a_completion_that_is_not_finite_nothing_else_is_looked_at(config: Any) ->
         engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)),
         collective_rpc=lambda *_, **__: [None],
     )
-    recorder = PackedRecorder(routes=True, kept=True)
+    recorder = PackedRecorder(routes=True, sampling_mask=True)
     recorder.attach(engine)
     for value in (np.nan, np.inf, -np.inf):
-        recorder.expect("r", Wanted(routes=True, kept=True))
+        recorder.expect("r", Wanted(routes=True, sampling_mask=True))
         packed = scheduler.recordings["r"]  # type: ignore[attr-defined]
         packed.logp.append(np.array([-1, value], np.float32))
         packed.ids.append(np.array([7, 8], np.int32))
@@ -125,6 +125,6 @@ def of_a_completion_that_is_not_finite_nothing_else_is_looked_at(config: Any) ->
         given: Any = SimpleNamespace(token_ids=[7, 0])
         recording = recorder.take("r", 3, given)
         assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
-        assert recording.kept is None and recording.routes is None
+        assert recording.sampling_mask is None and recording.routes is None
         assert recorder.pending() == 0
         assert not scheduler.recordings  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keel.rl.types import Group, KeptSets, Prompt, ScoredGroup, Segment, Trajectory
+from keel.rl.types import Group, Prompt, SamplingMasks, ScoredGroup, Segment, Trajectory
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 64, 3, 4, 2
 DENSE_LAYER = 1
@@ -182,7 +182,7 @@ class Rollouts:
             logp_old_T=np.where(sampled, logp, 0).astype(np.float32),
             version_T=np.where(sampled, 0, -1).astype(np.int32),
             routes_TLK=own,
-            kept=KeptSets.from_lists(spans),
+            sampling_mask=SamplingMasks.from_lists(spans),
         )
 
     def _kept(self, token: int) -> NDArray[np.int64]:

@@ -127,7 +127,7 @@ def test_the_border_of_sequence_parallel_slices_is_inside_an_answer(folder: Path
     assert row.trainable_N[border - 1 : border + 1].all()
     assert row.segment_N[border - 1] == row.segment_N[border]
     assert row.advantage_N[border] < 0
-    assert row.routes_NLK is not None and row.kept is not None
+    assert row.routes_NLK is not None and row.sampling_mask is not None
 
 
 def test_a_sequence_parallel_rank_without_a_sampled_token_holds_masses_with_the_other(
@@ -138,7 +138,7 @@ def test_a_sequence_parallel_rank_without_a_sampled_token_holds_masses_with_the_
     rows = [row for batch in batches for row in batch.micro_batches]
     halves = [-(-len(row.token_ids_N) // 2) for row in rows]
     assert any(
-        row.kept and not row.trainable_N[1 : half + 1].any()
+        row.sampling_mask and not row.trainable_N[1 : half + 1].any()
         for row, half in zip(rows, halves, strict=True)
     )
 

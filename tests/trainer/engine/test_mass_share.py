@@ -87,9 +87,9 @@ def by_enumeration(batch: TrainBatch, config: Config, weight: Tensor) -> tuple[T
     for row in batch.micro_batches:
         hidden = hidden_of(row.token_ids_N, row.position_N, embedding).double()
         probs = (hidden @ exact.t()).softmax(-1)
-        assert row.kept is not None
+        assert row.sampling_mask is not None
         for t in np.flatnonzero(row.trainable_N):
-            kept = torch.from_numpy(row.kept[t]).long()
+            kept = torch.from_numpy(row.sampling_mask[t]).long()
             if not len(kept) or CUT * len(kept) > sampling.top_k:
                 continue
             mass, owner = probs[t - 1, kept].sum(), row.sequence_N[t]
