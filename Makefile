@@ -41,7 +41,7 @@ $(DONE): requirements/install.py $(filter-out %/docs.txt,$(wildcard requirements
 	@touch $@
 	@echo "Installed. For the command: source $(BIN)/activate, and then keel --help"
 
-quickstart: install  ## Train the embedded model for real, end to end, in minutes
+quickstart: install  ## Train the tiny model for real, end to end, in minutes
 	$(BIN)/keel train quickstart run.seed=$(SEED) run.dir=$(RUN) $(ARGS)
 
 # Pyright keeps one core busy for a minute, and the tests leave some of theirs idle.

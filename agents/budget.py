@@ -26,7 +26,7 @@ class Budget:
     """Sampled in all turns."""
     window: int
     """Tokens of a context with what is sampled after it."""
-    deadline_s: float = inf
+    timeout_s: float = inf
     """Seconds of the engine's time and of tools; of a program, of its own time between turns. Of a
     turn that a program gave up, all of its time counts."""
     call_s: float = 60.0
@@ -35,7 +35,7 @@ class Budget:
     """Calls of its environment's tools that are run; later ones are answered with an error."""
 
     def __post_init__(self) -> None:
-        for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s", "calls"):
+        for name in ("turns", "turn_tokens", "tokens", "window", "timeout_s", "call_s", "calls"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"budget: {name} = {getattr(self, name)} must be positive")
 
@@ -57,7 +57,7 @@ class Budget:
         return f"Nothing was run: {self.calls} calls have been, and no more will be."
 
     def left_s(self, usage: Usage) -> float:
-        return self.deadline_s - usage.sampling_s - usage.tools_s
+        return self.timeout_s - usage.sampling_s - usage.tools_s
 
     def room(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
         """The limit that the next turn meets first, and how many tokens it may sample until there;

@@ -64,7 +64,7 @@ class SegmentRecord:
         *,
         max_tokens: int,
         seed: int,
-        deadline_s: float = inf,
+        timeout_s: float = inf,
         stop_ids: tuple[int, ...] = (),
     ) -> TurnRequest:
         """The next turn."""
@@ -73,7 +73,7 @@ class SegmentRecord:
             token_ids_T=np.array(self._ids, np.int32),
             max_tokens=max_tokens,
             seed=seed,
-            deadline_s=deadline_s,
+            timeout_s=timeout_s,
             routes_from=self._rows,
             stop_ids=stop_ids,
         )
@@ -229,7 +229,7 @@ class Conversation:
     def sampled_tokens(self) -> int:
         return sum(record.sampled_tokens for record in self._records)
 
-    def request(self, *, max_tokens: int, seed: int, deadline_s: float = inf) -> TurnRequest:
+    def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
         """The next turn. `seed`: of the trajectory; the turn's own is drawn from it. Asking again
         for a turn whose engine died gives the same request."""
         if self.view[-1]["role"] == "assistant":
@@ -241,7 +241,7 @@ class Conversation:
             self.name,
             max_tokens=max_tokens,
             seed=own,
-            deadline_s=deadline_s,
+            timeout_s=timeout_s,
             stop_ids=self._chat.stop_ids,
         )
         return self._asked

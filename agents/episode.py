@@ -30,7 +30,7 @@ from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 """An engine, some engine."""
 BROKE = "the conversation broke: "
-NOTHING_SAID = "late: its time was up before it had sampled a token (rollout.deadline_s)"
+NOTHING_SAID = "late: its time was up before it had sampled a token (rollout.timeout_s)"
 
 
 POLICYS = ("call", "reply")
@@ -213,7 +213,7 @@ class Episode:
         request = conversation.request(
             max_tokens=min(room, at_most or room),
             seed=self.seed,
-            deadline_s=self.budget.left_s(self.usage),
+            timeout_s=self.budget.left_s(self.usage),
         )
         result = await self._sampled(request)
         self.usage = with_turn(self.usage, result, repeated=request.routes_from)

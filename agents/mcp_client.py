@@ -85,7 +85,7 @@ class McpEpisode:
     async def _open(self, task: Prompt, seed: int) -> Opening:
         if self._keeper is not None or self._closing.is_set():
             raise EnvironmentLost("closed", "open", "an environment serves one episode")
-        server, deadline_s = self._server, self._server.deadlines.open_s
+        server, timeout_s = self._server, self._server.deadlines.open_s
         transport: Any = server.url
         if server.command:
             self._process = await LineProcess.start(
@@ -101,10 +101,10 @@ class McpEpisode:
         # Client and transport must be left by the task that entered them.
         self._keeper = asyncio.create_task(self._keep(transport, ready))
         try:
-            tools = await within(deadline_s, self._ready(ready, self._keeper))
+            tools = await within(timeout_s, self._ready(ready, self._keeper))
             self._arguments = arguments_of(tools)
         except TimeoutError as error:
-            why = f"did not open within {deadline_s:g} s"
+            why = f"did not open within {timeout_s:g} s"
             raise await self._fail("hang", "open", why) from error
         except asyncio.CancelledError:
             await self.close()

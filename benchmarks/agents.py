@@ -37,7 +37,7 @@ from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
 from keel.agents.runner import EpisodeRunner, Limits
 from keel.agents.types import Opening, ToolResult, Transcript
-from keel.configs.schema import EmbeddedConfig, RolloutConfig, SamplingConfig
+from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig
 from keel.model.tiny.build import build_model
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, Parsed, ToolCall, ToolSpec
@@ -53,13 +53,13 @@ CONTEXT = 2560
 ROUND_S = 300.0
 TOOL_S = 0.05
 RESULT = "twenty tokens at all"
-"""20 tokens: the embedded tokenizer has one per letter."""
+"""20 tokens: the tiny tokenizer has one per letter."""
 TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
 
 
-def _mixture(hidden: int, layers: int, kv_heads: int, head: int, *experts: int) -> EmbeddedConfig:
+def _mixture(hidden: int, layers: int, kv_heads: int, head: int, *experts: int) -> TinyModelConfig:
     number, per_token, size = experts
-    return EmbeddedConfig(
+    return TinyModelConfig(
         hidden_size=hidden,
         layers=layers,
         heads=hidden // 64 if head == 64 else 32,
@@ -77,7 +77,7 @@ MODELS = {
     "8b": _mixture(4096, 32, 8, 128, 16, 4, 1024),
     "5b": _mixture(2048, 16, 4, 64, 64, 8, 768),
     "1b": _mixture(1024, 16, 4, 64, 32, 4, 768),
-    "small": EmbeddedConfig(max_context=CONTEXT),
+    "small": TinyModelConfig(max_context=CONTEXT),
 }
 
 
@@ -137,7 +137,7 @@ class CallingChat:
         return Parsed(content="", reasoning="", closed=True, calls=() if last else (call,))
 
 
-def write_model(folder: Path, config: EmbeddedConfig) -> int:
+def write_model(folder: Path, config: TinyModelConfig) -> int:
     """Write random weights with a peaked head, which never end a turn; return their number."""
     tokenizer = build_tokenizer()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -284,7 +284,7 @@ def main() -> None:
             conversations=max(options.episodes),
         )
         ray.init(include_dashboard=False, log_to_driver=False)
-        pool = ray_pool(spec, gpu=gpu, startup_deadline_s=ROUND_S)
+        pool = ray_pool(spec, gpu=gpu, startup_timeout_s=ROUND_S)
         limits = Limits(
             Budget(
                 turns=options.turns,

@@ -50,7 +50,7 @@ TUNED: Mapping[str, Any] = {
     "trainer.compile": True,
     "trainer.activation_checkpointing": False,
     "trainer.micro_batch_tokens": 17_280,
-    "rollout.sleep": True,
+    "rollout.time_share": True,
     "trainer.offload_while_sampling": False,
     "rollout.gpu_memory_utilization": 0.14,
 }
@@ -59,12 +59,12 @@ WIDE: Mapping[str, Any] = {
     "trainer.compile": True,
     "trainer.activation_checkpointing": False,
     "trainer.micro_batch_tokens": 36_864,
-    "rollout.sleep": False,
+    "rollout.time_share": False,
     "rollout.gpu_memory_utilization": 0.2,
 }
 TURNS: Mapping[str, Any] = {
     "trainer.compile": True,
-    "rollout.sleep": True,
+    "rollout.time_share": True,
     "trainer.offload_while_sampling": True,
     "rollout.gpu_memory_utilization": 0.31,
 }

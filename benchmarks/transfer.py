@@ -116,7 +116,7 @@ def timed(
     pool = ray_pool(
         EngineSpec.of(config, config.model.path),
         gpu=not options.small,
-        startup_deadline_s=TIMEOUT_S,
+        startup_timeout_s=TIMEOUT_S,
         options=lambda _: each,
     )
     times: list[float] = []

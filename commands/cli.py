@@ -22,7 +22,7 @@ from keel.trainer.run.progress import waiting
 from keel.trainer.run.signals import PREEMPTED, End, leaving, preempted, watching
 
 EPILOG = """examples:
-  keel train quickstart                     the embedded model, on any machine
+  keel train quickstart                     the tiny model, on any machine
   keel new                                  a recipe of your own, from a few questions
   keel recipes                              bundled recipes, for models and machines
   keel sft sft-quickstart                   supervised fine-tuning; keel train goes on from there
@@ -183,7 +183,7 @@ def add_new(command: argparse.ArgumentParser) -> None:
     """The arguments of `keel new`."""
     add = command.add_argument
     add("file", nargs="?", metavar="FILE", help="to write (default: NAME.yaml, by the data)")
-    add("--model", metavar="NAME", help="a folder, a name of the hub, or embedded")
+    add("--model", metavar="NAME", help="a folder, a name of the hub, or tiny")
     add("--data", metavar="FILE", help="prompts: a file, a folder, or a dataset of the hub")
     add("--subset", default="", metavar="NAME", help="of a dataset that has several")
     add("--prompt", default="", metavar="COLUMN", help="of the prompts")

@@ -25,7 +25,7 @@ from keel.configs.distillation import DistillConfig, SpecialistConfig
 from keel.configs.dump import as_override
 from keel.configs.load import dump_config, load_config, load_recipe, spelled_apart
 from keel.configs.schema import Config, ConfigError, ConversationsConfig
-from keel.configs.sections.model import EMBEDDED
+from keel.configs.sections.model import TINY_MODEL
 from keel.configs.work_folder import WorkFolder
 from keel.data.distilled import select
 from keel.data.results import aligned
@@ -57,7 +57,7 @@ def chain(config: DistillConfig) -> list[Link]:
     """All links, in order."""
     root = Path(config.dir).expanduser()
     # All sources in every link: what any of them holds out is then learned in none, and the
-    # embedded model's cold start teaches all specialists the same.
+    # tiny model's cold start teaches all specialists the same.
     base = [config.recipe, *_base(config)]
     links: list[Link] = []
 
@@ -185,11 +185,11 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
     load_config(config.recipe, [*base, *config.mixed_overrides])
     recipe = load_config(config.recipe, base)
     given, left = load_recipe(config.sft, config.sft_overrides)
-    small = given.model.path == EMBEDDED != recipe.model.path
+    small = given.model.path == TINY_MODEL != recipe.model.path
     own_knobs = spelled_apart(config.sft_overrides)
     if small and not any(each.startswith("trainer.lr=") for each in own_knobs):
         raise ConfigError(
-            f"sft = {config.sft!r}: its trainer.lr = {given.trainer.lr:g} is for the embedded "
+            f"sft = {config.sft!r}: its trainer.lr = {given.trainer.lr:g} is for the tiny "
             f"model, and the model here is {recipe.model.path}. Say one: sft_overrides: "
             "[trainer.lr=1e-5], or name a recipe of your own in sft"
         )

@@ -33,7 +33,7 @@ def ahead_of(config: Config, samples: int) -> int:
     if config.endpoint.base_url:
         room = config.endpoint.max_concurrent
     if config.with_agents:
-        room = max(room, config.agents.max_open)
+        room = max(room, config.agents.max_concurrent_episodes)
     return max(2, -(-2 * room // samples))
 
 
@@ -42,16 +42,16 @@ def deadline_of(config: Config) -> tuple[float, str]:
     endpoint = config.endpoint
     if endpoint.base_url:
         waves = math.ceil(config.algorithm.group_size / endpoint.max_concurrent)
-        sampling = waves * endpoint.deadline_s * (1 + endpoint.retries)
-        if config.with_agents:  # an episode's turns have rollout.deadline_s together
-            sampling += config.group_deadline_s
-        told = "endpoint.deadline_s, with each of endpoint.retries, and the deadline of rewards"
-        return sampling + config.scoring_deadline_s + GRACE_S, told
+        sampling = waves * endpoint.timeout_s * (1 + endpoint.retries)
+        if config.with_agents:  # an episode's turns have rollout.timeout_s together
+            sampling += config.group_timeout_s
+        told = "endpoint.timeout_s, with each of endpoint.retries, and the deadline of rewards"
+        return sampling + config.scoring_timeout_s + GRACE_S, told
     told = (
-        "rollout.deadline_s, twice in case that an engine is replaced, and the deadlines of its "
+        "rollout.timeout_s, twice in case that an engine is replaced, and the deadlines of its "
         "start, of weights and of rewards"
     )
-    return config.group_deadline_s + GRACE_S, told
+    return config.group_timeout_s + GRACE_S, told
 
 
 def sample_prompts(
@@ -79,7 +79,7 @@ def sample_prompts(
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
     queue, flights = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
     open_groups = set[Future[ScoredGroup]]()
-    deadline_s, told = deadline_of(config)
+    timeout_s, told = deadline_of(config)
     heard, finished = time.monotonic(), 0
     before, most = decoded() if decoded else 0, decoding_steps(config, len(prompts) * samples)
     try:
@@ -97,9 +97,9 @@ def sample_prompts(
                 now = time.monotonic()
                 if arrived:
                     heard = now
-                elif now - heard > deadline_s:
+                elif now - heard > timeout_s:
                     raise TimeoutError(
-                        f"waited {deadline_s:.0f} s for a group of completions ({told}): "
+                        f"waited {timeout_s:.0f} s for a group of completions ({told}): "
                         f"{len(flights)} prompts are under way"
                     )
                 for whole in [flight for flight in flights if flight.done()]:

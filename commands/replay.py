@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_recipe
 from keel.configs.schema import Config, ConfigError
-from keel.configs.sections.model import EMBEDDED
+from keel.configs.sections.model import TINY_MODEL
 from keel.model.hub import from_anywhere
 from keel.rl.metrics import values
 from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
@@ -41,7 +41,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
         *load_recipe(str(recipe), [f"run.dir={folder}", *overrides]), hardware_here, chats=False
     )
     config, gpu = model.choice.config, model.hardware.gpu
-    deadline = config.run.startup_deadline_s
+    deadline = config.run.startup_timeout_s
     base = base_model(model, config, recipe)
     start, words = nearest(folder / "checkpoints", step_of(path))
     completions = sum(len(group.group.trajectories) for group in groups)
@@ -53,8 +53,8 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
         stack.callback(end_ray)
         seats = None
         if gpu:  # nothing is sampled: engines need none
-            seats = stack.enter_context(reserved(config, deadline_s=deadline, only=RANK))
-        stack.enter_context(watched(print, config.run.frozen_after_s))
+            seats = stack.enter_context(reserved(config, timeout_s=deadline, only=RANK))
+        stack.enter_context(watched(print, config.run.hang_timeout_s))
         learner = Learner(
             base,
             config,
@@ -80,14 +80,14 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
 
 
 def base_model(model: Found, config: Config, recipe: Path) -> str:
-    """The folder of the model that the run began with. Raises ConfigError if making the embedded
+    """The folder of the model that the run began with. Raises ConfigError if making the tiny
     model takes code that the recipe names."""
-    if config.model.path != EMBEDDED:
+    if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     for source in config.data.sources:
         if (code := source.environment.demonstrations) and not code.startswith("keel."):
             raise ConfigError(
-                f"{recipe}: the embedded model of this run learned from {code!r}, and `keel replay`"
+                f"{recipe}: the tiny model of this run learned from {code!r}, and `keel replay`"
                 " runs no code that a run folder names. Give the folder of that model: model.path="
             )
     return start_of(

@@ -192,7 +192,7 @@ def judge(options: argparse.Namespace) -> None:
     """`keel judge`: score a file of answers, so that a rubric can be tried before a run."""
     recipe = load_config(options.recipe) if options.recipe else None
     settings = recipe.rewards.judge if recipe else JudgeConfig()
-    frozen_after_s = (recipe.run if recipe else RunConfig()).frozen_after_s
+    hang_timeout_s = (recipe.run if recipe else RunConfig()).hang_timeout_s
     given = ("base_url", "model", "api_key_env", "samples", "serve")
     changes = {name: getattr(options, name) for name in given}
     settings = replace(settings, **{k: v for k, v in changes.items() if v is not None})
@@ -217,7 +217,7 @@ def judge(options: argparse.Namespace) -> None:
             fetch(settings.model)
             start_ray()
             stack.callback(end_ray)
-            stack.enter_context(watched(print, frozen_after_s))
+            stack.enter_context(watched(print, hang_timeout_s))
             server = JudgeServer(settings, gpu=gpu)
             stack.callback(server.stop)
         failed = judge_answers(
@@ -337,7 +337,7 @@ def run_loop(
 
     def save(step: int, cursor: Mapping[str, Any]) -> bool:
         failed = save_checkpoint(folder, config, learner, step, cursor, stop=stop, say=view.say)
-        if config.rollout.sleep and step < config.run.steps and (failed or not stop()):
+        if config.rollout.time_share and step < config.run.steps and (failed or not stop()):
             system.wake()  # the run goes on
         return failed
 

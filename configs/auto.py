@@ -20,7 +20,7 @@ KNOBS = frozenset(
         "rollout.engines",
         "rollout.gpu_memory_utilization",
         "rollout.max_num_seqs",
-        "rollout.sleep",
+        "rollout.time_share",
         "trainer.activation_checkpointing",
         "trainer.compile",
         "trainer.keep_attention",

@@ -18,7 +18,7 @@ from keel.configs.sections.algorithm import AlgorithmConfig
 from keel.configs.sections.base import ConfigError, require
 from keel.configs.sections.data import BudgetConfig, DataConfig, LengthConfig, SourceConfig
 from keel.configs.sections.evaluation import EndpointConfig, EvalConfig, EvalVariant, FilterConfig
-from keel.configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
+from keel.configs.sections.model import ColdStartConfig, Dtype, ModelConfig, TinyModelConfig
 from keel.configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
 from keel.configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
 from keel.configs.sections.run import RunConfig
@@ -38,7 +38,6 @@ __all__ = [
     "ConversationsConfig",
     "DataConfig",
     "Dtype",
-    "EmbeddedConfig",
     "EndpointConfig",
     "EnvironmentConfig",
     "EvalConfig",
@@ -54,6 +53,7 @@ __all__ = [
     "SamplingConfig",
     "SftConfig",
     "SourceConfig",
+    "TinyModelConfig",
     "TrainerConfig",
     "require",
 ]
@@ -116,62 +116,62 @@ class Config:
             self._check_invariant()
         width, said = self.rollout.tensor_parallel, "must be 1 with model.residual_dtype: float32"
         require(width == 1 or not self.model.wide_residual, "rollout.tensor_parallel", width, said)
-        longest = self.rollout.deadline_s + 2 * CUT_S
+        longest = self.rollout.timeout_s + 2 * CUT_S
         ahead = self.algorithm.max_lag or self.algorithm.publish_every > 1
         if self.rollout.weight_updates == "drain" and ahead:
             require(
-                self.rollout.update_deadline_s >= longest,
-                "rollout.update_deadline_s",
-                self.rollout.update_deadline_s,
-                f"must be at least rollout.deadline_s + {2 * CUT_S:g} = {longest:g} with "
+                self.rollout.update_timeout_s >= longest,
+                "rollout.update_timeout_s",
+                self.rollout.update_timeout_s,
+                f"must be at least rollout.timeout_s + {2 * CUT_S:g} = {longest:g} with "
                 "rollout.weight_updates: drain, which waits for running completions; or an engine "
                 "that drains would be taken for dead",
             )
-        if self.rollout.sleep:
+        if self.rollout.time_share:
             require(
                 self.algorithm.max_lag == 0,
                 "algorithm.max_lag",
                 self.algorithm.max_lag,
-                "must be 0 with rollout.sleep: engines that sleep sample nothing ahead",
+                "must be 0 with rollout.time_share: engines that sleep sample nothing ahead",
             )
             require(
                 self.algorithm.publish_every == 1,
                 "algorithm.publish_every",
                 self.algorithm.publish_every,
-                "must be 1 with rollout.sleep: engines have no weights when they wake up",
+                "must be 1 with rollout.time_share: engines have no weights when they wake up",
             )
-        if self.model.path == "embedded":
+        if self.model.path == "tiny":
             if not self.algorithm.keep_routing and not self.algorithm.allow_unsound:
                 raise ConfigError(
-                    "algorithm.keep_routing = False: the embedded model is a mixture of experts, "
+                    "algorithm.keep_routing = False: the tiny model is a mixture of experts, "
                     "and engine and trainer would choose different ones. Switch it on"
                 )
             require(
-                self.model.embedded.experts % self.trainer.expert_parallel == 0,
+                self.model.tiny.experts % self.trainer.expert_parallel == 0,
                 "trainer.expert_parallel",
                 self.trainer.expert_parallel,
-                f"must divide model.embedded.experts = {self.model.embedded.experts}",
+                f"must divide model.tiny.experts = {self.model.tiny.experts}",
             )
             require(
-                self.model.embedded.heads % self.trainer.sequence_parallel == 0,
+                self.model.tiny.heads % self.trainer.sequence_parallel == 0,
                 "trainer.sequence_parallel",
                 self.trainer.sequence_parallel,
-                f"must divide model.embedded.heads = {self.model.embedded.heads}",
+                f"must divide model.tiny.heads = {self.model.tiny.heads}",
             )
-            if self.max_context > self.model.embedded.max_context:
+            if self.max_context > self.model.tiny.max_context:
                 raise ConfigError(
-                    f"model.embedded.max_context = {self.model.embedded.max_context}: too short "
+                    f"model.tiny.max_context = {self.model.tiny.max_context}: too short "
                     f"for {self.max_context_said}"
                 )
         for source in self.data.sources:
             self._check_budget(source)
-            taught = self.model.path == "embedded" and self.model.embedded.cold_start.steps > 0
+            taught = self.model.path == "tiny" and self.model.tiny.cold_start.steps > 0
             require(
                 not (source.raw and taught),
                 f"data.sources[{source.name}].raw",
                 source.raw,
-                "is for base models: the embedded one is taught chats; leave it out, or set "
-                "model.embedded.cold_start.steps: 0",
+                "is for base models: the tiny one is taught chats; leave it out, or set "
+                "model.tiny.cold_start.steps: 0",
             )
         if self.with_agents:
             self._check_agents()
@@ -363,25 +363,25 @@ class Config:
         )
 
     @property
-    def scoring_deadline_s(self) -> float:
+    def scoring_timeout_s(self) -> float:
         """Longest that scoring a group may take, in seconds, once it has begun."""
         judge = self.rewards.judge
-        asking = (1 + judge.retries) * judge.deadline_s if judge.model else 0.0
-        each = max(self.rewards.deadline_s, self.rewards.code.completion_s)
+        asking = (1 + judge.retries) * judge.timeout_s if judge.model else 0.0
+        each = max(self.rewards.timeout_s, self.rewards.code.completion_s)
         return self.algorithm.group_size * each + asking
 
     @property
-    def group_deadline_s(self) -> float:
+    def group_timeout_s(self) -> float:
         """Longest time without a group, in seconds, when all is well or repaired: an engine has
         fallen silent and is replaced, and its groups are sampled again and scored."""
         silent = 2 * self.rollout.silent_s
-        started = self.run.startup_deadline_s + self.sending_deadline_s
-        return silent + started + self.scoring_deadline_s + self._environment_deadline_s
+        started = self.run.startup_timeout_s + self.sending_timeout_s
+        return silent + started + self.scoring_timeout_s + self._environment_timeout_s
 
     @property
-    def _environment_deadline_s(self) -> float:
+    def _environment_timeout_s(self) -> float:
         """Longest that an environment may take beside engines: to open, with its tools (within
-        `rollout.deadline_s`), to reply and to grade. Where more are open than engines have room
+        `rollout.timeout_s`), to reply and to grade. Where more are open than engines have room
         for, their turns wait for each other."""
         own = [
             source.environment.open_s
@@ -391,12 +391,12 @@ class Config:
             if source.environment.given
         ]
         room = self.rollout.engines * self.rollout.max_num_seqs
-        waves = math.ceil(self.agents.max_open / room)
-        return max(own) + waves * self.rollout.deadline_s if own else 0.0
+        waves = math.ceil(self.agents.max_concurrent_episodes / room)
+        return max(own) + waves * self.rollout.timeout_s if own else 0.0
 
     @property
-    def sending_deadline_s(self) -> float:
+    def sending_timeout_s(self) -> float:
         """Longest that a rank of the trainer may be busy with new weights, in seconds: its engines
         finish what they are doing, all at once, and then get them one after the other."""
         engines_per_rank = math.ceil(self.rollout.engines / self.trainer.ranks)
-        return (1 + engines_per_rank) * self.rollout.update_deadline_s
+        return (1 + engines_per_rank) * self.rollout.update_timeout_s

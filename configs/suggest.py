@@ -53,17 +53,31 @@ OF_OTHER_COMMANDS = {
 """Knobs whose name is looked for where it does nothing, and what to say to who looks there."""
 
 RENAMED = {
+    "agents.max_concurrent_episodes": "max_concurrent_episodes",
+    "author.timeout_s": "timeout_s",
     "data.sources[].length.right": "correct_threshold",
-    "model.embedded.cold_start.batch": "batch_size",
-    "model.embedded.cold_start.worked": "worked_fraction",
+    "endpoint.timeout_s": "timeout_s",
+    "model.tiny": "tiny",
+    "model.tiny.cold_start.batch": "batch_size",
+    "model.tiny.cold_start.worked": "worked_fraction",
     "rewards.code.answer_s": "completion_s",
+    "rewards.timeout_s": "timeout_s",
     "rewards.failure_share": "max_failure_fraction",
+    "rewards.judge.timeout_s": "timeout_s",
     "rewards.judge.failure_share": "max_failure_fraction",
     "rewards.judge.server.gpu_memory": "gpu_memory_utilization",
+    "rewards.judge.server.startup_timeout_s": "startup_timeout_s",
+    "rollout.timeout_s": "timeout_s",
     "rollout.gpu_memory": "gpu_memory_utilization",
     "rollout.max_batched_tokens": "max_num_batched_tokens",
     "rollout.max_concurrent": "max_num_seqs",
     "rollout.prefix_caching": "enable_prefix_caching",
+    "rollout.time_share": "time_share",
+    "rollout.update_timeout_s": "update_timeout_s",
+    "run.elastic_wait_s": "elastic_wait_s",
+    "run.hang_timeout_s": "hang_timeout_s",
+    "run.startup_timeout_s": "startup_timeout_s",
+    "trainer.timeout_s": "timeout_s",
     "trainer.park": "offload_while_sampling",
 }
 """What a knob was called once (its path, as in `knobs`), and its name in the same section now."""

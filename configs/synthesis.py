@@ -34,7 +34,7 @@ class AuthorConfig:
     """Longest reply."""
     max_concurrent: int = 8
     """Most calls in flight at once."""
-    deadline_s: float = 600.0
+    timeout_s: float = 600.0
     """Longest wait for one reply, in seconds."""
     retries: int = 4
     """Further attempts after a timeout, a refusal for load or a server error."""
@@ -57,7 +57,7 @@ class AuthorConfig:
             "usd_per_million_completion_tokens",
         ):
             require(getattr(self, name) >= 0, f"author.{name}", getattr(self, name), "must be >= 0")
-        require(self.deadline_s > 0, "author.deadline_s", self.deadline_s, "must be > 0")
+        require(self.timeout_s > 0, "author.timeout_s", self.timeout_s, "must be > 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from keel.rl.types import Prompt, ScoredGroup, Trajectory
 DEPENDS_ON = (
     *("eval.", "rollout.sampling.", "agents.", "run.seed", "model.path"),
     *("endpoint.tells_thinking", "endpoint.extra"),
-    *("data.max_prompt_tokens", "data.long_prompts", "rollout.deadline_s"),
+    *("data.max_prompt_tokens", "data.long_prompts", "rollout.timeout_s"),
     *("rollout.dtype", "rollout.head_dtype"),
 )
 SPARED = ("eval.dir", "eval.against", "eval.variants")

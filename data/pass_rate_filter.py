@@ -28,7 +28,7 @@ SECTIONS = (
     *("endpoint.tells_thinking", "endpoint.extra"),
 )
 """Knobs that a pass rate depends on, RESUMABLE_KNOBS left out, and besides these …"""
-MEASURED = ("eval.temperature", "eval.top_p", "eval.top_k", "filter.samples", "rollout.deadline_s")
+MEASURED = ("eval.temperature", "eval.top_p", "eval.top_k", "filter.samples", "rollout.timeout_s")
 REASONS = 5
 """Reasons for missing completions that are listed."""
 

@@ -1,1 +1,1 @@
-"""The policy network: loading, the support head, routing replay and the embedded MoE."""
+"""The policy network: loading, the support head, routing replay and the tiny MoE."""

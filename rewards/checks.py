@@ -59,11 +59,11 @@ FAILED = "failed on a sample completion"
 
 
 def try_functions(
-    prompts: Sequence[Prompt], weights: Mapping[str, float], *, deadline_s: float
+    prompts: Sequence[Prompt], weights: Mapping[str, float], *, timeout_s: float
 ) -> dict[str, str]:
     """Call each user's function of `weights` twice, in a worker process, with the first prompt and
     a sample completion (with the right answer where the prompt knows it), or a group of two: the
-    first time it may load what it needs, the second has `deadline_s`, the run's deadline.
+    first time it may load what it needs, the second has `timeout_s`, the run's deadline.
 
     Returns what came of it, for people, by function: the sample may be what it never meets. Raises
     ValueError where it fails whatever the completion: a name or a module that there is not.
@@ -73,7 +73,7 @@ def try_functions(
         return {}
     prompt = prompts[0]
     completion = sample_completion(prompt)
-    pool = WorkerPool(1, deadline_s=deadline_s)
+    pool = WorkerPool(1, timeout_s=timeout_s)
     said: dict[str, str] = {}
     try:
         for name in names:
@@ -91,7 +91,7 @@ def try_functions(
                 raise ValueError(f"reward {name}: {verdict.error}{at}. Fix the function")
             said[name] = (
                 f"{FAILED} of {prompt.prompt_id}: {verdict.error}{at}. Fix it (or raise "
-                "rewards.deadline_s, where it is slow): in the run such completions get 0 for it, "
+                "rewards.timeout_s, where it is slow): in the run such completions get 0 for it, "
                 "and too many stop the run (rewards.max_failure_fraction)"
                 if verdict.error
                 else f"{verdict.score:g} for {of} of {prompt.prompt_id}"

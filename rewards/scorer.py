@@ -82,7 +82,7 @@ class Scorer:
         *,
         scale: Literal["none", "std"] = "none",
         workers: int = 2,
-        deadline_s: float = 3.0,
+        timeout_s: float = 3.0,
         code: Mapping[str, Any] | None = None,
         lengths: Mapping[str, LengthRule] | None = None,
         judge: JudgeService | None = None,
@@ -92,7 +92,7 @@ class Scorer:
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
         """weights: domain → reward part → weight; scale: of the advantages; workers: processes (0:
-        none, and then no deadline either); deadline_s: longest look at one completion; code: how
+        none, and then no deadline either); timeout_s: longest look at one completion; code: how
         programs are run, the fields of `keel.configs.schema.CodeConfig`; lengths: domain → its
         rule; judge: for rubrics and proofs, closed by whoever opened it; max_failure_fraction: of a
         user's function, as in `RewardsConfig`; environments: domains that have some; log: folder
@@ -109,7 +109,7 @@ class Scorer:
         self._counted = Counts()
         self._failures = Failures(max_failure_fraction, say)
         self._log, self._told = log, False
-        self._pool = WorkerPool(workers, deadline_s=deadline_s, code=code, log=log)
+        self._pool = WorkerPool(workers, timeout_s=timeout_s, code=code, log=log)
 
     def tell(self, say: Callable[[str], None]) -> None:
         """From now on say there what went wrong."""

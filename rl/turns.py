@@ -140,8 +140,8 @@ class TurnRequest:
     """Tokens to sample at most."""
     seed: int
     """Of this turn's random draws: of run, prompt, sibling, segment and turn."""
-    deadline_s: float = inf
-    """Seconds of the engine's time until the turn is cut where it is; `rollout.deadline_s` at
+    timeout_s: float = inf
+    """Seconds of the engine's time until the turn is cut where it is; `rollout.timeout_s` at
     most."""
     routes_from: int = 0
     """The first position whose routes are wanted: those before have come with an earlier turn."""

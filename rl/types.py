@@ -25,7 +25,7 @@ from keel.rl.metrics import Metric
 
 FinishReason = Literal["stop", "length", "deadline", "turns", "window", "crash"]
 """The policy (or its environment) ended it, or it was cut: at its budget of tokens
-(`rollout.sampling.max_tokens`, `agents.max_sampled_tokens`), of seconds (`rollout.deadline_s`), of
+(`rollout.sampling.max_tokens`, `agents.max_sampled_tokens`), of seconds (`rollout.timeout_s`), of
 turns (`agents.max_turns`), or where its context filled the window (`agents.window`). `crash`: its
 environment was lost over what the policy did (`on_crash: zero`), or the agent program that drove it
 failed (`on_failure: zero`); its reward is the least there is."""

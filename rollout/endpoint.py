@@ -66,7 +66,7 @@ class EndpointCompletions:
             # Never the library's own OPENAI_API_KEY: that key belongs to somebody else.
             api_key=self._key or "none",
             max_retries=config.retries,
-            timeout=Timeout(config.deadline_s, connect=min(CONNECT_S, config.deadline_s)),
+            timeout=Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s)),
             http_client=DefaultAsyncHttpxClient(
                 event_hooks={"request": [_attempted], "response": [_answered]}
             ),
@@ -142,7 +142,7 @@ class EndpointCompletions:
         if config.tells_thinking:
             told = {"enable_thinking": thinking, "thinking": thinking}
             extra["chat_template_kwargs"] = {**extra.get("chat_template_kwargs", {}), **told}
-        most_s = min(within_s, config.deadline_s * (1 + config.retries))
+        most_s = min(within_s, config.timeout_s * (1 + config.retries))
         try:
             async with self._slots, asyncio.timeout(most_s):
                 began = time.monotonic()
@@ -161,8 +161,8 @@ class EndpointCompletions:
                 return read(body, seconds=time.monotonic() - began)
         except TimeoutError:
             if (status := _status.get()) in BUSY:
-                own = "endpoint.deadline_s and endpoint.retries"
-                knobs = own if most_s < within_s else "rollout.deadline_s"
+                own = "endpoint.timeout_s and endpoint.retries"
+                knobs = own if most_s < within_s else "rollout.timeout_s"
                 return f"{LATER}the endpoint says HTTP {status} for all {most_s:g} s of {knobs}"
             if most_s == within_s:
                 raise
@@ -184,7 +184,7 @@ class EndpointCompletions:
 
     @property
     def _late(self) -> str:
-        return f"no reply within endpoint.deadline_s = {self._config.deadline_s:g}"
+        return f"no reply within endpoint.timeout_s = {self._config.timeout_s:g}"
 
     def _is_for_all(self) -> bool:
         """Whether one more request that got nothing says that none would."""

@@ -116,7 +116,7 @@ class EndpointTurns:
         mine = self._of.setdefault(prompt_of(request.conversation), set())
         mine.update(numbers)
         parts = [self._parts[number] for number in numbers]
-        within_s = min(request.deadline_s, LONGEST_S)
+        within_s = min(request.timeout_s, LONGEST_S)
         try:
             said = await self._completions.asked(
                 self._shown([message for part in parts for message in part.messages]),

@@ -59,7 +59,7 @@ class EngineSpec:
             seed=config.run.seed,
             keep_routing=config.algorithm.keep_routing,
             keep_sampling_mask=config.algorithm.keep_sampling_mask,
-            conversations=-(-config.agents.max_open // config.rollout.engines)
+            conversations=-(-config.agents.max_concurrent_episodes // config.rollout.engines)
             if config.with_agents
             else 0,
             chat_template=config.model.chat_template,

@@ -142,7 +142,7 @@ class EndpointAuthor:
             # Never the library's own OPENAI_API_KEY: that key belongs to somebody else.
             api_key=key or "none",
             max_retries=config.retries,
-            timeout=Timeout(config.deadline_s, connect=min(CONNECT_S, config.deadline_s)),
+            timeout=Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s)),
             http_client=bounded_http(),
         )
 
@@ -167,7 +167,7 @@ class EndpointAuthor:
             with self._budget.call(sum(bound), self._price(*bound)) as took:
                 try:
                     # The library's own deadline is of each attempt, and of each read.
-                    async with asyncio.timeout(config.deadline_s * (1 + config.retries)):
+                    async with asyncio.timeout(config.timeout_s * (1 + config.retries)):
                         response = await self._client.chat.completions.with_raw_response.create(
                             model=config.model,
                             messages=asked,
@@ -182,7 +182,7 @@ class EndpointAuthor:
                 except (TimeoutError, openai.APITimeoutError) as error:
                     took(used(bound))  # it may have been at work on it all the time
                     raise AuthorLost(
-                        f"{self.name}: no reply within author.deadline_s = {config.deadline_s:g}"
+                        f"{self.name}: no reply within author.timeout_s = {config.timeout_s:g}"
                     ) from error
                 except openai.APIStatusError as error:
                     cure = ""

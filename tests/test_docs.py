@@ -119,7 +119,7 @@ def test_drawings_open_without_a_network() -> None:
 
 def test_the_picture_of_the_panel_is_what_the_panel_shows() -> None:
     """Of a real run at step 60; drawn again by rich's `export_svg` where labels change."""
-    run = [json.loads(line) for line in (DOCS / "learning/embedded-100m.jsonl").open()]
+    run = [json.loads(line) for line in (DOCS / "learning/tiny-100m.jsonl").open()]
     numbers = next(line for line in run if line["step"] == 60)
     shown = re.sub(r"<[^>]*>", "\n", (DOCS / "report/terminal.svg").read_text())
     shown = html.unescape(shown).replace("\xa0", " ")
@@ -311,7 +311,7 @@ def test_start_is_what_keel_new_writes_and_check_takes(
             load_config(given.recipe, given.override)
     # All of the check but the model, which is the hub's.
     with at(NOTHING):
-        few = ["model.path=embedded", "model.embedded.cold_start.steps=0", "run.device=cpu"]
+        few = ["model.path=tiny", "model.tiny.cold_start.steps=0", "run.device=cpu"]
         few += ["run.gpu_gib=0", "run.gpus_per_node=0", "rollout.sampling.max_tokens=64"]
         assert main(["check", "school.yaml", *few]) == 0, capsys.readouterr().err
     assert "270 to train on, 30 held out" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from keel.rl.futures import then
 from keel.rl.types import Group, Prompt, ScoredGroup
 
 GRACE_S = 60.0
-"""Beyond `Config.group_deadline_s`, whose parts are watched over by what they are deadlines of."""
+"""Beyond `Config.group_timeout_s`, whose parts are watched over by what they are deadlines of."""
 LOOK_S = 0.2
 """How often who waits looks whether there is still time to."""
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Feed:
             filter_by=algorithm.filter_groups,
             max_refills=algorithm.max_refills,
         )
-        self._deadline_s = config.group_deadline_s + GRACE_S
+        self._timeout_s = config.group_timeout_s + GRACE_S
         self._changed = threading.Condition(threading.RLock())
         self._flights: dict[int, Future[ScoredGroup]] = {}
         self._sampling: set[int] = set()
@@ -121,9 +121,9 @@ class Feed:
                 with waiting("reward" if sampled else "rollout"):
                     if not self._changes(hurry):
                         raise TimeoutError(
-                            f"waited {self._deadline_s:.0f} s for a group (rollout.deadline_s, "
-                            "twice in case that an engine is replaced, with run.startup_deadline_s "
-                            "and rollout.update_deadline_s for the new one, those of "
+                            f"waited {self._timeout_s:.0f} s for a group (rollout.timeout_s, "
+                            "twice in case that an engine is replaced, with run.startup_timeout_s "
+                            "and rollout.update_timeout_s for the new one, those of "
                             f"environments and of rewards): {len(self._flights)} are in flight, "
                             f"{len(self._sampling)} of them being sampled"
                         )
@@ -131,8 +131,8 @@ class Feed:
 
     def _changes(self, hurry: Callable[[], bool]) -> bool:
         """Wait until something arrives, or there is no time any more; False: nothing has."""
-        end = time.monotonic() + self._deadline_s
-        while not (changed := self._changed.wait(min(LOOK_S, self._deadline_s))):
+        end = time.monotonic() + self._timeout_s
+        while not (changed := self._changed.wait(min(LOOK_S, self._timeout_s))):
             if hurry() or time.monotonic() >= end:
                 break
         return changed or hurry()

@@ -29,7 +29,7 @@ from keel.agents.system_prompt import SystemPrompt, WithSystemPrompt
 from keel.agents.types import Environment, NoEnvironment
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
-from keel.configs.sections.model import EMBEDDED
+from keel.configs.sections.model import TINY_MODEL
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
 from keel.data.rows.places import cached_places
@@ -61,7 +61,7 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
     if not config.with_agents:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.given}
-    ends = () if config.model.path == EMBEDDED else ends_of(config.model.path)
+    ends = () if config.model.path == TINY_MODEL else ends_of(config.model.path)
     try:
         chat = TemplateChat(
             tokenizer,
@@ -94,13 +94,15 @@ def check_environments(
     if config.with_agents:
         try:
             driven = any(source.environment.program for source in config.data.sources)
-            make_room(len(PURPOSES) * config.agents.max_open, programs=driven)
+            make_room(len(PURPOSES) * config.agents.max_concurrent_episodes, programs=driven)
         except ValueError as error:
-            raise ConfigError(f"agents.max_open = {config.agents.max_open}: {error}") from error
+            raise ConfigError(
+                f"agents.max_concurrent_episodes = {config.agents.max_concurrent_episodes}: {error}"
+            ) from error
     for source in config.data.sources:
         if not source.environment.given:
             continue
-        if config.model.path == EMBEDDED and demonstrated(source):
+        if config.model.path == TINY_MODEL and demonstrated(source):
             demonstrator(source)
         prompts = (
             *dataset.train.sources.get(source.name, ()),
@@ -220,7 +222,7 @@ def episode_runner(config: Config, chat: Chat, turns: Turns) -> EpisodeRunner:
         turns=turns,
         limits={source.name: Limits(budget(config, source), context(source)) for source in given},
         seed=config.run.seed,
-        most_open=agents.max_open,
+        most_open=agents.max_concurrent_episodes,
         crash_is_failure={
             source.name: CRASHES[source.environment.on_crash] for source in config.data.sources
         },
@@ -234,7 +236,7 @@ def budget(config: Config, source: SourceConfig) -> Budget:
         turn_tokens=own.max_tokens,
         tokens=own.max_sampled_tokens or sys.maxsize,
         window=own.window,
-        deadline_s=config.rollout.deadline_s,
+        timeout_s=config.rollout.timeout_s,
         call_s=own.call_s,
         calls=config.agents.max_thinking_calls if config.agents.tools_in_thinking else math.inf,
     )

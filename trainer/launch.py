@@ -20,12 +20,12 @@ import torch
 
 from keel.agents.runner import EpisodeRunner
 from keel.configs.schema import Config
-from keel.configs.sections.model import EMBEDDED
+from keel.configs.sections.model import TINY_MODEL
 from keel.data.dataset import Dataset
 from keel.model.download import download_of
 from keel.model.hub import from_anywhere
 from keel.model.ray_timeouts import CALL_S, Unanswered, awaited
-from keel.model.tiny.cache import ensure_embedded
+from keel.model.tiny.cache import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.model.tiny.scripted import demonstrate
 from keel.rewards.judge.service import JudgeService
@@ -98,7 +98,7 @@ class System:
         return self.pool.update(version, weights)
 
     def wake(self) -> None:
-        """Have engines that sleep (`rollout.sleep`) sample again, from the current weights."""
+        """Have engines that sleep (`rollout.time_share`) sample again, from the current weights."""
         awaited(self.update(self.learner.version, self.learner.publish()))
 
 
@@ -151,7 +151,7 @@ def running(
     """Start everything `task` needs, and end it all at exit, whatever happened. log: folder for
     what reward functions print. learner: whether trainer ranks are wanted; engines that sleep have
     their weights from these, and so get them always. layouts: has the recipe as it is by now."""
-    config, deadline = task.config, task.config.run.startup_deadline_s
+    config, deadline = task.config, task.config.run.startup_timeout_s
     fetch(config.model.path)
     if task.judged and config.rewards.judge.serve:
         fetch(config.rewards.judge.model)
@@ -168,14 +168,14 @@ def running(
             task = replace(task, config=config)
         seats = None
         if task.gpu:
-            seats = stack.enter_context(reserved(config, deadline_s=deadline))
+            seats = stack.enter_context(reserved(config, timeout_s=deadline))
             for line in seats.placement.lines():
                 say(line)
         fetch_elsewhere(config.model.path, seats, (RANK, ENGINE), deadline)
         if task.judged and config.rewards.judge.serve:
             fetch_elsewhere(config.rewards.judge.model, seats, (JUDGE,), deadline)
         nodes = {seat.node.id for seat in seats.placement.seats} if seats else set[str]()
-        watch = stack.enter_context(watched(say, config.run.frozen_after_s, nodes))
+        watch = stack.enter_context(watched(say, config.run.hang_timeout_s, nodes))
         if config.rewards.judge.serve:
             where = seats.options(JUDGE, 0) if seats else {}
             server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=where)
@@ -192,17 +192,17 @@ def running(
         pool = ray_pool(
             spec,
             gpu=task.gpu,
-            startup_deadline_s=deadline,
+            startup_timeout_s=deadline,
             # An engine that was started again may have to wait for steps to end; and a rank that
             # does not send is found first, or one engine after the other would be replaced for it.
-            update_deadline_s=config.sending_deadline_s
-            + config.algorithm.updates_per_batch * config.trainer.deadline_s
+            update_timeout_s=config.sending_timeout_s
+            + config.algorithm.updates_per_batch * config.trainer.timeout_s
             + CALL_S,
             options=partial(seats.options, ENGINE) if seats else None,
         )
         stack.callback(pool.shutdown)
         rank_options = partial(seats.options, RANK) if seats else None
-        sleep = config.rollout.sleep
+        sleep = config.rollout.time_share
         ranks, who = None, f"starting {counted(config.rollout.engines, 'engine')}"
         if learner or sleep:
             ranks = Learner(
@@ -291,7 +291,7 @@ def scorer_of(
         config.data.rewards_by_domain,
         scale=config.algorithm.scale_advantages,
         workers=config.rewards.workers,
-        deadline_s=config.rewards.deadline_s,
+        timeout_s=config.rewards.timeout_s,
         code=asdict(config.rewards.code),
         lengths=length_rules(config),
         judge=judge,
@@ -334,7 +334,7 @@ def with_episodes(remote: Remote) -> Iterator[Remote]:
 def fetch(path: str) -> None:
     """A model of the hub into this machine's cache, where it is not yet: before engines and ranks
     start, whose deadline it would take."""
-    if path == EMBEDDED or (download := download_of(path)) is None:
+    if path == TINY_MODEL or (download := download_of(path)) is None:
         return
     with waiting(f"downloading {path}", total=download.total, unit="bytes") as wait:
         wait.before = download.present()
@@ -343,28 +343,28 @@ def fetch(path: str) -> None:
 
 
 def fetch_elsewhere(
-    path: str, seats: Reservation | None, kinds: Sequence[str], deadline_s: float
+    path: str, seats: Reservation | None, kinds: Sequence[str], timeout_s: float
 ) -> None:
     """The same on the further nodes of a cluster: those on which actors of these kinds have seats,
     or all where nobody has one."""
-    if path == EMBEDDED:
+    if path == TINY_MODEL:
         return
     seated = seats.placement.seats if seats else ()
     nodes = {seat.node.id for seat in seated if seat.kind in kinds}
-    fetch_on_others(path, deadline_s=deadline_s, nodes=nodes)
+    fetch_on_others(path, timeout_s=timeout_s, nodes=nodes)
 
 
 def model_folder(task: Task) -> str:
-    """Where the weights are: the recipe's model, or the embedded one, taught if it is new."""
+    """Where the weights are: the recipe's model, or the tiny one, taught if it is new."""
     return start_of(task.config, task.dataset, gpu=task.gpu)
 
 
 def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
     """As `model_folder`. dataset: the recipe's."""
-    if config.model.path != EMBEDDED:
+    if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
-    steps = config.model.embedded.cold_start.steps
-    with waiting("cold start of the embedded model", total=steps, unit="steps") as wait:
+    steps = config.model.tiny.cold_start.steps
+    with waiting("cold start of the tiny model", total=steps, unit="steps") as wait:
 
         def show(step: int, loss: float, seconds: float) -> None:
             wait.done, wait.note = step, f"loss {loss:.3f}"
@@ -378,10 +378,10 @@ def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
             tools_in_thinking=config.agents.tools_in_thinking,
         )
         device = "cuda" if gpu and torch.cuda.is_available() else "cpu"
-        folder = ensure_embedded(config.model.embedded, curriculum, device=device, progress=show)
+        folder = ensure_tiny_model(config.model.tiny, curriculum, device=device, progress=show)
     if steps:
         how = "cold start done; cached in" if wait.done else "cold start loaded from"
-        print(f"embedded model: {how} {folder}", flush=True)
+        print(f"tiny model: {how} {folder}", flush=True)
     return str(folder)
 
 

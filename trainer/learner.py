@@ -69,8 +69,8 @@ class Learner:
     ) -> None:
         """`actor_options(i)`: Ray options of rank i, over the defaults (one GPU each where `gpu`;
         half a core else, since CPU ranks and engines alternate). `make_room` is called, and
-        waited for, before whatever needs the weights on the GPUs (`rollout.sleep`: engines may be
-        in the way)."""
+        waited for, before whatever needs the weights on the GPUs (`rollout.time_share`: engines may
+        be in the way)."""
         self._model_path, self._config, self._make_room = model_path, config, make_room
         transfer = config.rollout.weight_transfer
         self._direct = transfer == "direct" or (transfer == "auto" and gpu)
@@ -97,8 +97,8 @@ class Learner:
         self._senders: list[threading.Thread] = []
         self._whereabouts: list[Whereabouts] = []
         self._version = 0
-        sending_s = config.sending_deadline_s if self._direct else 0.0
-        self._limits = Limits(trainer.deadline_s, sending_s)
+        sending_s = config.sending_timeout_s if self._direct else 0.0
+        self._limits = Limits(trainer.timeout_s, sending_s)
         self.tokens: Mapping[int, TokenNumbers] = {}
         """What the ranks saw in the last step of the segments that `saved` chose, by number."""
 
@@ -111,19 +111,19 @@ class Learner:
         """Wait until every rank has loaded its libraries, and found in them what this run needs.
 
         That takes seconds and no GPU, so a run can end here before an engine is up."""
-        seconds = self._config.run.startup_deadline_s
-        limit = Limit("loading the trainer's libraries", seconds, "run.startup_deadline_s")
+        seconds = self._config.run.startup_timeout_s
+        limit = Limit("loading the trainer's libraries", seconds, "run.startup_timeout_s")
         self._wait(self._prepared, limit)
 
-    def start(self, deadline_s: float | None = None) -> list[str]:
-        """Wait until every rank has loaded the model (default: `run.startup_deadline_s`).
+    def start(self, timeout_s: float | None = None) -> list[str]:
+        """Wait until every rank has loaded the model (default: `run.startup_timeout_s`).
 
         Returns a line for each thing that is lost with these versions of the libraries, which rank
         0 has found in looking at them (`TrainerEngine.notes`).
         """
-        seconds = deadline_s or self._config.run.startup_deadline_s
+        seconds = timeout_s or self._config.run.startup_timeout_s
         left = ray_calls.Patience(seconds)
-        limit = Limit("the trainer's start", seconds, "run.startup_deadline_s", left)
+        limit = Limit("the trainer's start", seconds, "run.startup_timeout_s", left)
         self._whereabouts = self._all("whereabouts", limit=limit)
         self._check_folder(limit)
         (rendezvous,) = self._wait([ray_calls.call(self._ranks[0].listen)], limit)

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_recipe
 from keel.configs.schema import Config, ConfigError
-from keel.configs.sections.model import EMBEDDED
+from keel.configs.sections.model import TINY_MODEL
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.summary import literal_lines, small_lines, source_lines, unread_lines
@@ -193,7 +193,7 @@ def prepare(
             head_size=facts.head_size,
             gpu=found.hardware.gpu,
         )
-        if config.model.path == EMBEDDED and config.model.embedded.cold_start.steps:
+        if config.model.path == TINY_MODEL and config.model.tiny.cold_start.steps:
             taught_sources(config.data.sources)
     chat = check_chat(config, tokenizer)
     dataset = prompts_of(config, tokenizer, facts)
@@ -290,10 +290,10 @@ def found_model(
     if machine.found:
         cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
         check_exported(Path(config.model.path), cure)
-    if config.model.path == EMBEDDED:
-        check_residual(config, config.model.embedded.family)
-        tokenizer = build_tokenizer(config.model.embedded.phrases)
-        facts = facts_of(model_config(config.model.embedded, tokenizer))
+    if config.model.path == TINY_MODEL:
+        check_residual(config, config.model.tiny.family)
+        tokenizer = build_tokenizer(config.model.tiny.phrases)
+        facts = facts_of(model_config(config.model.tiny, tokenizer))
     else:
         name = config.model.tokenizer or config.model.path
         model = load_model_config(config.model.path)
@@ -314,7 +314,7 @@ def found_model(
             raise
         before = remembered(config, machine.signature)
         choice = choose(config, left, facts, machine, before.values)
-    lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
+    lacking = "" if config.model.path == TINY_MODEL else missing_weights(config.model.path)
     if lacking and machine.found:
         raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
     return Found(
@@ -353,7 +353,7 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
             note = check_prompts(prompts, source.rewards, code=settings)
             if note:
                 notes[source.name] = note
-            tried = try_functions(prompts, source.rewards, deadline_s=config.rewards.deadline_s)
+            tried = try_functions(prompts, source.rewards, timeout_s=config.rewards.timeout_s)
             notes |= {f"{source.name}, {name}": said for name, said in tried.items()}
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
@@ -432,7 +432,7 @@ def missing_lines(config: Config, hardware: Hardware) -> Iterator[str]:
         yield (
             f"{hardware.missing}. The run starts with fewer ranks, {trainer.min_ranks} of "
             f"{trainer.ranks} at least (trainer.min_ranks); on a cluster it first waits for nodes, "
-            f"{config.run.fewer_after_s:g} s (run.fewer_after_s)"
+            f"{config.run.elastic_wait_s:g} s (run.elastic_wait_s)"
         )
 
 

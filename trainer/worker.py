@@ -243,8 +243,8 @@ class TrainerWorker:
             store=self._store,
             read=model,
         )
-        deadline_s = config.rollout.update_deadline_s
-        self._sender = Sender(rendezvous, self._engine.device, deadline_s=deadline_s)
+        timeout_s = config.rollout.update_timeout_s
+        self._sender = Sender(rendezvous, self._engine.device, timeout_s=timeout_s)
         return self._engine.notes
 
     def warm_up(self, whole: bool) -> None:

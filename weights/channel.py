@@ -35,10 +35,10 @@ Rendezvous = tuple[str, int]
 """Host and port of the TCPStore that both ends connect to; rank 0 keeps it."""
 
 
-def connect(rendezvous: Rendezvous, name: str, deadline_s: float) -> Any:
+def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
     """The store, with `name` before its keys. One thread at a time may use it."""
     client = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        *rendezvous, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
+        *rendezvous, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
     return dist.PrefixStore(name, client)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -54,14 +54,14 @@ class Channel:
         rank: int,
         size: int,
         device: torch.device,
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         """`name` is the same on all ranks and belongs to this channel alone."""
-        self._device, self._deadline_s = device, deadline_s
+        self._device, self._timeout_s = device, timeout_s
         self.used = False
         """Whether anything got through yet."""
-        deadline = timedelta(seconds=deadline_s)
-        store = connect(rendezvous, name, deadline_s)
+        deadline = timedelta(seconds=timeout_s)
+        store = connect(rendezvous, name, timeout_s)
         self._group: Any
         """None once the channel is closed."""
         if device.type == "cuda":
@@ -78,10 +78,10 @@ class Channel:
         breaks, or is closed: after any error it is."""
         if self._group is None:
             raise ConnectionError("the channel for weights has been closed")
-        end = time.monotonic() + self._deadline_s
+        end = time.monotonic() + self._timeout_s
         late = (
             f"{flat.numel() / 2**20:.0f} MiB of weights did not get through in "
-            f"{self._deadline_s:g} s (rollout.update_deadline_s) over {self._group.name()}"
+            f"{self._timeout_s:g} s (rollout.update_timeout_s) over {self._group.name()}"
         )
 
         def ask(group: Callable[[], Any]) -> Any:
@@ -89,7 +89,7 @@ class Channel:
                 return group()
             except RuntimeError as error:
                 # gloo has the same deadline, and says so in its own words.
-                if time.monotonic() > end - 0.1 * self._deadline_s:
+                if time.monotonic() > end - 0.1 * self._timeout_s:
                     raise TimeoutError(late) from error
                 raise ConnectionError(f"the channel for weights broke: {error}") from error
 

@@ -37,12 +37,12 @@ Message = Begin | Bucket | Finish
 
 
 class _End:
-    def __init__(self, rendezvous: Rendezvous, name: str, *, deadline_s: float) -> None:
-        """`name` is the same at both ends and belongs to this mailbox alone; `deadline_s`: for
+    def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
+        """`name` is the same at both ends and belongs to this mailbox alone; `timeout_s`: for
         each message."""
-        self._store, self._deadline_s = (
-            connect(rendezvous, f"{name}/mailbox", deadline_s),
-            deadline_s,
+        self._store, self._timeout_s = (
+            connect(rendezvous, f"{name}/mailbox", timeout_s),
+            timeout_s,
         )
         self._number = 0
         """Of messages that have been taken."""
@@ -71,7 +71,7 @@ class Outbox(_End):
         """Until the engine has done what it was told last. `check` is called now and then, to raise
         if it has failed. Raises TimeoutError after the deadline."""
         now = time.monotonic()
-        end, look = now + self._deadline_s, now + CHECK_S
+        end, look = now + self._timeout_s, now + CHECK_S
         while self._store.check([self._key]):
             now = time.monotonic()
             if now > look:
@@ -79,7 +79,7 @@ class Outbox(_End):
                 look = time.monotonic() + CHECK_S
             if now > end:
                 raise TimeoutError(
-                    f"waited {self._deadline_s:g} s (rollout.update_deadline_s) for the engine to "
+                    f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for the engine to "
                     "take weights"
                 )
             time.sleep(POLL_S)
@@ -101,7 +101,7 @@ class Inbox(_End):
         except dist.DistNetworkError as error:
             raise ConnectionError(f"the trainer has gone during an update: {error}") from error
         except dist.DistStoreError as error:
-            late = f"waited {self._deadline_s:g} s for the trainer to send weights"
+            late = f"waited {self._timeout_s:g} s for the trainer to send weights"
             raise TimeoutError(late) from error
         if isinstance(message, Bucket):
             name = message.entries[0].name

@@ -104,7 +104,7 @@ class WeightsExtension:
     def keel_gpu(self) -> str:
         return gpu_id(self.device)
 
-    def keel_join(self, rendezvous: Rendezvous, name: str, deadline_s: float) -> None:
+    def keel_join(self, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
         """Open the engine's channel to the rank that sends it weights, in the place of an earlier
         one."""
         if self.keel_channel is not None:
@@ -117,7 +117,7 @@ class WeightsExtension:
             rank=1 + self.rank,
             size=size,
             device=self.device,
-            deadline_s=deadline_s,
+            timeout_s=timeout_s,
         )
 
     def keel_attempt(self, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:

@@ -47,9 +47,9 @@ class Link:
 class Sender:
     """Of one rank."""
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device, *, deadline_s: float) -> None:
-        """`rendezvous`: a store that rank 0 keeps; `deadline_s`: for each step of an update."""
-        self._rendezvous, self._device, self._deadline_s = rendezvous, device, deadline_s
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, *, timeout_s: float) -> None:
+        """`rendezvous`: a store that rank 0 keeps; `timeout_s`: for each step of an update."""
+        self._rendezvous, self._device, self._timeout_s = rendezvous, device, timeout_s
         self._links: dict[int, Link] = {}
         """By the engine's index."""
         self._reached = False
@@ -119,7 +119,7 @@ class Sender:
                     rank=0,
                     size=1 + len(gpus),
                     device=self._device,
-                    deadline_s=self._deadline_s,
+                    timeout_s=self._timeout_s,
                 )
         except Exception as error:  # gloo waits here for the engine to come
             _ask(joined)
@@ -130,15 +130,13 @@ class Sender:
             if channel is not None:
                 channel.close()
             raise
-        return Link(
-            hash(actor), Outbox(self._rendezvous, name, deadline_s=self._deadline_s), channel
-        )
+        return Link(hash(actor), Outbox(self._rendezvous, name, timeout_s=self._timeout_s), channel)
 
     def _get(self, answer: Any, what: str) -> Any:
         try:
-            return ray_calls.get(answer, seconds=self._deadline_s)
+            return ray_calls.get(answer, seconds=self._timeout_s)
         except GetTimeoutError as error:
-            late = f"waited {self._deadline_s:g} s (rollout.update_deadline_s) for {what}"
+            late = f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for {what}"
             raise TimeoutError(late) from error
 
 

@@ -63,6 +63,6 @@ def spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
         )
     what, code = {
         "turns": (f"{budget.turns} turns", "turns_spent"),
-        "deadline": (f"{budget.deadline_s:g} s", "time_spent"),
+        "deadline": (f"{budget.timeout_s:g} s", "time_spent"),
     }.get(limit, (f"{budget.tokens} sampled tokens", "tokens_spent"))
     return ApiError(403, f"the trajectory's budget of {what} is spent", code=code, limit=limit)

@@ -76,7 +76,7 @@ async def try_program(
             finish_reason="length" if cut else "stop",
         )
 
-    turns, deadline_s = min(budget.turns, TURNS), min(budget.deadline_s, MOST_S)
+    turns, timeout_s = min(budget.turns, TURNS), min(budget.timeout_s, MOST_S)
     began = time.monotonic()
     async with Endpoint() as endpoint:
         episode = DrivenEpisode(
@@ -86,7 +86,7 @@ async def try_program(
             task=task,
             chat=chat,
             sample=sample,
-            budget=replace(budget, turns=turns, deadline_s=deadline_s),
+            budget=replace(budget, turns=turns, timeout_s=timeout_s),
             context=ContextManager(method="none", window=budget.window, most=0),
             name="keel check",
             sibling=0,

@@ -196,14 +196,14 @@ class TrajectoryRecorder:
 
     async def overdue(self, open_s: float) -> str:
         """Wait until the program's time is up, and return what took too long: its first request
-        (`open_s`), or all its turns and its own time between them (`Budget.deadline_s`)."""
-        if self._budget.deadline_s == inf:
-            raise ValueError("endpoint: deadline_s must be finite: every wait has a deadline")
+        (`open_s`), or all its turns and its own time between them (`Budget.timeout_s`)."""
+        if self._budget.timeout_s == inf:
+            raise ValueError("endpoint: timeout_s must be finite: every wait has a deadline")
         began = monotonic()
         while True:
             if self._idle_since is not None:
                 left, what = self._budget.left_s(self._with_idle()), "end"
-                most = self._budget.deadline_s
+                most = self._budget.timeout_s
             else:
                 left, what, most = began + open_s - monotonic(), "ask for a turn", open_s
             if self._sampling:  # which has a deadline of its own
@@ -330,7 +330,7 @@ class TrajectoryRecorder:
                 self.name,
                 max_tokens=limit,
                 seed=place.seed,
-                deadline_s=self._budget.left_s(self._with_idle()),
+                timeout_s=self._budget.left_s(self._with_idle()),
                 stop_ids=self._chat.stop_ids,
             ),
             token_ids_T=place.context_T,

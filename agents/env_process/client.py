@@ -135,7 +135,7 @@ def parent_of(program: Program) -> Parent | None:
         folder=program.where,
         wrap=program.wrap,
         readable=program.needed,
-        deadline_s=program.deadlines.open_s,
+        timeout_s=program.deadlines.open_s,
     )
 
 
@@ -288,7 +288,7 @@ class Hosted:
             shutil.rmtree(scratch, ignore_errors=True)
 
     async def _ask(
-        self, during: str, request: Mapping[str, Any], deadline_s: float, *, name: str = ""
+        self, during: str, request: Mapping[str, Any], timeout_s: float, *, name: str = ""
     ) -> dict[str, Any]:
         """One exchange. Whatever goes wrong ends the process, and EnvironmentLost is raised.
         Raises ValueError for a request that is no JSON, which is not sent."""
@@ -302,11 +302,11 @@ class Hosted:
             number = self._requests
             line = line_of({"id": number, **request})
             try:
-                reply = await within(deadline_s, _exchange(process, line))
+                reply = await within(timeout_s, _exchange(process, line))
             except TimeoutError as error:
                 knob = f" (environment.{during}_s)" if during in ANSWERS else ""
                 knob = " (agents.call_s)" if during == "call" else knob
-                why = f"{name or during} did not end within {deadline_s:g} s{knob}"
+                why = f"{name or during} did not end within {timeout_s:g} s{knob}"
                 raise await self._fail("hang", during, why) from error
             except asyncio.CancelledError:
                 # Its reply may come later, as if to the next request.

@@ -39,7 +39,7 @@ Reply = dict[str, Any]
 class Parent:
     """For one event loop. Starts with the first fork, anew where it was lost, and ends by `close`.
 
-    load: the request that loads the program (`keel.agents.env_runtime.parent`). deadline_s: for
+    load: the request that loads the program (`keel.agents.env_runtime.parent`). timeout_s: for
     loading, and for each fork.
     """
 
@@ -52,10 +52,10 @@ class Parent:
         folder: Path,
         wrap: Wrap,
         readable: Sequence[Path],
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         self._command, self._load, self._env = command, load, env
-        self._folder, self._readable, self._deadline_s = folder, readable, deadline_s
+        self._folder, self._readable, self._timeout_s = folder, readable, timeout_s
         self._wrap: Wrap = wrap
         self._inner: Mapping[str, Any] | None = None
         self._sandbox: ForkingWrap | None = None
@@ -117,7 +117,7 @@ class Parent:
             folder=self._folder,
             wrap=self._wrap,
             readable=self._readable,
-            deadline_s=self._deadline_s,
+            timeout_s=self._timeout_s,
         )
         try:
             if self._sandbox is not None:
@@ -142,7 +142,7 @@ class Parent:
         try:
             made = await running.fork(self._inner, {}, None, run=sandbox.probe)
             tried = await LineProcess.of(*made)
-            ended = await tried.end(within_s=self._deadline_s)
+            ended = await tried.end(within_s=self._timeout_s)
             said = tried.words or ended
         except _Cannot as error:
             said = str(error)
@@ -156,7 +156,7 @@ class Parent:
         running, self._running = self._running, None
         assert running is not None
         fault: Fault = "hang" if isinstance(error, TimeoutError) else "exit"
-        message = f"open did not end within {self._deadline_s:g} s" if fault == "hang" else ""
+        message = f"open did not end within {self._timeout_s:g} s" if fault == "hang" else ""
         if isinstance(error, _Refused):
             fault, message = error.fault, str(error)
         if fault == "memory":
@@ -200,10 +200,10 @@ class _Running:
     """The process, and one exchange with it at a time."""
 
     def __init__(
-        self, child: Started, control: socket.socket, words: Words, deadline_s: float
+        self, child: Started, control: socket.socket, words: Words, timeout_s: float
     ) -> None:
         self._child, self._control, self._words = child, control, words
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._number = 0
         self._gate = asyncio.Lock()
         self._end: asyncio.Task[str] | None = None
@@ -216,7 +216,7 @@ class _Running:
         folder: Path,
         wrap: Wrap,
         readable: Sequence[Path],
-        deadline_s: float,
+        timeout_s: float,
     ) -> _Running:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -228,7 +228,7 @@ class _Running:
             ours.close()
             raise
         ours.setblocking(False)
-        return _Running(child, ours, Words(read_words), deadline_s)
+        return _Running(child, ours, Words(read_words), timeout_s)
 
     @property
     def words(self) -> str:
@@ -247,14 +247,14 @@ class _Running:
         self._child.release()
 
     async def ask(
-        self, request: Reply, *fds: int, deadline_s: float | None = None
+        self, request: Reply, *fds: int, timeout_s: float | None = None
     ) -> tuple[Reply, list[int]]:
         """Raises _Cannot, _Refused, TimeoutError, EOFError, OSError."""
         async with self._gate:
             self._number += 1
             line = json.dumps({"id": self._number, **request}).encode()
             socket.send_fds(self._control, [line], fds)
-            reply, given = await within(deadline_s or self._deadline_s, self._heard())
+            reply, given = await within(timeout_s or self._timeout_s, self._heard())
         if "cannot" in reply:
             raise _Cannot(str(reply["cannot"]))
         if "memory" in reply:
@@ -322,7 +322,7 @@ class _Running:
 
     async def _reap(self, pid: int) -> int | None:
         try:
-            reply, _ = await self.ask({"do": "reap", "pid": pid}, deadline_s=REAPING_S)
+            reply, _ = await self.ask({"do": "reap", "pid": pid}, timeout_s=REAPING_S)
         except (_Cannot, TimeoutError, EOFError, OSError, ValueError):  # gone itself
             return None
         return reply["status"]

@@ -120,12 +120,12 @@ def line_of(message: Mapping[str, Any]) -> bytes:
 Answer = TypeVar("Answer")
 
 
-async def within(deadline_s: float, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def within(timeout_s: float, work: Coroutine[Any, Any, Answer]) -> Answer:
     """Its result. Raises TimeoutError. `asyncio.timeout` would, too, where the answer is here and
     has yet to be read, since the event loop was busy with other episodes."""
     task = asyncio.ensure_future(work)
     try:
-        for limit_s in (deadline_s, READING_S):
+        for limit_s in (timeout_s, READING_S):
             await asyncio.wait({task}, timeout=limit_s)
             if task.done():
                 return task.result()

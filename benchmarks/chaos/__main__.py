@@ -49,17 +49,17 @@ from benchmarks.chaos.run import Refused, Run, marked, until, words_of
 from benchmarks.common import arguments
 
 FROZEN_S = 10
-"""`run.frozen_after_s`"""
+"""`run.hang_timeout_s`"""
 SOAK_STEPS = 5
 """Steps between two measurements of memory in a soak."""
 RECIPE = (
     "quickstart",
     "run.checkpoint_every=5",
     "run.keep_checkpoints=3",
-    f"run.frozen_after_s={FROZEN_S}",
+    f"run.hang_timeout_s={FROZEN_S}",
     "run.max_restarts=1000",
     "run.eval_every=0",
-    "model.embedded.cold_start.steps=20",
+    "model.tiny.cold_start.steps=20",
     "data.sources[spelling].size=2000",
     "data.sources[spiral].size=2000",
     "data.sources[spelling].holdout=32",
@@ -211,7 +211,7 @@ def main() -> int:
         out.mkdir(parents=True)
     except FileExistsError:
         parser.error(f"--out {options.out} exists; choose another folder")
-    knobs = [*RECIPE, f"model.embedded.cache_dir={out / 'cache'}", *own]
+    knobs = [*RECIPE, f"model.tiny.cache_dir={out / 'cache'}", *own]
     record = Record(out=out)
     limits = {name: getattr(options, name) for name in ("seed", "steps", "every", "minutes")}
     results = chaos(record, knobs, possible if options.every else (), limits)

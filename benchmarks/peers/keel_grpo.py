@@ -46,7 +46,7 @@ ARMS: dict[str, dict[str, Any]] = {
         "trainer.compile": True,
         "trainer.activation_checkpointing": False,
         "trainer.micro_batch_tokens": 17_280,
-        "rollout.sleep": True,
+        "rollout.time_share": True,
         "trainer.offload_while_sampling": False,
     },
     AUTO: {},

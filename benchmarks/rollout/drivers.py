@@ -138,7 +138,7 @@ class Keel:
             max_num_seqs=size.sequences,
             recorder=arm.recorder,
             cascade_attention=arm.cascade,
-            deadline_s=RUN_TIMEOUT_S,
+            timeout_s=RUN_TIMEOUT_S,
         )
         spec = EngineSpec(
             model_path=folder,

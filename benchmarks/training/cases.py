@@ -117,7 +117,7 @@ class Case:
             attention_kernels="flash4" if self.flash4 else "torch",
             compile=self.compiled,
             lr=1e-9,
-            deadline_s=90,
+            timeout_s=90,
         )
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from keel.configs.auto import DTYPE
 from keel.configs.load import check_resumable, load_config
 from keel.configs.paths import data_path, unwritable
 from keel.configs.schema import Config, ConfigError
-from keel.configs.sections.model import EMBEDDED
+from keel.configs.sections.model import TINY_MODEL
 from keel.configs.shipped import shipped
 from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.jsonl import load_jsonl
@@ -63,7 +63,7 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
     model = config.model.path
-    if model != EMBEDDED and not config.endpoint.base_url:
+    if model != TINY_MODEL and not config.endpoint.base_url:
         for path in (model, config.model.tokenizer or model):
             if Path(path).absolute() in later:
                 continue

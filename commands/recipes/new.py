@@ -23,7 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 from keel.configs.load import load_config
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError
-from keel.configs.sections.model import EMBEDDED, EmbeddedConfig
+from keel.configs.sections.model import TINY_MODEL, TinyModelConfig
 from keel.model.hub import check_path, hub_answers, is_hub_name
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ trainer: {trainer}
 COMMENTS_AT = 33
 SMALL = "Qwen/Qwen3-0.6B"
 TASK, TASK_PARAMS = "spell_backward", {"min_word_len": 4, "max_word_len": 7}
-"""Default task of the embedded model."""
+"""Default task of the tiny model."""
 GIB = 80.0
 """Assumed memory of a GPU that is not here."""
 ON_GPU = {
@@ -75,7 +75,7 @@ ON_CPU = {
 }
 """Defaults with which the first step of a 135 M parameter model ends within two minutes on two
 cores, after a first evaluation. `tokens`: of a completion with thinking, and without."""
-OF_EMBEDDED = {
+OF_TINY = {
     "steps": 200,
     "heldout": 128,
     "tokens": {True: 48, False: 48},
@@ -154,20 +154,20 @@ def filled(given: argparse.Namespace, ask: Questions) -> tuple[Path, str]:
         size = ask("Memory of a GPU, in GiB", f"{GIB:g}", positive)
     model = given.model and checked_model(given.model)
     if not model:
-        words = "Model: a folder, a name of the hub, or embedded"
-        model = ask(words, SMALL if gpus else EMBEDDED, checked_model)
-    embedded = model == EMBEDDED
-    defaults = OF_EMBEDDED if embedded else ON_GPU if gpus else ON_CPU
-    source = asked_source(given, ask, defaults, embedded=embedded)
+        words = "Model: a folder, a name of the hub, or tiny"
+        model = ask(words, SMALL if gpus else TINY_MODEL, checked_model)
+    tiny = model == TINY_MODEL
+    defaults = OF_TINY if tiny else ON_GPU if gpus else ON_CPU
+    source = asked_source(given, ask, defaults, tiny=tiny)
     think = given.think
     if think is None:
-        think = not embedded and ask("Think before answering (y/n)", "n", yes_no)
+        think = not tiny and ask("Think before answering (y/n)", "n", yes_no)
     prompts, tokens = lengths(given, ask, model, source.pop("max_prompt_tokens"), defaults, think)
     steps = given.steps
     if steps is None:
         steps = ask("Steps", f"{defaults['steps']}", at_least(1))
     about = "true: think before answering, in more tokens"
-    thinking = {"thinking": None if embedded else think, "about_thinking": about}
+    thinking = {"thinking": None if tiny else think, "about_thinking": about}
     sources = [{**source, **thinking}]
     if given.eval:
         sources[0]["holdout"] = 0
@@ -175,7 +175,7 @@ def filled(given: argparse.Namespace, ask: Questions) -> tuple[Path, str]:
     path = Path(given.file or ask("File to write", f"{source['name']}.yaml", free))
     all_gpus = gpus * given.nodes
     machine = f"{all_gpus} GPU{'s' * (all_gpus > 1)}" if all_gpus else "this machine's CPU"
-    called = "the embedded model" if embedded else model.rstrip("/").rpartition("/")[2]
+    called = "the tiny model" if tiny else model.rstrip("/").rpartition("/")[2]
     title = f"{called[:1].upper()}{called[1:]} learns {source['learns']}, on {machine}."
     batch = defaults["algorithm"]
     values = {
@@ -188,13 +188,13 @@ def filled(given: argparse.Namespace, ask: Questions) -> tuple[Path, str]:
         "gpus_per_node": gpus or None,
         "nodes": given.nodes if given.nodes > 1 and gpus else None,
         "gpu_gib": f"{size:g}" if size and gpus else None,
-        "model": flow({"path": model, **({"dtype": "float32"} if embedded else {})}),
-        "about_model": "built on the spot" if embedded else "a folder, or a name of the hub",
+        "model": flow({"path": model, **({"dtype": "float32"} if tiny else {})}),
+        "about_model": "built on the spot" if tiny else "a folder, or a name of the hub",
         "max_prompt_tokens": prompts,
         "about_prompts": source["about_prompts"],
         "long_prompts": "drop" if source["drop_long"] else None,
         "sources": "\n".join(map(source_lines, sources)),
-        "engines": 2 if embedded else None,
+        "engines": 2 if tiny else None,
         "sampling": flow({**defaults["sampling"], "max_tokens": tokens}),
         "algorithm": flow(batch),
         "completions": batch["prompts_per_step"] * batch["group_size"],
@@ -241,7 +241,7 @@ def lengths(
 ) -> tuple[int, int]:
     """Return the limits of prompts and completions, in tokens, which share the model's context."""
     context, tokens = context_of(model), given.max_tokens
-    if model == EMBEDDED:  # completions are short, and so is the context
+    if model == TINY_MODEL:  # completions are short, and so is the context
         prompts = max(1, min(prompts, context - (tokens or defaults["tokens"][think])))
     elif context:  # the prompts' length is a guess, and half of a short context is enough
         prompts = max(1, min(prompts, max(context // 2, context - tokens if tokens else 0)))
@@ -263,21 +263,21 @@ def lengths(
 
 
 def asked_source(
-    given: argparse.Namespace, ask: Questions, defaults: Mapping[str, Any], *, embedded: bool
+    given: argparse.Namespace, ask: Questions, defaults: Mapping[str, Any], *, tiny: bool
 ) -> dict[str, Any]:
     """Knobs of the source, its length of prompts, and what the recipe says about them."""
     data, task, environment = given.data, given.task, given.environment
-    only = "the embedded model has been taught a few tasks of reasoning_gym and nothing else. Name "
-    if embedded and environment:
+    only = "the tiny model has been taught a few tasks of reasoning_gym and nothing else. Name "
+    if tiny and environment:
         raise ConfigError(f"--environment {environment}: {only}a model (--model)")
     if data and task:
         raise ConfigError(f"--data {data} and --task {task}: keep one")
-    if embedded and data:
+    if tiny and data:
         raise ConfigError(f"--data {data}: {only}a model (--model), or a task (--task)")
 
     def of_any(name: str) -> dict[str, Any]:
         """A task's name, or what has rows."""
-        is_task = embedded or (re.fullmatch(r"\w+", name) and not data_path(name).exists())
+        is_task = tiny or (re.fullmatch(r"\w+", name) and not data_path(name).exists())
         return of_task(name, given, defaults) if is_task else of_rows(name, given, ask, defaults)
 
     if data:
@@ -286,13 +286,13 @@ def asked_source(
         return of_task(task, given, defaults)
     if environment:
         return of_episodes(environment, given.reward)
-    if not ask.terminal and not embedded:
+    if not ask.terminal and not tiny:
         raise ConfigError(
             "--data is missing: a file, a folder or a dataset of the hub (or --task, a task of "
             "reasoning_gym, or --environment, which makes its own tasks)"
         )
-    rows = "" if embedded else "a file, a folder, a dataset of the hub, or "
-    return ask(f"Prompts: {rows}a task of reasoning_gym", TASK if embedded else "chain_sum", of_any)
+    rows = "" if tiny else "a file, a folder, a dataset of the hub, or "
+    return ask(f"Prompts: {rows}a task of reasoning_gym", TASK if tiny else "chain_sum", of_any)
 
 
 def of_task(task: str, given: argparse.Namespace, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -433,8 +433,8 @@ def reward_weights(reward: str, *, judged: bool) -> dict[str, float]:
 
 def context_of(model: str) -> int:
     """Context of a model in tokens, by its config.json here or in the hub's cache; 0: not known."""
-    if model == EMBEDDED:
-        return EmbeddedConfig().max_context
+    if model == TINY_MODEL:
+        return TinyModelConfig().max_context
     path: object = Path(model, "config.json")
     if not Path(model).is_dir():
         path = try_to_load_from_cache(model, "config.json") if is_hub_name(model) else None
@@ -489,7 +489,7 @@ def yes_no(reply: str) -> bool:
 
 
 def checked_model(name: str) -> str:
-    if name != EMBEDDED and not is_hub_name(name):
+    if name != TINY_MODEL and not is_hub_name(name):
         check_path(name)
     return name
 

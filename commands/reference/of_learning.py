@@ -64,7 +64,7 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "reward/error",
             "share, 0 to 1",
             "Completions that a verifier or a function of yours could not score (it crashed or "
-            "took longer than `rewards.deadline_s`): that part counts 0.",
+            "took longer than `rewards.timeout_s`): that part counts 0.",
             "0",
             "rewards",
         ),

@@ -24,7 +24,7 @@ SAMPLING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/deadline_cuts",
             "completions",
-            "Those among them that ran out of `rollout.deadline_s`.",
+            "Those among them that ran out of `rollout.timeout_s`.",
             "0",
             "rollouts",
         ),

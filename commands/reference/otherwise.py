@@ -13,7 +13,7 @@ OTHERWISE: Mapping[str, str] = {
     "reward/mean": "flat: look at `rollout/uniform_group_fraction`; prompts may be too hard or too "
     "easy (`keel filter`), or `trainer.lr` too low. Falling: lower `trainer.lr`",
     "reward/error": "`rewards/` in the run folder has the errors; a slow verifier needs a larger "
-    "`rewards.deadline_s`",
+    "`rewards.timeout_s`",
     "domain/<domain>/group_share": "far below: its prompts are too easy or too hard (`keel "
     "filter`), or its `data.sources[].weight` too small",
     "grad_norm": "spikes: lower `trainer.lr`; look at `mismatch/ratio_max` and at the completions "
@@ -56,8 +56,8 @@ OTHERWISE: Mapping[str, str] = {
     "length/sampled_mean": "look at `rollout/dropped_completions` and `algorithm.filter_groups`",
     "rollout/truncated_fraction": "raise `rollout.sampling.max_tokens`, or charge length "
     "(`data.sources[].length`)",
-    "rollout/deadline_cuts": "raise `rollout.deadline_s`, or lower `rollout.sampling.max_tokens`",
-    "rollout/dropped_completions": "the terminal has the reasons; `rollout.deadline_s`",
+    "rollout/deadline_cuts": "raise `rollout.timeout_s`, or lower `rollout.sampling.max_tokens`",
+    "rollout/dropped_completions": "the terminal has the reasons; `rollout.timeout_s`",
     "rollout/uniform_group_fraction": "prompts of medium difficulty (`keel filter`), "
     "`algorithm.filter_groups`, larger `algorithm.group_size`",
     "ledger/lost": "a bug worth reporting",
@@ -76,7 +76,7 @@ OTHERWISE: Mapping[str, str] = {
     "agents/length_cuts": "raise `agents.max_sampled_tokens` or `rollout.sampling.max_tokens`",
     "judge/failures": "the endpoint is overloaded or answers no JSON: lower "
     "`rewards.judge.max_concurrent`, see `events.jsonl` for the reasons",
-    "judge/retries_<kind>": "timeout: raise `rewards.judge.deadline_s`, or lower "
+    "judge/retries_<kind>": "timeout: raise `rewards.judge.timeout_s`, or lower "
     "`rewards.judge.max_concurrent`. busy, server: lower that. invalid: raise "
     "`rewards.judge.max_reply_tokens`, or take another judge",
     "judge/queue_seconds": "as long as `judge/call_seconds` or more: raise "

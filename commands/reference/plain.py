@@ -14,7 +14,7 @@ _GROUP = ("algorithm.group_size", "eval.samples")
 _PRECISION = ("model.dtype", "rollout.dtype")
 _SAVED = ("run.checkpoint_minutes", "run.checkpoint_every", "run.keep_checkpoints")
 _VALIDATED = ("data.sources[].holdout", "run.eval_every")
-_WAITS = ("run.startup_deadline_s", "rollout.deadline_s", "rewards.deadline_s")
+_WAITS = ("run.startup_timeout_s", "rollout.timeout_s", "rewards.timeout_s")
 
 PLAIN: Mapping[str, Sequence[str]] = {
     "context length": _LONGEST,
@@ -38,7 +38,7 @@ PLAIN: Mapping[str, Sequence[str]] = {
     "saving": _SAVED,
     "sequence length": _LONGEST,
     "shuffle": ("run.seed",),
-    "timeout": (*_WAITS, "trainer.deadline_s"),
+    "timeout": (*_WAITS, "trainer.timeout_s"),
     "validation": _VALIDATED,
     "validation set": _VALIDATED,
 }

@@ -37,7 +37,7 @@ class EnvironmentConfig:
     """program: whether it is told what the reward is computed from (a reference answer). The policy
     can read it wherever the program lets it run commands."""
     demonstrations: str = ""
-    """`module:function` that scripts conversations in it, for the cold start of the embedded model:
+    """`module:function` that scripts conversations in it, for the cold start of the tiny model:
     one of `keel.agents.environments.demonstrations`, or your own (docs/environments.md)."""
     python: str = ""
     """Its interpreter, 3.9 or later, which needs nothing of Keel's; empty: Keel's own. A program's
@@ -163,7 +163,7 @@ class EnvironmentConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsConfig:
     """What a trajectory in an environment may take. One turn takes at most
-    `rollout.sampling.max_tokens`; a trajectory at most `rollout.deadline_s` in engines and
+    `rollout.sampling.max_tokens`; a trajectory at most `rollout.timeout_s` in engines and
     tools."""
 
     max_turns: int = 16
@@ -186,12 +186,17 @@ class AgentsConfig:
     """How often that is done in a trajectory, at most."""
     summary_tokens: int = 1024
     """summary: room for the policy's summary and for what asks for it."""
-    max_open: int = 256
+    max_concurrent_episodes: int = 256
     """Episodes open at once, and as many for an evaluation; the others wait. Each has a process of
     its own."""
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "summary_tokens", "max_open", "max_thinking_calls"):
+        for name in (
+            "max_turns",
+            "summary_tokens",
+            "max_concurrent_episodes",
+            "max_thinking_calls",
+        ):
             require(getattr(self, name) >= 1, f"agents.{name}", getattr(self, name), "must be >= 1")
         for name in ("max_sampled_tokens", "window", "max_rewrites"):
             value = getattr(self, name)

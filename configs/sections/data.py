@@ -315,7 +315,7 @@ class DataConfig:
     they were not there. Empty: all."""
     train_on: tuple[str, ...] = ()
     """Names of the sources to train on; of the others the held-out sets alone are asked, which says
-    what carries over to them. The embedded model's cold start teaches all. Empty: all."""
+    what carries over to them. The tiny model's cold start teaches all. Empty: all."""
     max_prompt_tokens: int = 256
     """Longest prompt, chat template included, in tokens."""
     long_prompts: Literal["error", "drop"] = "error"

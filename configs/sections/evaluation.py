@@ -27,7 +27,7 @@ class EndpointConfig:
     """Name of the environment variable that holds the key; empty: the endpoint wants none."""
     max_concurrent: int = 32
     """Most completions in flight at once."""
-    deadline_s: float = 600.0
+    timeout_s: float = 600.0
     """Longest wait for one, in seconds."""
     retries: int = 4
     """Further attempts after a timeout, a refusal for load or a server error."""
@@ -50,7 +50,7 @@ class EndpointConfig:
         for name, least in (("max_concurrent", 1), ("retries", 0)):
             value = getattr(self, name)
             require(value >= least, f"endpoint.{name}", value, f"must be at least {least}")
-        require(self.deadline_s > 0, "endpoint.deadline_s", self.deadline_s, "must be > 0")
+        require(self.timeout_s > 0, "endpoint.timeout_s", self.timeout_s, "must be > 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

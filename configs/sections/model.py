@@ -7,13 +7,13 @@ from typing import Literal
 
 from keel.configs.sections.base import require
 
-EMBEDDED = "embedded"
+TINY_MODEL = "tiny"
 """The model that needs no download, by its path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartConfig:
-    """Supervised warm-up of the embedded model on generated solutions."""
+    """Supervised warm-up of the tiny model on generated solutions."""
 
     max_seconds: float = 3600.0
     """Seconds; a minute is usual, on a busy machine many more. A slower cold start fails: a model
@@ -31,7 +31,7 @@ class ColdStartConfig:
     working and are wrong: that is what is left for reinforcement learning."""
 
     def __post_init__(self) -> None:
-        knob = "model.embedded.cold_start"
+        knob = "model.tiny.cold_start"
         require(
             0 <= self.worked_fraction <= 1,
             f"{knob}.worked_fraction",
@@ -61,7 +61,7 @@ COUNTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedConfig:
+class TinyModelConfig:
     """Shape of the small mixture of experts that is built from the run's seed."""
 
     family: Literal["qwen3_moe", "deepseek_v32"] = "qwen3_moe"
@@ -102,7 +102,7 @@ class EmbeddedConfig:
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
 
     def __post_init__(self) -> None:
-        knob = "model.embedded"
+        knob = "model.tiny"
         for name in ("hidden_size", "expert_size"):
             value = getattr(self, name)
             require(
@@ -154,8 +154,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class ModelConfig:
     """Which model is trained, and in which precision."""
 
-    path: str = EMBEDDED
-    """A local folder, a hub name, or `embedded` for the small model that needs no download."""
+    path: str = TINY_MODEL
+    """A local folder, a hub name, or `tiny` for the small model that needs no download."""
     tokenizer: str = ""
     """Tokenizer folder or hub name; empty: the model's own."""
     chat_template: str = ""
@@ -180,7 +180,7 @@ class ModelConfig:
     """Of the residual stream, to which blocks add their output, in engines and trainer. float32: it
     is not rounded at each sum, so the two differ less (docs/stability.md), for a little more time
     and memory. For Llama, Mistral, Mixtral, Qwen2 and Qwen3, one GPU an engine."""
-    embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
 
     def __post_init__(self) -> None:
         require(
@@ -191,10 +191,10 @@ class ModelConfig:
             "bits on both sides",
         )
         require(
-            not self.batch_invariant or self.path != "embedded",
+            not self.batch_invariant or self.path != "tiny",
             "model.batch_invariant",
             self.batch_invariant,
-            "is for dense models of Llama's, Qwen2's and Qwen3's kind, and the embedded one is a "
+            "is for dense models of Llama's, Qwen2's and Qwen3's kind, and the tiny one is a "
             "mixture of experts; leave it out, or set model.path",
         )
         require(
@@ -204,11 +204,12 @@ class ModelConfig:
             "needs model.dtype bfloat16 or float16: there are no such kernels for float32",
         )
         require(bool(self.path), "model.path", self.path, "must name a folder or a hub model")
+        require(self.path != "tiny", "model.path", self.path, f"renamed to {TINY_MODEL}")
         require(
-            self.path != "embedded" or not self.tokenizer,
+            self.path != "tiny" or not self.tokenizer,
             "model.tokenizer",
             self.tokenizer,
-            "the embedded model has one of its own; leave it empty, or set model.path",
+            "the tiny model has one of its own; leave it empty, or set model.path",
         )
         require(
             not self.thinking_marks
@@ -218,16 +219,16 @@ class ModelConfig:
             'must be two different texts, [open, close], such as ["<think>", "</think>"]',
         )
         require(
-            self.path != "embedded" or not self.thinking_marks,
+            self.path != "tiny" or not self.thinking_marks,
             "model.thinking_marks",
             self.thinking_marks,
-            "the embedded model has its own; leave it empty, or set model.path",
+            "the tiny model has its own; leave it empty, or set model.path",
         )
         require(
-            self.path != "embedded" or not self.chat_template,
+            self.path != "tiny" or not self.chat_template,
             "model.chat_template",
             self.chat_template,
-            "the embedded model has one of its own; leave it empty, or set model.path",
+            "the tiny model has one of its own; leave it empty, or set model.path",
         )
 
     @property

@@ -26,7 +26,7 @@ class JudgeServerConfig:
     """CPU: memory of the KV cache, in GiB."""
     threads: int = 1
     """CPU: threads of the server."""
-    startup_deadline_s: float = 1800.0
+    startup_timeout_s: float = 1800.0
     """Longest wait for the server to load the model and reply, in seconds."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options of vLLM's server by their names there, such as `quantization: fp8`."""
@@ -47,7 +47,7 @@ class JudgeServerConfig:
             self.gpu_memory_utilization,
             "must be in (0, 1)",
         )
-        for name in ("kv_cache_gib", "startup_deadline_s"):
+        for name in ("kv_cache_gib", "startup_timeout_s"):
             require(getattr(self, name) > 0, f"{knob}.{name}", getattr(self, name), "must be > 0")
         clash = sorted(_SERVER_TAKEN & {name.replace("-", "_") for name in self.options})
         require(
@@ -106,7 +106,7 @@ class JudgeConfig:
     Counted as the judge sees them: some characters are written as escapes of six."""
     max_concurrent: int = 64
     """Most calls in flight at once."""
-    deadline_s: float = 60.0
+    timeout_s: float = 60.0
     """Longest wait for one reply, in seconds."""
     retries: int = 4
     """Further attempts after a timeout, a refusal for load (429), a server error or an invalid
@@ -168,7 +168,7 @@ class JudgeConfig:
         require(
             0 <= self.temperature <= 2, f"{knob}.temperature", self.temperature, "must be in [0, 2]"
         )
-        require(self.deadline_s > 0, f"{knob}.deadline_s", self.deadline_s, "must be positive (s)")
+        require(self.timeout_s > 0, f"{knob}.timeout_s", self.timeout_s, "must be positive (s)")
         require(
             0 <= self.max_failure_fraction <= 1,
             f"{knob}.max_failure_fraction",
@@ -249,7 +249,7 @@ class RewardsConfig:
 
     workers: int = 2
     """Processes for the verifiers; 0: score in the driver, without deadlines."""
-    deadline_s: float = 3.0
+    timeout_s: float = 3.0
     """Seconds per completion; after that it counts as wrong, and in `reward/error`."""
     max_failure_fraction: float = 0.2
     """The run stops when a reward function of yours failed on more than this fraction of the last
@@ -266,4 +266,4 @@ class RewardsConfig:
             self.max_failure_fraction,
             "must be in [0, 1]",
         )
-        require(self.deadline_s > 0, "rewards.deadline_s", self.deadline_s, "must be positive (s)")
+        require(self.timeout_s > 0, "rewards.timeout_s", self.timeout_s, "must be positive (s)")

@@ -76,7 +76,7 @@ class RolloutConfig:
     head_dtype: Literal["float32", "model"] = "float32"
     """Of the engine's logits. float32, as the trainer's are: rounded to bfloat16, a logit of 20 is
     off by up to 0.06. model: the engine's dtype."""
-    sleep: bool = False
+    time_share: bool = False
     """Engine and trainer time-share the memory of a GPU that they share. While the trainer works,
     the engine gives up weights and KV cache; while the engine samples, what the trainer holds and
     there is no room for waits in host memory (but see `trainer.offload_while_sampling`).
@@ -114,7 +114,7 @@ class RolloutConfig:
     """What becomes of completions that are being sampled when new weights arrive
     (`algorithm.max_lag`). in_flight: they pause and resume with the new weights; each token carries
     its version. drain: they are finished first, so that a completion has one version."""
-    deadline_s: float = 600.0
+    timeout_s: float = 600.0
     """Seconds per group, from when its engine begins it; those in which the engine takes weights
     or sleeps do not count. Then its completions are cut where they are, as by `max_tokens`, and
     counted (`rollout/deadline_cuts`). One without a token by then is dropped."""
@@ -126,7 +126,7 @@ class RolloutConfig:
     """Watch what vLLM's loader does with the first weights that come, and copy later ones straight
     to where it put those. Has no effect where the loader does more than copy (CPUs, quantization).
     false: the loader for every update."""
-    update_deadline_s: float = 300.0
+    update_timeout_s: float = 300.0
     """Longest wait in seconds for an engine to take new weights, and to drain before that. A rank
     that sends to several engines has as long for each."""
 
@@ -146,15 +146,15 @@ class RolloutConfig:
             self.gpu_memory_utilization,
             "must be in (0, 1)",
         )
-        for name in ("kv_cache_gib", "deadline_s", "update_deadline_s"):
+        for name in ("kv_cache_gib", "timeout_s", "update_timeout_s"):
             require(getattr(self, name) > 0, f"rollout.{name}", getattr(self, name), "must be > 0")
 
     @property
     def silent_s(self) -> float:
         """Seconds after which an engine that has not returned a group is taken for dead. One that
-        is alive cuts it or gives it up (`CUT_S`); `update_deadline_s` is how long it may be away
+        is alive cuts it or gives it up (`CUT_S`); `update_timeout_s` is how long it may be away
         from its orders, in one step, and its clock leaves out what it does between steps."""
-        return 1.05 * self.deadline_s + CUT_S + max(CUT_S, self.update_deadline_s)
+        return 1.05 * self.timeout_s + CUT_S + max(CUT_S, self.update_timeout_s)
 
     def cascades(self, *, full_attention: bool) -> bool:
         """Whether attention reads a prompt once for completions of its group, on GPUs."""

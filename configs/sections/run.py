@@ -54,16 +54,16 @@ class RunConfig:
     """What else is told of the run, beside TensorBoard: Weights & Biases, MLflow, trackio. Each is
     a package of its own, which the extra of its name brings, and has its address and key from the
     environment. docs/trackers.md"""
-    startup_deadline_s: float = 600.0
+    startup_timeout_s: float = 600.0
     """Longest wait for the engines and the trainer to start, in seconds."""
-    frozen_after_s: float = 180.0
+    hang_timeout_s: float = 180.0
     """An engine, rank or Ray process that stands still for so many seconds (stopped, or not given a
     processor; not one that is busy) is ended as if it had died; 0: never. Time for which the whole
     job or machine is stopped does not count. docs/reliability.md"""
     max_restarts: int = 3
     """Times within three hours that a run which has lost a trainer rank or a node starts again from
     its newest checkpoint, by itself; 0: it ends. docs/reliability.md"""
-    fewer_after_s: float = 600.0
+    elastic_wait_s: float = 600.0
     """Seconds for which such a start, and the first of a command, waits for room for all ranks and
     engines; then it continues with as many as fit, if `trainer.min_ranks` allows."""
     max_skipped_steps: int = 3
@@ -129,9 +129,9 @@ class RunConfig:
         )
         require(self.save_tokens >= 0, "run.save_tokens", self.save_tokens, "must not be negative")
         require(
-            self.startup_deadline_s > 0,
-            "run.startup_deadline_s",
-            self.startup_deadline_s,
+            self.startup_timeout_s > 0,
+            "run.startup_timeout_s",
+            self.startup_timeout_s,
             "must be positive (seconds)",
         )
         require(
@@ -144,15 +144,15 @@ class RunConfig:
             self.max_restarts >= 0, "run.max_restarts", self.max_restarts, "must not be negative"
         )
         require(
-            self.fewer_after_s >= 0,
-            "run.fewer_after_s",
-            self.fewer_after_s,
+            self.elastic_wait_s >= 0,
+            "run.elastic_wait_s",
+            self.elastic_wait_s,
             "must not be negative (seconds)",
         )
         require(
-            self.frozen_after_s >= 0,
-            "run.frozen_after_s",
-            self.frozen_after_s,
+            self.hang_timeout_s >= 0,
+            "run.hang_timeout_s",
+            self.hang_timeout_s,
             "must not be negative (seconds; 0: frozen processes are left alone)",
         )
         require(self.grace_s > 0, "run.grace_s", self.grace_s, "must be positive (seconds)")

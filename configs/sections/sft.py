@@ -25,7 +25,7 @@ class ConversationsConfig:
     """jsonl: chats, a line each (docs/sft.md has the forms). file: a file of any kind, or a folder
     of them; hub: a dataset of the Hugging Face hub (docs/data.md). trajectories: what a run of Keel
     has sampled. solutions: worked answers to questions of reasoning_gym, of the tasks that the
-    embedded model's cold start teaches. text: documents, cut into windows (docs/pretrain.md).
+    tiny model's cold start teaches. text: documents, cut into windows (docs/pretrain.md).
     retrieval: synthetic text in which digits have to be found again; those are learned."""
     path: str = ""
     """jsonl: the file. file: a `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet` or `.arrow` file, or a

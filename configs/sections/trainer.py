@@ -21,7 +21,7 @@ class TrainerConfig:
     are GPUs, where each is shared with an engine or the time model says so; 1 on a CPU."""
     min_ranks: int = 0
     """The fewest ranks with which a run continues or starts where there is no room for all: a node
-    is gone or not there, and no other in its place after `run.fewer_after_s`. Engines become fewer
+    is gone or not there, and no other in its place after `run.elastic_wait_s`. Engines become fewer
     alike, the batch stays as it is, and the next start uses all again where there is room. 0: all,
     or 1 where `ranks` is left open. docs/reliability.md"""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -91,7 +91,8 @@ class TrainerConfig:
     """Keep master weights and optimizer state in host memory, and update them there (ZeRO-Offload;
     `zero_stage` 1 or above). auto: only if nothing else fits; never on a CPU."""
     offload_while_sampling: bool = True
-    """With `rollout.sleep`: of optimizer state, reference policy and weights waits in host memory
+    """With `rollout.time_share`: of optimizer state, reference policy and weights waits in host
+    memory
     what the engine has no room for while it samples, and of the optimizer's state what activations
     have none for. false: they stay on the GPU, and only what a step itself needs is freed. auto:
     only if there is no such room, or the engine were slower by it than the copies take."""
@@ -99,9 +100,9 @@ class TrainerConfig:
     """CPU: threads per rank."""
     publish_bucket_mib: int = 256
     """Weights go to the engines in buckets of this size, in MiB."""
-    deadline_s: float = 1800.0
+    timeout_s: float = 1800.0
     """Longest wait for one optimizer step, and for writing or reading a checkpoint, writing the
-    model, and sending weights (beside `rollout.update_deadline_s`), in seconds. What takes longer
+    model, and sending weights (beside `rollout.update_timeout_s`), in seconds. What takes longer
     is taken for lost: raise it where `run.dir` is slow and the model large."""
 
     @property
@@ -160,7 +161,7 @@ class TrainerConfig:
             "cannot be combined with trainer.zero_stage = 3: DeepSpeed gathers parameters before "
             "every module, so nothing is left to compile together. Use stage 2, or switch it off",
         )
-        for name in ("lr", "eps", "deadline_s"):
+        for name in ("lr", "eps", "timeout_s"):
             require(getattr(self, name) > 0, f"trainer.{name}", getattr(self, name), "must be > 0")
         for name in ("warmup_steps", "min_lr", "weight_decay", "grad_clip", "indexer_loss"):
             require(

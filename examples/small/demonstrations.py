@@ -1,4 +1,4 @@
-"""Scripted conversations about the small tasks, for the embedded model's cold start: each task done
+"""Scripted conversations about the small tasks, for the tiny model's cold start: each task done
 by looking things up, and in haste without. `data.sources[].environment.demonstrations` names them.
 
 Names and numbers are drawn anew, so none is about a task that trains or is held out.

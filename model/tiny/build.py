@@ -1,4 +1,4 @@
-"""The embedded model: a small mixture of experts with random weights, built from a seed."""
+"""The tiny model: a small mixture of experts with random weights, built from a seed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from keel.configs.schema import EmbeddedConfig
+from keel.configs.schema import TinyModelConfig
 from keel.model.tiny.tokenizer import vocab_rows
 
 
-def model_config(config: EmbeddedConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     """Every layer is a mixture of experts; input and output embeddings are separate."""
     shared: dict[str, Any] = {
         "vocab_size": vocab_rows(tokenizer),
@@ -50,7 +50,7 @@ def model_config(config: EmbeddedConfig, tokenizer: PreTrainedTokenizerFast) -> 
     )
 
 
-def _sparse(config: EmbeddedConfig, shared: dict[str, Any]) -> PreTrainedConfig:
+def _sparse(config: TinyModelConfig, shared: dict[str, Any]) -> PreTrainedConfig:
     """Latent attention over what an indexer selects; an expert is shared by all tokens."""
     return AutoConfig.for_model(
         "deepseek_v32",
@@ -75,7 +75,7 @@ def _sparse(config: EmbeddedConfig, shared: dict[str, Any]) -> PreTrainedConfig:
 
 
 def build_model(
-    config: EmbeddedConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
+    config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> PreTrainedModel:
     """A float32 model with random weights that depend on `config` and `seed` alone.
 

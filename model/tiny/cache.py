@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from keel.configs.schema import ConfigError, EmbeddedConfig
+from keel.configs.schema import ConfigError, TinyModelConfig
 from keel.model.hub import missing_weights
 from keel.model.tiny.build import build_model
 from keel.model.tiny.cold_start import (
@@ -31,8 +31,8 @@ CODE_VERSION = 2
 """Raise it whenever the tokenizer, the model, the solutions or the training change."""
 
 
-def ensure_embedded(
-    config: EmbeddedConfig,
+def ensure_tiny_model(
+    config: TinyModelConfig,
     curriculum: Curriculum,
     *,
     device: str = "cpu",
@@ -53,7 +53,7 @@ def ensure_embedded(
         RuntimeError: the process on the GPU died.
     """
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-    folder = root / f"embedded-{content_key(config, curriculum, device=device)}"
+    folder = root / f"tiny-{content_key(config, curriculum, device=device)}"
     if folder.is_dir():
         if not missing_weights(str(folder)):
             return folder
@@ -62,13 +62,13 @@ def ensure_embedded(
     if device == "cpu" or not config.cold_start.steps:
         make(progress=progress)
     else:
-        run_on_gpu(make, device, deadline_s=config.cold_start.max_seconds, progress=progress)
+        run_on_gpu(make, device, timeout_s=config.cold_start.max_seconds, progress=progress)
     return folder
 
 
 def make_folder(
     folder: Path,
-    config: EmbeddedConfig,
+    config: TinyModelConfig,
     curriculum: Curriculum,
     *,
     device: str = "cpu",
@@ -115,7 +115,7 @@ def put_away(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"{folder}: this cached model is damaged and cannot be replaced ({error.strerror}); "
-            "delete it, or name another folder in model.embedded.cache_dir"
+            "delete it, or name another folder in model.tiny.cache_dir"
         ) from error
     shutil.rmtree(place, ignore_errors=True)
 
@@ -129,7 +129,7 @@ def brought_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def content_key(config: EmbeddedConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
+def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
     """Hash of everything that the cold-started weights depend on. A GPU rounds otherwise than a
     CPU."""
     model, sources = asdict(config), curriculum.sources

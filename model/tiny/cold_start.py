@@ -1,4 +1,4 @@
-"""Supervised warm-up of the embedded model: the answer format, and a little skill.
+"""Supervised warm-up of the tiny model: the answer format, and a little skill.
 
 The teacher has two habits. At first it works every question out, and the model learns to do the
 same. Then it grows hasty: for a share of the questions it skips the working and answers wrongly.
@@ -83,9 +83,9 @@ class Example:
 
 
 NOTHING = (
-    "data.sources: the embedded model learns from reasoning_gym tasks that have an answer to show, "
+    "data.sources: the tiny model learns from reasoning_gym tasks that have an answer to show, "
     "and from demonstrations of environments (data.sources[].environment.demonstrations), and none "
-    "is given. Add one, set model.embedded.cold_start.steps: 0 to begin with one that knows "
+    "is given. Add one, set model.tiny.cold_start.steps: 0 to begin with one that knows "
     "nothing, or name a model (model.path)"
 )
 
@@ -196,9 +196,9 @@ def train(
                 progress(step + 1, value, seconds)
             if seconds > config.max_seconds and step + 1 < config.steps:
                 raise TimeoutError(
-                    f"model.embedded.cold_start.max_seconds = {config.max_seconds:g}: {step + 1} "
+                    f"model.tiny.cold_start.max_seconds = {config.max_seconds:g}: {step + 1} "
                     f"of {config.steps} steps took {seconds:.0f} s. Raise it, or lower "
-                    "model.embedded.cold_start.steps (the model will know less)"
+                    "model.tiny.cold_start.steps (the model will know less)"
                 )
     model.eval()
     return value
@@ -252,7 +252,7 @@ def _shown_examples(
                 taught = Lesson(*lesson(messages, one.tools))
                 if len(taught.ids) > (max_context or math.inf):
                     raise ValueError(
-                        f"it has {len(taught.ids)} tokens, and model.embedded.max_context = "
+                        f"it has {len(taught.ids)} tokens, and model.tiny.max_context = "
                         f"{max_context}"
                     )
             # Whatever a template makes of messages that have another form.

@@ -1,4 +1,4 @@
-"""A whole conversation as the embedded model is to see it in rollouts, turn by turn."""
+"""A whole conversation as the tiny model is to see it in rollouts, turn by turn."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def run_on_gpu(
     make: Callable[..., None],
     device: str,
     *,
-    deadline_s: float,
+    timeout_s: float,
     progress: Progress | None = None,
 ) -> None:
     """`make(device=…, progress=…)` in a fresh process, whose errors are raised here.
@@ -36,7 +36,7 @@ def run_on_gpu(
     kernels: the same arguments give the same weights on one kind of GPU as far as it has them.
 
     Raises:
-        TimeoutError: no end after `deadline_s` and `START_S`.
+        TimeoutError: no end after `timeout_s` and `START_S`.
         RuntimeError: the process died.
     """
     # Not a fork: this process may have threads, and CUDA does not survive one.
@@ -45,20 +45,20 @@ def run_on_gpu(
     process = context.Process(target=_child, args=(theirs, make, device), daemon=True)
     process.start()
     theirs.close()
-    end = time.monotonic() + deadline_s + START_S
+    end = time.monotonic() + timeout_s + START_S
     try:
         while True:
             if not ours.poll(max(0.0, end - time.monotonic())):
                 raise TimeoutError(
-                    f"model.embedded.cold_start: no end on {device} after "
-                    f"{deadline_s + START_S:.0f} s (max_seconds and {START_S:.0f} s to start)"
+                    f"model.tiny.cold_start: no end on {device} after "
+                    f"{timeout_s + START_S:.0f} s (max_seconds and {START_S:.0f} s to start)"
                 )
             try:
                 kind, content = ours.recv()
             except EOFError:
                 process.join(STOP_S)
                 raise RuntimeError(
-                    f"model.embedded.cold_start: the process on {device} died (exit code "
+                    f"model.tiny.cold_start: the process on {device} died (exit code "
                     f"{process.exitcode}); its own words are above, if it had any"
                 ) from None
             if kind == "error":
@@ -78,7 +78,7 @@ def plain(error: Exception) -> Exception:
     """The error in a form that surely survives the pipe: ours as they are, others in words."""
     if type(error) in (TimeoutError, ValueError, ConfigError):
         return error
-    return RuntimeError(f"model.embedded.cold_start on a GPU: {type(error).__name__}: {error}")
+    return RuntimeError(f"model.tiny.cold_start on a GPU: {type(error).__name__}: {error}")
 
 
 def _child(parent: Connection, make: Callable[..., None], device: str) -> None:

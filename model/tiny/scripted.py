@@ -33,7 +33,7 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[Demonstrati
     make = demonstrator(of)
     # A copy: episodes get these arguments, too.
     arguments = deepcopy(dict(of.environment.arguments))
-    most_s = config.model.embedded.cold_start.max_seconds
+    most_s = config.model.tiny.cold_start.max_seconds
     with _blamed(of):
         made = partial(make, count, seed=config.run.seed, arguments=arguments)
         shown = _within(most_s, lambda: list(islice(made(), MOST * count + 1)))
@@ -63,7 +63,7 @@ def _within(most_s: float, make: Callable[[], list[Any]]) -> list[Any]:
         if done.done():  # its own
             raise
         raise TimeoutError(
-            f"it made no conversations within model.embedded.cold_start.max_seconds = {most_s:g}; "
+            f"it made no conversations within model.tiny.cold_start.max_seconds = {most_s:g}; "
             "a script must end, and so must the environment that it is played in"
         ) from None
 

@@ -1,4 +1,4 @@
-"""The embedded model's tokenizer: bytes, a few phrases and the chat marks. Made here, no download.
+"""The tiny model's tokenizer: bytes, a few phrases and the chat marks. Made here, no download.
 
 Every byte has an id, so any text can be encoded and decoded exactly; characters outside ASCII
 become their UTF-8 bytes. Digits and letters stand alone, which is what arithmetic and spelling
@@ -131,7 +131,7 @@ a line `@name 1, "two"` with the arguments as JSON in that order."""
 
 def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """The same tokenizer every time: it depends on nothing but this file, and on the texts (ASCII)
-    that are one token each beside `PHRASES`: model.embedded.phrases."""
+    that are one token each beside `PHRASES`: model.tiny.phrases."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     texts = tuple(dict.fromkeys((*PHRASES, *more)))

@@ -140,8 +140,8 @@ class Endpoint:
         self._chats.close()
 
     def _connected(self, url: str) -> AsyncOpenAI:
-        deadline_s = self._settings.deadline_s
-        timeout = Timeout(deadline_s, connect=min(CONNECT_S, deadline_s))
+        timeout_s = self._settings.timeout_s
+        timeout = Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
         return AsyncOpenAI(
             base_url=url,
             # Never the library's own OPENAI_API_KEY: that key belongs to somebody else.
@@ -203,7 +203,7 @@ class Endpoint:
         self._calls += 1
         try:
             # The library's timeout is for each read; a server that drips bytes would outlast it.
-            async with self._timed(), asyncio.timeout(settings.deadline_s):
+            async with self._timed(), asyncio.timeout(settings.timeout_s):
                 response = await client.chat.completions.with_raw_response.create(
                     model=settings.model,
                     messages=cast(Any, asked),
@@ -223,7 +223,7 @@ class Endpoint:
             if self._server:
                 await self._found()  # its machine may be gone
             raise Unjudged(
-                "timeout", f"no reply within {settings.deadline_s:g} s", retry=True
+                "timeout", f"no reply within {settings.timeout_s:g} s", retry=True
             ) from error
         except openai.APIStatusError as error:
             raise self._status(error, question) from error

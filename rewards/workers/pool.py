@@ -72,23 +72,23 @@ class WorkerPool:
         self,
         workers: int,
         *,
-        deadline_s: float,
+        timeout_s: float,
         code: Mapping[str, Any] | None = None,
         log: Path | None = None,
     ) -> None:
-        """deadline_s: longest look at one completion; code: how programs are run, the fields of
+        """timeout_s: longest look at one completion; code: how programs are run, the fields of
         `keel.configs.schema.CodeConfig`, whose `completion_s` is the deadline for them; log:
         folder for what the workers print, a file each; without one it goes to standard error (not
         the stack of one that is ended: its place is in the verdict)."""
-        if workers < 0 or not deadline_s > 0:
+        if workers < 0 or not timeout_s > 0:
             raise ValueError(
-                f"worker pool: workers = {workers} must not be negative, deadline_s = {deadline_s} "
+                f"worker pool: workers = {workers} must not be negative, timeout_s = {timeout_s} "
                 "must be positive"
             )
         self._code = dict(code or {})
         settings = CodeSettings.from_knobs(self._code)
         self._deadlines = {"code": settings.completion_s + CODE_GRACE_S}
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         if log is not None:
             log.mkdir(parents=True, exist_ok=True)
         logs = [log and log / f"worker_{number}.log" for number in range(workers)]
@@ -116,11 +116,11 @@ class WorkerPool:
     def _verify(self, spec: Mapping[str, Any], completions: Sequence[str]) -> list[Verdict]:
         # Siblings often agree, and one completion that hangs is enough to wait for.
         distinct = list(dict.fromkeys(completions))
-        deadline_s = self._deadlines.get(str(spec.get("kind")), self._deadline_s)
+        timeout_s = self._deadlines.get(str(spec.get("kind")), self._timeout_s)
         if self._workers:
             worker = self._idle.get()  # never waits: as many threads as workers
             try:
-                verdicts = worker.verify(spec, distinct, deadline_s)
+                verdicts = worker.verify(spec, distinct, timeout_s)
             finally:
                 self._idle.put(worker)
         else:
@@ -148,7 +148,7 @@ class _Worker:
         self._stacks = None if log else tempfile.TemporaryFile()  # noqa: SIM115
         """Where it was when it ended, for there is no log: no stack belongs on a terminal."""
         self._began = self._read = self._size()
-        self._deadline_s = 0.0
+        self._timeout_s = 0.0
         self._called: set[str] = set()
         """Functions that this process has called."""
         self._loads: set[str] = set()
@@ -207,7 +207,7 @@ class _Worker:
             self._socket.close()
 
     def verify(
-        self, spec: Mapping[str, Any], completions: Sequence[str], deadline_s: float
+        self, spec: Mapping[str, Any], completions: Sequence[str], timeout_s: float
     ) -> list[Verdict]:
         name = str(spec["name"]) if spec.get("kind") == "function" else ""
         verdicts: list[Verdict] = []
@@ -216,7 +216,7 @@ class _Worker:
             rest = completions[len(verdicts) :]
             self._read = self._size()
             try:
-                first_s = self._begin(spec, rest, name, deadline_s)
+                first_s = self._begin(spec, rest, name, timeout_s)
             except _WorkerLost as lost:
                 # Not a completion's fault: the libraries or the machine.
                 self.stop()
@@ -231,8 +231,8 @@ class _Worker:
                 ) from lost
             try:
                 for number in range(len(rest)):
-                    self._deadline_s = deadline_s if number else first_s
-                    verdicts.append(_verdict(self._receive(self._deadline_s + GRACE_S)))
+                    self._timeout_s = timeout_s if number else first_s
+                    verdicts.append(_verdict(self._receive(self._timeout_s + GRACE_S)))
                     self._called.add(name)
                     self._loads.add(name)
             except _WorkerLost as lost:
@@ -246,19 +246,19 @@ class _Worker:
         return verdicts
 
     def _begin(
-        self, spec: Mapping[str, Any], completions: Sequence[str], name: str, deadline_s: float
+        self, spec: Mapping[str, Any], completions: Sequence[str], name: str, timeout_s: float
     ) -> float:
         """name: of a function, else "". Returns the deadline of the first completion."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self.start()
         loads = name and name not in self._called and name not in self._slow
-        first_s = max(deadline_s, FIRST_S) if loads else deadline_s
+        first_s = max(timeout_s, FIRST_S) if loads else timeout_s
         request = {
             "spec": dict(spec),
             "completions": list(completions),
             "first_s": first_s,
-            "deadline_s": deadline_s,
+            "timeout_s": timeout_s,
             "code": self._code,
         }
         self._send(json.dumps(request).encode() + b"\n")
@@ -281,9 +281,9 @@ class _Worker:
         except OSError as error:
             raise _WorkerLost(self._how_it_ended()) from error
 
-    def _receive(self, deadline_s: float) -> dict[str, Any]:
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
         assert self._socket is not None
-        end, looks = time.monotonic() + deadline_s, 0
+        end, looks = time.monotonic() + timeout_s, 0
         while b"\n" not in self._buffer:
             self._socket.settimeout(max(0.001, min(LOOK_S, end - time.monotonic())))
             try:
@@ -294,7 +294,7 @@ class _Worker:
                     how = f"was found stopped (SIGSTOP) {looks} times in a row"
                     raise _WorkerLost(how, blameless=True) from error
                 if time.monotonic() >= end:
-                    raise _WorkerLost(f"did not answer within {deadline_s:g} s") from error
+                    raise _WorkerLost(f"did not answer within {timeout_s:g} s") from error
                 continue
             except OSError as error:
                 raise _WorkerLost(self._how_it_ended()) from error
@@ -344,7 +344,7 @@ class _Worker:
         except subprocess.TimeoutExpired:
             return "closed its socket"
         if code == -signal.SIGALRM:
-            return f"ran past its deadline of {self._deadline_s:g} s"
+            return f"ran past its deadline of {self._timeout_s:g} s"
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
 

@@ -4,7 +4,7 @@
 It speaks JSON lines over the socket it inherits as FD. JSON, because what comes out of a process
 that ran a policy's text must not be unpickled.
 
-    ← {"spec": {…}, "completions": ["…"], "first_s": 30.0, "deadline_s": 3.0, "code": {…}}
+    ← {"spec": {…}, "completions": ["…"], "first_s": 30.0, "timeout_s": 3.0, "code": {…}}
        first_s: of the first completion; code: as `CodeConfig`
     → {"ready": true}              the verifier is built (libraries are imported at the first)
     → {"score": 1.0}               one line per completion, in order
@@ -99,8 +99,8 @@ def serve(connection: socket.socket) -> None:
                 continue
             send({"ready": True})
             for number, completion in enumerate(request["completions"]):
-                deadline_s = request["deadline_s" if number else "first_s"]
-                signal.setitimer(signal.ITIMER_REAL, deadline_s)
+                timeout_s = request["timeout_s" if number else "first_s"]
+                signal.setitimer(signal.ITIMER_REAL, timeout_s)
                 reply = reply_to(verifier, completion)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 send(reply)

@@ -13,13 +13,13 @@ from keel.rollout.chat.parsing import (
     Read,
     deepseek_v31_calls,
     deepseek_v32_calls,
-    embedded_calls,
     glm_calls,
     json_calls,
     llama3_calls,
     no_calls,
     read_harmony,
     tagged,
+    tiny_calls,
 )
 from keel.rollout.chat.thinking import Bounds
 
@@ -44,7 +44,7 @@ class Format:
 FORMATS = {
     known.name: known
     for known in (
-        Format(name="embedded", read=tagged(embedded_calls, Bounds("^@", "\n"))),
+        Format(name="tiny", read=tagged(tiny_calls, Bounds("^@", "\n"))),
         Format(
             name="harmony",
             read=read_harmony,
@@ -82,7 +82,7 @@ def format_of(tokenizer: Any, encoder: Encoder) -> Format:
     """Detect the format of a tokenizer's family from its template and control tokens."""
     template, controls = str(tokenizer.chat_template or ""), encoder.controls
     signs = {
-        "embedded": template == CHAT_TEMPLATE,
+        "tiny": template == CHAT_TEMPLATE,
         "harmony": "<|channel|>" in controls and "<|message|>" in controls,
         "deepseek-v3.2": "｜DSML｜" in controls and (not template or "｜DSML｜" in template),
         "deepseek-v3.1": "<｜tool▁calls▁begin｜>" in template,

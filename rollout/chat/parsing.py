@@ -216,8 +216,8 @@ def llama3_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     return content if tag else "", items
 
 
-def embedded_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """Find calls of the embedded model: a line `@name 1, "two"`, arguments as JSON in the order of
+def tiny_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
+    """Find calls of the tiny model: a line `@name 1, "two"`, arguments as JSON in the order of
     the tool's schema. Without tools such a line is text."""
     if not tools:
         return text, []
@@ -225,7 +225,7 @@ def embedded_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     items: list[Item] = []
     for line in text.split("\n"):
         if line.startswith("@"):
-            items.append(_embedded_call(line, tools))
+            items.append(_tiny_call(line, tools))
         else:
             lines.append(line)
     return "\n".join(lines), items
@@ -363,7 +363,7 @@ def _kinds(schema: Any) -> set[str]:
     return {kind for kinds in branches for kind in kinds} if all(branches) else set()
 
 
-def _embedded_call(line: str, tools: Sequence[ToolSpec]) -> Item:
+def _tiny_call(line: str, tools: Sequence[ToolSpec]) -> Item:
     name, _, rest = line[1:].partition(" ")
     if not re.fullmatch(r"\w+", name):
         return Broken(line, "a call is a line `@name argument, argument`")

@@ -1,8 +1,8 @@
 """No larger a KV cache than an engine's completions can fill.
 
 vLLM takes all the memory that it is allowed. What `rollout.max_num_seqs` completions of full
-length, or the conversations that are open, cannot fill is of no use, and with `rollout.sleep` it
-costs time: a GPU gives out some 100 GiB a second, at each update.
+length, or the conversations that are open, cannot fill is of no use, and with `rollout.time_share`
+it costs time: a GPU gives out some 100 GiB a second, at each update.
 
 It is done by a patch. A `worker_cls` whose `determine_available_memory` returns less would be
 official, but stands in for the worker that vLLM chooses for a platform (two classes here, and a

@@ -93,7 +93,7 @@ class EngineThread:
         draw: int = 0,
     ) -> Future[Group]:
         """Sample `group_size` completions of `prompt`. Cancelling the future aborts them. After
-        `rollout.deadline_s` they are cut where they are.
+        `rollout.timeout_s` they are cut where they are.
 
         `sampling` differs from the recipe's for evaluation, where `record` is False: routes and
         sampling masks are then left out (log-probabilities never are). The future fails with
@@ -107,7 +107,7 @@ class EngineThread:
             "draw": draw,
         }
         return self._begin(
-            lambda engine, job: engine.add(job, prompt, **options), self._config.deadline_s
+            lambda engine, job: engine.add(job, prompt, **options), self._config.timeout_s
         )
 
     def turn(
@@ -118,10 +118,10 @@ class EngineThread:
         how = sampling or self._config.sampling
         return self._begin(
             lambda engine, job: engine.add_turn(job, request, sampling=how, record=record),
-            min(request.deadline_s, self._config.deadline_s),
+            min(request.timeout_s, self._config.timeout_s),
         )
 
-    def _begin(self, add: Callable[[SamplingEngine, int], None], deadline_s: float) -> Future[Any]:
+    def _begin(self, add: Callable[[SamplingEngine, int], None], timeout_s: float) -> Future[Any]:
         job, future = next(self._numbers), Future[Any]()
 
         def start(engine: SamplingEngine) -> None:
@@ -129,7 +129,7 @@ class EngineThread:
                 return
             if self._failure:
                 raise EngineError(f"its weights are incomplete, an update failed: {self._failure}")
-            self._flights[job] = _Flight(future, self._busy_s, self._busy_s + deadline_s)
+            self._flights[job] = _Flight(future, self._busy_s, self._busy_s + timeout_s)
             try:
                 add(engine, job)
             except BaseException:
@@ -155,8 +155,8 @@ class EngineThread:
         """Meet the trainer's rank that weights will come from; `shares`: on the engine's own GPU,
         so that their bytes need no channel."""
         # Each of the other engines may have its whole deadline first.
-        deadline_s = (1 + self._config.engines) * self._config.update_deadline_s
-        self._inbox = Inbox(rendezvous, name, deadline_s=deadline_s)
+        timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
+        self._inbox = Inbox(rendezvous, name, timeout_s=timeout_s)
         if not shares:
             asked = self._ask(lambda engine: engine.join(rendezvous, name))
             self._wait(asked, "the channel to open")
@@ -164,7 +164,7 @@ class EngineThread:
     def receive(self) -> None:
         """Do an update as the rank says it.
 
-        Raises `TimeoutError` after `rollout.update_deadline_s` and `ValueError` naming a tensor
+        Raises `TimeoutError` after `rollout.update_timeout_s` and `ValueError` naming a tensor
         that is unknown or missing; the engine is then unusable.
         """
         inbox = self._inbox
@@ -258,7 +258,7 @@ class EngineThread:
         return future
 
     def _wait(self, future: Future[Any], what: str) -> Any:
-        deadline = self._config.update_deadline_s
+        deadline = self._config.update_timeout_s
         try:
             return future.result(timeout=deadline)
         except TimeoutError:
@@ -266,7 +266,7 @@ class EngineThread:
                 return future.result()
             future.cancel()
             raise TimeoutError(
-                f"waited {deadline:.0f} s (rollout.update_deadline_s) for {what}"
+                f"waited {deadline:.0f} s (rollout.update_timeout_s) for {what}"
             ) from None
 
     # From here on: the engine's thread.

@@ -61,7 +61,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
             "gpu_memory_utilization": spec.gpu_share(
                 current_platform.get_device_total_memory() / GIB
             ),
-            "enable_sleep_mode": config.sleep,
+            "enable_sleep_mode": config.time_share,
             **parallel_args(config),
         }
         if spec.cache_bytes:

@@ -52,8 +52,8 @@ from keel.weights.workers import have_workers
 _LOG = logging.getLogger(__name__)
 DISCARD = 2
 """vLLM's level of sleep that keeps nothing: the next weights come from the trainer."""
-NEVER_BEGUN = "late: had no token when the time of its group was up (rollout.deadline_s)"
-NOT_CUT = "late: had no further token after the time of its group was up (rollout.deadline_s)"
+NEVER_BEGUN = "late: had no token when the time of its group was up (rollout.timeout_s)"
+NOT_CUT = "late: had no further token after the time of its group was up (rollout.timeout_s)"
 
 
 class VllmEngine:
@@ -110,7 +110,7 @@ class VllmEngine:
         self._llm.collective_rpc("keel_name_loaders")
         if cpu and moe:
             self._check_reload()
-        if spec.config.sleep:
+        if spec.config.time_share:
             self.sleep()
 
     @property
@@ -295,8 +295,8 @@ class VllmEngine:
 
     def join(self, rendezvous: Rendezvous, name: str) -> None:
         """Open a channel for weights to whoever meets the engine there under `name`."""
-        deadline_s = self.spec.config.update_deadline_s
-        self._over_channel("keel_join", rendezvous, name, deadline_s)
+        timeout_s = self.spec.config.update_timeout_s
+        self._over_channel("keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Raises `ValueError` naming a tensor that the checkpoint does not have, and errors of the

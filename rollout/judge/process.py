@@ -87,15 +87,15 @@ class VllmServer:
     def url(self) -> str:
         return f"http://{self._host}:{self._number}/v1"
 
-    def wait(self, deadline_s: float, knob: str = "") -> None:
-        """Wait until the server answers. knob: the setting that `deadline_s` comes from. Raises
+    def wait(self, timeout_s: float, knob: str = "") -> None:
+        """Wait until the server answers. knob: the setting that `timeout_s` comes from. Raises
         RuntimeError with the end of the log if the server does not start."""
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + timeout_s
         while not self._healthy():
             why = self.ended()
             if not why and time.monotonic() > end:
                 why = (
-                    f"no answer within {f'{knob} = ' * bool(knob)}{deadline_s:g} s\n"
+                    f"no answer within {f'{knob} = ' * bool(knob)}{timeout_s:g} s\n"
                     f"{log_excerpt(self._log)}"
                 )
             if why:

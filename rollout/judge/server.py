@@ -42,7 +42,7 @@ class JudgeActor:
         place = Path(os.readlink(stderr)).parent if stderr.exists() else Path()
         if not place.is_dir() or not place.is_absolute() or place == Path("/dev"):
             place = Path(tempfile.gettempdir())
-        self._deadline_s = config.server.startup_deadline_s
+        self._timeout_s = config.server.startup_timeout_s
         self._process = JudgeProcess(
             config,
             gpu=gpu,
@@ -53,7 +53,7 @@ class JudgeActor:
 
     def start(self) -> str:
         """The server's URL, when it answers."""
-        self._process.wait(self._deadline_s, "rewards.judge.server.startup_deadline_s")
+        self._process.wait(self._timeout_s, "rewards.judge.server.startup_timeout_s")
         return self._process.url
 
     def ended(self) -> str:
@@ -134,7 +134,7 @@ class JudgeServer:
             ray_calls.kill(self._actor)
 
     def _wait(self) -> str:
-        limit = self._config.server.startup_deadline_s + REPLY_S
+        limit = self._config.server.startup_timeout_s + REPLY_S
         try:
             return str(ray_calls.get(self._starting, seconds=limit))
         except RayTaskError as error:
@@ -145,7 +145,7 @@ class JudgeServer:
         except GetTimeoutError as error:
             raise RuntimeError(
                 f"the judge's server did not start: waited {limit:.0f} s for it "
-                "(rewards.judge.server.startup_deadline_s); has the cluster room for it?"
+                "(rewards.judge.server.startup_timeout_s); has the cluster room for it?"
             ) from error
 
     def _ended(self) -> str:

@@ -86,8 +86,8 @@ class Fleet:
 
     @property
     def _started(self) -> Stage:
-        """What an engine that has started is: with `rollout.sleep` it waits for weights."""
-        return "asleep" if self._config.sleep else "ready"
+        """What an engine that has started is: with `rollout.time_share` it waits for weights."""
+        return "asleep" if self._config.time_share else "ready"
 
     def start(self) -> tuple[str, ...]:
         """Start all engines, wait for them, and return their warnings without duplicates.
@@ -118,7 +118,7 @@ class Fleet:
         except TimeoutError:
             raise TimeoutError(
                 f"rollout engine {slot.index} was not ready within {self._startup_s:g} s "
-                "(run.startup_deadline_s)"
+                "(run.startup_timeout_s)"
             ) from None
         except EngineError as error:
             if tries == 1 or DISTURBED not in str(error):
@@ -212,9 +212,11 @@ class Fleet:
 
     def _adopted(self) -> None:
         """Say so once the engines have the last weights. One that is started again takes them when
-        it has got there, and the others go on meanwhile; but with `rollout.sleep` the trainer needs
-        the memory that it starts in."""
-        starting = [] if self._config.sleep else [s for s in self.slots if s.stage == "starting"]
+        it has got there, and the others go on meanwhile; but with `rollout.time_share` the trainer
+        needs the memory that it starts in."""
+        starting = (
+            [] if self._config.time_share else [s for s in self.slots if s.stage == "starting"]
+        )
         rest = [slot for slot in self.slots if slot not in starting]
         if self.wanted is not None and rest and all(slot.stage == "ready" for slot in rest):
             settle(self.wanted.done)

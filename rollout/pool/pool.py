@@ -45,11 +45,11 @@ class RolloutPool:
         config: RolloutConfig,
         build: Callable[[int], RolloutEngine],
         *,
-        startup_deadline_s: float,
-        update_deadline_s: float | None = None,
+        startup_timeout_s: float,
+        update_timeout_s: float | None = None,
         deliver: Deliver = to_each,
     ) -> None:
-        """`build(i)` begins to start engine i. `start` waits for all of them. `update_deadline_s`:
+        """`build(i)` begins to start engine i. `start` waits for all of them. `update_timeout_s`:
         until an engine that has not taken its weights is replaced (default: the recipe's)."""
         self.say: Callable[[str], Any] = lambda _: None
         """Told, on the pool's thread, when an engine is replaced."""
@@ -77,8 +77,8 @@ class RolloutPool:
             config,
             build,
             deliver,
-            startup_s=startup_deadline_s,
-            update_s=update_deadline_s or config.update_deadline_s,
+            startup_s=startup_timeout_s,
+            update_s=update_timeout_s or config.update_timeout_s,
         )
         self._work = Work(config, tell=self._events.put)
         self._pulses = Pulses()
@@ -104,7 +104,7 @@ class RolloutPool:
 
         Raises `EngineError` or `TimeoutError` if an engine does not start."""
         warnings = self._fleet.start()
-        if self._config.sleep:
+        if self._config.time_share:
             self._asleep = Future()
             self._asleep.set_result(None)
         self._thread.start()
@@ -120,7 +120,7 @@ class RolloutPool:
     ) -> Future[Group]:
         """Sample `group_size` completions of `prompt`. Cancelling the future gives them up.
 
-        Its engine cuts it at `rollout.deadline_s` (`EngineThread.submit`), counted from when it
+        Its engine cuts it at `rollout.timeout_s` (`EngineThread.submit`), counted from when it
         begins: how long it waits for an engine does not count. An engine that is silent for longer
         is replaced, and its groups are sampled again. Evaluation is not recorded for replay. The
         future fails with what an engine says about the prompt, and with `EngineError` when one
@@ -183,7 +183,7 @@ class RolloutPool:
 
         `weights` are kept for engines that have to be started again. The same version may come
         again, to wake engines up. An engine that is late
-        (`rollout.update_deadline_s`) is replaced. Fails with what an engine says about the weights.
+        (`rollout.update_timeout_s`) is replaced. Fails with what an engine says about the weights.
         Raises RuntimeError while the last update is still under way.
         """
         update = Update(version, weights)
@@ -208,7 +208,7 @@ class RolloutPool:
     def sleep(self) -> Future[None]:
         """Have every engine give up its GPU's memory until the next `update`; done when all have.
 
-        An engine that is late (`rollout.update_deadline_s`) is replaced. Sleeping engines sleep on,
+        An engine that is late (`rollout.update_timeout_s`) is replaced. Sleeping engines sleep on,
         and those that are taking weights do that first: a checkpoint may be wanted at any time, and
         also where engines have failed for good: none of them is in the way then.
         """
@@ -254,12 +254,12 @@ class RolloutPool:
                 self._work.send(self._fleet.slots)
                 self._wait()
         except Exception as error:  # callers hold futures: none may be left without a result
-            if self._config.sleep:  # the trainer may yet save what it has, in their memory
+            if self._config.time_share:  # the trainer may yet save what it has, in their memory
                 with suppress(Exception):  # of Ray's; the first error says more
                     self._fleet.kill()
                     time.sleep(FREED_S)
             with self._gate:
-                self._gone = self._config.sleep and self._ended is None
+                self._gone = self._config.time_share and self._ended is None
             self._end(error)
         assert self._ended is not None
         with self._gate:
@@ -339,7 +339,7 @@ class RolloutPool:
                 continue  # gone with another of its engine
             error = EngineError(
                 f"fell silent: no {flight.order.label} in {self._config.silent_s:g} s, though it "
-                f"is cut after rollout.deadline_s = {self._config.deadline_s:g}"
+                f"is cut after rollout.timeout_s = {self._config.timeout_s:g}"
             )
             self._replace(flight.slot, error)
 

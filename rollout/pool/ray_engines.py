@@ -111,8 +111,8 @@ def ray_pool(
     spec: EngineSpec,
     *,
     gpu: bool,
-    startup_deadline_s: float,
-    update_deadline_s: float | None = None,
+    startup_timeout_s: float,
+    update_timeout_s: float | None = None,
     options: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> RayRolloutPool:
     """The engines of a run, not started yet. `options(i)` are added to those of engine i's actor,
@@ -120,8 +120,8 @@ def ray_pool(
     return RayRolloutPool(
         spec.config,
         lambda index: RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
-        startup_deadline_s=startup_deadline_s,
-        update_deadline_s=update_deadline_s,
+        startup_timeout_s=startup_timeout_s,
+        update_timeout_s=update_timeout_s,
         deliver=deliver,
     )
 

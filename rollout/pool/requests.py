@@ -23,7 +23,7 @@ class RolloutEngine(Protocol):
     """
 
     def ready(self) -> Future[Started]:
-        """Done when the engine can sample, or is asleep (`rollout.sleep`)."""
+        """Done when the engine can sample, or is asleep (`rollout.time_share`)."""
         ...
 
     def generate(

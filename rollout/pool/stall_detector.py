@@ -4,7 +4,7 @@ never waits.
 A process whose GPU hangs lives, and answers: what it does not do is finish a step. It is asked how
 many it has finished, and time counts only while it can sample and has completions to sample; so
 weight updates, sleep and waiting do not count, and its first step, which may compile, has no limit
-here (`rollout.deadline_s` has one for all that an engine does).
+here (`rollout.timeout_s` has one for all that an engine does).
 """
 
 from __future__ import annotations

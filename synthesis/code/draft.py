@@ -178,10 +178,10 @@ async def _opened(program: Program, reward: Mapping[str, Any]) -> AsyncGenerator
         await hosted.close()
 
 
-async def asked(hosted: Hosted, name: str, deadline_s: float, **arguments: Any) -> dict[str, Any]:
+async def asked(hosted: Hosted, name: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
     """What a method of the workshop's says, which is JSON. Raises Refused where it fails."""
     call = ToolCall(call_id="1", name=name, arguments=arguments)
-    result = await hosted.call(call, timeout_s=deadline_s)
+    result = await hosted.call(call, timeout_s=timeout_s)
     if result.failed:
         raise Refused("sandbox", result.text[:300])
     return json.loads(result.text)

@@ -260,7 +260,7 @@ def test_what_is_out_of_order_is_refused() -> None:
     record = SegmentRecord("p", [1, 2])
     with pytest.raises(ValueError, match="changes ids"):
         record.extend([1, 3, 4])
-    old = record.request("p/0", max_tokens=9, seed=1, deadline_s=9.0)
+    old = record.request("p/0", max_tokens=9, seed=1, timeout_s=9.0)
     record.extend([1, 2, 3])
     with pytest.raises(ValueError, match="older context"):
         record.append(old, engine.sample(old, [0]))

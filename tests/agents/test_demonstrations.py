@@ -61,8 +61,8 @@ def test_a_trip_in_haste_is_wrong_and_one_that_is_worked_out_is_right() -> None:
 
 
 def test_the_small_tasks_are_short() -> None:
-    """Of the embedded model's tokens."""
-    chat = chat_of("embedded")
+    """Of the tiny model's tokens."""
+    chat = chat_of("tiny")
     for one in trip_demonstrations(10, seed=1, arguments={}):
         assert len(chat.opening(one.worked[:1], one.tools, thinking=True)) == 19
         assert len(chat.opening(one.worked, one.tools, thinking=True)) <= 64

@@ -85,7 +85,7 @@ def test_a_call_that_was_cut_off_is_never_run() -> None:
         ({"turns": 2}, "turns"),
         ({"tokens": 20}, "length"),
         ({"window": 100}, "window"),
-        ({"deadline_s": 1.5}, "deadline"),
+        ({"timeout_s": 1.5}, "deadline"),
     ],
 )
 def test_budgets_end_it_and_it_is_graded_on_what_it_did(
@@ -265,7 +265,7 @@ def test_a_context_that_fills_its_window_is_rewritten_and_goes_on(
 
 def test_time_is_looked_at_between_calls_and_a_call_that_was_begun_has_its_own() -> None:
     policy, sums = Policy(lambda turn, _: "@add 1, 2\n@add 3, 4" + END, seconds=1.0), Sums()
-    budget = replace(BUDGET, deadline_s=1.0)  # gone when the turn is over
+    budget = replace(BUDGET, timeout_s=1.0)  # gone when the turn is over
     trajectory = done(play(policy, sums, budget=budget))
     assert trajectory.finish_reason == "deadline"
     assert sums.log == ["open 7", "verdict deadline", "close"]
@@ -277,7 +277,7 @@ def test_time_is_looked_at_between_calls_and_a_call_that_was_begun_has_its_own()
 
     sums = Sums()
     sums.call = call  # type: ignore[method-assign]
-    budget = replace(BUDGET, deadline_s=1.5)
+    budget = replace(BUDGET, timeout_s=1.5)
     done(play(says("@add 1, 2", "42"), sums, budget=budget))
     assert within == [BUDGET.call_s], "less than the call's own time"
 

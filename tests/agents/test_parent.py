@@ -131,7 +131,7 @@ def test_a_program_that_does_not_load_fails_as_without_a_parent(
     async def play() -> None:
         given = counter(how)
         async with parent_for(given) as parent:
-            parent._deadline_s = 0.5 if how == "hang" else PATIENCE_S
+            parent._timeout_s = 0.5 if how == "hang" else PATIENCE_S
             for _ in range(2):
                 with pytest.raises(EnvironmentLost) as caught:
                     async with opened(given, parent):
@@ -146,7 +146,7 @@ def test_all_who_wait_for_a_program_that_does_not_load_wait_once() -> None:
     async def play() -> None:
         given = counter("hang")
         async with parent_for(given) as parent:
-            parent._deadline_s, starts, start = 1.0, [], parent._start
+            parent._timeout_s, starts, start = 1.0, [], parent._start
 
             async def counted() -> None:
                 starts.append(1)

@@ -52,8 +52,8 @@ def test_a_sound_environment_and_the_size_of_its_opening() -> None:
 
 
 def test_a_window_that_its_opening_fills() -> None:
-    tokens = probed(program(), chat_of("embedded")).opening_tokens
-    said = complaint(program(), chat_of("embedded"), window=tokens)
+    tokens = probed(program(), chat_of("tiny")).opening_tokens
+    said = complaint(program(), chat_of("tiny"), window=tokens)
     assert f"environment shop:Shop: the opening of task p7 has {tokens} tokens" in said
     assert f"agents.window = {tokens}. Raise agents.window, offer fewer tools" in said
 

@@ -285,7 +285,7 @@ def test_prompts_without_an_answer_are_judged_by_functions_alone(tmp_path: Path)
     assert item.prompt.reward == {"kind": FUNCTIONS, "columns": {"most": 3}}
     with (
         passing([short, unlike]),
-        Scorer({"made": rewards}, workers=1, deadline_s=PATIENCE_S) as scorer,
+        Scorer({"made": rewards}, workers=1, timeout_s=PATIENCE_S) as scorer,
     ):
         check_prompts([item.prompt], rewards, code=CodeSettings())
         (scored,) = scorer.score([group("hi", "hi", "hello", prompt=item.prompt)])

@@ -180,7 +180,7 @@ def recipe(folder: Path, **changes: Any) -> DistillConfig:
 def test_what_was_selected_is_learned_and_fits_what_any_specialist_had_room_for(
     tmp_path: Path,
 ) -> None:
-    longer = ("rollout.sampling.max_tokens=1000", "model.embedded.max_context=2048")
+    longer = ("rollout.sampling.max_tokens=1000", "model.tiny.max_context=2048")
     roomy = SpecialistConfig(name="speller", sources=("spelling",), overrides=longer)
     config = recipe(tmp_path, specialists=(roomy,), select=SelectConfig(least=0.7))
     plain = _checked(recipe(tmp_path))[0].sft
@@ -301,7 +301,7 @@ def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
             ),
         )
     large = ("model.path=owner/model",)
-    with pytest.raises(ConfigError, match=r"trainer.lr = 0.0005 is for the embedded model, and"):
+    with pytest.raises(ConfigError, match=r"trainer.lr = 0.0005 is for the tiny model, and"):
         distill(recipe(tmp_path, overrides=large), keel)
     own = ("trainer={lr: 1e-5}",)
     assert _checked(recipe(tmp_path, overrides=large, sft_overrides=own))[0].trainer.lr == 1e-5

@@ -154,7 +154,7 @@ def test_results_of_each_set_and_domain(
     warned = f"run.dir = {tmp_path} has no checkpoint: model.path itself is asked"
     for word in ("pass@2", "maj@4", "contest", "95 %", "8 completions missing", warned):
         assert word in out
-    assert "\nsampling with model.path = embedded\n" in out
+    assert "\nsampling with model.path = tiny\n" in out
     line = json.loads((tmp_path / "eval/base/samples.jsonl").read_text().splitlines()[0])
     assert line["samples"][1]["answer"] == "no 1" and line["missing"] == ["late: too slow"]
 
@@ -242,7 +242,7 @@ def test_checkpoints_by_name(
             state = State(step=step, version=step, cursor={}, config=digest, tokenizer=of)
             folder.save(state, lambda path: {})
     assert main(["eval", *words]) == 0
-    said = "warning: model.path = 'embedded' has another tokenizer or chat template than when step_"
+    said = "warning: model.path = 'tiny' has another tokenizer or chat template than when step_"
     assert said in capsys.readouterr().out
     assert main(["eval", *words, "eval.checkpoint='2'"]) == 0
     assert main(["eval", *words, "eval.checkpoint=base", "data.only=[spiral]"]) == 0

@@ -163,20 +163,20 @@ def test_engines_that_never_answer_are_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.001)
-    monkeypatch.setattr(module, "GRACE_S", 0.02 - CONFIG.group_deadline_s)
+    monkeypatch.setattr(module, "GRACE_S", 0.02 - CONFIG.group_timeout_s)
     with pytest.raises(TimeoutError, match=r"for a group of completions .*2 prompts are under way"):
         Engines().run(2)
 
 
 def test_a_slow_endpoint_has_its_own_time_and_room() -> None:
     endpoint = EndpointConfig(
-        base_url="http://h/v1", model="m", max_concurrent=3, deadline_s=7200.0, retries=1
+        base_url="http://h/v1", model="m", max_concurrent=3, timeout_s=7200.0, retries=1
     )
     there = replace(CONFIG, endpoint=endpoint)
     assert ahead_of(there, 2) == 3  # 6 completions, for 3 at once
-    deadline_s, told = deadline_of(there)
+    timeout_s, told = deadline_of(there)
     # A group of four, of which three are asked for at once.
-    assert deadline_s > 2 * 2 * 7200 and "endpoint.deadline_s" in told
+    assert timeout_s > 2 * 2 * 7200 and "endpoint.timeout_s" in told
 
 
 # The command, with a system in the engines' place.
@@ -226,7 +226,7 @@ def test_the_command_writes_what_a_recipe_reads(
     words = ("quickstart", f"run.dir={tmp_path}", *SMALL)
     assert main(["filter", *words]) == 0
     out = capsys.readouterr().out
-    assert "prompts to sample, with model.path = embedded" in out and "pass@3" in out
+    assert "prompts to sample, with model.path = tiny" in out and "pass@3" in out
     assert "ESTIMATE" not in out, "of evaluations, and there is none"
     table = tmp_path / "filter" / "pass_rates.jsonl"
     rates = {line["id"]: line["pass_rate"] for line in map(json.loads, table.open())}
@@ -265,8 +265,8 @@ def test_a_runs_latest_policy_may_be_asked_about_other_data(
     assert "with " in (out := capsys.readouterr().out) and "step_000002" in out
     assert fake.loaded == ["step_000002", "woken"]
     assert {name.partition("/")[0] for name in fake.asked} == {"spiral"}
-    assert main(["filter", *words, "model.embedded.layers=2"]) == 2
-    assert "model.embedded.layers: 3 → 2" in capsys.readouterr().err
+    assert main(["filter", *words, "model.tiny.layers=2"]) == 2
+    assert "model.tiny.layers: 3 → 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

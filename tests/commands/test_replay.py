@@ -76,7 +76,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in {
         "start_ray": lambda: None,
         "end_ray": lambda: None,
-        "watched": lambda say, frozen_after_s: nullcontext(),
+        "watched": lambda say, hang_timeout_s: nullcontext(),
         "found_model": found_model,
         "Learner": FakeLearner,
     }.items():

@@ -85,7 +85,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_by_check_and_at_once_by_
         ("data.sources[spelling].task=spell_backwards", "spell_backward"),
         ("data.sources[spelling].rewards={correctness: 1}", "correct"),
         ("model.path=/nowhere", "/nowhere"),
-        ("model.tokenizer=/nowhere", "the embedded model has one of its own"),
+        ("model.tokenizer=/nowhere", "the tiny model has one of its own"),
         ("rollout.sampling.max_tokens=4096", "max_context"),
         ("rollout.tensor_parallel=2", "on a CPU an engine is one process"),
     ],
@@ -266,7 +266,7 @@ def task() -> Task:
 @pytest.mark.parametrize(
     ("wanted", "here", "device"), [(True, True, "cuda"), (True, False, "cpu"), (False, True, "cpu")]
 )
-def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
+def test_the_tiny_model_is_taught_on_a_gpu_where_the_run_uses_one(
     task: Task, wanted: bool, here: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices: list[str] = []
@@ -275,25 +275,25 @@ def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
         devices.append(device)
         return Path("somewhere")
 
-    monkeypatch.setattr("keel.trainer.launch.ensure_embedded", instead)
+    monkeypatch.setattr("keel.trainer.launch.ensure_tiny_model", instead)
     monkeypatch.setattr("torch.cuda.is_available", lambda: here)
     assert model_folder(replace(task, hardware=Hardware(gpu=wanted))) == "somewhere"
     assert devices == [device]
 
 
-def test_a_start_says_whether_the_embedded_model_was_taught_or_found(
+def test_a_start_says_whether_the_tiny_model_was_taught_or_found(
     task: Task, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def taught(*_: Any, progress: Progress, **__: Any) -> Path:
         progress(1, 2.0, 0.1)
         return Path("somewhere")
 
-    monkeypatch.setattr("keel.trainer.launch.ensure_embedded", taught)
+    monkeypatch.setattr("keel.trainer.launch.ensure_tiny_model", taught)
     model_folder(task)
-    assert capsys.readouterr().out == "embedded model: cold start done; cached in somewhere\n"
-    monkeypatch.setattr("keel.trainer.launch.ensure_embedded", lambda *_, **__: Path("somewhere"))
+    assert capsys.readouterr().out == "tiny model: cold start done; cached in somewhere\n"
+    monkeypatch.setattr("keel.trainer.launch.ensure_tiny_model", lambda *_, **__: Path("somewhere"))
     model_folder(task)
-    assert capsys.readouterr().out == "embedded model: cold start loaded from somewhere\n"
+    assert capsys.readouterr().out == "tiny model: cold start loaded from somewhere\n"
 
 
 def test_a_full_disk_is_a_message(

@@ -119,19 +119,19 @@ def test_the_window_is_what_engines_and_trainer_are_planned_for() -> None:
     assert config(SUMS, window=4096).max_context == 164, "no source has an environment"
 
 
-def test_the_embedded_models_context_must_hold_the_window() -> None:
+def test_the_tiny_models_context_must_hold_the_window() -> None:
     with pytest.raises(ConfigError, match=r"max_context = 512: too short for agents.window = 600"):
         replace(config(window=600), model=ModelConfig(dtype="float32"))
 
 
 def test_groups_may_take_as_long_as_their_environments() -> None:
     slow = source(environment=replace(SHOP, verdict_s=500.0))
-    longer = config(slow, max_turns=2).group_deadline_s - config(max_turns=2).group_deadline_s
+    longer = config(slow, max_turns=2).group_timeout_s - config(max_turns=2).group_timeout_s
     assert longer == 500.0 - SHOP.verdict_s
-    assert config().group_deadline_s > config(SUMS).group_deadline_s + config().rollout.deadline_s
-    crowded = config(max_open=1000)  # one engine with room for 128
-    few = config(max_open=100)
-    assert crowded.group_deadline_s == few.group_deadline_s + 7 * few.rollout.deadline_s
+    assert config().group_timeout_s > config(SUMS).group_timeout_s + config().rollout.timeout_s
+    crowded = config(max_concurrent_episodes=1000)  # one engine with room for 128
+    few = config(max_concurrent_episodes=100)
+    assert crowded.group_timeout_s == few.group_timeout_s + 7 * few.rollout.timeout_s
 
 
 @pytest.mark.parametrize("kind", ["reasoning_gym", "jsonl", "environment"])

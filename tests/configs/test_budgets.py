@@ -62,7 +62,7 @@ def test_a_domain_has_its_own_budget_and_the_runs_elsewhere() -> None:
         most = {name: made.sampling(purpose, name).max_tokens for name in limits}
         assert most == {"shop": 40, "other": 100, "sums": 20}
     # An environment whose episodes have more turns may take longer.
-    assert made.group_deadline_s > config(shop()).group_deadline_s
+    assert made.group_timeout_s > config(shop()).group_timeout_s
 
 
 def test_a_variant_of_an_evaluation_shortens_every_domain() -> None:

@@ -33,7 +33,7 @@ def test_a_judge_is_an_endpoint_or_a_model_to_serve(knobs: dict[str, Any], messa
         ({"tensor_parallel": 0}, r"judge\.server\.tensor_parallel = 0"),
         ({"gpu_memory_utilization": 1.5}, r"judge\.server\.gpu_memory_utilization = 1\.5"),
         ({"max_model_len": -1}, r"judge\.server\.max_model_len = -1"),
-        ({"startup_deadline_s": 0}, r"judge\.server\.startup_deadline_s = 0"),
+        ({"startup_timeout_s": 0}, r"judge\.server\.startup_timeout_s = 0"),
         ({"options": {"tensor-parallel-size": 2}}, r"options = \['tensor_parallel_size'\]"),
     ],
 )

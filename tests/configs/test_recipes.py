@@ -20,14 +20,14 @@ def test_every_recipe_is_valid_by_its_bare_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_teaches_the_embedded_model_only_what_it_can(name: str) -> None:
+def test_a_recipe_teaches_the_tiny_model_only_what_it_can(name: str) -> None:
     config = shipped(name)
     taught = any(
         source.source == "reasoning_gym" or source.environment.demonstrations
         for source in config.data.sources
     )
-    other = config.model.path != "embedded"
-    assert taught or other or config.model.embedded.cold_start.steps == 0
+    other = config.model.path != "tiny"
+    assert taught or other or config.model.tiny.cold_start.steps == 0
 
 
 @pytest.mark.parametrize("name", ["spelling", "spiral", "code", "chat"])

@@ -14,13 +14,13 @@ from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
-    EmbeddedConfig,
     EvalConfig,
     LengthConfig,
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
     SourceConfig,
+    TinyModelConfig,
     TrainerConfig,
 )
 from keel.configs.sections.algorithm import PROBES
@@ -29,7 +29,7 @@ SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", siz
 
 
 def config(
-    path: str = "embedded",
+    path: str = "tiny",
     *,
     top_p: float = 1.0,
     dtype: Literal["", "float32", "bfloat16"] = "",
@@ -53,8 +53,8 @@ def config(
 )
 def test_engines_that_sleep_leave_no_room_for(changes: dict[str, Any], knob: str) -> None:
     recipe = config(**changes)
-    with pytest.raises(ConfigError, match=f"{knob} with rollout.sleep"):
-        replace(recipe, rollout=replace(recipe.rollout, sleep=True))
+    with pytest.raises(ConfigError, match=f"{knob} with rollout.time_share"):
+        replace(recipe, rollout=replace(recipe.rollout, time_share=True))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_expert_parallelism_must_divide_ranks_and_experts() -> None:
     for value, ranks in ((0, 1), (2, 3), (2, 1)):
         with pytest.raises(ConfigError, match=rf"trainer\.expert_parallel = {value}: must "):
             TrainerConfig(ranks=ranks, expert_parallel=value)
-    model = ModelConfig(path="embedded", embedded=EmbeddedConfig(experts=9, max_context=4096))
+    model = ModelConfig(path="tiny", tiny=TinyModelConfig(experts=9, max_context=4096))
     trainer = TrainerConfig(ranks=4, expert_parallel=2)
-    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2: .*embedded\.experts = 9"):
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2: .*tiny\.experts = 9"):
         replace(config(), model=model, trainer=trainer)
 
 
@@ -163,9 +163,9 @@ def test_sequence_parallelism_must_divide_ranks_and_heads() -> None:
             TrainerConfig(ranks=ranks, sequence_parallel=value)
     trainer = TrainerConfig(ranks=8, sequence_parallel=4, expert_parallel=2)
     assert trainer.groups == 2
-    embedded = EmbeddedConfig(heads=6, max_context=4096)
-    model = ModelConfig(path="embedded", embedded=embedded)
-    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 4: .*embedded\.heads = 6"):
+    tiny = TinyModelConfig(heads=6, max_context=4096)
+    model = ModelConfig(path="tiny", tiny=tiny)
+    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 4: .*tiny\.heads = 6"):
         replace(config(), model=model, trainer=trainer)
 
 
@@ -177,20 +177,20 @@ def test_a_rank_may_send_to_each_of_its_engines_for_as_long_as_one_takes(
 ) -> None:
     made = replace(
         config("a/model"),
-        rollout=RolloutConfig(engines=engines, update_deadline_s=10),
+        rollout=RolloutConfig(engines=engines, update_timeout_s=10),
         trainer=TrainerConfig(ranks=ranks),
     )
-    assert made.sending_deadline_s == expected
+    assert made.sending_timeout_s == expected
 
 
 def test_draining_needs_the_time_of_a_completion() -> None:
-    rollout = {"weight_updates": "drain", "deadline_s": 600.0}
+    rollout = {"weight_updates": "drain", "timeout_s": 600.0}
     options = {"data": DataConfig(sources=(SOURCE,)), "algorithm": AlgorithmConfig(max_lag=1)}
-    with pytest.raises(ConfigError, match=r"rollout\.update_deadline_s = 300.*at least .* 720"):
+    with pytest.raises(ConfigError, match=r"rollout\.update_timeout_s = 300.*at least .* 720"):
         Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
-    Config(rollout=RolloutConfig(**rollout, update_deadline_s=720.0), **options)  # type: ignore[arg-type]
+    Config(rollout=RolloutConfig(**rollout, update_timeout_s=720.0), **options)  # type: ignore[arg-type]
     options["algorithm"] = AlgorithmConfig(publish_every=2)  # the next step is sampled meanwhile
-    with pytest.raises(ConfigError, match=r"rollout\.update_deadline_s = 300"):
+    with pytest.raises(ConfigError, match=r"rollout\.update_timeout_s = 300"):
         Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
     options["algorithm"] = AlgorithmConfig()
     Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
@@ -246,9 +246,7 @@ def test_what_computes_in_another_order_is_refused(changes: dict[str, Any], knob
 
 
 def test_batch_invariant_kernels_are_for_some_models() -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.batch_invariant = True: .*embedded one is a mix"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.batch_invariant = True: .*tiny one is a mix"):
         ModelConfig(batch_invariant=True)
     with pytest.raises(ConfigError, match=r"model\.batch_invariant = True: needs model\.dtype"):
         ModelConfig(path="a/model", batch_invariant=True, dtype="float32")

@@ -17,7 +17,7 @@ from keel.data.eval_store import Asked, EvaluationFolder, read_evaluation
         "data.sources[spelling].budget.max_tokens=40",
         "data.sources[spelling].length.truncated=zero",
         "data.max_prompt_tokens=70",
-        "rollout.deadline_s=77",
+        "rollout.timeout_s=77",
         "eval.temperature=0.3",
     ],
 )

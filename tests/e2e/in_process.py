@@ -115,7 +115,7 @@ class Engines:
             self._pools[kind] = ray_pool(
                 spec,
                 gpu=task.gpu,
-                startup_deadline_s=task.config.run.startup_deadline_s,
+                startup_timeout_s=task.config.run.startup_timeout_s,
                 options=(lambda _: {"num_gpus": SHARE}) if task.gpu else None,
             )
             self._pools[kind].start()

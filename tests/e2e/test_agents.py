@@ -90,11 +90,11 @@ def recipe(folder: Path) -> list[str]:
         "agent-trip",
         f"run.dir={folder / 'run'}",
         f"run.steps={STEPS}",
-        f"model.embedded.cache_dir={folder / 'cache'}",
-        "model.embedded.cold_start.steps=80",  # enough for calls that can be read
-        "model.embedded.cold_start.batch_size=40",
-        "model.embedded.cold_start.questions=512",
-        f"model.embedded.cold_start.max_seconds={DEADLINE_S}",
+        f"model.tiny.cache_dir={folder / 'cache'}",
+        "model.tiny.cold_start.steps=80",  # enough for calls that can be read
+        "model.tiny.cold_start.batch_size=40",
+        "model.tiny.cold_start.questions=512",
+        f"model.tiny.cold_start.max_seconds={DEADLINE_S}",
         "agents.tools_in_thinking=true",
         "run.checkpoint_every=1",
         "run.save_trajectories=8",  # of each group
@@ -103,7 +103,7 @@ def recipe(folder: Path) -> list[str]:
         "algorithm.group_size=4",
         # Of the machine's time, which may be busy.
         f"agents.call_s={PATIENCE_S}",
-        f"rewards.deadline_s={PATIENCE_S}",
+        f"rewards.timeout_s={PATIENCE_S}",
         "rewards.workers=1",
     ]
 
@@ -190,7 +190,7 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
 
     # An engine is killed in the middle of episodes: that costs turns, and the run goes on.
     patient = ("run.checkpoint_every=0", f"run.grace_s={DEADLINE_S}")
-    watched = start("rollout.engines=2", "rollout.sleep=true", *patient)
+    watched = start("rollout.engines=2", "rollout.time_share=true", *patient)
     reach(2, watched.run)
     wait_until(watched.environments, "open episodes")
     os.kill(watched.run.engine_pids()[0], signal.SIGKILL)

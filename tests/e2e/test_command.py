@@ -107,15 +107,15 @@ def small(folder: Path, cache: Path, steps: int) -> list[str]:
         "quickstart",
         f"run.dir={folder}",
         f"run.steps={steps}",
-        f"model.embedded.cache_dir={cache}",
-        "model.embedded.cold_start.steps=20",
+        f"model.tiny.cache_dir={cache}",
+        "model.tiny.cold_start.steps=20",
         "data.sources[spelling].size=400",  # thousands of puzzles take seconds
         "data.sources[spiral].size=400",
         "data.sources[spelling].holdout=8",
         "data.sources[spiral].holdout=8",
         "rollout.engines=1",
         "rewards.workers=1",
-        f"rewards.deadline_s={PATIENCE_S}",
+        f"rewards.timeout_s={PATIENCE_S}",
         "algorithm.prompts_per_step=4",
         "algorithm.group_size=4",
     ]
@@ -262,7 +262,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
         monkeypatch.setenv(name, value)
     trackers = "run.trackers=[wandb, mlflow, trackio]"
     ahead = ["algorithm.max_lag=1", "algorithm.filter_groups=correct"]
-    begun = ["rollout.weight_transfer=direct", "run.checkpoint_every=2", "run.frozen_after_s=5"]
+    begun = ["rollout.weight_transfer=direct", "run.checkpoint_every=2", "run.hang_timeout_s=5"]
     run = start([*small(folder, cache, steps=200), *ahead, *begun, trackers])
     wait_until(lambda: len(metrics(folder)) >= 3 or run.process.poll() is not None, "two steps")
     ours = [psutil.Process(run.process.pid), *run.below()]

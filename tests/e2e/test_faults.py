@@ -21,10 +21,10 @@ pytestmark = pytest.mark.e2e
 def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     knobs = small(tmp_path / "run", tmp_path_factory.mktemp("cache"), steps=500)
     more = [
-        "model.embedded.cold_start.steps=0",
+        "model.tiny.cold_start.steps=0",
         "algorithm.max_lag=1",
         "run.checkpoint_every=2",
-        "run.frozen_after_s=5",
+        "run.hang_timeout_s=5",
     ]
     running = Running([*knobs, *more], tmp_path / "log.txt")
     yield running

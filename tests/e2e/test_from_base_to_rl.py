@@ -36,7 +36,7 @@ SMALL = (
     "algorithm.group_size=2",
     "rewards.code.completion_s=60",
     "rewards.workers=1",
-    f"rewards.deadline_s={PATIENCE_S}",  # of the machine's time, which may be busy
+    f"rewards.timeout_s={PATIENCE_S}",  # of the machine's time, which may be busy
 )
 LESSONS = (
     *(f"sft.sources[{n}].size=16" for n in ("sums", "sums-direct", "spiral", "spiral-direct")),

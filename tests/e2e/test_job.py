@@ -26,7 +26,7 @@ SMALL = (
     "run.trackers=[trackio]",
     "rollout.engines=1",
     "rewards.workers=1",
-    "model.embedded.cold_start.steps=10",
+    "model.tiny.cold_start.steps=10",
     "data.sources[spelling].size=400",  # thousands of puzzles take seconds
     "data.sources[spiral].size=400",
     "data.sources[spelling].holdout=8",
@@ -56,7 +56,7 @@ class Shell:
         head, dashboard, agent, client = free_ports(4)
         real = f'exec "{BIN}'
         small = " ".join(
-            f"'{knob}'" for knob in (*SMALL, f"model.embedded.cache_dir={place / 'models'}")
+            f"'{knob}'" for knob in (*SMALL, f"model.tiny.cache_dir={place / 'models'}")
         )
         ports = f"--port={head} --dashboard-port={dashboard} --num-cpus=2"
         ports += f" --dashboard-agent-listen-port={agent} --ray-client-server-port={client}"

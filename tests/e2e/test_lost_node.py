@@ -82,8 +82,8 @@ def test_a_run_has_the_ranks_that_there_is_room_for(
         knobs = [
             *small(folder, tmp_path / "cache", steps=steps),
             *(f"trainer.ranks={RANKS}", "trainer.min_ranks=1", "trainer.threads=1"),
-            *("run.checkpoint_every=1", "run.fewer_after_s=1", "run.eval_every=-1"),
-            "model.embedded.cold_start.steps=0",  # what it knows makes no difference
+            *("run.checkpoint_every=1", "run.elastic_wait_s=1", "run.eval_every=-1"),
+            "model.tiny.cold_start.steps=0",  # what it knows makes no difference
         ]
         code, said = main(["train", *knobs]), capsys.readouterr()
         assert code == 0, said.out + said.err

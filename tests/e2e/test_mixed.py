@@ -28,10 +28,10 @@ def words(command: str, recipe: str, folder: Path, *overrides: str) -> list[str]
         command,
         recipe,
         f"run.dir={folder / 'run'}",
-        f"model.embedded.cache_dir={folder / 'cache'}",
+        f"model.tiny.cache_dir={folder / 'cache'}",
         "rewards.judge.model=m",
-        f"rewards.judge.deadline_s={PATIENCE_S}",
-        f"rewards.deadline_s={PATIENCE_S}",  # of the machine's time, which may be busy
+        f"rewards.judge.timeout_s={PATIENCE_S}",
+        f"rewards.timeout_s={PATIENCE_S}",  # of the machine's time, which may be busy
         "rewards.code.completion_s=60",
         "rewards.code.time_s=20",
         *overrides,
@@ -51,8 +51,8 @@ def test_all_domains_train_together(
     tasks = tmp_path / "small-tasks"
     assert make(tasks, general=6, search=6, code=1, programs=2, lessons=2, seed=0) == 0
     overrides = [
-        "model.embedded.cold_start.steps=60",
-        "model.embedded.cold_start.batch_size=32",
+        "model.tiny.cold_start.steps=60",
+        "model.tiny.cold_start.batch_size=32",
         "run.steps=2",
         "run.eval_every=2",
         "rollout.engines=1",

@@ -40,7 +40,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "docs/python.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert code[0].count("small = {") == 1  # a busy machine may take its time over a reward
-    code[0] = code[0].replace("small = {", f'small = {{"rewards.deadline_s": {PATIENCE_S}, ')
+    code[0] = code[0].replace("small = {", f'small = {{"rewards.timeout_s": {PATIENCE_S}, ')
     manager = KernelManager(
         transport="ipc", ip=str(tmp_path / "k"), connection_file=str(tmp_path / "kernel.json")
     )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from keel.commands.cli import main
-from keel.configs.schema import EmbeddedConfig
+from keel.configs.schema import TinyModelConfig
 from keel.model.tiny.build import build_model
 from keel.model.tiny.tokenizer import build_tokenizer
 from tests.e2e.in_process import in_this_process
@@ -23,7 +23,7 @@ def test_a_warm_up_trains_the_indexers_alone_and_measures_what_they_select(
 ) -> None:
     base, folder = tmp_path / "base", tmp_path / "run"
     tokenizer = build_tokenizer()
-    shape = EmbeddedConfig(family="deepseek_v32", layers=2, index_top_k=8, max_context=64)
+    shape = TinyModelConfig(family="deepseek_v32", layers=2, index_top_k=8, max_context=64)
     build_model(shape, tokenizer, seed=0).save_pretrained(base)
     tokenizer.chat_template = None  # as of a base model
     tokenizer.save_pretrained(base)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from keel.configs.schema import ColdStartConfig, EmbeddedConfig
-from keel.model.tiny.cache import ensure_embedded
+from keel.configs.schema import ColdStartConfig, TinyModelConfig
+from keel.model.tiny.cache import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from tests.rollout.judge.test_server import gone, processes_of
 from tests.waiting import PATIENCE_S
@@ -30,8 +30,8 @@ def keel(*words: str) -> subprocess.Popen[str]:
 
 def test_a_model_is_served_and_leaves_no_process(tmp_path: Path) -> None:
     cold = ColdStartConfig(steps=0)  # random weights
-    model = ensure_embedded(
-        EmbeddedConfig(cache_dir=str(tmp_path), cold_start=cold), Curriculum(seed=0)
+    model = ensure_tiny_model(
+        TinyModelConfig(cache_dir=str(tmp_path), cold_start=cold), Curriculum(seed=0)
     )
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -55,9 +55,9 @@ def recipe(folder: Path) -> Path:
     sections = {
         "run": {"dir": str(folder / "run"), "device": "cpu", "checkpoint_every": 2},
         "model": {
-            "path": "embedded",
+            "path": "tiny",
             "dtype": "float32",
-            "embedded": {"cache_dir": str(folder / "cache")},
+            "tiny": {"cache_dir": str(folder / "cache")},
         },
         "sft": {"sources": [chat], "max_context_tokens": 128, "tokens_per_step": 900},
         "trainer": {"lr": 5e-3, "threads": 1},

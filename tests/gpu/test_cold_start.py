@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from keel.configs.schema import ColdStartConfig, EmbeddedConfig, SourceConfig
-from keel.model.tiny.cache import ensure_embedded
+from keel.configs.schema import ColdStartConfig, SourceConfig, TinyModelConfig
+from keel.model.tiny.cache import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from tests.gpu.marks import GPU
 
@@ -17,12 +17,12 @@ SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_bac
 
 
 def test_the_gpu_teaches_and_is_free_afterwards(tmp_path: Path) -> None:
-    config = EmbeddedConfig(cold_start=ColdStartConfig(steps=60, batch_size=32, lr=5e-3))
+    config = TinyModelConfig(cold_start=ColdStartConfig(steps=60, batch_size=32, lr=5e-3))
     losses: list[float] = []
     torch.cuda.init()
     before = torch.cuda.mem_get_info()[0]
     folders = [
-        ensure_embedded(
+        ensure_tiny_model(
             replace(config, cache_dir=str(tmp_path / name)),
             Curriculum(seed=0, sources=[SPELLING]),
             device="cuda",

@@ -26,7 +26,7 @@ def free() -> int:
 @pytest.mark.parametrize("recorder", ["native", "packed"])
 def test_it_wakes_up_with_the_weights_that_it_is_sent(tmp_path: Path, recorder: str) -> None:
     reference = Reference(make_model(tmp_path))
-    spec = engine_spec(tmp_path, gpu_memory_utilization=0.1, recorder=recorder, sleep=True)
+    spec = engine_spec(tmp_path, gpu_memory_utilization=0.1, recorder=recorder, time_share=True)
     asked = prompts(3, shared=70, own=9, tag="s")
     with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
         asleep = free()

@@ -94,7 +94,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_function_by_dotted_name_is_a_part(workers: int) -> None:
     weights = {"maths": {"correct": 1.0, "my_keel_rewards.polite": 0.5}}
-    with Scorer(weights, workers=workers, deadline_s=PATIENCE_S) as scorer:
+    with Scorer(weights, workers=workers, timeout_s=PATIENCE_S) as scorer:
         (scored,) = scorer.score([group("<think>ab</think>3", "<think></think>3 please")])
     assert [parts["my_keel_rewards.polite"] for parts in scored.parts_G] == [0.5, 1.0]
     assert scored.rewards_G.tolist() == [1.25, 0.5]

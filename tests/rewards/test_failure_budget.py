@@ -143,7 +143,7 @@ WRONG = [
 def test_the_first_error_is_said_once_with_its_place(workers: int) -> None:
     said: list[str] = []
     domains = {name: weights(name)["maths"] for name, *_ in WRONG}
-    with Scorer(domains, workers=workers, deadline_s=PATIENCE_S, say=said.append) as scorer:
+    with Scorer(domains, workers=workers, timeout_s=PATIENCE_S, say=said.append) as scorer:
         for name, line, message in WRONG:
             said.clear()
             prompt = replace(PROMPT, domain=name)
@@ -249,7 +249,7 @@ def test_a_worker_that_dies_says_where_it_was(
     def dies(limit_s: float) -> None:
         said: list[str] = []
         log = folder / "run" / f"rewards_{limit_s}"
-        with Scorer(weights(name), workers=1, deadline_s=limit_s, say=said.append, log=log) as one:
+        with Scorer(weights(name), workers=1, timeout_s=limit_s, say=said.append, log=log) as one:
             one.score([group("</think>3")])
         at = f"(failing_rewards.py:{LINES[name] + 1} in {name})"
         assert re.search(rf"{message}.*{re.escape(at)}", "".join(said))
@@ -261,7 +261,7 @@ def test_what_a_function_prints_is_kept_and_the_user_told_where(folder: Path) ->
     said: list[str] = []
     log = folder / "run" / "rewards"
     with Scorer(
-        weights("talks"), workers=1, deadline_s=PATIENCE_S, say=said.append, log=log
+        weights("talks"), workers=1, timeout_s=PATIENCE_S, say=said.append, log=log
     ) as scorer:
         scorer.score([group("</think>3", "</think>4"), group("</think>5")])
     assert (log / "worker_0.log").read_text() == "heard 3\nheard 4\nheard 5\n"
@@ -269,7 +269,7 @@ def test_what_a_function_prints_is_kept_and_the_user_told_where(folder: Path) ->
 
 
 def test_without_a_log_it_is_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with Scorer(weights("talks"), workers=1, deadline_s=PATIENCE_S) as scorer:
+    with Scorer(weights("talks"), workers=1, timeout_s=PATIENCE_S) as scorer:
         scorer.score([group("</think>3")])
     assert "heard 3" in capfd.readouterr().err
 
@@ -282,7 +282,7 @@ def test_what_verifiers_print_is_not_kept(folder: Path) -> None:
         "metadata": {"num_disks": 1, "num_pegs": 3, "start_peg": 1, "target_peg": 2},
     }
     spec = {"kind": "reasoning_gym", "task": "tower_of_hanoi", "entry": entry}
-    pool = WorkerPool(1, deadline_s=PATIENCE_S, log=folder / "rewards")
+    pool = WorkerPool(1, timeout_s=PATIENCE_S, log=folder / "rewards")
     answers = [entry["answer"], "Move disk 1 from Peg 1 to Peg 9"]
     right, wrong = pool.submit(spec, answers).result(PATIENCE_S)
     pool.close()
@@ -293,12 +293,12 @@ def test_what_verifiers_print_is_not_kept(folder: Path) -> None:
 def test_each_function_is_tried_on_a_sample_before_the_run() -> None:
     names = ("some", "none", "raises")
     weights_of = {f"failing_rewards.{name}": 1.0 for name in names}
-    tried = try_functions([PROMPT], weights_of, deadline_s=PATIENCE_S)
+    tried = try_functions([PROMPT], weights_of, timeout_s=PATIENCE_S)
     assert tried["failing_rewards.some"] == "0.5 for a sample completion of file/1"
     assert tried["failing_rewards.none"].startswith(f"{FAILED} of file/1")
     assert f"(failing_rewards.py:{LINES['none']} in none)" in tried["failing_rewards.none"]
     assert f":{LINES['raises'] + 1} in raises)" in tried["failing_rewards.raises"]
-    assert try_functions([PROMPT], {"correct": 1.0}, deadline_s=1.0) == {}
+    assert try_functions([PROMPT], {"correct": 1.0}, timeout_s=1.0) == {}
 
 
 def test_a_group_function_is_tried_on_two_different_completions(folder: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_group_function_is_tried_on_two_different_completions(folder: Path) ->
     )
     names = {"grouped.one": 1.0, "grouped.unlike": 1.0}
     for prompt in (PROMPT, replace(PROMPT, reward={"kind": "functions"})):
-        tried = try_functions([prompt], names, deadline_s=PATIENCE_S)
+        tried = try_functions([prompt], names, timeout_s=PATIENCE_S)
         assert "returned 1 numbers for 2 trajectories" in tried["grouped.one"]
         assert tried["grouped.unlike"].startswith("0.5 for a group of two sample completions")
 
@@ -331,10 +331,10 @@ def test_the_first_call_may_load_and_the_others_have_the_runs_deadline(
         "    time.sleep(2.5)\n"
         "    return 1.0\n"
     )
-    tried = try_functions([PROMPT], {"loads.kept": 1.0, "loads.slow": 1.0}, deadline_s=2.0)
+    tried = try_functions([PROMPT], {"loads.kept": 1.0, "loads.slow": 1.0}, timeout_s=2.0)
     assert tried["loads.kept"] == "1 for a sample completion of file/1"
     assert "verifier ran past its deadline of 2 s" in tried["loads.slow"]
-    assert "rewards.deadline_s, where it is slow" in tried["loads.slow"]
+    assert "rewards.timeout_s, where it is slow" in tried["loads.slow"]
     assert "(loads.py:10 in slow)" in tried["loads.slow"]
     told = "".join(capfd.readouterr())
     assert "slow is called" in told and "most recent call first" not in told
@@ -346,7 +346,7 @@ def test_a_first_call_that_comes_to_no_end_gets_its_time_once(
     monkeypatch.setattr("keel.rewards.workers.pool.FIRST_S", 0.4)
     fields = prompt_fields(PROMPT)
     spec = {"kind": "function", "name": "failing_rewards.hangs", "prompt": fields}
-    pool = WorkerPool(1, deadline_s=0.2)
+    pool = WorkerPool(1, timeout_s=0.2)
     text = sample_completion(PROMPT).dumps()
     first, second = (pool.submit(spec, [text]).result(PATIENCE_S)[0] for _ in range(2))
     pool.close()
@@ -365,7 +365,7 @@ def test_a_completion_that_hangs_takes_no_time_to_load_from_others(
     )
     monkeypatch.setattr("keel.rewards.workers.pool.FIRST_S", 6.0)
     given = {PROMPT.domain: {"loads_again.score": 1.0}}
-    with Scorer(given, workers=1, deadline_s=0.3, say=lambda _: None) as scorer:
+    with Scorer(given, workers=1, timeout_s=0.3, say=lambda _: None) as scorer:
         found = [
             scorer.score([group(f"</think>{said}")])[0].rewards_G[0]
             for said in ("3", "hangs", "hangs", "3")
@@ -383,7 +383,7 @@ def test_a_completion_that_hangs_takes_no_time_to_load_from_others(
 def test_what_fails_whatever_the_completion_is_refused(folder: Path, body: str, said: str) -> None:
     (folder / "slips.py").write_text(f"def mine(prompt, trajectory):\n    {body}\n")
     with pytest.raises(ValueError, match=rf"reward slips\.mine: {said} \(slips\.py:2 in mine\)"):
-        try_functions([PROMPT], {"slips.mine": 1.0}, deadline_s=PATIENCE_S)
+        try_functions([PROMPT], {"slips.mine": 1.0}, timeout_s=PATIENCE_S)
 
 
 def test_the_sample_is_an_answer_to_the_prompt() -> None:

@@ -24,7 +24,7 @@ WEIGHTS = {"maths": {"correct": 1.0, "format": 0.1}}
 
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[Scorer]:
-    with Scorer(WEIGHTS, workers=1, deadline_s=PATIENCE_S) as scorer:
+    with Scorer(WEIGHTS, workers=1, timeout_s=PATIENCE_S) as scorer:
         yield scorer
 
 

@@ -43,7 +43,7 @@ def engine_spec(folder: Path, **changes: Any) -> EngineSpec:
         "max_num_seqs": 16,
         "max_num_batched_tokens": 48,
         "kv_cache_gib": 20 * 64 / 2**20,  # 20 blocks of 32 tokens, 2 KiB a token
-        "deadline_s": DEADLINE_S,
+        "timeout_s": DEADLINE_S,
         **changes,
     }
     return EngineSpec(
@@ -391,5 +391,5 @@ def running_engine(
         started = process.submit(_start, spec, without, blocks, kind, amx)
         os.environ.clear()
         os.environ.update(saved)
-        sleeps = spec.config.sleep or not gpu
+        sleeps = spec.config.time_share or not gpu
         yield RemoteEngine(process, started.result(timeout=DEADLINE_S), sleeps)

@@ -51,7 +51,7 @@ def endpoint() -> Iterator[Server]:
 
 
 def config_of(server: Server, **knobs: Any) -> EndpointConfig:
-    given = {"deadline_s": PATIENCE_S, "retries": 0, **knobs}
+    given = {"timeout_s": PATIENCE_S, "retries": 0, **knobs}
     return EndpointConfig(base_url=server.url, model="m", **given)
 
 
@@ -96,14 +96,14 @@ def test_a_completion(endpoint: Server) -> None:
         (says({"role": "assistant", "tool_calls": ["oops"]}), "no chat completion"),
         (Reply("[]"), "reply is none"),
         (Reply('{"error": {"message": "too long"}}', status=400), "HTTP 400: .*too long"),
-        (replace(words("x"), delay_s=1000), "no reply within endpoint.deadline_s = 0.05"),
+        (replace(words("x"), delay_s=1000), "no reply within endpoint.timeout_s = 0.05"),
     ],
 )
 def test_what_is_no_completion_is_dropped_with_its_reason(
     endpoint: Server, reply: Reply, reason: str
 ) -> None:
     endpoint.behave = lambda _: reply
-    found = group(endpoint, deadline_s=0.05 if reply.delay_s else PATIENCE_S)
+    found = group(endpoint, timeout_s=0.05 if reply.delay_s else PATIENCE_S)
     assert not found.trajectories and len(found.dropped) == 2
     assert re.search(reason, found.dropped[0])
 
@@ -120,15 +120,15 @@ def test_a_busy_endpoint_that_wants_longer_than_there_is_is_for_later(endpoint: 
     said = "later: the endpoint says HTTP 429 for all {:g} s of {}".format
 
     def waits(limit_s: float) -> None:
-        (reason,) = group(endpoint, size=1, deadline_s=limit_s, retries=1).dropped
-        assert reason == said(limit_s * 2, "endpoint.deadline_s and endpoint.retries")
-        knobs = {"deadline_s": PATIENCE_S, "retries": 1}
+        (reason,) = group(endpoint, size=1, timeout_s=limit_s, retries=1).dropped
+        assert reason == said(limit_s * 2, "endpoint.timeout_s and endpoint.retries")
+        knobs = {"timeout_s": PATIENCE_S, "retries": 1}
         with EndpointCompletions(config_of(endpoint, **knobs)) as completions:
             asked = completions.asked(
                 ASKED.messages, (), SAMPLING, max_tokens=9, thinking=False, within_s=limit_s
             )
             reason = completions.later(asked).result(PATIENCE_S)
-        assert reason == said(limit_s, "rollout.deadline_s")
+        assert reason == said(limit_s, "rollout.timeout_s")
 
     within_some(waits, (0.2, 5.0, 60.0))
 

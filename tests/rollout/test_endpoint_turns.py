@@ -29,7 +29,7 @@ from tests.waiting import PATIENCE_S, within_some
 ASKED = {"role": "user", "content": "Well?"}
 RECIPE = """\
 run: {{dir: {dir}}}
-model: {{path: embedded, embedded: {{max_context: 4096}}}}
+model: {{path: tiny, tiny: {{max_context: 4096}}}}
 data:
   sources:
     - name: sums
@@ -160,7 +160,7 @@ def test_the_wait_for_a_slot_is_no_time_of_the_endpoints() -> None:
                     token_ids_T=ids,
                     max_tokens=9,
                     seed=0,
-                    deadline_s=limit_s,
+                    timeout_s=limit_s,
                 )
                 for n in range(3)
             ]

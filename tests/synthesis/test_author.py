@@ -47,7 +47,7 @@ def endpoint() -> Iterator[Server]:
 def author_of(
     server: Server, limits: BudgetConfig | None = None, **knobs: Any
 ) -> tuple[EndpointAuthor, list[Usage]]:
-    config = AuthorConfig(base_url=server.url, model="m", **{"deadline_s": PATIENCE_S, **knobs})
+    config = AuthorConfig(base_url=server.url, model="m", **{"timeout_s": PATIENCE_S, **knobs})
     kept: list[Usage] = []
     return EndpointAuthor(config, Budget(limits or BudgetConfig(), [], kept.append)), kept
 
@@ -168,7 +168,7 @@ def test_tokens_that_nobody_counted_are_bounded(endpoint: Server) -> None:
         (Reply("", hang_up=True), "at http"),
         (Reply("[]"), "no chat completion"),
         (Reply('{"choices": []}'), "no chat completion"),
-        (replace(words("late"), delay_s=1000), "no reply within author.deadline_s = 0.05"),
+        (replace(words("late"), delay_s=1000), "no reply within author.timeout_s = 0.05"),
     ],
 )
 def test_a_lost_author_says_why_and_not_its_key(
@@ -176,8 +176,8 @@ def test_a_lost_author_says_why_and_not_its_key(
 ) -> None:
     monkeypatch.setenv("AUTHORS_KEY", "s3cret")
     endpoint.behave = lambda _: reply
-    deadline_s = 0.05 if reply.delay_s else PATIENCE_S
-    author, kept = author_of(endpoint, retries=0, api_key_env="AUTHORS_KEY", deadline_s=deadline_s)
+    timeout_s = 0.05 if reply.delay_s else PATIENCE_S
+    author, kept = author_of(endpoint, retries=0, api_key_env="AUTHORS_KEY", timeout_s=timeout_s)
     with pytest.raises(AuthorLost, match=words_of_it) as caught:
         raise ask(author)[0]  # type: ignore[misc]
     assert "s3cret" not in str(caught.value)

@@ -205,7 +205,7 @@ def broken(error: Exception) -> Future[None]:
 def test_a_silent_system_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     world = FakeRequests()
     world.feed.open()
-    monkeypatch.setattr(world.feed, "_deadline_s", 0.02)
+    monkeypatch.setattr(world.feed, "_timeout_s", 0.02)
     assert module.GRACE_S > 0
     with pytest.raises(TimeoutError, match=r"for a group .*: 2 are in flight, 2 of them"):
         world.take()

@@ -21,12 +21,12 @@ from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
-    EmbeddedConfig,
     EnvironmentConfig,
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
     SourceConfig,
+    TinyModelConfig,
 )
 from keel.data.dataset import load_dataset
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -60,7 +60,7 @@ def config(
         rewards=rewards or {"correct": 1.0},
     )
     return Config(
-        model=ModelConfig(dtype="float32", embedded=EmbeddedConfig(max_context=2000)),
+        model=ModelConfig(dtype="float32", tiny=TinyModelConfig(max_context=2000)),
         data=DataConfig(sources=(source,), max_prompt_tokens=64),
         rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=20)),
         agents=AgentsConfig(window=window),

@@ -35,7 +35,7 @@ def recipe(folder: Path) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(
         f"run: {{dir: {folder / 'run'}}}\n"
-        "model: {embedded: {cold_start: {steps: 0}}}\n"
+        "model: {tiny: {cold_start: {steps: 0}}}\n"
         f"data: {{sources: [{{name: sums, source: jsonl, path: {folder / 'sums.jsonl'}}}]}}\n"
     )
     return path
@@ -71,13 +71,13 @@ def sensible(layout: dict[str, Any]) -> dict[str, Any]:
     the plan. The refusals of others are examples below."""
     if layout["rollout.colocated"]:
         return {**layout, "rollout.engines": layout["trainer.ranks"], "rollout.tensor_parallel": 1}
-    return {**layout, "rollout.sleep": False}
+    return {**layout, "rollout.time_share": False}
 
 
 layouts = st.fixed_dictionaries(
     {
         "rollout.colocated": st.booleans(),
-        "rollout.sleep": st.booleans(),
+        "rollout.time_share": st.booleans(),
         "rollout.gpu_memory_utilization": st.sampled_from([0.05, 0.3, 0.5, 0.85, 0.97]),
         "rollout.engines": st.sampled_from([1, 1, 2, 4]),
         "rollout.tensor_parallel": st.sampled_from([1, 1, 2]),
@@ -117,7 +117,9 @@ machines = st.builds(
     layout={"rollout.colocated": True, "rollout.engines": 4},
     device="gpu",
 )
-@example(machine=Machine(gpus=8, nodes=1, gib=80.0), layout={"rollout.sleep": True}, device="auto")
+@example(
+    machine=Machine(gpus=8, nodes=1, gib=80.0), layout={"rollout.time_share": True}, device="auto"
+)
 def test_check_refuses_what_train_refuses(
     machine: Machine, layout: dict[str, Any], device: str, dataset: Dataset, tmp_path: Path
 ) -> None:
@@ -156,7 +158,7 @@ def test_both_verdicts_are_met(dataset: Dataset, tmp_path: Path) -> None:
     with on(Machine(gpus=1, nodes=1, gib=80.0), dataset, DENSE):
         assert verdict("train", path, [])[0] == ""
         assert verdict("train", path, ["rollout.gpu_memory_utilization=0.85"])[0] == ""
-        side_by_side = ["rollout.gpu_memory_utilization=0.85", "rollout.sleep=false"]
+        side_by_side = ["rollout.gpu_memory_utilization=0.85", "rollout.time_share=false"]
         side_by_side += ["trainer.offload_optimizer=false"]
         assert verdict("train", path, side_by_side)[0].startswith("a trainer rank needs ")
         assert verdict("train", path, ["trainer.ranks=2"])[0] == "the recipe needs 3 GPU(s)"

@@ -52,13 +52,13 @@ class Ranks:
         learner = object.__new__(Learner)
         learner._config, learner._direct, learner._ranks = config, direct, self._actors
         learner._order, learner._whereabouts = threading.Lock(), []
-        sending_s = config.sending_deadline_s if direct else 0.0
-        learner._limits = Limits(config.trainer.deadline_s, sending_s)
+        sending_s = config.sending_timeout_s if direct else 0.0
+        learner._limits = Limits(config.trainer.timeout_s, sending_s)
         learner._senders = []
         return learner
 
     def ask(self, learner: Learner, seconds: float) -> list[Any]:
-        return learner._all("step", limit=Limit("a step", seconds, "trainer.deadline_s"))
+        return learner._all("step", limit=Limit("a step", seconds, "trainer.timeout_s"))
 
     def _wait(
         self, refs: Sequence[int], *, seconds: ray_calls.Patience
@@ -130,7 +130,7 @@ def test_what_comes_with_the_deadline_is_fetched(monkeypatch: pytest.MonkeyPatch
     learner = ranks.learner(make_config(2, 1))
     assert ranks.ask(learner, 100.0) == ["one", "other"]
     ranks.fetched_s = 1e9
-    with pytest.raises(WorkerLost, match=r"no answer from trainer rank 0, 1 .trainer.deadline_s"):
+    with pytest.raises(WorkerLost, match=r"no answer from trainer rank 0, 1 .trainer.timeout_s"):
         ranks.ask(learner, 100.0)
 
 
@@ -171,11 +171,11 @@ def test_a_step_may_have_to_wait_until_weights_are_sent(
     direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(2, 1)
-    config = replace(config, trainer=replace(config.trainer, deadline_s=10_000.0))
+    config = replace(config, trainer=replace(config.trainer, timeout_s=10_000.0))
     learner = Ranks(monkeypatch).learner(config, direct=direct)
     limits = learner._limits
     limits.took("a step", 2, 40.0)
-    sending_s = config.sending_deadline_s if direct else 0
+    sending_s = config.sending_timeout_s if direct else 0
     assert limits.likely("a step", 2).seconds == 400 + sending_s
     assert limits.likely("another", 2).seconds == 10_000 + sending_s
 
@@ -342,7 +342,7 @@ def test_a_driver_that_was_stopped_has_not_waited_for_its_ranks(
     monkeypatch.setattr(ray_calls, "get", lambda ref, seconds: f"{ref}'s")
     learner = Learner.__new__(Learner)
     learner._whereabouts = []
-    limit = Limit("a step", 20.0, "trainer.deadline_s")
+    limit = Limit("a step", 20.0, "trainer.timeout_s")
     assert learner._wait(["rank 0", "rank 1"], limit) == ["rank 0's", "rank 1's"]
     with pytest.raises(
         WorkerLost, match="waited 20 s for a step: no answer from trainer rank 0, 1 "

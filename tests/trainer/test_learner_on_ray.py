@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def start(model: Path, config: Config) -> Learner:
     learner = Learner(str(model), config, gpu=False, actor_options=lambda rank: {"num_cpus": 0})
-    learner.start(deadline_s=PATIENCE_S)
+    learner.start(timeout_s=PATIENCE_S)
     return learner
 
 
@@ -121,7 +121,7 @@ def test_a_failing_rank_says_why(model: Path, tmp_path: Path) -> None:
         str(tmp_path), make_config(1, 0), gpu=False, actor_options=lambda rank: {"num_cpus": 0}
     )
     with pytest.raises(RuntimeError, match=r"trainer rank 0 failed during .*config\.json"):
-        learner.start(deadline_s=PATIENCE_S)
+        learner.start(timeout_s=PATIENCE_S)
     learner.shutdown()
 
 
@@ -131,5 +131,5 @@ def test_waiting_ends_with_the_deadline(model: Path) -> None:
     with pytest.raises(
         WorkerLost, match=r"waited 1 s for the trainer's start: no answer .* rank 0 "
     ):
-        learner.start(deadline_s=1)
+        learner.start(timeout_s=1)
     learner.shutdown()

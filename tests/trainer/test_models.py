@@ -136,10 +136,10 @@ def test_check_refuses_a_folder_that_lacks_something(
     assert words in said and str(recipe.parent) in said
 
 
-def test_the_embedded_model_has_a_template_of_its_own() -> None:
+def test_the_tiny_model_has_a_template_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"\.raw = True: is for base models"):
         load_config("quickstart", ["data.sources.0.raw=true"])
-    off = ["data.sources.0.raw=true", "model.embedded.cold_start.steps=0"]
+    off = ["data.sources.0.raw=true", "model.tiny.cold_start.steps=0"]
     assert load_config("quickstart", off).data.sources[0].raw
-    with pytest.raises(ConfigError, match=r"model\.chat_template.*the embedded model has one"):
+    with pytest.raises(ConfigError, match=r"model\.chat_template.*the tiny model has one"):
         load_config("quickstart", [f"model.chat_template={json.dumps(TEMPLATE)}"])

@@ -29,7 +29,7 @@ def test_a_run_does_not_go_on_with_other_data_and_says_so_before_anything_starts
     recipe.write_text(
         "defaults: quickstart\n"
         f"run: {{dir: {run}, steps: 3}}\n"
-        "model: {embedded: {cold_start: {steps: 0}}}\n"
+        "model: {tiny: {cold_start: {steps: 0}}}\n"
         "data:\n"
         f"  sources: [{{name: sums, source: jsonl, path: {data}}}]\n"
     )
@@ -54,7 +54,7 @@ def test_what_was_sampled_has_ids_of_the_model_that_learns(wrong: int, tmp_path:
     path, recipe = tmp_path / "step_000001.jsonl", tmp_path / "recipe.yaml"
     recipe.write_text(
         f"run: {{dir: {tmp_path / 'run'}, device: cpu}}\n"
-        "model: {path: embedded, dtype: float32}\n"
+        "model: {path: tiny, dtype: float32}\n"
         "sft:\n  max_context_tokens: 64\n"
         f"  sources: [{{name: own, source: trajectories, path: {path}}}]\n"
     )

@@ -30,7 +30,7 @@ def recipe(folder: Path, **sections: Any) -> str:
     text = {"name": "text", "source": "text", "path": str(folder / "text.jsonl"), "holdout": 2}
     whole = {
         "run": {"dir": str(folder / "run"), "device": "cpu"},
-        "model": {"dtype": "float32", "embedded": {**SPARSE, "cold_start": {"steps": 0}}},
+        "model": {"dtype": "float32", "tiny": {**SPARSE, "cold_start": {"steps": 0}}},
         "sft": {"sources": [text], "max_context_tokens": LENGTH},
         **sections,
     }
@@ -47,7 +47,7 @@ def test_what_is_planned(tmp_path: Path) -> None:
     assert "dense; the indexers alone are trained, by Eq. 3" in said
     assert (
         "attention"
-        not in prepare_pretraining(recipe(tmp_path), ["model.embedded.family=qwen3_moe"]).text()
+        not in prepare_pretraining(recipe(tmp_path), ["model.tiny.family=qwen3_moe"]).text()
     )
 
 
@@ -108,7 +108,7 @@ def test_text_and_chats_can_be_learned_together(tmp_path: Path) -> None:
 def test_a_base_model_needs_no_chat_template(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     config = load_config(recipe(tmp_path))
-    build_model(config.model.embedded, tokenizer, seed=0).save_pretrained(tmp_path / "model")
+    build_model(config.model.tiny, tokenizer, seed=0).save_pretrained(tmp_path / "model")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "model")
     model = f"model.path={tmp_path / 'model'}"
@@ -123,8 +123,8 @@ def test_the_shipped_stages_take_the_model_of_the_one_before(tmp_path: Path) -> 
     task = prepare_pretraining("pretrain-dense", few)
     windows = task.lessons.train.take(16)
     assert all(window.total_tokens == 112 for window in windows), "a pair is one token"
-    tokenizer = build_tokenizer(task.config.model.embedded.phrases)
-    build_model(task.config.model.embedded, tokenizer, seed=0).save_pretrained(tmp_path)
+    tokenizer = build_tokenizer(task.config.model.tiny.phrases)
+    build_model(task.config.model.tiny, tokenizer, seed=0).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     for stage in ("warm-up", "sparse"):
         name = f"pretrain-{stage}"
@@ -139,19 +139,19 @@ def test_the_shipped_stages_take_the_model_of_the_one_before(tmp_path: Path) -> 
     ("overrides", "said"),
     [
         (
-            ["trainer.attention=warm-up", "model.embedded.family=qwen3_moe"],
-            r"'warm-up': Qwen3MoeForCausalLM .* has no indexer .*model\.embedded\.family=deep",
+            ["trainer.attention=warm-up", "model.tiny.family=qwen3_moe"],
+            r"'warm-up': Qwen3MoeForCausalLM .* has no indexer .*model\.tiny\.family=deep",
         ),
         (
             ["sft.max_context_tokens=16"],
             r"'sparse': .* has 16 tokens, and the indexers select 16.*max_context_tokens above",
         ),
         (
-            ["trainer.attention=warm-up", "model.embedded.index_top_k=50"],
+            ["trainer.attention=warm-up", "model.tiny.index_top_k=50"],
             r"has 40 tokens, and the indexers select 50",
         ),
         (
-            ["sft.max_context_tokens=64", "model.embedded.index_top_k=62"],
+            ["sft.max_context_tokens=64", "model.tiny.index_top_k=62"],
             r"has 61 tokens, .* needs longer texts \(sft\.max_context_tokens = 64 would",
         ),
         (["sft.max_context_tokens=65"], r"max_context = 64: too short for sft\.max_context"),

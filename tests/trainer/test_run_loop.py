@@ -89,7 +89,7 @@ def test_a_run_leaves_measuring_to_others_where_it_is_told(
 def test_engines_are_not_woken_when_nothing_more_is_sampled(
     stopped: bool, woken: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = (f"run.dir={tmp_path}", "run.steps=2", "rollout.sleep=true", *FEW)
+    told = (f"run.dir={tmp_path}", "run.steps=2", "rollout.time_share=true", *FEW)
     task, saved = prepare("quickstart", told), list[int]()
     found: list[int] = []
     learner = SimpleNamespace(tokens={}, version=1, save=lambda folder: {})

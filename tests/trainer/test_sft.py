@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from keel.configs.load import load_config
-from keel.configs.schema import ColdStartConfig, Config, ConfigError, EmbeddedConfig
+from keel.configs.schema import ColdStartConfig, Config, ConfigError, TinyModelConfig
 from keel.data.stream import Stream
-from keel.model.tiny.cache import ensure_embedded
+from keel.model.tiny.cache import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
@@ -274,7 +274,7 @@ def recipe(folder: Path, **source: Any) -> str:
     chat = {"name": "chats", "source": "jsonl", "path": chats(folder), "holdout": 2, **source}
     sections = {
         "run": {"dir": str(folder / "run"), "device": "cpu"},
-        "model": {"path": "embedded", "dtype": "float32"},
+        "model": {"path": "tiny", "dtype": "float32"},
         "sft": {"sources": [chat], "max_context_tokens": 64, "conversations_per_step": 4},
     }
     path.write_text(json.dumps(sections))
@@ -290,7 +290,7 @@ def test_what_is_planned(tmp_path: Path) -> None:
     task = prepare_sft(recipe(tmp_path), ["sft.epochs=2"])
     text = task.text()
     assert "chats: 10 conversations to learn from, 2 held out" in text
-    assert "chats are written in the format embedded" in text
+    assert "chats are written in the format tiny" in text
     assert "steps        5, 2 passes over the data (sft.epochs, and not run.steps); lr" in text
     knobs = ["run.steps=6", "sft.conversations_per_step=5"]
     assert "6, 3 passes over the data; lr" in prepare_sft(recipe(tmp_path), knobs).text()
@@ -344,7 +344,7 @@ def test_what_a_recipe_measures_its_conversations_do_not_teach(tmp_path: Path) -
         ("sft.sources=[]", "data.sources = []: add one"),
         ("sft.sources.0.path=absent.jsonl", "no such file"),
         ("sft.max_context_tokens=8", r"chats\.jsonl:1 has \d+ tokens, more than"),
-        ("sft.max_context_tokens=1000", "model.embedded.max_context = 512: too short for sft.max"),
+        ("sft.max_context_tokens=1000", "model.tiny.max_context = 512: too short for sft.max"),
         ("sft.sources.0.sauce=x", "no such knob"),
         ("sft.sources.0.repeat=-1", r"sft\.sources\[chats\]\.repeat = -1"),
         ("sft.sources.0.task=x", r"task = 'x': is for source: solutions alone"),
@@ -360,8 +360,8 @@ def test_what_cannot_be_learned_is_refused_before_anything_starts(
 
 def test_a_model_that_wants_its_experts_balanced_is_refused(tmp_path: Path) -> None:
     """It would learn without, and nothing would say so."""
-    folder = ensure_embedded(
-        EmbeddedConfig(cache_dir=str(tmp_path), cold_start=ColdStartConfig(steps=0)),
+    folder = ensure_tiny_model(
+        TinyModelConfig(cache_dir=str(tmp_path), cold_start=ColdStartConfig(steps=0)),
         Curriculum(seed=0),
     )
     written = json.loads((folder / "config.json").read_text())

@@ -37,10 +37,10 @@ def open_all(
     name: str,
     *,
     size: int = 2,
-    deadline_s: float = PATIENCE_S,
+    timeout_s: float = PATIENCE_S,
 ) -> list[Channel]:
     def end(rank: int) -> Channel:
-        return Channel(rendezvous, name, rank=rank, size=size, device=CPU, deadline_s=deadline_s)
+        return Channel(rendezvous, name, rank=rank, size=size, device=CPU, timeout_s=timeout_s)
 
     return list(side.map(end, range(size)))
 
@@ -79,8 +79,8 @@ def test_a_checksum_notes_a_changed_byte_and_a_changed_order() -> None:
 
 def test_nobody_at_the_other_end(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
     def alone(limit_s: float) -> None:
-        sender, _ = open_all(side, rendezvous, f"nobody {limit_s}", deadline_s=limit_s)
-        with pytest.raises(TimeoutError, match=rf"{limit_s:g} s .*update_deadline_s"):
+        sender, _ = open_all(side, rendezvous, f"nobody {limit_s}", timeout_s=limit_s)
+        with pytest.raises(TimeoutError, match=rf"{limit_s:g} s .*update_timeout_s"):
             # More than fits into a socket's buffers.
             sender.send(torch.zeros(2**26, dtype=torch.uint8))
         assert not sender.used
@@ -95,7 +95,7 @@ def test_news_of_the_other_end_end_the_waiting(
         raise ConnectionError("the engine has died")
 
     def told(limit_s: float) -> None:  # gloo's own end takes as long
-        sender, _ = open_all(side, rendezvous, f"news {limit_s}", deadline_s=limit_s)
+        sender, _ = open_all(side, rendezvous, f"news {limit_s}", timeout_s=limit_s)
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="has died"):
             sender.send(torch.zeros(2**26, dtype=torch.uint8), gone)
@@ -121,7 +121,7 @@ def test_after_any_error_a_channel_is_closed(
     side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:
     def closed(limit_s: float) -> None:
-        sender, _ = open_all(side, rendezvous, f"closed {limit_s}", deadline_s=limit_s)
+        sender, _ = open_all(side, rendezvous, f"closed {limit_s}", timeout_s=limit_s)
         with pytest.raises(TimeoutError):
             sender.send(torch.zeros(2**26, dtype=torch.uint8))
         with pytest.raises(ConnectionError, match="has been closed"):
@@ -135,7 +135,7 @@ def test_what_was_begun_when_the_channel_was_closed_is_ended_too(
 ) -> None:
     """NCCL begins when the other end comes, which may be after the deadline."""
     sender, _ = open_all(side, rendezvous, "begun")
-    sender._deadline_s = 0.05
+    sender._timeout_s = 0.05
     met, ended = threading.Event(), list[str]()
 
     class Slow:
@@ -180,7 +180,7 @@ def test_only_the_channels_own_group_is_without_a_watchdog(
 
     def open_one() -> Channel:
         gpu = torch.device("cuda", 0)
-        return Channel(rendezvous, "gpu", rank=0, size=2, device=gpu, deadline_s=PATIENCE_S)
+        return Channel(rendezvous, "gpu", rank=0, size=2, device=gpu, timeout_s=PATIENCE_S)
 
     open_one()
     assert os.environ.get(BLOCKING_WAIT) == before

@@ -23,11 +23,11 @@ def store() -> Iterator[dist.TCPStore]:
     yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def ends(store: dist.TCPStore, deadline_s: float = PATIENCE_S) -> tuple[Outbox, Inbox]:
+def ends(store: dist.TCPStore, timeout_s: float = PATIENCE_S) -> tuple[Outbox, Inbox]:
     rendezvous: Rendezvous = ("127.0.0.1", store.port)
     return (
-        Outbox(rendezvous, "engine", deadline_s=deadline_s),
-        Inbox(rendezvous, "engine", deadline_s=deadline_s),
+        Outbox(rendezvous, "engine", timeout_s=timeout_s),
+        Inbox(rendezvous, "engine", timeout_s=timeout_s),
     )
 
 
@@ -116,9 +116,9 @@ def test_the_next_update_may_begin_before_the_thread_of_the_last_one_is_done(
 
 def test_an_engine_that_does_not_answer(store: dist.TCPStore) -> None:
     outbox, _ = ends(store)
-    outbox._deadline_s = 0.1
+    outbox._timeout_s = 0.1
     outbox.put(Begin())
-    with pytest.raises(TimeoutError, match=r"0\.1 s \(rollout\.update_deadline_s\)"):
+    with pytest.raises(TimeoutError, match=r"0\.1 s \(rollout\.update_timeout_s\)"):
         outbox.wait(nothing)
     outbox.close()
     assert not outbox._store.check(["0"])
@@ -137,7 +137,7 @@ def test_an_engine_that_has_failed_ends_the_waiting(store: dist.TCPStore) -> Non
 
 def test_a_trainer_that_says_nothing(store: dist.TCPStore) -> None:
     def alone(limit_s: float) -> None:
-        _, inbox = ends(store, deadline_s=limit_s)
+        _, inbox = ends(store, timeout_s=limit_s)
         with pytest.raises(TimeoutError, match=rf"{limit_s:g} s for the trainer to send weights"):
             inbox.next()
 

@@ -32,7 +32,7 @@ def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
         rendezvous = ("127.0.0.1", store.port)
         with ThreadPoolExecutor(1) as side:
             other = side.submit(
-                Channel, rendezvous, name, rank=0, size=2, device=CPU, deadline_s=PATIENCE_S
+                Channel, rendezvous, name, rank=0, size=2, device=CPU, timeout_s=PATIENCE_S
             )
             extension.keel_join(rendezvous, name, PATIENCE_S)
             other.result(timeout=PATIENCE_S)

@@ -54,7 +54,7 @@ class Sampler:
     def join(self, rendezvous: Rendezvous, name: str) -> None:
         device = torch.device("cpu")
         self.channel = Channel(
-            rendezvous, name, rank=1, size=2, device=device, deadline_s=DEADLINE_S
+            rendezvous, name, rank=1, size=2, device=device, timeout_s=DEADLINE_S
         )
 
     def begin_update(self) -> list[Any]:
@@ -90,7 +90,7 @@ class Worker:
     def __init__(self, trouble: str = "") -> None:
         self.sampler: Any = Sampler(trouble)
         config = RolloutConfig(
-            sampling=SamplingConfig(max_tokens=8), update_deadline_s=DEADLINE_S, engines=5
+            sampling=SamplingConfig(max_tokens=8), update_timeout_s=DEADLINE_S, engines=5
         )
         self.engine = EngineThread(lambda: self.sampler, config)
 
@@ -120,7 +120,7 @@ class Worker:
 def sender() -> Iterator[Callable[[float], Sender]]:
     start_local_ray(num_cpus=2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield lambda deadline_s: Sender(("127.0.0.1", store.port), CPU, deadline_s=deadline_s)
+    yield lambda timeout_s: Sender(("127.0.0.1", store.port), CPU, timeout_s=timeout_s)
     ray.shutdown()
 
 
@@ -229,7 +229,7 @@ def test_an_engine_that_says_nothing(sender: Callable[[float], Sender]) -> None:
     silent.actor.busy.remote()
     outcome = sender(1).send(pack_flat(WEIGHTS.items(), BUCKET_BYTES), [silent], 1)[0]
     assert isinstance(outcome, TimeoutError)
-    assert str(outcome).startswith("waited 1 s (rollout.update_deadline_s) for an engine to say")
+    assert str(outcome).startswith("waited 1 s (rollout.update_timeout_s) for an engine to say")
 
 
 def test_a_bucket_has_gone_when_the_next_one_is_made(sender: Callable[[float], Sender]) -> None:

@@ -145,7 +145,7 @@ def check(
     options: dict[str, Any] = {
         "gpu_memory_utilization": 0.1,
         "sampling": OPEN,
-        "sleep": sleeps,
+        "time_share": sleeps,
         "kv_cache_gib": CACHE_GIB,
     }
     came: list[dict[str, torch.Tensor]] = []

@@ -67,9 +67,9 @@ class Fetcher:
             self._fault = str(error)
 
 
-def fetch_on_others(path: str, *, deadline_s: float, nodes: Collection[str] = ()) -> None:
+def fetch_on_others(path: str, *, timeout_s: float, nodes: Collection[str] = ()) -> None:
     """The model `path` of the hub onto all nodes but this one. nodes: Ray's ids of those that want
-    it; none: all. deadline_s: until each says how much there is to fetch.
+    it; none: all. timeout_s: until each says how much there is to fetch.
 
     Raises ConfigError naming the node whose download broke off, and RuntimeError where one does not
     answer or nothing comes any more.
@@ -93,7 +93,7 @@ def fetch_on_others(path: str, *, deadline_s: float, nodes: Collection[str] = ()
 
     try:
         asked = {node: ray_calls.call(each.begin, path) for node, each in fetchers.items()}
-        sizes = {node: answer(node, ref, deadline_s) for node, ref in asked.items()}
+        sizes = {node: answer(node, ref, timeout_s) for node, ref in asked.items()}
         wanted = {node: size for node, size in sizes.items() if size[0]}
 
         def look() -> dict[str, Progress]:

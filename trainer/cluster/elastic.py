@@ -143,15 +143,15 @@ class Layouts:
 
     def _waited(self, whole: Config, lacking: str) -> Config:
         run, least = whole.run, self.least
-        longest = run.startup_deadline_s
+        longest = run.startup_timeout_s
         if least:
-            longest = max(longest, run.fewer_after_s + 2 * LOOK_S)
+            longest = max(longest, run.elastic_wait_s + 2 * LOOK_S)
             then = (
-                f"After {run.fewer_after_s:g} s (run.fewer_after_s) the run continues with "
+                f"After {run.elastic_wait_s:g} s (run.elastic_wait_s) the run continues with "
                 f"as many ranks as fit, {least} of {whole.trainer.ranks} at least"
             )
         else:
-            then = f"After {longest:g} s (run.startup_deadline_s) the run ends. {CURES}"
+            then = f"After {longest:g} s (run.startup_timeout_s) the run ends. {CURES}"
         self._tell("restart", f"the run waits for room: {lacking}. {then}")
         began, tried, why = self.clock(), None, "" if least else CURES
         with waiting("waiting for room on the cluster"):
@@ -160,14 +160,14 @@ class Layouts:
                 nodes = self.nodes()
                 if not (lacking := self._lacking(whole, nodes)):
                     return whole
-                late = self.clock() - began >= run.fewer_after_s
+                late = self.clock() - began >= run.elastic_wait_s
                 if least and late and nodes != tried:
                     tried = nodes
                     config, why = self._fewer(whole, nodes)
                     if config is not None:
                         return self._less(whole, config, lacking)
         raise TimeoutError(
-            f"waited {longest:g} s{'' if least else ' (run.startup_deadline_s)'} for room: "
+            f"waited {longest:g} s{'' if least else ' (run.startup_timeout_s)'} for room: "
             f"{lacking}{why and '. ' + why}. {RESUME_HINT.capitalize()}"
         )
 

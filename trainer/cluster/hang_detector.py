@@ -117,13 +117,13 @@ class Looker:
         rays: Mapping[str, int],
         *,
         start: str,
-        frozen_after_s: float,
+        hang_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """rays: those of Ray's own without which nothing goes on, by what to call them. start:
-        whose actors these are (`keel.model.ray_timeouts.start`). frozen_after_s: the knob of
+        whose actors these are (`keel.model.ray_timeouts.start`). hang_timeout_s: the knob of
         `run`."""
-        self._raylet, self._start, self._most = raylet, start, frozen_after_s
+        self._raylet, self._start, self._most = raylet, start, hang_timeout_s
         self._rays = {name: Seen(psutil.Process(pid)) for name, pid in rays.items()}
         self._children: dict[int, Seen] = {}
         self._turns = Turns(LOOK_S, clock)
@@ -195,7 +195,7 @@ class Looker:
             return words
         if seconds >= SAID_S and not seen.said:
             what = f"After {most:g} s {then}" if most else "It is left alone"
-            said.append(f"{words}. {what} (run.frozen_after_s = {self._most:g})")
+            said.append(f"{words}. {what} (run.hang_timeout_s = {self._most:g})")
         seen.said = seconds >= SAID_S
         return ""
 

@@ -42,10 +42,10 @@ class Lookout:
     """A node's own `Looker`: a Ray actor. It ends with all of the run there once the node is cut
     off: Ray leaves alone what runs on a node whose network is gone, with all its memory."""
 
-    def __init__(self, start: str, frozen_after_s: float) -> None:
+    def __init__(self, start: str, hang_timeout_s: float) -> None:
         raylet = os.getppid()
-        self._looker = Looker(raylet, {RAYLET: raylet}, start=start, frozen_after_s=frozen_after_s)
-        if frozen_after_s:
+        self._looker = Looker(raylet, {RAYLET: raylet}, start=start, hang_timeout_s=hang_timeout_s)
+        if hang_timeout_s:
             address: str = ray.get_runtime_context().gcs_address
             away = Away(lambda: reached(address))
             threading.Thread(target=self._leave, args=(away,), daemon=True).start()
@@ -141,13 +141,13 @@ class Question:
 class Lookouts:
     """What is seen on all nodes together."""
 
-    def __init__(self, frozen_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """frozen_after_s: the knob of `run`."""
+    def __init__(self, hang_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """hang_timeout_s: the knob of `run`."""
         self._nodes: dict[str, _Node] = {}
         self._dead: dict[str, str] = {}
         self._question: Question | None = None
         self._unasked_s, self._turns = 0.0, ray_calls.Turns(ANSWER_S, clock)
-        self._frozen_after_s = frozen_after_s
+        self._hang_timeout_s = hang_timeout_s
         self._place(self._hosts())
 
     def look(self) -> Sight:
@@ -193,7 +193,7 @@ class Lookouts:
         """Have somebody look at each of them."""
         for node, host in nodes.items():
             if node not in self._nodes:
-                actor = _lookout(node, self._frozen_after_s)
+                actor = _lookout(node, self._hang_timeout_s)
                 self._nodes[node] = _Node(host, actor, Sight(here={}, host=host))
 
     def _hosts(self) -> Mapping[str, str]:
@@ -221,7 +221,7 @@ def _heard(there: _Node, silence: str, passed: float) -> list[str]:
     return said
 
 
-def _lookout(node: str, frozen_after_s: float) -> Any:
+def _lookout(node: str, hang_timeout_s: float) -> Any:
     where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     options = {"num_cpus": 0, "scheduling_strategy": where, "max_restarts": -1}
-    return ray_calls.create(Lookout, NAME, options, ray_calls.start(), frozen_after_s)
+    return ray_calls.create(Lookout, NAME, options, ray_calls.start(), hang_timeout_s)

@@ -40,23 +40,23 @@ class Reservation:
 
 
 @contextmanager
-def reserved(config: Config, *, deadline_s: float, only: str = "") -> Iterator[Reservation]:
+def reserved(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
     """All GPUs of a run (only: of its actors of this kind), held until exit. The actors on them
     must be gone by then.
 
     Raises ConfigError at once for what the cluster could not hold if it were idle, and TimeoutError
-    when others did not free enough of it within `deadline_s`.
+    when others did not free enough of it within `timeout_s`.
     """
-    reservation = _reserve(config, deadline_s, only)
+    reservation = _reserve(config, timeout_s, only)
     try:
         yield reservation
     finally:
         _give_back(reservation.group)
 
 
-def _reserve(config: Config, deadline_s: float, only: str) -> Reservation:
+def _reserve(config: Config, timeout_s: float, only: str) -> Reservation:
     place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)], only=only)
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + timeout_s
     while True:
         try:
             placement = place(config, allowed(cluster_nodes(), config.run), only=only)
@@ -71,7 +71,7 @@ def _reserve(config: Config, deadline_s: float, only: str) -> Reservation:
             lacking = "Ray did not grant what looked free"
         if time.monotonic() + POLL_S >= end:
             raise TimeoutError(
-                f"waited {deadline_s:g} s (run.startup_deadline_s) for GPUs that others use now: "
+                f"waited {timeout_s:g} s (run.startup_timeout_s) for GPUs that others use now: "
                 f"{lacking}"
             )
         time.sleep(POLL_S)

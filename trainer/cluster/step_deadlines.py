@@ -11,7 +11,7 @@ from keel.rl.packing import TrainBatch
 
 MANY, AT_LEAST_S = 10.0, 300.0
 """What has been done before is taken for lost after so many times as long as it is likely to take,
-and no sooner than this; the first time after `trainer.deadline_s`."""
+and no sooner than this; the first time after `trainer.timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Limit:
 class Limits:
     """Of all that ranks are asked for."""
 
-    def __init__(self, deadline_s: float, sending_s: float) -> None:
-        """deadline_s: `trainer.deadline_s`. sending_s: the ranks may first have to send the weights
+    def __init__(self, timeout_s: float, sending_s: float) -> None:
+        """timeout_s: `trainer.timeout_s`. sending_s: the ranks may first have to send the weights
         of the step before."""
-        self._deadline_s = deadline_s
-        self._knobs = "trainer.deadline_s" + ", and rollout.update_deadline_s of engines" * (
+        self._timeout_s = timeout_s
+        self._knobs = "trainer.timeout_s" + ", and rollout.update_timeout_s of engines" * (
             sending_s > 0
         )
         self._sending_s = sending_s
@@ -41,8 +41,8 @@ class Limits:
         """Most seconds that anything took so far, and that a part of its work did."""
 
     def of(self, what: str, times: int = 1) -> Limit:
-        """times: that `trainer.deadline_s` counts, as for optimizer steps in one call."""
-        return Limit(what, times * self._deadline_s + self._sending_s, self._knobs)
+        """times: that `trainer.timeout_s` counts, as for optimizer steps in one call."""
+        return Limit(what, times * self._timeout_s + self._sending_s, self._knobs)
 
     def likely(self, what: str, work: int, times: int = 1) -> Limit:
         """As `of`, and no longer than what has been done before makes likely of as much work."""

@@ -103,19 +103,19 @@ class Watch:
 
 @contextmanager
 def watched(
-    say: Callable[[str], Any], frozen_after_s: float, nodes: Set[str] = frozenset()
+    say: Callable[[str], Any], hang_timeout_s: float, nodes: Set[str] = frozenset()
 ) -> Iterator[Watch]:
-    """Watch over what runs on Ray, from here on to the end. frozen_after_s: the knob of `run`;
+    """Watch over what runs on Ray, from here on to the end. hang_timeout_s: the knob of `run`;
     nodes: as `Watch.nodes`."""
     own = own_processes()
     if own:
         (raylet,) = own["raylet"]
         rays = {words: own[kind][0] for kind, words in RAYS.items() if kind in own}
         start = ray_calls.start()
-        looker = Looker(raylet, rays, start=start, frozen_after_s=frozen_after_s)
+        looker = Looker(raylet, rays, start=start, hang_timeout_s=hang_timeout_s)
         watch = Watch(looker.look, say, *rays.values())
     else:
-        watch = Watch(Lookouts(frozen_after_s).look, say)
+        watch = Watch(Lookouts(hang_timeout_s).look, say)
     watch.nodes = nodes
     try:
         yield watch

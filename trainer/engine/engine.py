@@ -107,7 +107,7 @@ class TrainerEngine:
         """What is lost because a library is not as Keel knows it: one line each, also logged."""
         self._note(check_libraries(expert_parallel=trainer.expert_parallel))
         # A rank that sends weights, and waits for an engine, keeps the others waiting.
-        timeout_s = trainer.deadline_s + config.sending_deadline_s
+        timeout_s = trainer.timeout_s + config.sending_timeout_s
         self._device = join_ranks(rank, world_size, store, timeout_s=timeout_s)
         dtype = compute_dtype(config, self._device)
         torch.manual_seed(config.run.seed)
@@ -359,7 +359,8 @@ class TrainerEngine:
         """The current weights for the rollout engines, in their precision, on this rank's device.
 
         A rank that does not want them yields nothing, and gathers along where the others need it.
-        With `rollout.sleep` the engines wake up meanwhile, so what their share leaves no room for
+        With `rollout.time_share` the engines wake up meanwhile, so what their share leaves no room
+        for
         goes to host memory: of all that a bucket does not need before the first, and of the rest
         after the last.
         """

@@ -64,7 +64,7 @@ def worth_it(config: Config, *, gpu: bool, whole: bool) -> bool:
     it in the middle of a layer."""
     trainer = config.trainer
     alone = trainer.sequence_parallel == trainer.expert_parallel == 1
-    fits = gpu and not config.rollout.sleep and trainer.zero_stage != 3
+    fits = gpu and not config.rollout.time_share and trainer.zero_stage != 3
     return fits and (not whole or (trainer.compile and alone))
 
 

@@ -1,5 +1,5 @@
 """What a rank holds on its GPU, offloaded to host memory while others need the room: an engine that
-samples (`rollout.sleep`), or activations.
+samples (`rollout.time_share`), or activations.
 
 Storages are emptied and filled again, as FSDP does with the parameters that it frees, so that all
 tensors that look into them stay what they are: DeepSpeed's flat buffers have many views. Its own
@@ -269,13 +269,14 @@ def make_offload(
     stage: int,
     sums: bool,
 ) -> tuple[Offload | NoOffload, str]:
-    """Nothing is offloaded where no engine sleeps (`rollout.sleep`), or if DeepSpeed has changed so
+    """Nothing is offloaded where no engine sleeps (`rollout.time_share`), or if DeepSpeed has
+    changed so
     that its state would not be found: then with a line that says so. `stage` and `sums`: see
     `check_held`.
 
     Raises `ValueError` if an engine could not share the GPU with what then stays on it.
     """
-    if not config.rollout.sleep:
+    if not config.rollout.time_share:
         return NoOffload(), ""
     module: Any = engine.module
     note = check_held(module, engine.optimizer, stage=stage, sums=sums)

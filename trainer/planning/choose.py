@@ -145,7 +145,7 @@ class Reasons:
 
     @property
     def _beside(self) -> str:
-        turns = self._config.rollout.sleep
+        turns = self._config.rollout.time_share
         return " beside the engine" if self._best.shared and not turns else ""
 
     @property
@@ -206,12 +206,12 @@ class Reasons:
             return "as many as an engine has to sample in a step"
         return f"all {wanted} that an engine has to sample in a step, and room for evaluations"
 
-    def _sleep(self) -> str:
+    def _time_share(self) -> str:
         if not self._best.shared:
             return "engines and trainer have GPUs of their own"
         time = self._plan.time
-        if self._config.rollout.sleep:
-            beside = self._with({"rollout.sleep": False})
+        if self._config.rollout.time_share:
+            beside = self._with({"rollout.time_share": False})
             if beside and (beside.plan.cached or 0) >= (self._plan.cached or 0):
                 return f"side by side: {self._against(beside)}"
             takes = seconds(time.turns if time else 0.0)
@@ -219,8 +219,8 @@ class Reasons:
         return "engine and trainer fit side by side"
 
     def _offload_while_sampling(self) -> str:
-        if not self._config.rollout.sleep:
-            return "of no effect without rollout.sleep"
+        if not self._config.rollout.time_share:
+            return "of no effect without rollout.time_share"
         held = gib(held_bytes(self._plan.trainer))
         waits = self._plan.waits
         if waits.training and not waits.sampling:

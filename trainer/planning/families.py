@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
-from keel.configs.sections.model import EMBEDDED
+from keel.configs.sections.model import TINY_MODEL
 
 if TYPE_CHECKING:
     from keel.model.load import ModelFacts
@@ -73,15 +73,13 @@ def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool)
         )
     if gpu or head_size in (0, *CPU_HEADS):
         return
-    embedded = config.model.path == EMBEDDED
-    knob = "model.embedded.head_dim" if embedded else "model.path"
-    value = (
-        head_size if embedded else f"{config.model.path!r} (head_dim {head_size} in config.json)"
-    )
+    tiny = config.model.path == TINY_MODEL
+    knob = "model.tiny.head_dim" if tiny else "model.path"
+    value = head_size if tiny else f"{config.model.path!r} (head_dim {head_size} in config.json)"
     raise ConfigError(
         f"{knob} = {value}: without a GPU, vLLM has attention for heads of "
         f"{', '.join(map(str, CPU_HEADS))} numbers alone. "
-        + ("Set it to one of these" if embedded else "Take another model, or a machine with a GPU")
+        + ("Set it to one of these" if tiny else "Take another model, or a machine with a GPU")
     )
 
 
@@ -118,7 +116,7 @@ def check_warm_up(config: Config, *, architecture: str, top_k: int) -> None:
     raise ConfigError(
         f"trainer.attention = 'warm-up': {architecture} (model.path = {config.model.path!r}) has "
         f"no indexer to train. Name a model of the family deepseek_v32 ({SPARSE_ATTENTION}; of the "
-        "embedded one, model.embedded.family=deepseek_v32), or leave trainer.attention out to "
+        "tiny one, model.tiny.family=deepseek_v32), or leave trainer.attention out to "
         "train all of this one"
     )
 
@@ -134,7 +132,7 @@ def check_selects(config: Config, *, top_k: int, longest: int) -> None:
         if most <= top_k
         else f"longer texts (sft.max_context_tokens = {most:,} would allow them)"
     )
-    smaller = " or a smaller model.embedded.index_top_k" if config.model.path == EMBEDDED else ""
+    smaller = " or a smaller model.tiny.index_top_k" if config.model.path == TINY_MODEL else ""
     raise ConfigError(
         f"trainer.attention = {config.trainer.attention!r}: the longest window of text has "
         f"{longest:,} tokens, and the indexers select {top_k:,}, so all of it would be selected "

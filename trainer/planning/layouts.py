@@ -76,7 +76,7 @@ class Layout:
             return rank
         if not self.shared:
             return max(engine, rank)
-        if self.config.rollout.sleep:
+        if self.config.rollout.time_share:
             stays = staying_gib(self.config, self.plan.trainer, self.plan.waits)
             return max(engine + stays, rank)
         return engine + rank
@@ -95,7 +95,7 @@ class Strict:
     """With fewer sequences at once than a quarter of a step has."""
 
 
-SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.sleep")
+SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.time_share")
 """Of the knobs that may be open, those by which GPUs are handed out."""
 WAYS = (
     Strict(spare=RANK_SPARE, most_share=MOST_SHARE, fewer=False),
@@ -163,7 +163,7 @@ class Search:
     def _squeezed(self, layout: Layout) -> bool:
         """Whether the engine may have more, or need take no turns, beside a rank that needs
         less."""
-        turns = layout.config.rollout.sleep and "rollout.sleep" in self.left
+        turns = layout.config.rollout.time_share and "rollout.time_share" in self.left
         return layout.shared and (turns or not self._whole(layout))
 
     def _seated(self, values: Values) -> Iterator[Layout]:
@@ -177,7 +177,7 @@ class Search:
                 if layout := self.layout({**values, **turns, **sampling}):
                     yield layout
                     if self._whole(layout):
-                        if not layout.config.rollout.sleep:
+                        if not layout.config.rollout.time_share:
                             return
                         break
 
@@ -288,11 +288,11 @@ class Search:
         needs, free = self.way.spare * rank.total / GIB, self.free_gib
         most = min(free, self.way.most_share * size)
         if shared:
-            sleeps = config.rollout.sleep
+            sleeps = config.rollout.time_share
             rest = staying_gib(config, rank) * self.way.spare if sleeps else needs
             most = min(most, free - rest - ENGINE_BEYOND_GIB)
         if knob not in self.left:
-            fits = not shared or config.rollout.sleep
+            fits = not shared or config.rollout.time_share
             return {} if fits or config.rollout.gpu_memory_utilization * size <= most else None
         engine = engine_memory(config, self.facts, gpu=True)
         cache = engine.parts["KV cache"]

@@ -13,7 +13,7 @@ OLD = 16
 """Optimizer steps (`staleness/max`) from which on completions are called old. Measured are 0 and
 28, and those do harm (docs/stability.md)."""
 SMALL = 50_000_000
-"""Parameters below which a model is one of the embedded kind, which learns faster."""
+"""Parameters below which a model is one of the tiny kind, which learns faster."""
 
 
 READ = ("run", "model", "trainer", "alarms", "sft")
@@ -149,7 +149,7 @@ def _ranges(config: Config, facts: ModelFacts) -> Iterator[tuple[str, float, flo
         yield f"algorithm.{name}", getattr(algorithm, name), 0.0, 1.0, "0.1 to 0.4"
     yield "algorithm.kept_mass_coef", algorithm.kept_mass_coef, 0, 10, "0 or 1"
     yield "rollout.sampling.temperature", sampling.temperature, 0.3, 1.7, "0.6 to 1.2"
-    if frozen := config.run.frozen_after_s:
-        yield "run.frozen_after_s", frozen, 60, 3600, "120 to 600 seconds, or 0: never"
+    if frozen := config.run.hang_timeout_s:
+        yield "run.hang_timeout_s", frozen, 60, 3600, "120 to 600 seconds, or 0: never"
     for source in config.data.sources:
         yield f"data.sources[{source.name}].kl_coef", source.kl_coef, 0, 0.5, "0 to 0.05"

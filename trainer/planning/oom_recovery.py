@@ -101,8 +101,8 @@ def makes_room_to_update(config: Config) -> str:
     took is free again by then."""
     trainer, rollout = config.trainer, config.rollout
     ways: list[str] = []
-    if rollout.colocated and not rollout.sleep:
-        ways += ["rollout.sleep: true", "a smaller rollout.gpu_memory_utilization"]
+    if rollout.colocated and not rollout.time_share:
+        ways += ["rollout.time_share: true", "a smaller rollout.gpu_memory_utilization"]
     if not trainer.offload_optimizer:
         ways.append("trainer.offload_optimizer: true")
     if trainer.zero_stage < 3:

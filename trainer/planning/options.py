@@ -138,7 +138,7 @@ class Options:
         engines = seats.get("rollout.engines", config.rollout.engines)
         at_once = config.algorithm.prompts_per_step * config.algorithm.group_size
         if config.with_agents:
-            at_once = max(at_once, config.agents.max_open)
+            at_once = max(at_once, config.agents.max_concurrent_episodes)
         waves = [min(MANY, 8 * math.ceil(at_once / engines / count / 8)) for count in WAVES]
         wanted = waves[0]
         one = kv_token_bytes(config, self.facts) * config.max_context
@@ -152,10 +152,10 @@ class Options:
     def turns(self) -> list[Values]:
         """Of an engine and a rank on one GPU: side by side, time-sharing, and that with the
         trainer's state in host memory."""
-        knobs: tuple[str, str] = ("rollout.sleep", "trainer.offload_while_sampling")
+        knobs: tuple[str, str] = ("rollout.time_share", "trainer.offload_while_sampling")
         if not self.config.data.sources:
             return [{}]
-        own = (self.config.rollout.sleep, self.config.trainer.offload_while_sampling)
+        own = (self.config.rollout.time_share, self.config.trainer.offload_while_sampling)
         found: list[Values] = []
         for way in ((False, own[1]), (True, False), (True, True)):
             values: dict[str, bool] = dict(zip(knobs, way, strict=True))
@@ -322,7 +322,7 @@ class Options:
         for sleeps, stage in product((True, False), stages):
             values = {
                 **seats,
-                "rollout.sleep": sleeps,
+                "rollout.time_share": sleeps,
                 "rollout.gpu_memory_utilization": 0.5 if shared and not sleeps else most,
                 "rollout.max_num_seqs": 1,
                 "trainer.activation_checkpointing": True,

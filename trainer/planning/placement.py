@@ -248,10 +248,10 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
             f"the recipe needs {needed} GPU(s) ({_counted(wanted)}), and the cluster has "
             f"{available}{_listed(nodes)}{_said(config.run)}. {_fewer(wanted if available else ())}"
         )
-    if not only and config.rollout.sleep and not any(kind.guest for kind in wanted):
+    if not only and config.rollout.time_share and not any(kind.guest for kind in wanted):
         raise ConfigError(
-            "rollout.sleep: engines and trainer have GPUs of their own here, so nobody gains by "
-            "it. Switch it off, or let them share GPUs with rollout.colocated"
+            "rollout.time_share: engines and trainer have separate GPUs here, so it gains nothing. "
+            "Switch it off, or let them share GPUs with rollout.colocated"
         )
     left = dict(enumerate(nodes))
     taken: dict[int, list[tuple[Kind, int]]] = {index: [] for index in left}

@@ -175,7 +175,7 @@ def make_plan(
             cached = cached_sequences(config, engine, gpu_gib, taken_gib=taken_gib)
             engine = within(engine, config.rollout.gpu_memory_utilization * gpu_gib * GIB)
         check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
-    time, turns = None, shared and config.rollout.sleep
+    time, turns = None, shared and config.rollout.time_share
     waits = waiting_of(config, rank, gpu_gib, shared=shared and gpu, taken_gib=taken_gib)
     if gpu and sampled:
         time = step_time(
@@ -266,7 +266,7 @@ def describe(
         ("memory", f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"),
         *(("", line) for line in [cache_line(config, plan, hardware)] if line),
         ("", f"trainer rank: {plan.trainer}{apart}"),
-        *(("", line) for line in [sleep_line(config, plan)] if gpu and config.rollout.sleep),
+        *(("", line) for line in [sleep_line(config, plan)] if gpu and config.rollout.time_share),
         *(
             ("time" if not i else "", line)
             for i, line in enumerate(plan.time.lines() if plan.time else cpu_time)
@@ -315,7 +315,7 @@ def sleep_line(config: Config, plan: Plan) -> str:
         where = f"{gib(plan.waits.sampling)} of it then wait in host memory"
         if plan.waits.host > plan.waits.sampling:
             where += f", and at other times up to {gib(plan.waits.host)}"
-    return f"  time-shared with the engine (rollout.sleep): {where}"
+    return f"  time-shared with the engine (rollout.time_share): {where}"
 
 
 def cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:

@@ -83,7 +83,7 @@ class Rates:
     update_s: float = 9e-3
     """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
     turn_s: float = 0.05
-    """An engine asleep and awake again (`rollout.sleep`): the part that does not grow. From an
+    """An engine asleep and awake again (`rollout.time_share`): the part that does not grow. From an
     update of 0.09 s with it, and 0.02 to 0.03 s without."""
     given_bytes: float = 107e9
     """A GPU gives memory out at this rate. Measured (docs/rollouts.md)."""
@@ -160,7 +160,7 @@ class StepTime:
     """Dispatch, scoring by rules, packing and metrics on the driver."""
     turns: float = 0.0
     """Engines go to sleep and wake up, and what the trainer holds goes to host memory and comes
-    back (`rollout.sleep`)."""
+    back (`rollout.time_share`)."""
     machine: str
     sequences: int
     """Completions that an engine works on at once."""

@@ -85,7 +85,7 @@ def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[C
     tokens = [trainer.micro_batch_tokens >> halved for halved in range(1, 8)]
     yield [{"trainer.micro_batch_tokens": n} for n in tokens if n >= longest]
     yield [{"trainer.offload_while_sampling": not trainer.offload_while_sampling}]
-    yield [] if rollout.sleep else [{"rollout.sleep": True}]
+    yield [] if rollout.time_share else [{"rollout.time_share": True}]
     yield [{"trainer.expert_parallel": n} for n in (2, 4, 8) if n > trainer.expert_parallel]
     yield [{"rollout.engines": n} for n in range(rollout.engines - 1, 0, -1)]
     beside = ["rollout.engines"] * rollout.colocated

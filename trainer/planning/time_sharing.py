@@ -1,4 +1,4 @@
-"""What a rank and an engine that share a GPU leave each other there (`rollout.sleep`): what
+"""What a rank and an engine that share a GPU leave each other there (`rollout.time_share`): what
 `keel.trainer.engine.offload` does, in bytes.
 
 A rank's optimizer state is in host memory while activations need its room, and comes back for the
@@ -55,7 +55,7 @@ class Waiting:
 
 
 def offloads(config: Config, *, shared: bool) -> bool:
-    return shared and config.rollout.sleep and config.trainer.offload_while_sampling
+    return shared and config.rollout.time_share and config.trainer.offload_while_sampling
 
 
 def needed_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
@@ -170,7 +170,7 @@ def start_together(
     wants all of its share free, and none that measures what is left for its cache may be disturbed
     (`certain_cache`). `taken_gib`: by processes of others. stepping: also while the rank computes
     on a whole micro-batch."""
-    if config.rollout.sleep or not certain_cache(config, facts, gpu_gib):
+    if config.rollout.time_share or not certain_cache(config, facts, gpu_gib):
         return False
     rank = trainer_memory(config, facts, gpu=True)
     later = () if stepping else (*OF_A_STEP, JOINED)
@@ -185,7 +185,7 @@ def check_trainer_fits(
     """Raises DoesNotFit if a rank needs more than its GPU has; `shared`: with an engine;
     `taken_gib`: by processes of others."""
     rollout, needs = config.rollout, needed_bytes(config, memory, shared=shared)
-    if shared and rollout.sleep:  # what stays of either while the other has the memory
+    if shared and rollout.time_share:  # what stays of either while the other has the memory
         room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
         stays = staying_gib(config, memory) + taken_gib
         if rollout.gpu_memory_utilization > 1 - stays / gpu_gib:

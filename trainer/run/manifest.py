@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keel.configs.schema import Config, ConfigError
-from keel.configs.sections.model import EMBEDDED
+from keel.configs.sections.model import TINY_MODEL
 
 MANIFEST = "keel_manifest.json"
 PIECE = 64 * 2**20
@@ -80,10 +80,10 @@ def described(folder: Path) -> str:
 
 def base_of(config: Config) -> str:
     """Fingerprints of the model folder that a run begins with: "weights+config.json"; "" of one of
-    the hub, and of the embedded model."""
+    the hub, and of the tiny model."""
     folder = Path(config.model.path).expanduser()
     with suppress(OSError, ValueError):
-        if config.model.path != EMBEDDED and folder.is_dir():
+        if config.model.path != TINY_MODEL and folder.is_dir():
             return f"{fingerprint(folder)}+{described(folder)}"
     return ""
 

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_config, load_recipe
 from keel.configs.schema import Config, ConfigError
-from keel.configs.sections.model import EMBEDDED
+from keel.configs.sections.model import TINY_MODEL
 from keel.configs.sections.sft import TEXT
 from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.text import Encoded
@@ -26,7 +26,7 @@ from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset
 from keel.model.hub import from_anywhere, hub_answers
 from keel.model.load import ModelFacts, digest_of_tokenizer
-from keel.model.tiny.cache import ensure_embedded
+from keel.model.tiny.cache import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.model.tiny.solutions import TAUGHT
 from keel.model.trainable import check_ids
@@ -86,7 +86,7 @@ class SftTask:
     """The whole recipe."""
     prompts: Dataset | None
     """Those of `data.sources`, where there are any: what they hold out is learned nowhere, and the
-    embedded model's cold start teaches what they ask."""
+    tiny model's cold start teaches what they ask."""
     format: str
     """Of the chats; empty where there are none."""
     warnings: Sequence[str] = ()
@@ -317,7 +317,7 @@ def reserved_ids(dataset: Dataset | None) -> set[str]:
 def teaching(task: SftTask, say: Callable[[str], None], *, layouts: Layouts) -> Iterator[Teaching]:
     """Start the ranks that `task` needs, and end them at exit, whatever happened. layouts: has the
     recipe as it is by now."""
-    config, deadline = task.config, task.config.run.startup_deadline_s
+    config, deadline = task.config, task.config.run.startup_timeout_s
     fetch(config.model.path)
     with ExitStack() as stack:
         with waiting("starting Ray", "Ray"):
@@ -327,11 +327,11 @@ def teaching(task: SftTask, say: Callable[[str], None], *, layouts: Layouts) -> 
         task = replace(task, config=config)
         seats = None
         if task.gpu:
-            seats = stack.enter_context(reserved(config, deadline_s=deadline))
+            seats = stack.enter_context(reserved(config, timeout_s=deadline))
             for line in seats.placement.lines():
                 say(line)
         fetch_elsewhere(config.model.path, seats, (RANK,), deadline)
-        watch = stack.enter_context(watched(say, config.run.frozen_after_s))
+        watch = stack.enter_context(watched(say, config.run.hang_timeout_s))
         learner = Learner(
             starting_model(task),
             config,
@@ -349,16 +349,16 @@ def teaching(task: SftTask, say: Callable[[str], None], *, layouts: Layouts) -> 
 
 
 def starting_model(task: SftTask) -> str:
-    """Where the weights are. The embedded model begins as `keel train` would have it on the
+    """Where the weights are. The tiny model begins as `keel train` would have it on the
     recipe's `data.sources`; without these, or with no steps of its cold start, with random
     weights: then this is its cold start."""
-    config, embedded = task.config, task.config.model.embedded
-    if config.model.path != EMBEDDED:
+    config, tiny = task.config, task.config.model.tiny
+    if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
-    if task.prompts is not None and embedded.cold_start.steps:
+    if task.prompts is not None and tiny.cold_start.steps:
         return start_of(task.given, task.prompts, gpu=task.gpu)
-    untaught = replace(embedded, cold_start=replace(embedded.cold_start, steps=0))
-    return str(ensure_embedded(untaught, Curriculum(seed=config.run.seed)))
+    untaught = replace(tiny, cold_start=replace(tiny.cold_start, steps=0))
+    return str(ensure_tiny_model(untaught, Curriculum(seed=config.run.seed)))
 
 
 def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> int:

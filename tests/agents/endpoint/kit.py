@@ -1,4 +1,4 @@
-"""A policy by script, through the embedded model's own chat format; and what must hold of it."""
+"""A policy by script, through the tiny model's own chat format; and what must hold of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
 from tests.waiting import PATIENCE_S
 
 Messages = list[dict[str, Any]]
-CHAT = chat_of("embedded")
+CHAT = chat_of("tiny")
 BUDGET = Budget(window=6000, tokens=4000, turns=60, turn_tokens=300)
 TOOLS = [CITY.as_json()]
 
@@ -36,7 +36,7 @@ def result(call_id: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def ids_of(text: str, family: str = "embedded") -> list[int]:
+def ids_of(text: str, family: str = "tiny") -> list[int]:
     """As if the policy had sampled it; control texts in it become control tokens."""
     return tokenizer_of(family).encode(text, add_special_tokens=False)
 
@@ -49,7 +49,7 @@ class Policy:
     every routes row the turn and the position that it is of."""
 
     def __init__(
-        self, script: Callable[[str, int], str] | Sequence[str], family: str = "embedded"
+        self, script: Callable[[str, int], str] | Sequence[str], family: str = "tiny"
     ) -> None:
         """family: of `tests.rollout.chat.families`, one whose turns end in <|im_end|>."""
         self._script, self.family = script, family

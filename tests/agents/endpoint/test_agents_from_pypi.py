@@ -74,7 +74,7 @@ def drive(
 
     async def work() -> tuple[Ended, Finished]:
         async with Endpoint() as endpoint:
-            recorded = recording(policy, window=60_000, tokens=20_000, deadline_s=120.0)
+            recorded = recording(policy, window=60_000, tokens=20_000, timeout_s=120.0)
             late = recorded.overdue(program.open_s)
             address = endpoint.add(recorded, Tools(environment, [ADD], budget=BUDGET))
             ended = await run_program(program, TASK, address, seed=5, until=late)

@@ -203,7 +203,7 @@ def test_time_between_turns_counts_and_an_engines_too(monkeypatch: pytest.Monkey
 
     async def work() -> Finished:
         nonlocal now
-        recorded = recording(policy, deadline_s=1.1)
+        recorded = recording(policy, timeout_s=1.1)
         late = asyncio.create_task(recorded.overdue(60.0))
         messages = [user("a")]
         for _ in range(2):
@@ -217,7 +217,7 @@ def test_time_between_turns_counts_and_an_engines_too(monkeypatch: pytest.Monkey
 
     finished = play(work())
     assert (finished.finish_reason, finished.usage.turns) == ("deadline", 2)
-    assert [round(request.deadline_s, 1) for request in policy.requests] == [1.1, 0.5]
+    assert [round(request.timeout_s, 1) for request in policy.requests] == [1.1, 0.5]
     assert finished.usage.sampling_s == 1.0
     assert finished.usage.tools_s == pytest.approx(0.12)
 
@@ -233,13 +233,13 @@ def test_turns_that_are_given_up_take_time(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def work() -> Finished:
         nonlocal now
-        recorded = recording(sample, deadline_s=10.0)
+        recorded = recording(sample, timeout_s=10.0)
         late = asyncio.create_task(recorded.overdue(60.0))
         for n, left in enumerate((10.0, 7.0, 4.0, 1.0)):
             task = asyncio.create_task(ask(recorded, [user("a")]))
             while len(policy.requests) <= n:
                 await asyncio.sleep(0)
-            assert policy.requests[n].deadline_s == left
+            assert policy.requests[n].timeout_s == left
             now += 3.0
             task.cancel()
             await asyncio.wait({task})
@@ -256,7 +256,7 @@ def test_turns_that_are_given_up_take_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_time_to_the_first_turn_is_its_own() -> None:
     async def work() -> Finished:
-        recorded = recording(Policy(["word"]), deadline_s=0.01)
+        recorded = recording(Policy(["word"]), timeout_s=0.01)
         assert await recorded.overdue(0.05) == "did not ask for a turn within 0.05 s"
         return await recorded.finish()
 
@@ -264,7 +264,7 @@ def test_time_to_the_first_turn_is_its_own() -> None:
 
 
 def test_a_program_needs_a_deadline() -> None:
-    with pytest.raises(ValueError, match="deadline_s must be finite"):
+    with pytest.raises(ValueError, match="timeout_s must be finite"):
         play(recording(Policy(["word"])).overdue(1.0))
 
 
@@ -273,7 +273,7 @@ def test_a_turn_that_ran_out_of_time_before_its_first_token_is_none() -> None:
     policy.silent = True
 
     async def work() -> Finished:
-        recorded = recording(policy, deadline_s=9.0)
+        recorded = recording(policy, timeout_s=9.0)
         with pytest.raises(ApiError, match="9 s is spent"):
             await ask(recorded, [user("a")])
         return await recorded.finish()

@@ -105,7 +105,7 @@ def opened(
         chat=chat(),
         turns=policy if callable(policy) else policy.turns(),
         limits=dict.fromkeys(
-            programs, Limits(replace(BUDGET, turns=4, deadline_s=seconds), NO_CONTEXT)
+            programs, Limits(replace(BUDGET, turns=4, timeout_s=seconds), NO_CONTEXT)
         ),
         seed=1,
         most_open=64,

@@ -90,7 +90,7 @@ def test_twelve_turns_are_one_segment() -> None:
 
 def test_tools_inside_the_thinking_leave_it_open_for_the_next_turn() -> None:
     policy = Policy(['<think>\nhm\n@city "Rome"', 'more\n@city "Oslo"', "so\n</think>\n\nDone."])
-    chat = chat_of("embedded", tools_in_thinking=True)
+    chat = chat_of("tiny", tools_in_thinking=True)
 
     async def work() -> tuple[Messages, Finished]:
         recorded = recording(policy, chat=chat, thinking=True)
@@ -311,13 +311,13 @@ STEP = st.tuples(
 )
 
 
-@pytest.mark.parametrize("family", ["embedded", "qwen3", "hermes"])
+@pytest.mark.parametrize("family", ["tiny", "qwen3", "hermes"])
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=st.lists(STEP, min_size=1, max_size=9), thinking=st.booleans())
 def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(
     family: str, steps: list[Any], thinking: bool
 ) -> None:
-    policy = Policy(script if family == "embedded" else hermes, family)
+    policy = Policy(script if family == "tiny" else hermes, family)
 
     async def go_on(recorded: TrajectoryRecorder, talk: dict[str, Any], how: str) -> None:
         messages = [mangled(message, how) for message in talk["messages"]]

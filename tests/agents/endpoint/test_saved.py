@@ -81,7 +81,7 @@ def test_saved_conversations_render_exactly_as_sampled(tmp_path: Path, thinking:
         return sorted((s.token_ids_T.tolist(), s.trainable_T.tolist()) for s in segments)
 
     finished = two_agents(thinking=thinking)
-    again = rendered(finished, tmp_path, "embedded", thinking=thinking)
+    again = rendered(finished, tmp_path, "tiny", thinking=thinking)
     assert contents(again) == contents(finished.segments)
 
 

@@ -16,7 +16,7 @@ from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 
 HARDWARE = (
-    *("colocated", "ranks", "gpu_memory_utilization", "sleep"),
+    *("colocated", "ranks", "gpu_memory_utilization", "time_share"),
     *("zero_stage", "compile"),
 )
 """Not a user's to decide."""
@@ -127,9 +127,9 @@ def test_completions_fit_the_models_context(config: dict[str, dict[str, int]]) -
     assert context_of("nobody/nothing") == 0
 
 
-def test_the_embedded_model_may_have_any_task() -> None:
+def test_the_tiny_model_may_have_any_task() -> None:
     config = written("--task", "chain_sum", "--yes", "--gpus", "0")
-    assert config.max_context == config.model.embedded.max_context == 512
+    assert config.max_context == config.model.tiny.max_context == 512
     assert config.rollout.sampling.max_tokens == 48
 
 
@@ -150,11 +150,11 @@ def test_rows_for_an_environment_get_one() -> None:
 
 REFUSED = {
     "--model a/b --gpus 0": "--data is missing",
-    "--gpus 0 --environment shop:Shop": "--environment shop:Shop: the embedded model has been",
+    "--gpus 0 --environment shop:Shop": "--environment shop:Shop: the tiny model has been",
     "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has prompt. Name",
     "--model a/b --gpus 0 --data shop.jsonl": "has a column `environment`; name what reads it",
     "--model ./nope --gpus 0 --data school.jsonl": "'./nope' does not exist",
-    "--model embedded --data school.jsonl": "has been taught a few tasks of reasoning_gym",
+    "--model tiny --data school.jsonl": "has been taught a few tasks of reasoning_gym",
     "--model a/b --gpus 0 --data school.jsonl --task chain_sum": "keep one",
     "--model a/b --gpus -1 --data school.jsonl": "must be at least 0 and 1",
     "nowhere/x.yaml --gpus 0 --task chain_sum": "no such folder as nowhere",
@@ -272,7 +272,7 @@ def test_the_defaults_of_a_plain_machine_are_checked_at_once(
 ) -> None:
     assert main(["new", "--yes", "--gpus", "0", "plain.yaml"]) == 0
     said = capsys.readouterr().out
-    assert "embedded: 407,680 parameters" in said and "128 held out" in said
+    assert "tiny: 407,680 parameters" in said and "128 held out" in said
     assert said.endswith("next: keel train plain.yaml\n")
     assert (here / "plain.yaml").read_text() in said
 

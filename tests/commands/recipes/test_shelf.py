@@ -59,7 +59,7 @@ def test_recipe_fits_its_machine(file: Path) -> None:
     assert place(config, hardware.idle).shared
     # Cards have a little less memory than their name says.
     both = (config.rollout.gpu_memory_utilization * gib, choice.plan.peak / GIB)
-    assert (max(both) if config.rollout.sleep else sum(both)) < 0.96 * gib
+    assert (max(both) if config.rollout.time_share else sum(both)) < 0.96 * gib
     estimate = re.search(r"estimated ([\d.]+) s per step", file.read_text().replace("\n# ", " "))
     assert estimate and float(estimate[1]) == pytest.approx(choice.plan.time.total, rel=0.1)
 

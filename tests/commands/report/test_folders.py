@@ -209,7 +209,7 @@ def test_the_summary_says_what_came_of_a_run(tmp_path: Path) -> None:
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"step": 30, "time": 1, "kind": "alarm", "text": "entropy fell"}\n')
     summary = read_folder(folder)[0].summary
-    assert summary["model"] == "embedded" and summary["trained on"] == "spelling, spiral"
+    assert summary["model"] == "tiny" and summary["trained on"] == "spelling, spiral"
     assert summary["time"] == "40 min"
     assert summary["held-out sums/pass@1"] == "0.250 → 0.750 (+0.500)"
     assert summary["reward"] == "0.015 → 0.385 (means of 4 steps)"  # of steps 0 to 3, 37 to 40

@@ -46,9 +46,9 @@ def calls_of(messages: Any) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_recipe_has_room_for_what_is_shown(name: str) -> None:
-    """As the embedded model has it: what the tasks say word for word is a token a text."""
+    """As the tiny model has it: what the tasks say word for word is a token a text."""
     source, _ = SHOWN[name]
-    tokenizer = build_tokenizer(RECIPE.model.embedded.phrases)
+    tokenizer = build_tokenizer(RECIPE.model.tiny.phrases)
     budget = RECIPE.budget(source.domain_name)
     assert shown(name, 3) == shown(name, 3)
     made = shown(name, 40)

@@ -1,4 +1,4 @@
-"""The embedded models, as they are built."""
+"""The tiny models, as they are built."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from keel.configs.schema import ColdStartConfig, ConfigError, EmbeddedConfig
+from keel.configs.schema import ColdStartConfig, ConfigError, TinyModelConfig
 from keel.model.load import facts_of, load_model_config, load_policy
 from keel.model.tiny.build import build_model
 from keel.model.tiny.cache import content_key, make_folder
 from keel.model.tiny.cold_start import Curriculum, Example, Lesson, train
 from keel.model.tiny.tokenizer import build_tokenizer
 
-TINY = EmbeddedConfig(
+TINY = TinyModelConfig(
     family="deepseek_v32",
     layers=2,
     hidden_size=32,
@@ -28,7 +28,7 @@ TINY = EmbeddedConfig(
     max_context=64,
     cold_start=ColdStartConfig(steps=0),
 )
-QWEN = EmbeddedConfig()
+QWEN = TinyModelConfig()
 
 
 def test_the_sparse_model_is_written_and_loaded(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_cold_start_attends_to_everything() -> None:
 
 def test_what_is_not_of_its_family_does_not_name_a_model_anew() -> None:
     key = content_key(QWEN, Curriculum(seed=3))
-    assert key == content_key(EmbeddedConfig(index_top_k=5), Curriculum(seed=3))
-    assert key != content_key(EmbeddedConfig(family="deepseek_v32"), Curriculum(seed=3))
-    with pytest.raises(ConfigError, match=r"embedded\.head_dim = 18: must be a multiple of 4"):
-        EmbeddedConfig(family="deepseek_v32", head_dim=18)
+    assert key == content_key(TinyModelConfig(index_top_k=5), Curriculum(seed=3))
+    assert key != content_key(TinyModelConfig(family="deepseek_v32"), Curriculum(seed=3))
+    with pytest.raises(ConfigError, match=r"tiny\.head_dim = 18: must be a multiple of 4"):
+        TinyModelConfig(family="deepseek_v32", head_dim=18)

@@ -17,15 +17,15 @@ from keel.agents.environments.demonstrations import Demonstration, trip_demonstr
 from keel.configs.schema import (
     ColdStartConfig,
     ConfigError,
-    EmbeddedConfig,
     EnvironmentConfig,
     SourceConfig,
+    TinyModelConfig,
 )
 from keel.data.items import told as told_by
 from keel.model.load import facts_of, load_model_config, load_tokenizer
 from keel.model.tiny import cache, cold_start
 from keel.model.tiny.build import build_model
-from keel.model.tiny.cache import content_key, default_cache_dir, ensure_embedded, make_folder
+from keel.model.tiny.cache import content_key, default_cache_dir, ensure_tiny_model, make_folder
 from keel.model.tiny.cold_start import Curriculum, Example, Lesson, make_examples, train
 from keel.model.tiny.on_gpu import plain, run_on_gpu
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -36,7 +36,7 @@ SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_bac
 SPIRALS = SourceConfig(
     name="spirals", source="reasoning_gym", task="spiral_matrix", size=8, params={"max_n": 2}
 )
-TINY = EmbeddedConfig(
+TINY = TinyModelConfig(
     hidden_size=32,
     layers=1,
     heads=2,
@@ -53,9 +53,9 @@ def curriculum(*sources: SourceConfig, seed: int = 0, **more: Any) -> Curriculum
     return Curriculum(seed=seed, sources=sources, **more)
 
 
-def ensure(folder: Path, config: EmbeddedConfig = TINY, **options: object) -> Path:
+def ensure(folder: Path, config: TinyModelConfig = TINY, **options: object) -> Path:
     config = replace(config, cache_dir=str(folder))
-    return ensure_embedded(config, curriculum(SPELLING), **options)
+    return ensure_tiny_model(config, curriculum(SPELLING), **options)
 
 
 def test_one_that_a_disk_has_lost_part_of_is_made_again(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_training_lowers_the_loss_and_reports_each_step() -> None:
 def test_a_cold_start_over_its_time_fails(tmp_path: Path) -> None:
     slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch_size=4, max_seconds=1e-6))
     with pytest.raises(
-        TimeoutError, match=r"^model\.embedded\.cold_start\.max_seconds = 1e-06: 1 of 3 steps took"
+        TimeoutError, match=r"^model\.tiny\.cold_start\.max_seconds = 1e-06: 1 of 3 steps took"
     ):
         ensure(tmp_path, slow)
     assert list(tmp_path.iterdir()) == []
@@ -293,7 +293,7 @@ def test_processes_at_once_agree_on_one_folder(tmp_path: Path) -> None:
 
 
 def test_the_key_covers_what_the_weights_depend_on() -> None:
-    def key(config: EmbeddedConfig = TINY, seed: int = 0, heldout: tuple[str, ...] = ()) -> str:
+    def key(config: TinyModelConfig = TINY, seed: int = 0, heldout: tuple[str, ...] = ()) -> str:
         return content_key(config, curriculum(SPELLING, seed=seed, heldout_questions=heldout))
 
     harder = replace(SPELLING, params={"min_word_len": 5})
@@ -338,9 +338,9 @@ def test_a_process_of_its_own_teaches_like_this_one(tmp_path: Path) -> None:
     given = curriculum(SPELLING, heldout_questions={"a"})
     make = partial(make_folder, tmp_path / "apart", TINY, given)
     seen: list[int] = []
-    run_on_gpu(make, "cpu", deadline_s=PATIENCE_S, progress=lambda step, *_: seen.append(step))
+    run_on_gpu(make, "cpu", timeout_s=PATIENCE_S, progress=lambda step, *_: seen.append(step))
     assert seen == [1, 2, 3]
-    here = ensure_embedded(replace(TINY, cache_dir=str(tmp_path / "here")), given)
+    here = ensure_tiny_model(replace(TINY, cache_dir=str(tmp_path / "here")), given)
     apart = AutoModelForCausalLM.from_pretrained(tmp_path / "apart").state_dict()
     for name, tensor in AutoModelForCausalLM.from_pretrained(here).state_dict().items():
         torch.testing.assert_close(apart[name], tensor, rtol=0.0, atol=1e-3)
@@ -359,9 +359,9 @@ def test_what_goes_wrong_in_that_process_is_raised_here(tmp_path: Path) -> None:
     slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch_size=4, max_seconds=1e-6))
     make = partial(make_folder, tmp_path / "slow", slow, curriculum(SPELLING))
     with pytest.raises(TimeoutError, match="1 of 3 steps took"):
-        run_on_gpu(make, "cpu", deadline_s=PATIENCE_S)
+        run_on_gpu(make, "cpu", timeout_s=PATIENCE_S)
     with pytest.raises(RuntimeError, match=r"died \(exit code 7\)"):
-        run_on_gpu(die, "cpu", deadline_s=PATIENCE_S)
+        run_on_gpu(die, "cpu", timeout_s=PATIENCE_S)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -376,7 +376,7 @@ def test_errors_that_a_pipe_may_not_carry_come_in_words() -> None:
 def test_that_process_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keel.model.tiny.on_gpu.START_S", 0.0)
     with pytest.raises(TimeoutError, match="no end on cpu after 0 s"):
-        run_on_gpu(hang, "cpu", deadline_s=0.1)
+        run_on_gpu(hang, "cpu", timeout_s=0.1)
 
 
 def test_a_gpus_model_is_kept_apart_from_a_cpus(

@@ -14,9 +14,9 @@ from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
-    EmbeddedConfig,
     EnvironmentConfig,
     SourceConfig,
+    TinyModelConfig,
 )
 from keel.model.tiny.cache import content_key
 from keel.model.tiny.cold_start import Curriculum, Example, make_examples
@@ -92,7 +92,7 @@ def test_keels_own_scripts_import_nothing_from_the_folder(folder: Path) -> None:
 def test_other_scripts_make_another_model(folder: Path) -> None:
     def key(demonstrations: str) -> str:
         sources = of(folder, demonstrations).data.sources
-        return content_key(EmbeddedConfig(), Curriculum(seed=0, sources=sources))
+        return content_key(TinyModelConfig(), Curriculum(seed=0, sources=sources))
 
     first = key("demos:shopping")
     with (folder / "demos.py").open("a") as file:
@@ -206,6 +206,6 @@ def test_one_that_does_not_end(
 ) -> None:
     config = script(folder, body, monkeypatch)
     brief = ColdStartConfig(max_seconds=0.5)
-    config = replace(config, model=replace(config.model, embedded=EmbeddedConfig(cold_start=brief)))
+    config = replace(config, model=replace(config.model, tiny=TinyModelConfig(cold_start=brief)))
     with pytest.raises(ConfigError, match=rf"'odd:made': {why}"):
         demonstrate(config, "shop", 3)

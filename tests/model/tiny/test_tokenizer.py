@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from keel.configs.schema import ConfigError, EmbeddedConfig
+from keel.configs.schema import ConfigError, TinyModelConfig
 from keel.model.load import load_tokenizer
 from keel.model.tiny.tokenizer import (
     END_OF_TEXT,
@@ -177,5 +177,5 @@ def test_texts_of_a_recipe_are_one_token_and_move_no_other() -> None:
     assert len(again) == len(TOKENIZER) + 1 == max(again.get_vocab().values()) + 1
     assert again.encode("a\n<think>") == TOKENIZER.encode("a\n<think>"), "they are tokens already"
     for wrong in ("", "é"):
-        with pytest.raises(ConfigError, match=r"model\.embedded\.phrases"):
-            EmbeddedConfig(phrases=(wrong,))
+        with pytest.raises(ConfigError, match=r"model\.tiny\.phrases"):
+            TinyModelConfig(phrases=(wrong,))

@@ -226,7 +226,7 @@ def test_a_program_ends_with_the_worker_that_runs_it(
     settings: CodeSettings,
 ) -> None:
     knobs = {"isolation": settings.isolation, "completion_s": 1000, "time_s": 1000}
-    pool = WorkerPool(1, deadline_s=PATIENCE_S, code=knobs)
+    pool = WorkerPool(1, timeout_s=PATIENCE_S, code=knobs)
     before = programs()
     verdict = pool.submit(spec({"stdout": ""}), [answer("import time; time.sleep(1000)")])
     started = wait_for(lambda: ours(programs() - before), "the program")

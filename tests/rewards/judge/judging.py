@@ -30,7 +30,7 @@ PROMPT = Prompt(
 def settings(url: str, **changes: Any) -> JudgeConfig:
     return replace(
         JudgeConfig(
-            base_url=url, model="m", deadline_s=PATIENCE_S, retries=2, max_failure_fraction=1.0
+            base_url=url, model="m", timeout_s=PATIENCE_S, retries=2, max_failure_fraction=1.0
         ),
         **changes,
     )

@@ -91,7 +91,7 @@ def test_which_specs_need_a_judge() -> None:
         ({"max_failure_fraction": 1.5}, "rewards.judge.max_failure_fraction = 1.5"),
         ({"max_concurrent": 2000}, "at most 1000"),
         ({"max_calls": -1}, "rewards.judge.max_calls = -1"),
-        ({"deadline_s": 0.0}, "rewards.judge.deadline_s = 0.0"),
+        ({"timeout_s": 0.0}, "rewards.judge.timeout_s = 0.0"),
         ({"temperature": 3.0}, "rewards.judge.temperature = 3.0"),
         ({"extra": {"model": "x"}}, "are set by Keel"),
     ],

@@ -209,7 +209,7 @@ def test_the_pause_that_the_server_asks_for(server: Server) -> None:
 @pytest.mark.parametrize("reply", [Reply("{}", delay_s=1000), Reply("{}" * 50_000, drip_s=0.01)])
 def test_a_slow_judge_meets_the_deadline(server: Server, reply: Reply) -> None:
     server.behave = lambda request: reply
-    (result,) = judge(settings(server.url, deadline_s=0.05, retries=1), ["blue"])
+    (result,) = judge(settings(server.url, timeout_s=0.05, retries=1), ["blue"])
     assert isinstance(result, Failed)
     assert result.kind == "timeout"
     assert "0.05 s" in result.reason

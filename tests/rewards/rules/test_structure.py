@@ -120,7 +120,7 @@ def test_a_pattern_without_end_costs_its_own_answer() -> None:
     answers = ['"ab"', f'"{"a" * 60}"', '"x"', '"aab"']
 
     def costs(limit_s: float) -> None:
-        pool = WorkerPool(1, deadline_s=limit_s)
+        pool = WorkerPool(1, timeout_s=limit_s)
         try:
             verdicts = pool.submit(one, answers).result(PATIENCE_S)
         finally:

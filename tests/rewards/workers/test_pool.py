@@ -29,7 +29,7 @@ FACTORS = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(1, deadline_s=PATIENCE_S)
+    pool = WorkerPool(1, timeout_s=PATIENCE_S)
     yield pool
     pool.close()
 
@@ -112,7 +112,7 @@ def test_a_hanging_verifier_costs_its_own_answer(
 
     def costs(limit_s: float) -> None:
         started.clear()
-        pool = WorkerPool(1, deadline_s=limit_s)
+        pool = WorkerPool(1, timeout_s=limit_s)
         try:
             right, hung, wrong, again = verify(pool, deaf, two, nine, three, nine)
             assert (right, wrong) == (Verdict(1.0), Verdict(0.0))
@@ -126,7 +126,7 @@ def test_a_hanging_verifier_costs_its_own_answer(
 
 
 def test_a_worker_that_dies_is_replaced_and_a_schedulers_signal_ends_none(waits: Waits) -> None:
-    pool = WorkerPool(1, deadline_s=PATIENCE_S)
+    pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
         process = pool._workers[0]._process
         assert process is not None
@@ -150,7 +150,7 @@ def test_a_worker_that_stands_still_is_replaced_and_costs_nothing(
 ) -> None:
     """Before it has begun, and in the middle of a completion."""
     monkeypatch.setattr(pool_module, "LOOK_S", 0.02)
-    pool = WorkerPool(1, deadline_s=PATIENCE_S)
+    pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
         first = pool._workers[0]._process
         assert first is not None
@@ -175,7 +175,7 @@ def test_a_spec_that_no_rule_reads_is_an_error_and_not_a_verdict(pool: WorkerPoo
 
 def test_closing_ends_what_is_under_way_and_what_a_worker_has_started(waits: Waits) -> None:
     """Whatever session it went to."""
-    pool = WorkerPool(1, deadline_s=PATIENCE_S)
+    pool = WorkerPool(1, timeout_s=PATIENCE_S)
     process = pool._workers[0]._process
     assert process is not None
     future = pool.submit(waits.spec, [waits.hangs, waits.right])
@@ -200,7 +200,7 @@ def test_functions_may_take_memory_that_rules_may_not(
     prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
     takes = {"kind": "function", "name": "takes.room", "prompt": prompt_fields(prompt)}
     one = TextTrajectory(messages=(), finish_reason="stop", sampled_tokens=1).dumps()
-    pool = WorkerPool(1, deadline_s=PATIENCE_S)
+    pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
         (process,) = [worker._process for worker in pool._workers]
         assert process is not None
@@ -220,7 +220,7 @@ def test_functions_may_take_memory_that_rules_may_not(
 
 
 def test_without_workers_completions_are_verified_in_process() -> None:
-    pool = WorkerPool(0, deadline_s=1.0)
+    pool = WorkerPool(0, timeout_s=1.0)
     assert verify(pool, SUM, "3", "4") == [Verdict(1.0), Verdict(0.0)]
     right, wrong = verify(pool, FACTORS, "3 × 2", "three")
     assert right == Verdict(1.0)
@@ -233,6 +233,6 @@ def test_without_workers_completions_are_verified_in_process() -> None:
 
 def test_settings_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="workers = -1"):
-        WorkerPool(-1, deadline_s=1.0)
-    with pytest.raises(ValueError, match=r"deadline_s = 0\.0"):
-        WorkerPool(1, deadline_s=0.0)
+        WorkerPool(-1, timeout_s=1.0)
+    with pytest.raises(ValueError, match=r"timeout_s = 0\.0"):
+        WorkerPool(1, timeout_s=0.0)

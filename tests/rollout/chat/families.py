@@ -359,7 +359,7 @@ FAMILIES: dict[str, tuple[str | None, tuple[str, ...], tuple[str, ...], str, str
     "llama3": (LLAMA3, _LLAMA, (), "<|eot_id|>", "<|begin_of_text|>"),
     "harmony": (GPT_OSS, _HARMONY, (), "<|return|>", None),
 }
-NAMES = ("embedded", *FAMILIES)
+NAMES = ("tiny", *FAMILIES)
 FAMILIES |= {
     "chatml": (CHATML, _CHATML, (), "<|im_end|>", None),
     "phi": (
@@ -421,7 +421,7 @@ WITHOUT_THINKING = ("hermes", "llama3")
 
 @cache
 def tokenizer_of(name: str) -> Any:
-    if name == "embedded":
+    if name == "tiny":
         return build_tokenizer()
     template, special, added, end, begin = FAMILIES[name]
     backend = Tokenizer(models.BPE())

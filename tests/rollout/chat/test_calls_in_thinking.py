@@ -14,7 +14,7 @@ from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
 from tests.rollout.chat.test_conversations import CALLS, answers, say
 from tests.rollout.chat.test_parsing import ENDS, parse
 
-THINKING = ("embedded", "qwen3", "glm", "deepseek-v3.2")
+THINKING = ("tiny", "qwen3", "glm", "deepseek-v3.2")
 """Families whose thinking has marks, and stays beside a call."""
 
 

@@ -113,7 +113,7 @@ def test_a_user_message_ends_the_thinking_and_the_segment(name: str) -> None:
     assert "hm" not in chat.decode(whole) and "There." in chat.decode(whole)
 
 
-@pytest.mark.parametrize("name", ["embedded", "qwen3", "glm", "deepseek-v3.2", *WITHOUT_THINKING])
+@pytest.mark.parametrize("name", ["tiny", "qwen3", "glm", "deepseek-v3.2", *WITHOUT_THINKING])
 def test_without_thinking_a_user_message_extends(name: str) -> None:
     chat = chat_of(name)
     said = {"role": "assistant", "content": "There."}
@@ -128,7 +128,7 @@ def test_without_thinking_a_user_message_extends(name: str) -> None:
     assert chat.extend([*ids, *more], USER, thinking=False) is not None
 
 
-@pytest.mark.parametrize("name", ["embedded", "qwen3", "glm"])
+@pytest.mark.parametrize("name", ["tiny", "qwen3", "glm"])
 def test_thinking_cut_short_is_closed_before_the_turn_is(name: str) -> None:
     """By a mark of the template, as context, so that the history reads like any other."""
     chat, encode = chat_of(name), tokenizer_of(name).encode
@@ -233,7 +233,7 @@ def test_a_template_that_refuses_names_itself() -> None:
 
 
 def test_only_new_messages_extend() -> None:
-    chat = chat_of("embedded")
+    chat = chat_of("tiny")
     ids = chat.opening(USER, [], thinking=False)
     for messages in ([], [{"role": "assistant", "content": "a"}]):
         with pytest.raises(ValueError, match="continues with new messages"):
@@ -268,8 +268,8 @@ def test_it_can_be_sent_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(chat)).opening(USER, [CITY], thinking=True) == opening
 
 
-def test_tools_cost_the_embedded_model_few_tokens() -> None:
-    chat = chat_of("embedded")
+def test_tools_cost_the_tiny_model_few_tokens() -> None:
+    chat = chat_of("tiny")
     with_tools, without = (len(chat.opening(USER, tools, thinking=False)) for tools in ([CITY], []))
     assert with_tools - without < 60
     said = {**calling(0, 1)}

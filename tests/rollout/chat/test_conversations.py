@@ -13,7 +13,7 @@ from tests.rollout.chat.families import CITY, NAMES, chat_of, tokenizer_of
 from tests.rollout.chat.test_parsing import DSML, ENDS
 
 CALLS = {
-    "embedded": ('@city "Rome"', "@city ["),
+    "tiny": ('@city "Rome"', "@city ["),
     "qwen3": (
         '<tool_call>{"name": "city", "arguments": {"name": "Rome"}}</tool_call>',
         "<tool_call>",

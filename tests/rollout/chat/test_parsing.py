@@ -102,9 +102,9 @@ def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | 
             ("city", {"name": "12", "days": 12}),
         ),
         ("glm", "<tool_call>city</tool_call>", ("city", {})),
-        ("embedded", '@city "a, b", 2', ("city", {"name": "a, b", "days": 2})),
-        ("embedded", "@city null, 2", ("city", {"days": 2})),
-        ("embedded", "@nothing 1", ("nothing", {})),
+        ("tiny", '@city "a, b", 2', ("city", {"name": "a, b", "days": 2})),
+        ("tiny", "@city null, 2", ("city", {"days": 2})),
+        ("tiny", "@nothing 1", ("nothing", {})),
     ],
 )
 def test_calls_in_forms_a_template_does_not_write(
@@ -134,7 +134,7 @@ def test_calls_in_forms_a_template_does_not_write(
         ("qwen3", '<tool_call>{"name": "city"}', "no </tool_call> ends it"),
         ("qwen3", f"<tool_call>{'[' * 100_000}</tool_call>", "nested too deep"),
         ("qwen3", f"<tool_call>{'[' * 700}{']' * 700}</tool_call>", "nested too deep"),
-        ("embedded", f"@city {'[' * 700}{']' * 700}", "nested too deep"),
+        ("tiny", f"@city {'[' * 700}{']' * 700}", "nested too deep"),
         ("qwen3", f'<tool_call>{{"name": {"9" * 5000}}}</tool_call>', "not JSON"),
         ("deepseek-v3.1", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "holds no call"),
         ("deepseek-v3.1", "<｜tool▁call▁begin｜>city{}<｜tool▁call▁end｜>", "no <｜tool▁sep｜>"),
@@ -154,9 +154,9 @@ def test_calls_in_forms_a_template_does_not_write(
         ("llama3", '{"name": "city", "parameters": 1}', "not a JSON object"),
         ("harmony", "<|channel|>commentary to=functions.city<|message|>{", "not JSON"),
         ("harmony", "city", "without <|message|>"),
-        ("embedded", "@city [", "not JSON"),
-        ("embedded", "@city 1, 2, 3", "takes 2"),
-        ("embedded", "@ city", "a call is a line"),
+        ("tiny", "@city [", "not JSON"),
+        ("tiny", "@city 1, 2, 3", "takes 2"),
+        ("tiny", "@ city", "a call is a line"),
     ],
 )
 def test_what_is_no_call_is_said_to_be_none(name: str, text: str, why: str) -> None:
@@ -264,7 +264,7 @@ def test_one_broken_call_spoils_no_other() -> None:
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("embedded", "\n@city 1\n"),
+        ("tiny", "\n@city 1\n"),
         ("qwen3", '<tool_call>{"name": "city"}</tool_call>'),
         ("glm", "<tool_call>city</tool_call>"),
         ("deepseek-v3.2", f'<{DSML}invoke name="city"></{DSML}invoke>'),
@@ -320,8 +320,8 @@ def test_an_answer_in_json_is_no_call() -> None:
     for text in ('{"answer": 3}', json.dumps([{"name": "city"}]), '{"name'):
         parsed = parse("llama3", text)
         assert (parsed.content, parsed.calls) == (text, ())
-    without_tools = chat_of("embedded").parse(
-        tokenizer_of("embedded").encode("@home<|im_end|>"), [], thinking=False, turn=0
+    without_tools = chat_of("tiny").parse(
+        tokenizer_of("tiny").encode("@home<|im_end|>"), [], thinking=False, turn=0
     )
     assert (without_tools.content, without_tools.calls) == ("@home", ())
 

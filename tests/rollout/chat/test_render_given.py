@@ -21,7 +21,7 @@ from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, 
 
 WORDS = ["Rome", "800 yuan.", "Is it (really)?", "a <|im_end|> b", "zwölf", "x\n\ny", '{"a": 1}']
 ONE_CALL = ("llama3", "harmony")
-TAGS = ("deepseek-v3.1", "deepseek-v3.2", "glm", "embedded", "qwen3")
+TAGS = ("deepseek-v3.1", "deepseek-v3.2", "glm", "tiny", "qwen3")
 """Formats in which `<think>` in a text cannot be taken for thinking."""
 
 SEEDS = 2
@@ -250,12 +250,12 @@ def test_context_that_a_template_passes_over_is_refused(
 def test_the_cold_start_learns_the_same_tokens_of_the_same_conversations(
     make: Any, arguments: dict[str, Any]
 ) -> None:
-    chat = chat_of("embedded")
+    chat = chat_of("tiny")
     for one in make(2, seed=0, arguments=arguments):
         for said in (one.worked, one.hasty):
             for thinking in (True, False):
                 (context,) = taught(chat, said, one.tools, thinking=thinking)
                 ids, marks = conversation_ids(
-                    tokenizer_of("embedded"), said, one.tools, thinking=thinking
+                    tokenizer_of("tiny"), said, one.tools, thinking=thinking
                 )
                 assert (context.ids, context.said) == (ids, marks)

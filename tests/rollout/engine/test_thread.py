@@ -108,7 +108,7 @@ def fake() -> FakeEngine:
 
 
 def config(**changes: Any) -> RolloutConfig:
-    given = {"update_deadline_s": PATIENCE_S, **changes}
+    given = {"update_timeout_s": PATIENCE_S, **changes}
     return RolloutConfig(sampling=SamplingConfig(max_tokens=8), **given)
 
 
@@ -249,7 +249,7 @@ def test_running_groups_pause_while_the_engine_sleeps(
 
 
 def test_a_group_is_cut_at_its_deadline(fake: FakeEngine) -> None:
-    engine = EngineThread(lambda: fake, config(deadline_s=0.05))
+    engine = EngineThread(lambda: fake, config(timeout_s=0.05))
     fake.go.clear()
     early = engine.submit(prompt("early"), group_size=2)
     assert not early.result(PATIENCE_S).dropped
@@ -262,7 +262,7 @@ def test_what_cannot_even_be_cut_is_given_up(
 ) -> None:
     monkeypatch.setattr("keel.rollout.engine.thread.CUT_S", 0.05)
     fake.deaf = True
-    engine = EngineThread(lambda: fake, config(deadline_s=0.05))
+    engine = EngineThread(lambda: fake, config(timeout_s=0.05))
     fake.go.clear()
     assert engine.submit(prompt("a"), group_size=2).result(PATIENCE_S).dropped == ("late",)
     assert fake.events == ["cut a", "give up a"]
@@ -276,7 +276,7 @@ def test_time_without_weights_does_not_count_towards_the_deadline(
     now = 0.0
     clock = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
     monkeypatch.setattr("keel.rollout.engine.thread.time", clock)
-    engine = EngineThread(lambda: fake, config(deadline_s=10.0))
+    engine = EngineThread(lambda: fake, config(timeout_s=10.0))
     fake.go.clear()
     future = engine.submit(prompt("a"), group_size=2)
     engine.begin_update()
@@ -299,10 +299,10 @@ def test_an_update_can_wait_for_running_groups(draining: EngineThread, fake: Fak
 
 
 def test_an_update_that_cannot_begin_is_given_up(fake: FakeEngine) -> None:
-    draining = EngineThread(lambda: fake, config(weight_updates="drain", update_deadline_s=0.05))
+    draining = EngineThread(lambda: fake, config(weight_updates="drain", update_timeout_s=0.05))
     fake.go.clear()
     future = draining.submit(prompt("a"), group_size=2)
-    with pytest.raises(TimeoutError, match=r"update_deadline_s\) for running completions to"):
+    with pytest.raises(TimeoutError, match=r"update_timeout_s\) for running completions to"):
         update(draining, 3)
     fake.go.set()
     future.result(PATIENCE_S)

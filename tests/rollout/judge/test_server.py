@@ -1,4 +1,4 @@
-"""The judge that a run serves itself: vLLM's own server with the embedded model behind it."""
+"""The judge that a run serves itself: vLLM's own server with the tiny model behind it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from keel.configs.schema import ColdStartConfig, EmbeddedConfig, JudgeConfig, JudgeServerConfig
-from keel.model.tiny.cache import ensure_embedded
+from keel.configs.schema import ColdStartConfig, JudgeConfig, JudgeServerConfig, TinyModelConfig
+from keel.model.tiny.cache import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.judge.service import JudgeService
@@ -39,9 +39,9 @@ BLUE, RED, GREEN = (f"<think></think>{answer}" for answer in ("Blue.", "Red, I t
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
-    """The embedded model with random weights: it writes nonsense, in due form."""
-    model = ensure_embedded(
-        EmbeddedConfig(
+    """The tiny model with random weights: it writes nonsense, in due form."""
+    model = ensure_tiny_model(
+        TinyModelConfig(
             max_context=6144,
             cache_dir=str(tmp_path_factory.mktemp("models")),
             cold_start=ColdStartConfig(steps=0),
@@ -52,8 +52,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
     return JudgeConfig(
         model=str(model),
         serve=True,
-        server=JudgeServerConfig(dtype="float32", startup_deadline_s=2 * PATIENCE_S),
-        deadline_s=PATIENCE_S,
+        server=JudgeServerConfig(dtype="float32", startup_timeout_s=2 * PATIENCE_S),
+        timeout_s=PATIENCE_S,
         # So that its reasons come to an end; what holds the rest together is the schema alone.
         temperature=1.0,
         extra={"logit_bias": {str(quote): 5}},

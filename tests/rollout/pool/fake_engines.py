@@ -85,9 +85,9 @@ class World:
         self.sleep: Callable[[FakeEngine], Future[None]] = lambda engine: done(None)
         self.lives: list[FakeEngine] = []
         defaults = {"engines": 2, "max_num_seqs": 4}
-        defaults |= {"deadline_s": PATIENCE_S, "update_deadline_s": PATIENCE_S}
+        defaults |= {"timeout_s": PATIENCE_S, "update_timeout_s": PATIENCE_S}
         self.config = RolloutConfig(**{**defaults, **config})
-        self.pool = RolloutPool(self.config, self.build, startup_deadline_s=PATIENCE_S)
+        self.pool = RolloutPool(self.config, self.build, startup_timeout_s=PATIENCE_S)
 
     def build(self, index: int) -> FakeEngine:
         life = sum(engine.name.startswith(f"{index}.") for engine in self.lives)

@@ -35,7 +35,7 @@ def test_a_start_does_not_outlive_its_pool(when: str) -> None:
             reached.set()
         return engine
 
-    world.pool = RolloutPool(world.config, built, startup_deadline_s=1000 * PATIENCE_S)
+    world.pool = RolloutPool(world.config, built, startup_timeout_s=1000 * PATIENCE_S)
     failures: list[Exception] = []
 
     def start() -> None:

@@ -20,9 +20,9 @@ from tests.rollout.engine.test_thread import FakeEngine, update
 from tests.rollout.pool.fake_engines import done
 from tests.waiting import PATIENCE_S, wait_for
 
-LATE = "8 MiB of weights did not get through in 20 s (rollout.update_deadline_s)"
+LATE = "8 MiB of weights did not get through in 20 s (rollout.update_timeout_s)"
 CONFIG = RolloutConfig(
-    sampling=SamplingConfig(max_tokens=8), deadline_s=PATIENCE_S, update_deadline_s=PATIENCE_S
+    sampling=SamplingConfig(max_tokens=8), timeout_s=PATIENCE_S, update_timeout_s=PATIENCE_S
 )
 
 
@@ -102,7 +102,7 @@ def test_an_order_overtaken_by_an_update_that_fails_is_sampled_by_the_replacemen
         engines.append(ThreadEngine(fails=not engines))
         return cast(Any, engines[-1])
 
-    pool = RolloutPool(CONFIG, build, startup_deadline_s=PATIENCE_S)
+    pool = RolloutPool(CONFIG, build, startup_timeout_s=PATIENCE_S)
     said: list[str] = []
     pool.say = said.append
     pool.start()

@@ -162,7 +162,7 @@ def test_a_group_that_cannot_be_sent_fails_with_the_pool(monkeypatch: pytest.Mon
 def test_an_engine_that_does_not_start_is_named() -> None:
     world = World(engines=1)
     world.start = lambda engine: Future()
-    world.pool = RolloutPool(world.config, world.build, startup_deadline_s=0.02)
+    world.pool = RolloutPool(world.config, world.build, startup_timeout_s=0.02)
     with pytest.raises(TimeoutError, match=r"engine 0 was not ready within 0.02 s"):
         world.pool.start()
 
@@ -239,7 +239,7 @@ def test_starts_that_fail_in_different_ways_are_tried_again() -> None:
 
 
 def test_an_engine_that_is_late_with_new_weights_is_replaced() -> None:
-    world = World(update_deadline_s=0.05)
+    world = World(update_timeout_s=0.05)
     world.pool.start()
     load = world.update
     stuck: Future[int] = Future()

@@ -43,8 +43,8 @@ def buckets(folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def pool(folder: Path, buckets: list[Any]) -> Iterator[RayRolloutPool]:
     start_local_ray(num_cpus=2)
-    spec = engine_spec(folder, engines=2, deadline_s=2 * PATIENCE_S, update_deadline_s=PATIENCE_S)
-    pool = ray_pool(spec, gpu=False, startup_deadline_s=START_S)
+    spec = engine_spec(folder, engines=2, timeout_s=2 * PATIENCE_S, update_timeout_s=PATIENCE_S)
+    pool = ray_pool(spec, gpu=False, startup_timeout_s=START_S)
     pool.start()
     yield pool
     pool.shutdown()

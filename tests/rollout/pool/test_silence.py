@@ -34,8 +34,8 @@ def test_an_engine_that_falls_silent_is_replaced_and_loses_no_group(
         if engine.name != "0.0" or name == "p2":
             engine.finish(name)
 
-    monkeypatch.setattr(RolloutConfig, "silent_s", property(lambda self: self.deadline_s + 0.1))
-    world, said = World(answer=answer, deadline_s=0.05), list[str]()
+    monkeypatch.setattr(RolloutConfig, "silent_s", property(lambda self: self.timeout_s + 0.1))
+    world, said = World(answer=answer, timeout_s=0.05), list[str]()
     world.pool.say = said.append
     groups = world.run(5)
     assert ids(groups) == [f"p{i}" for i in range(5)]
@@ -91,14 +91,14 @@ def test_a_group_may_wait_for_an_engine_for_longer_than_it_may_take(clock: Clock
 
 
 def test_an_engine_that_is_slow_in_a_step_is_not_silent() -> None:
-    """Cut one step late, ended with the next: two steps of up to update_deadline_s or a minute."""
-    for options in ({}, {"deadline_s": 3600.0}, {"update_deadline_s": 1.0}):
+    """Cut one step late, ended with the next: two steps of up to update_timeout_s or a minute."""
+    for options in ({}, {"timeout_s": 3600.0}, {"update_timeout_s": 1.0}):
         config = RolloutConfig(**options)
-        assert config.silent_s >= config.deadline_s + 2 * 60.0
-        assert config.silent_s >= config.deadline_s + config.update_deadline_s
+        assert config.silent_s >= config.timeout_s + 2 * 60.0
+        assert config.silent_s >= config.timeout_s + config.update_timeout_s
 
 
 def test_silences_add_up_however_long_each_takes() -> None:
-    for deadline_s in (600.0, 3600.0, 36_000.0):
-        config = RolloutConfig(deadline_s=deadline_s)
+    for timeout_s in (600.0, 3600.0, 36_000.0):
+        config = RolloutConfig(timeout_s=timeout_s)
         assert window_s(config, 600.0) > MAX_RESTARTS * (config.silent_s + 600.0)

@@ -1,4 +1,4 @@
-"""Engines that share their GPUs with the trainer sleep while it works (`rollout.sleep`)."""
+"""Engines that share their GPUs with the trainer sleep while it works (`rollout.time_share`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.waiting import PATIENCE_S, wait_for
 
 
 def sleepers(**options: Any) -> World:
-    world = World(sleep=True, **options)
+    world = World(time_share=True, **options)
     world.pool.start()
     return world
 

@@ -134,7 +134,7 @@ class Traffic:
             stop_ids=self._draw.choice([(0,), (0, 60, 61, 62, 63)]),
         )
         if self._draw.random() < 0.2:
-            request = replace(request, deadline_s=self._draw.choice([0.0, 0.05, 0.2]))
+            request = replace(request, timeout_s=self._draw.choice([0.0, 0.05, 0.2]))
         self._open[self._engine.turn(request, sampling=TRUNCATED)] = number, request
 
     def _some_are_late(self, _: Any) -> None:

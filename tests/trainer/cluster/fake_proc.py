@@ -27,9 +27,9 @@ class Machine:
         patch.setattr(looks, "end", self._end)
         self.add(RAYLET, below=0)
 
-    def looker(self, frozen_after_s: float, **rays: int) -> Looker:
+    def looker(self, hang_timeout_s: float, **rays: int) -> Looker:
         return Looker(
-            RAYLET, rays, start=START, frozen_after_s=frozen_after_s, clock=lambda: self.now
+            RAYLET, rays, start=START, hang_timeout_s=hang_timeout_s, clock=lambda: self.now
         )
 
     def look(self, looker: Looker, seconds: float = LOOK_S) -> Sight:

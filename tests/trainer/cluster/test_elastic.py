@@ -37,11 +37,11 @@ def facts() -> ModelFacts:
     return replace(facts_of(QWEN3_17B), max_context=40_960)
 
 
-def recipe(*, engines: int = 4, fewer_after_s: float = 60.0, **trainer: int) -> Config:
+def recipe(*, engines: int = 4, elastic_wait_s: float = 60.0, **trainer: int) -> Config:
     return Config(
         data=DataConfig(sources=(SOURCE,)),
         model=ModelConfig(path="a/model", dtype="bfloat16"),
-        run=RunConfig(fewer_after_s=fewer_after_s, startup_deadline_s=100.0),
+        run=RunConfig(elastic_wait_s=elastic_wait_s, startup_timeout_s=100.0),
         rollout=RolloutConfig(engines=engines),
         trainer=TrainerConfig(**{"ranks": 4, "zero_stage": 1, **trainer}),
     )
@@ -120,9 +120,9 @@ def test_a_first_start_whose_ranks_the_cores_can_never_hold_says_so_and_ends_wit
     with pytest.raises(TimeoutError) as late:
         three.next()
     (line,) = cluster.said
-    assert f"{lacking.format(1)}. After 100 s (run.startup_deadline_s) the run ends" in line
+    assert f"{lacking.format(1)}. After 100 s (run.startup_timeout_s) the run ends" in line
     assert cluster.now == 100
-    end = f"waited 100 s (run.startup_deadline_s) for room: the recipe {lacking.format(0)}. "
+    end = f"waited 100 s (run.startup_timeout_s) for room: the recipe {lacking.format(0)}. "
     assert str(late.value).startswith(f"{end}A smaller trainer.ranks, also for a run that is ")
     assert "with trainer.min_ranks a start continues" in str(late.value)
     cluster = Cluster(lambda now: cores(0.5) if now < 30 else cores(0.5, 1))
@@ -191,7 +191,9 @@ def test_after_the_time_half_of_the_gpus_have_half_of_the_ranks_and_engines(
     assert (config.trainer.ranks, config.rollout.engines) == (2, 2)
     assert 60 <= cluster.now <= 64
     waits, goes_on = cluster.said
-    assert "needs 8 GPU(s)" in waits and "After 60 s (run.fewer_after_s) the run continues" in waits
+    assert (
+        "needs 8 GPU(s)" in waits and "After 60 s (run.elastic_wait_s) the run continues" in waits
+    )
     assert "trainer.ranks is now 2, not 4" in goes_on
     assert "rollout.engines is now 2, not 4" in goes_on
     events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
@@ -281,7 +283,7 @@ def test_a_node_that_does_not_answer_is_waited_for_until_ray_gives_it_up(
     facts: ModelFacts, tmp_path: Path
 ) -> None:
     cluster = Cluster(lambda now: BOTH[:1] if now >= 60 else BOTH)
-    layouts = cluster.layouts(recipe(min_ranks=1, fewer_after_s=0.0), facts, tmp_path)
+    layouts = cluster.layouts(recipe(min_ranks=1, elastic_wait_s=0.0), facts, tmp_path)
 
     def silent() -> list[str]:
         cluster.now += 0.01  # it asks, and waits

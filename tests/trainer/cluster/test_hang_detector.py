@@ -57,7 +57,7 @@ def test_what_is_stopped_is_said_once_and_ended_with_all_below_it_only_when_its_
     (line,) = through(machine, looker, LONG_S - 2 * LOOK_S)
     host = os.uname().nodename
     who = f"engine 0 (process {ENGINE} on {host}){whose} has been stopped (SIGSTOP) for "
-    assert line == f"{who}{SAID_S:g} s. After 100 s it is ended (run.frozen_after_s = 100)"
+    assert line == f"{who}{SAID_S:g} s. After 100 s it is ended (run.hang_timeout_s = 100)"
     assert machine.ended == []
     (line,) = through(machine, looker, 2 * LOOK_S)
     assert line == f"{who}100 s, and was ended" and machine.ended == [ENGINE, WORKER]
@@ -91,8 +91,8 @@ def test_zero_ends_nothing(machine: Machine) -> None:
         machine.threads(pid, pid, state=STOPPED)
     said = through(machine, looker, 3 * STILL_S)
     assert [line.partition(". ")[2] for line in said] == [
-        "It is left alone (run.frozen_after_s = 0)",
-        "It is left alone (run.frozen_after_s = 0)",
+        "It is left alone (run.hang_timeout_s = 0)",
+        "It is left alone (run.hang_timeout_s = 0)",
     ]
     assert machine.ended == [] and not machine.look(looker).lost
 
@@ -184,7 +184,7 @@ def test_rays_own_processes_are_not_ended_but_told_of(machine: Machine) -> None:
     assert not machine.look(looker).lost
     machine.threads(RAYLET, RAYLET, state=STOPPED)
     (line,) = through(machine, looker, RAYS_S - LOOK_S)
-    assert "After 60 s it is given up (run.frozen_after_s = 100)" in line
+    assert "After 60 s it is given up (run.hang_timeout_s = 100)" in line
     assert not looker.look().lost
     sight = machine.look(looker)
     assert sight.lost.startswith(f"the raylet (process {RAYLET} on ") and "stopped" in sight.lost
@@ -230,7 +230,7 @@ def test_real_processes_stopped_still_and_at_work(begin: Begin) -> None:
         return status.read_text().partition("voluntary_ctxt_switches")[2]
 
     counted = bool(switches())
-    looker = Looker(os.getpid(), {}, start=START, frozen_after_s=5.0, clock=lambda: now)
+    looker = Looker(os.getpid(), {}, start=START, hang_timeout_s=5.0, clock=lambda: now)
     said: list[str] = []
     assert looker.look().here == {"stopped": stopped.pid, "still": still.pid, "busy": busy.pid}
     while now < 2 * STILL_S:
@@ -259,7 +259,7 @@ def test_a_node_that_is_cut_off_ends_all_of_the_run_and_nothing_else() -> None:
     try:
         below = wait_for(psutil.Process(ours.pid).children)
         wait_for(psutil.Process(others.pid).children)
-        Looker(os.getpid(), {}, start=START, frozen_after_s=LONG_S).end_all()
+        Looker(os.getpid(), {}, start=START, hang_timeout_s=LONG_S).end_all()
         assert ours.wait(timeout=PATIENCE_S) == -signal.SIGKILL
         psutil.wait_procs(below, timeout=PATIENCE_S)
         assert not any(process.is_running() for process in below) and others.poll() is None
@@ -278,7 +278,7 @@ def test_a_frozen_actor_does_not_outlive_its_raylet() -> None:
     )
     (actor,) = wait_for(psutil.Process(raylet.pid).children)
     try:
-        looker = Looker(raylet.pid, {"Ray's node": raylet.pid}, start=START, frozen_after_s=LONG_S)
+        looker = Looker(raylet.pid, {"Ray's node": raylet.pid}, start=START, hang_timeout_s=LONG_S)
         assert wait_for(lambda: looker.look().here) == {"engine 0": actor.pid}
         actor.suspend()
         raylet.kill()

@@ -141,7 +141,7 @@ def test_gpus_that_ray_does_not_take_back_hide_no_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(reservation, "remove_placement_group", lambda _: never.wait())
     monkeypatch.setattr(reservation, "CALL_S", 0.01)
     ray_calls.joined()
-    with pytest.raises(KeyError, match="first"), reservation.reserved(recipe(), deadline_s=1):
+    with pytest.raises(KeyError, match="first"), reservation.reserved(recipe(), timeout_s=1):
         raise KeyError("first")
     never.set()
     assert "give up a reservation" in ray_calls.lost()

@@ -19,10 +19,10 @@ from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
-    EmbeddedConfig,
     RolloutConfig,
     RunConfig,
     SourceConfig,
+    TinyModelConfig,
     TrainerConfig,
 )
 from keel.model.load import facts_of
@@ -141,7 +141,7 @@ def outside(two_nodes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
     large, small = cluster_nodes()
     assert (large.gpus, small.gpus) == (4, 2)
-    with reserved(config(engines=1, width=3, ranks=3), deadline_s=PATIENCE_S) as reservation:
+    with reserved(config(engines=1, width=3, ranks=3), timeout_s=PATIENCE_S) as reservation:
         planned = {(s.kind, s.index): (s.node.id, s.ids) for s in reservation.placement.seats}
         assert planned == {
             (ENGINE, 0): (large.id, (0, 1, 2)),
@@ -159,10 +159,10 @@ def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
 
 def test_a_model_is_fetched_where_actors_have_seats(two_nodes: str, cache: Path) -> None:
     large, small = cluster_nodes()
-    fetch_on_others("owner/model", deadline_s=PATIENCE_S, nodes=[small.id])  # where this runs
+    fetch_on_others("owner/model", timeout_s=PATIENCE_S, nodes=[small.id])  # where this runs
     assert not list(cache.iterdir())
     for _ in range(2):  # the second time all is there
-        fetch_on_others("owner/model", deadline_s=PATIENCE_S, nodes=[large.id, small.id])
+        fetch_on_others("owner/model", timeout_s=PATIENCE_S, nodes=[large.id, small.id])
         (folder,) = cache.glob("models--owner--model/snapshots/*")
         there = {path.name: path.stat().st_size for path in folder.iterdir()}
         assert there == {name: size for name, size in SIZES.items() if "/" not in name}
@@ -174,20 +174,20 @@ def test_what_no_node_can_hold_is_refused_at_once_and_holds_nothing(two_nodes: s
         ({"ranks": 6}, r"needs 7 GPU\(s\) .* the cluster has 6"),
     ):
         recipe = config(**shape)
-        with pytest.raises(ConfigError, match=message), reserved(recipe, deadline_s=600):
+        with pytest.raises(ConfigError, match=message), reserved(recipe, timeout_s=600):
             pass
     wait_for(lambda: not placement_groups())
 
 
 def test_gpus_that_others_use_are_waited_for_until_the_deadline(two_nodes: str) -> None:
-    with reserved(config(ranks=5), deadline_s=PATIENCE_S):
+    with reserved(config(ranks=5), timeout_s=PATIENCE_S):
         with (
-            pytest.raises(TimeoutError, match=r"waited 1 s \(run\.startup_deadline_s\) for GPUs"),
-            reserved(config(), deadline_s=1),
+            pytest.raises(TimeoutError, match=r"waited 1 s \(run\.startup_timeout_s\) for GPUs"),
+            reserved(config(), timeout_s=1),
         ):
             pass
         wait_for(lambda: len(placement_groups()) == 1)
-    with reserved(config(), deadline_s=PATIENCE_S) as reservation:
+    with reserved(config(), timeout_s=PATIENCE_S) as reservation:
         assert len(reservation.placement.seats) == 2
 
 
@@ -196,18 +196,18 @@ def test_a_run_that_has_lost_a_node_has_the_gpus_of_the_others(
 ) -> None:
     third = cluster.add_node(num_cpus=CPUS, num_gpus=2)
     wait_until_free(8)
-    recipe = replace(config(engines=4, ranks=4), run=RunConfig(fewer_after_s=0.1))
+    recipe = replace(config(engines=4, ranks=4), run=RunConfig(elastic_wait_s=0.1))
     recipe = replace(recipe, trainer=replace(recipe.trainer, min_ranks=2))
     said: list[str] = []
-    facts = facts_of(model_config(EmbeddedConfig(), build_tokenizer()))
+    facts = facts_of(model_config(TinyModelConfig(), build_tokenizer()))
     start = layouts(
         recipe, tmp_path, facts=facts, hardware=Hardware(gpu=True), chosen={}, say=said.append
     )
-    with reserved(start.next(), deadline_s=PATIENCE_S) as reservation:
+    with reserved(start.next(), timeout_s=PATIENCE_S) as reservation:
         assert len({seat.node.id for seat in reservation.placement.seats}) == 3
     cluster.remove_node(third, allow_graceful=False)
     wait_until_free(6)
-    with reserved(start.next(), deadline_s=PATIENCE_S) as reservation:
+    with reserved(start.next(), timeout_s=PATIENCE_S) as reservation:
         seats = reservation.placement.seats
         assert [sum(s.kind == kind for s in seats) for kind in (RANK, ENGINE)] == [3, 3]
         sit(reservation, RANK, 3)
@@ -218,7 +218,7 @@ def test_a_run_that_has_lost_a_node_has_the_gpus_of_the_others(
     later = layouts(
         recipe, tmp_path, facts=facts, hardware=Hardware(gpu=True), chosen={}, say=said.append
     )
-    with reserved(later.next(), deadline_s=PATIENCE_S) as reservation:
+    with reserved(later.next(), timeout_s=PATIENCE_S) as reservation:
         assert len(reservation.placement.seats) == 6, "a first start, too"
 
 
@@ -254,7 +254,7 @@ def test_check_plans_all_ranks_of_a_run_that_may_start_on_fewer(
     knobs = ("trainer.ranks=4", "rollout.engines=4", "run.gpu_gib=80")
     assert main([*recipe, *knobs]) == 0
     assert "shared" in capsys.readouterr().out, "the cluster holds it so"
-    apart = ("rollout.colocated=false", "rollout.sleep=false")
+    apart = ("rollout.colocated=false", "rollout.time_share=false")
     assert main([*recipe, *knobs, *apart]) == 2
     assert "needs 8 GPU(s)" in capsys.readouterr().err
     assert main([*recipe, *knobs, "trainer.min_ranks=2"]) == 0
@@ -271,6 +271,6 @@ def test_an_engine_and_a_rank_share_a_single_gpu(
 ) -> None:
     single = replace(cluster_nodes()[1], gpus=1, free_gpus=1)
     monkeypatch.setattr("keel.trainer.cluster.reservation.cluster_nodes", lambda: [single])
-    with reserved(config(), deadline_s=PATIENCE_S) as reservation:
+    with reserved(config(), timeout_s=PATIENCE_S) as reservation:
         options = [reservation.options(kind, 0) for kind in (ENGINE, RANK)]
         assert report(options) == [(single.id, (0,))] * 2

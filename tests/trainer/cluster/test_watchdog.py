@@ -173,7 +173,7 @@ def test_who_looks_knows_the_knob_and_whose_run_it_is(
     monkeypatch.setattr(watch, "Lookouts", Looks)
     with watched(print, 7.0):
         pass
-    here = ((raylet.pid, {RAYLET: raylet.pid}), {"start": ray_calls.start(), "frozen_after_s": 7.0})
+    here = ((raylet.pid, {RAYLET: raylet.pid}), {"start": ray_calls.start(), "hang_timeout_s": 7.0})
     assert given == [((7.0,), {}) if joined else here]
     raylet.kill()
     raylet.wait()

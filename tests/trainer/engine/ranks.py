@@ -76,7 +76,7 @@ def make_config(
         "grad_clip": 0.05,
         "eps": 1e-5,
         "threads": 1,
-        "deadline_s": 60,
+        "timeout_s": 60,
         **trainer,
     }
     return Config(
@@ -86,7 +86,9 @@ def make_config(
         algorithm=AlgorithmConfig(
             mask_delta=mask_delta, ref_routing=ref_routing, kept_mass_coef=kept_mass_coef
         ),
-        rollout=RolloutConfig(sleep=sleep, sampling=SamplingConfig(top_p=0.9, top_k=4 * MOST_KEPT)),
+        rollout=RolloutConfig(
+            time_share=sleep, sampling=SamplingConfig(top_p=0.9, top_k=4 * MOST_KEPT)
+        ),
         trainer=TrainerConfig(**options),
     )
 
@@ -133,7 +135,7 @@ class Ranks:
         for step in steps:
             groups = Rollouts(step, self.folder / "untied").groups(2, 3)
             found.append(self.merged(engine.step([self.batch(groups, config)])))
-            if config.rollout.sleep:
+            if config.rollout.time_share:
                 self.published(engine)
                 waits = engine._offload.host_bytes > 500_000
                 assert waits == config.trainer.offload_while_sampling, config.trainer

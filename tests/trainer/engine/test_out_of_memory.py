@@ -38,7 +38,7 @@ class Local(Learner):
 
     def __init__(self, model: Path, config: Config) -> None:
         self._config, self._make_room, self._direct = config, done, False
-        self._limits = Limits(config.trainer.deadline_s, 0.0)
+        self._limits = Limits(config.trainer.timeout_s, 0.0)
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
 
@@ -188,7 +188,9 @@ def test_the_cures_of_an_update_are_those_that_are_left() -> None:
         "trainer.offload_optimizer: true, trainer.zero_stage: 2 or 3, more trainer.ranks"
     )
     beside = replace(config, rollout=replace(config.rollout, colocated=True))
-    assert makes_room_to_update(beside).startswith("rollout.sleep: true, a smaller rollout.gpu_")
+    assert makes_room_to_update(beside).startswith(
+        "rollout.time_share: true, a smaller rollout.gpu_"
+    )
     trainer = replace(config.trainer, zero_stage=2, offload_optimizer=True)
     assert makes_room_to_update(replace(config, trainer=trainer)) == (
         "trainer.zero_stage: 3, more trainer.ranks"

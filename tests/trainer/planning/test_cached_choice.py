@@ -14,7 +14,7 @@ from keel.trainer.planning.placement import Hardware, idle_nodes
 from keel.trainer.run.checkpoint import STATE
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
-VALUES = {"trainer.micro_batch_tokens": 18_432, "trainer.ranks": 4, "rollout.sleep": False}
+VALUES = {"trainer.micro_batch_tokens": 18_432, "trainer.ranks": 4, "rollout.time_share": False}
 FOUR = Hardware(gpu=True, nodes=tuple(idle_nodes(1, 4)), gpu_gib=139.7).signature
 
 

@@ -81,7 +81,7 @@ def some_layout_fits(config: Config, facts: ModelFacts, hardware: Hardware) -> b
             least = {
                 **seats,
                 "rollout.gpu_memory_utilization": share,
-                "rollout.sleep": sleep and (colocated or gpus == 1),
+                "rollout.time_share": sleep and (colocated or gpus == 1),
                 "rollout.max_num_seqs": 1,
                 "trainer.zero_stage": stage,
                 "trainer.offload_optimizer": away,
@@ -129,12 +129,12 @@ def test_a_small_model_is_not_asked_to_share_what_it_need_not(
     """The case that used to be refused: an engine took 0.85 of a GPU and needed 0.07."""
     choice = choose(recipe(), KNOBS, shapes["0.6b"], machine(1, 139.0))
     config = choice.config
-    assert config.rollout.gpu_memory_utilization < 0.25 and not config.rollout.sleep
+    assert config.rollout.gpu_memory_utilization < 0.25 and not config.rollout.time_share
     assert config.trainer.compile and not config.trainer.activation_checkpointing
     assert config.trainer.micro_batch_tokens >= 17_280
     lines = choice.lines()
     assert any(line.startswith("trainer.micro_batch_tokens = ") for line in lines)
-    assert "rollout.sleep = false: engine and trainer fit side by side" in lines
+    assert "rollout.time_share = false: engine and trainer fit side by side" in lines
     # In three steps, what compiling takes at their start is not won back.
     few = replace(recipe(), run=replace(recipe().run, steps=3))
     assert not choose(few, KNOBS, shapes["0.6b"], machine(1, 139.0)).config.trainer.compile
@@ -145,7 +145,7 @@ def test_a_small_model_is_not_asked_to_share_what_it_need_not(
     [
         {"rollout.gpu_memory_utilization": 0.5},
         {"trainer.micro_batch_tokens": 5000},
-        {"rollout.sleep": True, "trainer.offload_while_sampling": True},
+        {"rollout.time_share": True, "trainer.offload_while_sampling": True},
         {"trainer.activation_checkpointing": True, "trainer.compile": False},
         {"trainer.zero_stage": 2, "trainer.offload_optimizer": True},
         {"rollout.max_num_seqs": 7},
@@ -176,7 +176,7 @@ def test_a_value_that_goes_with_no_layout_is_refused_with_the_reason(
     assert "To make it fit: trainer.micro_batch_tokens=" in text
     assert "rollout.gpu_memory_utilization = 0.02" in refusal(rollout__gpu_memory_utilization=0.02)
     with pytest.raises(ConfigError, match="GPUs of their own here, so nobody gains by it"):
-        values = {"rollout.sleep": True, "rollout.colocated": False}
+        values = {"rollout.time_share": True, "rollout.colocated": False}
         said = with_values(recipe(), values)
         choose(said, KNOBS - set(values), shapes["1.7b"], machine(4, 139.0))
 
@@ -195,7 +195,7 @@ def test_nothing_is_offloaded_without_need(shapes: dict[str, ModelFacts]) -> Non
         waits, trainer = choice.plan.waits, choice.config.trainer
         needed = waits.sampling + waits.training > 0
         assert choice.plan.peak <= choice.plan.trainer.total
-        if choice.config.rollout.sleep:
+        if choice.config.rollout.time_share:
             assert trainer.offload_while_sampling == needed, (name, gpus, gib, waits)
             seen.add(needed)
         if waits.training and not waits.sampling:
@@ -226,7 +226,7 @@ def test_what_does_not_fit_at_once_is_sampled_in_equal_waves(
 def test_engines_that_sample_ahead_do_not_sleep(shapes: dict[str, ModelFacts]) -> None:
     for gpus in COUNTS:
         choice = choose(recipe(max_lag=1), KNOBS, shapes["8b"], machine(gpus, 139.0))
-        assert not choice.config.rollout.sleep
+        assert not choice.config.rollout.time_share
 
 
 def test_nothing_is_chosen_on_a_cpu_and_where_nobody_knows_the_memory(
@@ -251,8 +251,8 @@ def test_what_others_hold_of_a_gpu_is_left_to_them(shapes: dict[str, ModelFacts]
     hardware = machine(1, 139.0, taken_gib=90.0)
     choice = choose(recipe(), KNOBS, shapes["1.7b"], hardware)
     total = choice.plan.engine.total + choice.plan.trainer.total
-    held = 90.0 if not choice.config.rollout.sleep else 0.0
-    assert held + total / 2**30 <= 139.0 or choice.config.rollout.sleep
+    held = 90.0 if not choice.config.rollout.time_share else 0.0
+    assert held + total / 2**30 <= 139.0 or choice.config.rollout.time_share
     assert choice.plan.peak / 2**30 <= 49.0 < alone.plan.peak / 2**30
     assert hardware.taken_said.startswith("PROCESSES OF OTHERS HOLD 90.0 GiB of the 139.0 GiB")
     with pytest.raises(ConfigError, match=r"137\.0 GiB of it taken by others"):

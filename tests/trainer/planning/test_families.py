@@ -192,12 +192,12 @@ def test_heads_that_cannot_be_dealt_out_to_an_engines_gpus_are_refused() -> None
 def test_what_an_engine_cannot_serve_or_nobody_can_teach_is_refused_by_the_check(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(ConfigError, match=r"model\.embedded\.head_dim = 16: .* Set it to one of"):
-        prepare("quickstart", ["model.embedded.head_dim=16"])
+    with pytest.raises(ConfigError, match=r"model\.tiny\.head_dim = 16: .* Set it to one of"):
+        prepare("quickstart", ["model.tiny.head_dim=16"])
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
     source = f"{{name: rows, source: jsonl, path: {rows}, rewards: {{correct: 1}}}}"
     given = [f"data.sources=[{source}]", "run.eval_every=0"]
     with pytest.raises(ConfigError, match=r"learns from reasoning_gym .* none is given"):
         prepare("quickstart", given)
-    prepare("quickstart", [*given, "model.embedded.cold_start.steps=0"])
+    prepare("quickstart", [*given, "model.tiny.cold_start.steps=0"])

@@ -17,13 +17,13 @@ from keel.trainer.planning.placement import Node, place
 from keel.trainer.prepare import prepare
 
 GPUS = {
-    "embedded-100m": 1,
+    "tiny-100m": 1,
     "gpu-dense": 1,
     "gpu2-async": 2,
     "gpu4-expert-parallel": 4,
 }
 SEATS = {
-    "embedded-100m": "engine 0 on GPU 0, shared; trainer rank 0 on GPU 0, shared",
+    "tiny-100m": "engine 0 on GPU 0, shared; trainer rank 0 on GPU 0, shared",
     "gpu-dense": "engine 0 on GPU 0, shared; trainer rank 0 on GPU 0, shared",
     "gpu2-async": "engine 0 on GPU 1; trainer rank 0 on GPU 0",
     "gpu4-expert-parallel": "engines 0–1 on GPUs 2–3; trainer ranks 0–1 on GPUs 0–1",
@@ -73,8 +73,8 @@ def test_check_plans_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_all_four_stabilisers_are_at_work_at_a_hundred_million() -> None:
-    config = load_config("embedded-100m")
-    facts = facts_of(model_config(config.model.embedded, build_tokenizer()))
+    config = load_config("tiny-100m")
+    facts = facts_of(model_config(config.model.tiny, build_tokenizer()))
     assert facts.parameters >= 100_000_000
     assert config.model.dtype == "bfloat16"
     assert config.algorithm.keep_routing and config.algorithm.keep_sampling_mask
@@ -85,7 +85,7 @@ def test_all_four_stabilisers_are_at_work_at_a_hundred_million() -> None:
 
 @pytest.mark.parametrize("name", ["gpu2-async", "gpu4-expert-parallel"])
 def test_more_gpus_change_no_more_than_how_they_are_used(name: str) -> None:
-    one, more = load_config("embedded-100m"), load_config(name)
+    one, more = load_config("tiny-100m"), load_config(name)
     assert (one.model, one.data, one.rewards, one.eval) == (
         more.model,
         more.data,

@@ -87,7 +87,7 @@ def test_activations_are_kept_in_smaller_micro_batches_beside_a_whole_engine(
     search.way = WAYS[0]
     best = search.best()
     assert best is not None and not best.config.trainer.activation_checkpointing
-    assert best.config.rollout.max_num_seqs == 128 and not best.config.rollout.sleep
+    assert best.config.rollout.max_num_seqs == 128 and not best.config.rollout.time_share
 
 
 def test_any_split_of_a_machine_is_tried(shapes: dict[str, ModelFacts]) -> None:

@@ -47,5 +47,5 @@ def test_an_engine_leaves_what_both_take_beside_its_share(
     workload = drawn(draw)
     facts = replace(facts_of(model_config(workload.shape)), max_context=workload.shape.max_context)
     made = choose(recipe_of(workload), KNOBS, facts, machine(1, allowed)).config
-    assert made.rollout.sleep and made.trainer.offload_while_sampling
+    assert made.rollout.time_share and made.trainer.offload_while_sampling
     assert made.rollout.gpu_memory_utilization * allowed + beyond + stays <= allowed

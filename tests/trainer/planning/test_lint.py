@@ -26,11 +26,11 @@ RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "configs").g
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_recipe_of_ours_is_unusual(name: str) -> None:
     config = load_config(name)
-    # What an earlier stage made of the embedded model has its shape.
+    # What an earlier stage made of the tiny model has its shape.
     stages = ("sft-specialists", "pretrain-dense", "pretrain-warm-up")
     made = [f"{load_config(stage).run.dir}/model" for stage in stages]
-    embedded = config.model.path in ("embedded", *made)
-    shape = model_config(config.model.embedded, build_tokenizer()) if embedded else None
+    tiny = config.model.path in ("tiny", *made)
+    shape = model_config(config.model.tiny, build_tokenizer()) if tiny else None
     assert unusual(config, facts_of(shape) if shape else DENSE) == []
 
 
@@ -45,13 +45,13 @@ def test_no_recipe_of_ours_is_unusual(name: str) -> None:
         ("algorithm.clip_high", 2.0),
         ("algorithm.kept_mass_coef", 100.0),
         ("rollout.sampling.temperature", 5.0),
-        ("run.frozen_after_s", 5.0),
+        ("run.hang_timeout_s", 5.0),
     ],
 )
 def test_a_value_that_nobody_uses_is_warned_about(knob: str, value: Any) -> None:
     usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
     assert unusual(usual, DENSE) == []
-    assert unusual(with_knob(usual, ["run", "frozen_after_s"], 0.0), DENSE) == [], "never"
+    assert unusual(with_knob(usual, ["run", "hang_timeout_s"], 0.0), DENSE) == [], "never"
     (line,) = unusual(with_knob(usual, knob.split("."), value), DENSE)
     assert line.startswith(f"{knob} = {value:g} is far from what is used")
 
@@ -144,7 +144,7 @@ def test_batches_that_cannot_be_shared_evenly_are_warned_about(
 
 def test_rewards_for_what_is_wrong_are_warned_about() -> None:
     config = load_config("quickstart", ["data.sources[spelling].rewards={correct: -1}"])
-    shape = facts_of(model_config(config.model.embedded, build_tokenizer()))
+    shape = facts_of(model_config(config.model.tiny, build_tokenizer()))
     (line,) = unusual(config, shape)
     assert (
         line == "the rewards of domain 'spelling' have correct: -1: the policy learns to be wrong"
@@ -156,7 +156,7 @@ def test_more_than_a_machine_without_a_gpu_has_is_warned_about(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = load_config("quickstart", ["rollout.engines=12"])
-    facts = facts_of(model_config(config.model.embedded, build_tokenizer()))
+    facts = facts_of(model_config(config.model.tiny, build_tokenizer()))
     plan = make_plan(config, facts, gpu=False)
     wanted = (12 * plan.engine.total + config.trainer.ranks * plan.trainer.total) / GIB
     (line,) = crowded(config, plan, wanted - 1)
@@ -166,6 +166,6 @@ def test_more_than_a_machine_without_a_gpu_has_is_warned_about(
 
 def test_epochs_of_a_recipe_that_has_nothing_for_them() -> None:
     config = load_config("quickstart", ["sft.epochs=3"])
-    shape = facts_of(model_config(config.model.embedded, build_tokenizer()))
+    shape = facts_of(model_config(config.model.tiny, build_tokenizer()))
     (line,) = unusual(config, shape)
     assert line.startswith("sft.epochs = 3: counts with sft.sources alone")

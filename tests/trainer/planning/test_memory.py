@@ -253,10 +253,12 @@ def test_a_shared_gpu_leaves_the_trainer_what_the_engine_does_not_take() -> None
 
 
 def test_where_engine_and_rank_take_turns_each_has_nearly_all() -> None:
-    config = recipe(micro_batch_tokens=8000, rollout={"gpu_memory_utilization": 0.9, "sleep": True})
+    config = recipe(
+        micro_batch_tokens=8000, rollout={"gpu_memory_utilization": 0.9, "time_share": True}
+    )
     rank = plan(config).trainer
     need = (rank.total - rank.parts["optimizer"]) / GIB
-    side_by_side = replace(config, rollout=replace(config.rollout, sleep=False))
+    side_by_side = replace(config, rollout=replace(config.rollout, time_share=False))
     with pytest.raises(ConfigError, match=r"takes 0\.9 of it"):
         plan(side_by_side, gpu_gib=rank.total / GIB + 2, shared=True)
     plan(config, gpu_gib=need + 2, shared=True)
@@ -273,7 +275,7 @@ def test_where_engine_and_rank_take_turns_each_has_nearly_all() -> None:
 
 def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
     trainer = {"micro_batch_tokens": 8000, "offload_while_sampling": False}
-    config = recipe(**trainer, rollout={"gpu_memory_utilization": 0.9, "sleep": True})
+    config = recipe(**trainer, rollout={"gpu_memory_utilization": 0.9, "time_share": True})
     memory = plan(config).trainer
     need, held = memory.total / GIB, held_bytes(memory) / GIB
     gpu_gib = need + 2

@@ -154,7 +154,7 @@ def test_an_offloaded_optimizer_has_gradients_once() -> None:
     assert "gradients twice" in chosen.reasons["trainer.zero_stage"]
     values = {
         "rollout.gpu_memory_utilization": 0.32,
-        "rollout.sleep": False,
+        "rollout.time_share": False,
         "trainer.activation_checkpointing": True,
         "trainer.micro_batch_tokens": 49_324,
         "trainer.offload_optimizer": True,

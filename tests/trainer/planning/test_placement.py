@@ -133,8 +133,8 @@ def test_colocated_engines_sit_beside_the_ranks() -> None:
 
 def test_only_who_shares_a_gpu_can_take_turns_on_it() -> None:
     recipe = config(engines=2, ranks=2)
-    asleep = replace(recipe, rollout=replace(recipe.rollout, sleep=True))
-    with pytest.raises(ConfigError, match=r"^rollout\.sleep: .* rollout\.colocated"):
+    asleep = replace(recipe, rollout=replace(recipe.rollout, time_share=True))
+    with pytest.raises(ConfigError, match=r"^rollout\.time_share: .* rollout\.colocated"):
         place(asleep, nodes(4))
     assert place(replace(asleep, rollout=replace(asleep.rollout, colocated=True)), nodes(2)).shared
 

@@ -64,10 +64,15 @@ LONG = SamplingConfig(top_k=64, max_tokens=30_000)
             {"rollout.gpu_memory_utilization": 0.09},
         ),
         (recipe(rollout={"sampling": LONG}, micro_batch_tokens=32_000), machine(2, 48), None),
-        (recipe(rollout={"gpu_memory_utilization": 0.999, "sleep": True}), machine(1, 48), None),
+        (
+            recipe(rollout={"gpu_memory_utilization": 0.999, "time_share": True}),
+            machine(1, 48),
+            None,
+        ),
         (
             recipe(
-                rollout={"gpu_memory_utilization": 0.9, "sleep": True}, offload_while_sampling=False
+                rollout={"gpu_memory_utilization": 0.9, "time_share": True},
+                offload_while_sampling=False,
             ),
             machine(1, 48),
             {"rollout.gpu_memory_utilization": 0.66},

@@ -34,7 +34,7 @@ from tests.trainer.planning.test_memory import DENSE, recipe
 
 
 def turns(share: float, *, updates: int = 1, beta: float = 0.0, **trainer: Any) -> Config:
-    rollout = {"sleep": True, "gpu_memory_utilization": share}
+    rollout = {"time_share": True, "gpu_memory_utilization": share}
     config = recipe(beta=beta, micro_batch_tokens=8000, rollout=rollout, **trainer)
     algorithm = replace(config.algorithm, updates_per_batch=updates)
     return replace(config, algorithm=algorithm)
@@ -167,5 +167,5 @@ def test_engine_and_rank_start_together_where_neither_takes_what_the_other_wants
     assert of_a_step > enough + 0.2
     assert start_together(config, DENSE, of_a_step + 0.1, 0.0, stepping=True)
     assert not start_together(config, DENSE, of_a_step - 0.1, 0.0, stepping=True)
-    assert not start_together(recipe(rollout={**rollout, "sleep": True}), DENSE, 80.0, 0.0)
+    assert not start_together(recipe(rollout={**rollout, "time_share": True}), DENSE, 80.0, 0.0)
     assert not start_together(recipe(rollout={"gpu_memory_utilization": 0.05}), DENSE, 80.0, 0.0)

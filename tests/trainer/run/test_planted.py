@@ -123,8 +123,8 @@ def write_whole_run(folder: Path) -> None:
     tokenizer = build_tokenizer()
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (takes a second)
 
-    embedded = replace(config.model.embedded, layers=1)
-    AutoModelForCausalLM.from_config(model_config(embedded, tokenizer)).save_pretrained(
+    tiny = replace(config.model.tiny, layers=1)
+    AutoModelForCausalLM.from_config(model_config(tiny, tokenizer)).save_pretrained(
         folder / "model"
     )
     tokenizer.save_pretrained(folder / "model")
