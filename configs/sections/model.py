@@ -204,7 +204,7 @@ class ModelConfig:
             "needs model.dtype bfloat16 or float16: there are no such kernels for float32",
         )
         require(bool(self.path), "model.path", self.path, "must name a folder or a hub model")
-        require(self.path != "tiny", "model.path", self.path, f"renamed to {TINY_MODEL}")
+        require(self.path != "embedded", "model.path", self.path, f"renamed to {TINY_MODEL}")
         require(
             self.path != "tiny" or not self.tokenizer,
             "model.tokenizer",

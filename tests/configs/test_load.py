@@ -170,7 +170,7 @@ def test_old_knob_names_are_answered_with_new_ones(tmp_path: Path, old: str) -> 
 
 
 def test_the_old_model_name_is_answered_with_the_new_one(tmp_path: Path) -> None:
-    assert refused(write(tmp_path, RECIPE), "model.path=tiny").endswith("renamed to tiny")
+    assert refused(write(tmp_path, RECIPE), "model.path=embedded").endswith("renamed to tiny")
 
 
 def test_an_old_name_in_a_recipe_is_named_with_its_line(tmp_path: Path) -> None:
