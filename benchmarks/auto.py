@@ -40,7 +40,7 @@ from benchmarks.peers.memory import PeakMemory, gpu_reader, settled
 from benchmarks.peers.shape import write_model, write_prompts
 from benchmarks.peers.workload import QWEN3_06B as WORKLOAD
 from benchmarks.peers.workload import SMALL, Workload
-from keel.trainer.planning.cached_choice import CHOSEN
+from keel.trainer.placement.cached_choice import CHOSEN
 
 BUILD_S = 300.0
 """Timeout in seconds for building a model."""

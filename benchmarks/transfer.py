@@ -42,8 +42,8 @@ from keel.configs.schema import (
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
-from keel.trainer.cluster.nodes import start_ray
 from keel.trainer.learner import Learner
+from keel.trainer.placement.nodes import start_ray
 from keel.weights.manifest import checkpoint_names
 
 GB = 1e9

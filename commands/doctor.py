@@ -255,7 +255,7 @@ def ray() -> Iterator[Finding]:
     from ray import __version__  # noqa: PLC0415  (seconds)
 
     from keel.model import ray_timeouts as ray_calls  # noqa: PLC0415
-    from keel.trainer.cluster.nodes import end_ray, start_ray  # noqa: PLC0415
+    from keel.trainer.placement.nodes import end_ray, start_ray  # noqa: PLC0415
 
     begun = time.monotonic()
     start_ray()

@@ -18,12 +18,12 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import TINY_MODEL
 from keel.model.hub import from_anywhere
 from keel.rl.metrics import values
-from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
-from keel.trainer.cluster.reservation import reserved
-from keel.trainer.cluster.watchdog import watched
 from keel.trainer.launch import start_of
 from keel.trainer.learner import Learner
-from keel.trainer.planning.placement import RANK
+from keel.trainer.placement.hardware import RANK
+from keel.trainer.placement.nodes import end_ray, hardware_here, start_ray
+from keel.trainer.placement.reservation import reserved
+from keel.trainer.placement.watchdog import watched
 from keel.trainer.prepare import Found, found_model, prompts_of
 from keel.trainer.run import checkpoint
 from keel.trainer.run.batches import FOLDER, list_batches, read_batch, step_of

@@ -27,14 +27,14 @@ from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rl.types import ScoredGroup
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer import loop
-from keel.trainer.cluster.elastic import Layouts, layouts
-from keel.trainer.cluster.nodes import end_ray, hardware_said, seating, start_ray
-from keel.trainer.cluster.ray_internals import leave
-from keel.trainer.cluster.watchdog import watched
 from keel.trainer.launch import System, fetch, running
 from keel.trainer.nonfinite import SAID
-from keel.trainer.planning.cached_choice import remember
-from keel.trainer.planning.oom_recovery import Repeating
+from keel.trainer.placement.cached_choice import remember
+from keel.trainer.placement.elastic import Layouts, layouts
+from keel.trainer.placement.nodes import end_ray, hardware_said, seating, start_ray
+from keel.trainer.placement.oom_recovery import Repeating
+from keel.trainer.placement.ray_internals import leave
+from keel.trainer.placement.watchdog import watched
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run import checkpoint
 from keel.trainer.run.batches import save_batch

@@ -1,8 +1,8 @@
 """Knobs that the hardware and the model decide, unless a recipe does.
 
 A recipe leaves such a knob out, or says `auto`. `Config` never holds that word: it has the schema's
-defaults until `keel.trainer.planning.choose` (the layout on GPUs) and
-`keel.trainer.planning.cpus.with_dtype` (the precision on a CPU) have put other values in their
+defaults until `keel.trainer.placement.choose` (the layout on GPUs) and
+`keel.trainer.placement.cpus.with_dtype` (the precision on a CPU) have put other values in their
 place.
 """
 

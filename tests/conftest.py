@@ -31,7 +31,7 @@ settings.register_profile("suite", derandomize=True, database=None, max_examples
 settings.load_profile("suite")
 
 # Without one, the first test to start Ray leaves a token in the home folder
-# (trainer/cluster/nodes.py).
+# (trainer/placement/nodes.py).
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # Ray's first `init` of a process sets it, and its library reads it once: a cluster that the same
 # process starts later, in another file of tests, must be told the same.

@@ -114,10 +114,10 @@ def test_imports_point_one_way() -> None:
 
 WAITS = ("get", "put", "wait", "kill", "nodes", "init", "shutdown", "cancel")
 RAY_ITSELF = {
-    "trainer/cluster/nodes.py": {"init"},  # of its own cluster, which has deadlines, or `bounded`
+    "trainer/placement/nodes.py": {"init"},  # of its own cluster, which has deadlines, or `bounded`
     "rollout/pool/ray_engines.py": {"cancel"},  # does not wait
-    "trainer/cluster/node_monitor.py": {"remote"},  # on a thread that nobody waits for
-    "trainer/cluster/ray_internals.py": {"nodes"},  # `cluster_nodes` waits for it so long
+    "trainer/placement/node_monitor.py": {"remote"},  # on a thread that nobody waits for
+    "trainer/placement/ray_internals.py": {"nodes"},  # `cluster_nodes` waits for it so long
 }
 
 

@@ -18,10 +18,10 @@ NAMED = (
     "model/layers/flash4.py",
     "model/torch_internals.py",
     "model/transformers_internals.py",
-    "trainer/cluster/ray_internals.py",
+    "trainer/placement/ray_internals.py",
     "trainer/engine/state/optimizer_internals.py",
 )
-BY_IMPORT = ("trainer/cluster/ray_internals.py",)
+BY_IMPORT = ("trainer/placement/ray_internals.py",)
 """Those that import private modules by name, when they run."""
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray")
 OF_DEEPSPEED = re.compile(

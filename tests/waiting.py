@@ -61,8 +61,8 @@ def start_local_ray(**options: Any) -> None:
     """Start a Ray cluster on this machine as runs do, with `options` of `ray.init`."""
     import ray  # noqa: PLC0415  (slow to load)
 
-    from keel.trainer.cluster.nodes import QUOTED_PYTHON  # noqa: PLC0415
-    from keel.trainer.cluster.ray_internals import without_unused_processes  # noqa: PLC0415
+    from keel.trainer.placement.nodes import QUOTED_PYTHON  # noqa: PLC0415
+    from keel.trainer.placement.ray_internals import without_unused_processes  # noqa: PLC0415
 
     common = {"address": "local", "include_dashboard": False, "log_to_driver": False}
     with without_unused_processes():

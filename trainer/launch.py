@@ -39,15 +39,15 @@ from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineError, EngineSpec
 from keel.trainer.batch_stream import wait_for
 from keel.trainer.build_agents import episode_runner
-from keel.trainer.cluster.downloads import fetch_on_others
-from keel.trainer.cluster.elastic import Layouts
-from keel.trainer.cluster.nodes import end_ray, start_ray
-from keel.trainer.cluster.reservation import Reservation, reserved
-from keel.trainer.cluster.watchdog import Watch, watched
 from keel.trainer.learner import Learner
-from keel.trainer.planning.oom_recovery import Lowering
-from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
-from keel.trainer.planning.time_sharing import certain_cache, start_together
+from keel.trainer.placement.downloads import fetch_on_others
+from keel.trainer.placement.elastic import Layouts
+from keel.trainer.placement.hardware import ENGINE, JUDGE, RANK
+from keel.trainer.placement.nodes import end_ray, start_ray
+from keel.trainer.placement.oom_recovery import Lowering
+from keel.trainer.placement.reservation import Reservation, reserved
+from keel.trainer.placement.time_sharing import certain_cache, start_together
+from keel.trainer.placement.watchdog import Watch, watched
 from keel.trainer.prepare import Task, length_rules
 from keel.trainer.run.progress import Wait, waiting
 from keel.trainer.run.restarts import WorkerLost

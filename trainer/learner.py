@@ -24,8 +24,8 @@ from keel.rl.packing import TrainBatch
 from keel.rl.sft.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.batch_stream import never
-from keel.trainer.cluster.step_deadlines import Limit, Limits, work_of
 from keel.trainer.nonfinite import said_of
+from keel.trainer.placement.step_deadlines import Limit, Limits, work_of
 from keel.trainer.run.checkpoint import SaveError
 from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry

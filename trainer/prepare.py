@@ -50,20 +50,20 @@ from keel.rollout.chat.render import name_of
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
-from keel.trainer.cluster.nodes import hardware_here, memory_gib, with_missing
-from keel.trainer.planning.cached_choice import Remembered, remembered
-from keel.trainer.planning.choose import Choice, choose
-from keel.trainer.planning.cpus import cpu_time, slow_dtype, with_dtype
-from keel.trainer.planning.families import (
+from keel.trainer.placement.cached_choice import Remembered, remembered
+from keel.trainer.placement.choose import Choice, choose
+from keel.trainer.placement.cpus import cpu_time, slow_dtype, with_dtype
+from keel.trainer.placement.families import (
     check_engine_attention,
     check_engine_dtype,
     check_engine_heads,
     check_residual,
 )
-from keel.trainer.planning.lint import unusual
-from keel.trainer.planning.memory import GIB
-from keel.trainer.planning.placement import Hardware
-from keel.trainer.planning.plan import Plan, describe
+from keel.trainer.placement.hardware import Hardware
+from keel.trainer.placement.lint import unusual
+from keel.trainer.placement.memory import GIB
+from keel.trainer.placement.nodes import hardware_here, memory_gib, with_missing
+from keel.trainer.placement.plan import Plan, describe
 from keel.trainer.run.folder import check_recipe
 from keel.trainer.run.manifest import MANIFEST, check_exported
 
@@ -111,8 +111,7 @@ class Task:
     def text(
         self, *, seats: Sequence[str] = (), trains: bool = True, evaluates: bool = True
     ) -> str:
-        """The plan (`keel.trainer.planning.plan.describe`). evaluates: whether the command measures
-        the sets of `eval.prompts`."""
+        """The plan; `evaluates` says whether the command measures the sets of `eval.prompts`."""
         lines = source_lines(self.config, self.dataset)
         lines += [f"{name}: {note}" for name, note in self.programs.items()]
         text = describe(
@@ -168,7 +167,7 @@ def prepare(
 ) -> Task:
     """Read and check everything that needs no engine. Raises ConfigError.
 
-    `hardware`: on what the run is planned; `keel.trainer.cluster.nodes` has the choices.
+    `hardware`: on what the run is planned; `keel.trainer.placement.nodes` has the choices.
     """
     disable_progress_bar()  # transformers' own bars would cut through the view
     config, left = load_recipe(recipe, overrides)

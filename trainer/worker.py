@@ -21,7 +21,7 @@ from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup, TokenNumbers
 from keel.trainer.nonfinite import Finding
-from keel.trainer.planning.families import readers
+from keel.trainer.placement.families import readers
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.trajectory_files import saved
 from keel.weights.receiver import Outcome, Receiver

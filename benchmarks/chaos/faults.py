@@ -18,7 +18,7 @@ from benchmarks.chaos.disk import Disk
 from benchmarks.chaos.preload import Preload
 from benchmarks.chaos.run import ROLES, TIMEOUT_S, Run, marked, words_of
 from keel.rollout.pool.engine_supervisor import MAX_RESTARTS
-from keel.trainer.cluster.processes import gone
+from keel.trainer.placement.processes import gone
 from keel.trainer.run.signals import PREEMPTED
 
 # fmt: off

@@ -12,9 +12,9 @@ from benchmarks.common import MOE_16B, QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B
 from benchmarks.synthetic import Row, made_config
 from keel.configs.schema import Config, TrainerConfig
 from keel.model.load import ModelFacts
-from keel.trainer.planning.gpus import Machine
-from keel.trainer.planning.memory import trainer_memory
-from keel.trainer.planning.step_time import Rates, compute_seconds, traffic_seconds
+from keel.trainer.placement.gpus import Machine
+from keel.trainer.placement.memory import trainer_memory
+from keel.trainer.placement.step_time import Rates, compute_seconds, traffic_seconds
 
 SLICE_LAYERS = 6
 SHAPES: Mapping[str, PreTrainedConfig] = {

@@ -24,9 +24,9 @@ from keel.model.layers.fused import use_fused_layers
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing import TrainBatch
 from keel.trainer.engine import layer_compile, policy
-from keel.trainer.planning.gpus import Machine
-from keel.trainer.planning.memory import GIB
-from keel.trainer.planning.step_time import body_parameters
+from keel.trainer.placement.gpus import Machine
+from keel.trainer.placement.memory import GIB
+from keel.trainer.placement.step_time import body_parameters
 
 H200 = Machine()
 

@@ -21,7 +21,7 @@ from keel.commands.train import COMMANDS, keep_skipped
 from keel.model.tiny.cold_start import Progress
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.launch import model_folder
-from keel.trainer.planning.placement import Hardware
+from keel.trainer.placement.hardware import Hardware
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
@@ -142,7 +142,7 @@ def test_check_on_gpus_says_who_sits_where_and_how_long_a_step_takes(
     assert "node 0: engines 0–1 on GPUs 0–3 (2 each); trainer ranks 0–3 on GPUs 4–7" in out
     assert "ESTIMATE, not measured" in out and "KV cache holds all 64 sequences" in out
     monkeypatch.setattr(
-        "keel.trainer.planning.suggestions.TRIED", 1
+        "keel.trainer.placement.suggestions.TRIED", 1
     )  # a second for what is no cure
     code, _, err = run(capsys, *recipe, *FEW, "run.gpu_gib=1")
     assert (code, "an engine's GPU needs" in err, "run.gpu_gib" in err) == (2, True, True)
@@ -152,8 +152,8 @@ def test_a_machine_with_too_few_gpus_is_refused_before_ray_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("keel.trainer.cluster.nodes.visible_gpus", lambda: 2)
-    monkeypatch.setattr("keel.trainer.cluster.nodes.gpu_gib", lambda: 80.0)
+    monkeypatch.setattr("keel.trainer.placement.nodes.visible_gpus", lambda: 2)
+    monkeypatch.setattr("keel.trainer.placement.nodes.gpu_gib", lambda: 80.0)
     code, _, err = run(capsys, "train", "quickstart", *FEW, "run.device=gpu", "trainer.ranks=4")
     assert (code, "needs 6 GPU(s)" in err, "trainer.ranks" in err) == (2, True, True), err
 

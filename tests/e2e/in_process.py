@@ -28,10 +28,10 @@ from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer import build_agents as agents
 from keel.trainer.batch_stream import never
-from keel.trainer.cluster.nodes import end_ray, start_ray
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.launch import System, episodes, model_folder, scorer_of
 from keel.trainer.nonfinite import said_of
+from keel.trainer.placement.nodes import end_ray, start_ray
 from keel.trainer.prepare import Task
 from keel.trainer.run.manifest import Entry
 from keel.trainer.sft.wiring import SftTask, Teaching, starting_model

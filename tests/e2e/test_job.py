@@ -134,7 +134,7 @@ def shell_in(place: Path) -> Iterator[Shell]:
 def test_the_lines_of_the_readme(tmp_path: Path) -> None:
     with shell_in(tmp_path) as shell:
         path = shell.home / ".ray" / "auth_token"
-        # A run on this machine alone leaves no token: tests/trainer/cluster/test_local_ray.py
+        # A run on this machine alone leaves no token: tests/trainer/placement/test_local_ray.py
         lines = block_with("ray start --head")
         shell.run(lines.partition("ray start")[0])
         token = path.read_text()

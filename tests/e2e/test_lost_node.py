@@ -14,8 +14,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from keel.commands.cli import main
-from keel.trainer.cluster.ray_internals import without_unused_processes
 from keel.trainer.learner import Learner
+from keel.trainer.placement.ray_internals import without_unused_processes
 from keel.trainer.run.journal import EVENTS
 from tests.e2e.test_command import DEADLINE_S, metrics, small
 from tests.waiting import patiently

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keel.trainer.planning.placement import idle_nodes
+from keel.trainer.placement.hardware import idle_nodes
 
 
 class Accepted(BaseException):
@@ -45,12 +45,14 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setattr("keel.trainer.cluster.nodes.visible_gpus", lambda: machine.gpus)
-        patch.setattr("keel.trainer.cluster.nodes.gpu_gib", lambda: machine.gib)
-        patch.setattr("keel.trainer.cluster.nodes._nodes_found", lambda: nodes)
-        patch.setattr("keel.trainer.cluster.reservation.cluster_nodes", lambda: nodes)
-        patch.setattr("keel.trainer.cluster.reservation._group", lambda placement: Granted())
-        patch.setattr("keel.trainer.cluster.reservation.remove_placement_group", lambda group: None)
+        patch.setattr("keel.trainer.placement.nodes.visible_gpus", lambda: machine.gpus)
+        patch.setattr("keel.trainer.placement.nodes.gpu_gib", lambda: machine.gib)
+        patch.setattr("keel.trainer.placement.nodes._nodes_found", lambda: nodes)
+        patch.setattr("keel.trainer.placement.reservation.cluster_nodes", lambda: nodes)
+        patch.setattr("keel.trainer.placement.reservation._group", lambda placement: Granted())
+        patch.setattr(
+            "keel.trainer.placement.reservation.remove_placement_group", lambda group: None
+        )
         patch.setattr("keel.trainer.launch.start_ray", lambda: None)
         patch.setattr("keel.trainer.launch.watched", lambda *_: contextlib.nullcontext())
         patch.setattr("keel.trainer.launch.model_folder", accept)

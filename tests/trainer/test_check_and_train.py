@@ -18,7 +18,7 @@ from keel.data.dataset import Dataset
 from keel.model.load import ModelFacts
 from keel.trainer import prepare
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
-from tests.trainer.planning.test_memory import DENSE
+from tests.trainer.placement.test_memory import DENSE
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def on(machine: Machine, dataset: Dataset, facts: ModelFacts) -> Iterator[None]:
         patch.setattr("keel.trainer.prepare.load_dataset", lambda *_, **__: dataset)
         patch.setattr("keel.trainer.prepare.facts_of", lambda config: facts)
         # They have a test of their own, and take a second where nothing helps.
-        patch.setattr("keel.trainer.planning.plan.cures", lambda *_: "To make it fit: …")
-        patch.setattr("keel.trainer.planning.layouts.cures", lambda *_, **__: "To make it fit: …")
+        patch.setattr("keel.trainer.placement.plan.cures", lambda *_: "To make it fit: …")
+        patch.setattr("keel.trainer.placement.layouts.cures", lambda *_, **__: "To make it fit: …")
         yield
 
 

@@ -21,10 +21,10 @@ from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
 from keel.model import torch_internals, transformers_internals
-from keel.trainer.cluster import ray_internals
 from keel.trainer.engine import deepspeed_internals
 from keel.trainer.engine.offload import check_room
 from keel.trainer.engine.zero import check_libraries
+from keel.trainer.placement import ray_internals
 
 pytestmark = pytest.mark.e2e  # DeepSpeed asks the compiler
 GIB = 2**30

@@ -20,8 +20,8 @@ from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch, pack
 from keel.rl.sft.lessons import Lesson, pack_lessons, shown
 from keel.rollout.spec import EngineError
-from keel.trainer.cluster.step_deadlines import Limit, Limits
 from keel.trainer.learner import STEP, Learner
+from keel.trainer.placement.step_deadlines import Limit, Limits
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.worker import (

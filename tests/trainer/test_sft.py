@@ -22,7 +22,7 @@ from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
 from keel.rl.sft.lessons import Lesson, shown
 from keel.rl.types import StepResult
-from keel.trainer.planning.oom_recovery import Lowering, Repeating
+from keel.trainer.placement.oom_recovery import Lowering, Repeating
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import OutOfMemory
 from keel.trainer.run.view import PlainView

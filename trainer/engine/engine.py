@@ -68,8 +68,8 @@ from keel.trainer.engine.zero import (
     zero_stage,
 )
 from keel.trainer.nonfinite import Finding, Look, Skips, sound
-from keel.trainer.planning.families import check_parallel, readers
-from keel.trainer.planning.memory import summed_apart
+from keel.trainer.placement.families import check_parallel, readers
+from keel.trainer.placement.memory import summed_apart
 from keel.trainer.run.checkpoint import layout_of
 from keel.trainer.run.manifest import Entry
 from keel.weights.buckets import Bucket, FlatBucket, in_host_memory

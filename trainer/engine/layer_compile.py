@@ -22,7 +22,7 @@ from keel.model.ulysses import Slice
 from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference, recorded_routes
-from keel.trainer.planning.memory import rank_tokens, summed_apart
+from keel.trainer.placement.memory import rank_tokens, summed_apart
 
 _LOG = logging.getLogger(__name__)
 BACKEND = "inductor"

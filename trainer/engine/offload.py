@@ -31,7 +31,7 @@ from keel.trainer.engine.deepspeed_internals import (
     other_state,
     weights_of,
 )
-from keel.trainer.planning.memory import OF_A_STEP, copied_bytes, trainer_memory
+from keel.trainer.placement.memory import OF_A_STEP, copied_bytes, trainer_memory
 
 MIB, GIB = 2**20, 2**30
 LEAST = 2**12

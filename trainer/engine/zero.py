@@ -26,8 +26,8 @@ from keel.trainer.engine.deepspeed_internals import (
 )
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, clip_gradients
 from keel.trainer.engine.state.optimizer_internals import forget_sums, grow_loss_scale
-from keel.trainer.planning.memory import bucket_elements
-from keel.trainer.planning.oom_recovery import makes_room_to_update
+from keel.trainer.placement.memory import bucket_elements
+from keel.trainer.placement.oom_recovery import makes_room_to_update
 from keel.trainer.run.restarts import UpdateOutOfMemory
 
 SCALE_POWER = 16

@@ -37,18 +37,18 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import Encoder, free_marks
 from keel.rollout.chat.render_given import taught
 from keel.rollout.chat.template_checks import check_prefix_law
-from keel.trainer.cluster.elastic import Layouts
-from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
-from keel.trainer.cluster.reservation import reserved
-from keel.trainer.cluster.watchdog import Watch, watched
 from keel.trainer.launch import counted, fetch, fetch_elsewhere, start_of
 from keel.trainer.learner import Learner
-from keel.trainer.planning.choose import Choice
-from keel.trainer.planning.families import check_selects
-from keel.trainer.planning.lint import unread
-from keel.trainer.planning.oom_recovery import Lowering, Repeating
-from keel.trainer.planning.placement import RANK, Hardware
-from keel.trainer.planning.plan import Plan, model_line, ranks_line
+from keel.trainer.placement.choose import Choice
+from keel.trainer.placement.elastic import Layouts
+from keel.trainer.placement.families import check_selects
+from keel.trainer.placement.hardware import RANK, Hardware
+from keel.trainer.placement.lint import unread
+from keel.trainer.placement.nodes import end_ray, hardware_here, start_ray
+from keel.trainer.placement.oom_recovery import Lowering, Repeating
+from keel.trainer.placement.plan import Plan, model_line, ranks_line
+from keel.trainer.placement.reservation import reserved
+from keel.trainer.placement.watchdog import Watch, watched
 from keel.trainer.prepare import (
     ending_lines,
     found_model,

@@ -13,9 +13,9 @@ from benchmarks.common import QWEN3_06B, QWEN3_4B, QWEN3_8B, QWEN3_17B, QWEN3_30
 from keel.configs.load import load_recipe
 from keel.configs.shipped import HERE, SHELF
 from keel.model.load import facts_of
-from keel.trainer.planning.choose import choose
-from keel.trainer.planning.memory import GIB
-from keel.trainer.planning.placement import Hardware, idle_nodes, place
+from keel.trainer.placement.choose import choose
+from keel.trainer.placement.hardware import Hardware, idle_nodes, place
+from keel.trainer.placement.memory import GIB
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128_256,

@@ -12,7 +12,7 @@ from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from keel.configs.schema import RolloutConfig
 from keel.rollout.vllm_fast.cascade.plan import Heads, heads_of
-from keel.trainer.planning.memory import read_together
+from keel.trainer.placement.memory import read_together
 
 
 def test_heads_are_those_of_the_configuration() -> None:

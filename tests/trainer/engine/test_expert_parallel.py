@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from keel.rl.metrics import values
-from keel.trainer.planning.families import EXPERT_PARALLEL
+from keel.trainer.placement.families import EXPERT_PARALLEL
 from tests.trainer.engine.expert_scenarios import (
     FAMILIES,
     SAVED_AFTER,

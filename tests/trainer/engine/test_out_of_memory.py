@@ -14,17 +14,17 @@ import torch
 from keel.configs.schema import Config
 from keel.rl.futures import done
 from keel.rl.metrics import values
-from keel.trainer.cluster.step_deadlines import Limits
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.learner import Learner
-from keel.trainer.planning.cached_choice import CHOSEN
-from keel.trainer.planning.oom_recovery import (
+from keel.trainer.placement.cached_choice import CHOSEN
+from keel.trainer.placement.oom_recovery import (
     MOST,
     Lowering,
     Repeating,
     lowered,
     makes_room_to_update,
 )
+from keel.trainer.placement.step_deadlines import Limits
 from keel.trainer.run.restarts import OutOfMemory, UpdateOutOfMemory
 from keel.trainer.worker import TrainerWorker
 from tests.trainer.engine.batches import Rollouts, write_model

@@ -26,7 +26,7 @@ RUN = """
 import sys, threading, time
 from pathlib import Path
 from keel.trainer.run.trackers.known import check_trackers, maker
-from keel.trainer.cluster.ray_internals import leave
+from keel.trainer.placement.ray_internals import leave
 from keel.trainer.run.trackers.sender import TrackerThread, Trackers, has_abandoned_threads
 names = ["wandb", "mlflow", "trackio"]
 check_trackers(names)

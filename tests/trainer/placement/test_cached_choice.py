@@ -1,0 +1,71 @@
+"""What was chosen for a run stays while the hardware does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keel.configs.schema import Config, DataConfig, RunConfig, SourceConfig
+from keel.trainer.placement.cached_choice import Remembered, lower, remember, remembered
+from keel.trainer.placement.hardware import Hardware, idle_nodes
+from keel.trainer.placement.nodes import most_taken
+from keel.trainer.run.checkpoint import STATE
+
+SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
+VALUES = {"trainer.micro_batch_tokens": 18_432, "trainer.ranks": 4, "rollout.time_share": False}
+FOUR = Hardware(gpu=True, nodes=tuple(idle_nodes(1, 4)), gpu_gib=139.7).signature
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Of a run that has a checkpoint, and for which something was chosen."""
+    saved = tmp_path / "checkpoints" / "step_000002"
+    saved.mkdir(parents=True)
+    (saved / STATE).write_text("{}")
+    remember(tmp_path, VALUES, FOUR)
+    return Config(run=RunConfig(dir=str(tmp_path)), data=DataConfig(sources=(SOURCE,)))
+
+
+def test_it_is_kept_on_the_same_hardware_and_as_it_was_lowered(
+    config: Config, tmp_path: Path
+) -> None:
+    assert remembered(config, FOUR) == Remembered(values=VALUES)
+    lower(tmp_path, {"trainer.micro_batch_tokens": 9216, "trainer.compile": True})
+    assert remembered(config, FOUR).values == {**VALUES, "trainer.micro_batch_tokens": 9216}
+    started_over = replace(config, run=replace(config.run, resume="never"))
+    assert remembered(started_over, FOUR) == Remembered()
+
+
+def test_other_hardware_is_chosen_for_anew_and_what_changed_is_said(
+    config: Config, tmp_path: Path
+) -> None:
+    eight = Hardware(gpu=True, nodes=tuple(idle_nodes(1, 8)), gpu_gib=79.2, taken_gib=12.0)
+    found = remembered(config, eight.signature)
+    assert not found.values
+    assert found.changed == (
+        "the hardware is not what it was (GPUs of each node [4] → [8], GiB of a GPU 140 → 79, GiB "
+        "that others hold 0 → 12): the layout is chosen anew"
+    )
+
+
+def test_a_run_without_a_checkpoint_or_with_a_damaged_file_has_no_choice(
+    config: Config, tmp_path: Path
+) -> None:
+    (tmp_path / "chosen.json").write_text('{"values": 3')
+    assert remembered(config, FOUR) == Remembered()
+    lower(tmp_path, {"trainer.micro_batch_tokens": 1})  # no error
+    remember(tmp_path, VALUES, FOUR)
+    (tmp_path / "checkpoints" / "step_000002" / STATE).unlink()
+    assert remembered(config, FOUR) == Remembered()
+
+
+def test_what_others_hold_is_read_of_the_gpus_that_are_visible() -> None:
+    listed = "GPU-aa-1, 40960\nGPU-bb-2, 81920\nGPU-cc-3, 300\n"
+    assert most_taken(listed, {"aa-1", "cc-3"}) == 40.0
+    assert most_taken(listed, {"cc-3"}) == 0.0  # an idle driver's own
+    assert most_taken("GPU-aa-1, [N/A]\n", {"aa-1"}) == 0.0
+    # On a cluster Ray knows which are somebody's.
+    assert most_taken(listed, {"aa-1", "bb-2"}, every=True) == 40.0
+    assert most_taken(listed, {"aa-1", "cc-3"}, every=True) == 0.0

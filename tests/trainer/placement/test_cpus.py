@@ -1,0 +1,106 @@
+"""Precision and estimated times on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common import QWEN3_06B
+from keel.configs.auto import DTYPE
+from keel.configs.load import dump_config, load_recipe
+from keel.configs.schema import Config
+from keel.model.load import facts_of
+from keel.trainer.placement import cpus
+from keel.trainer.placement.cpus import CpuTime, cpu_time, has_bfloat16, slow_dtype, with_dtype
+from keel.trainer.run import checkpoint
+from keel.trainer.run.checkpoint import State
+
+OPEN = frozenset({DTYPE})
+
+
+@pytest.fixture(params=[True, False], ids=["avx512_bf16", "avx2"])
+def bfloat16(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Whether the CPU of /proc/cpuinfo has bfloat16 instructions."""
+    flags = "fpu avx2" + " avx512f avx512_bf16" * request.param
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(cpus, "CPUINFO", info)
+    has_bfloat16.cache_clear()
+    monkeypatch.setattr(cpus, "has_bfloat16", lambda: has_bfloat16.__wrapped__())
+    return request.param
+
+
+def recipe(tmp_path: Path, dtype: str) -> tuple[Config, frozenset[str]]:
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        f"model: {{path: a/b{dtype}}}\n"
+        "data: {sources: [{name: s, source: jsonl, path: s.jsonl}]}\n"
+    )
+    return load_recipe(path)
+
+
+@pytest.mark.parametrize("dtype", ["", ", dtype: auto"])
+def test_an_open_precision_is_what_the_cpu_computes_fast(
+    bfloat16: bool, tmp_path: Path, dtype: str
+) -> None:
+    config, left = recipe(tmp_path, dtype)
+    assert DTYPE in left
+    chosen = with_dtype(config, left, gpu=False)
+    assert chosen.model.dtype == ("bfloat16" if bfloat16 else "float32")
+    assert not slow_dtype(chosen, gpu=False)
+    assert with_dtype(config, left, gpu=True).model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("begun", ["float32", "bfloat16"])
+def test_a_run_keeps_the_precision_it_began_with(
+    bfloat16: bool, tmp_path: Path, begun: str, gpu: bool
+) -> None:
+    """On another machine too."""
+    config, left = recipe(tmp_path, "")
+    config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")))
+    before = replace(config, model=replace(config.model, dtype=begun))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(before))
+    saved = State(step=2, version=2, config="c")
+    checkpoint.save(tmp_path / "run" / "checkpoints", saved, lambda _: {}, keep=9)
+    assert with_dtype(config, left, gpu=gpu).model.dtype == begun
+
+
+def test_a_precision_that_is_given_stays_and_a_slow_one_is_warned_of(
+    bfloat16: bool, tmp_path: Path
+) -> None:
+    config, left = recipe(tmp_path, ", dtype: bfloat16")
+    assert with_dtype(config, left, gpu=False).model.dtype == "bfloat16"
+    assert ("model.dtype=float32" in slow_dtype(config, gpu=False)) != bfloat16
+    assert not slow_dtype(config, gpu=True)
+
+
+def estimate(config: Config, heldout: int = 16, flops: float = 1e11) -> CpuTime:
+    facts = facts_of(QWEN3_06B)
+    return cpu_time(config, facts, prompt_tokens=50, heldout=heldout, flops=flops)
+
+
+def test_times_grow_with_the_work(tmp_path: Path) -> None:
+    config, _ = recipe(tmp_path, "")
+    base = estimate(config)
+    assert base.sampling > 0 and base.training > 0 and base.evaluation > 0
+    more = replace(config, algorithm=replace(config.algorithm, prompts_per_step=32))
+    assert estimate(more).sampling > 1.5 * base.sampling
+    assert estimate(more).training > 1.9 * base.training
+    assert estimate(more).evaluation == pytest.approx(base.evaluation)
+    assert estimate(config, heldout=0).evaluation == 0
+    assert estimate(config, flops=2e11).training < base.training
+
+
+def test_a_slow_start_names_what_to_lower(tmp_path: Path) -> None:
+    config, _ = recipe(tmp_path, "")
+    (fast,) = estimate(config, flops=1e14).lines()
+    assert "ESTIMATE" in fast and "per evaluation" in fast
+    slow = estimate(config, flops=1e9).lines()
+    assert "rollout.sampling.max_tokens" in slow[-1]
+    assert "per step" not in " ".join(estimate(config).lines(trains=False))

@@ -1,0 +1,203 @@
+"""Which families are refused for a dtype, against what vLLM itself says of them."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma3TextConfig
+
+from keel.configs.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from keel.model.tiny.tokenizer import build_tokenizer
+from keel.trainer.placement.families import (
+    CPU_HEADS,
+    FLOAT32_RESIDUAL,
+    NOT_IN_FLOAT16,
+    check_attention_kernels,
+    check_engine_attention,
+    check_engine_dtype,
+    check_engine_heads,
+    check_residual,
+    check_sequence_parallel,
+    check_share_prompts,
+)
+from keel.trainer.prepare import prepare
+from tests.trainer.placement.test_memory import SUMS
+
+
+def recipe(dtype: Any, engine_dtype: Any = "") -> Config:
+    return Config(
+        model=ModelConfig(path="some/model", dtype=dtype),
+        data=DataConfig(sources=(SUMS,)),
+        rollout=RolloutConfig(dtype=engine_dtype),
+    )
+
+
+def test_the_types_are_those_that_vllm_refuses() -> None:
+    """Read and not imported: vLLM takes long to."""
+    vllm = find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    source = Path(vllm.origin).parent / "config" / "model.py"
+    (table,) = (
+        node.value
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Assign)
+        and any(
+            isinstance(target, ast.Name) and target.id == "_FLOAT16_NOT_SUPPORTED_MODELS"
+            for target in node.targets
+        )
+    )
+    assert set(ast.literal_eval(table)) == set(NOT_IN_FLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("config", "knob"),
+    [
+        (recipe("float16"), "model.dtype"),
+        (recipe("bfloat16", "float16"), "rollout.dtype"),
+        (recipe("float16", "float16"), "rollout.dtype"),
+    ],
+)
+def test_an_engine_in_float16_is_refused_for_them(config: Config, knob: str) -> None:
+    for model_type in NOT_IN_FLOAT16:
+        said = rf"{knob} = 'float16': .*of type {model_type}, .*Set it to bfloat16"
+        with pytest.raises(ConfigError, match=said):
+            check_engine_dtype(config, model_type)
+    check_engine_dtype(config, "qwen3")
+
+
+def test_in_any_other_dtype_they_run() -> None:
+    for config in (recipe("bfloat16"), recipe("float32"), recipe("float16", "bfloat16")):
+        check_engine_dtype(config, "gemma3_text")
+
+
+def test_a_float32_residual_is_for_families_whose_layers_are_known() -> None:
+    plain = recipe("float16")
+    wide = replace(plain, model=replace(plain.model, residual_dtype="float32"))
+    for model_type in FLOAT32_RESIDUAL:
+        check_residual(wide, model_type)
+    check_residual(plain, "gpt2")
+    with pytest.raises(ConfigError, match=r"residual_dtype = 'float32': not for .* type gpt2, "):
+        check_residual(wide, "gpt2")
+    with pytest.raises(ConfigError, match=r"tensor_parallel = 2: must be 1 with model\.residual_d"):
+        replace(wide, rollout=RolloutConfig(tensor_parallel=2))
+
+
+def test_a_recipe_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path)
+    Gemma3TextConfig(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    ).save_pretrained(tmp_path)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {{path: {tmp_path}, dtype: float16}}\n"
+        "data: {sources: [{name: s, source: reasoning_gym, task: chain_sum, size: 10}]}\n"
+    )
+    with pytest.raises(ConfigError, match=r"model.dtype = 'float16': .*of type gemma3_text"):
+        prepare(str(path), ["run.device=cpu"])
+
+
+def test_flash_attention_4_is_refused_where_it_has_no_kernels() -> None:
+    def check(kernels: Any, *, gpu: bool, flash4: bool) -> None:
+        trainer = TrainerConfig(attention_kernels=kernels)
+        config = Config(data=DataConfig(sources=(SUMS,)), trainer=trainer)
+        check_attention_kernels(config, gpu=gpu, flash4=flash4, machine="NVIDIA A100")
+
+    check("flash4", gpu=True, flash4=True)
+    for kernels in ("auto", "torch"):
+        check(kernels, gpu=False, flash4=False)
+    with pytest.raises(ConfigError, match=r"'flash4': .* generations, and NVIDIA A100 is of ano"):
+        check("flash4", gpu=True, flash4=False)
+    with pytest.raises(ConfigError, match=r"trainer\.attention_kernels = 'flash4': .*no GPU is he"):
+        check("flash4", gpu=False, flash4=True)
+
+
+def test_prompts_are_shared_by_models_that_cache_keys_and_values() -> None:
+    config = Config(data=DataConfig(sources=(SUMS,)), trainer=TrainerConfig(share_prompts=True))
+    check_share_prompts(config, architecture="Qwen3ForCausalLM", head_size=128)
+    with pytest.raises(ConfigError, match=r"share_prompts = true: the attention of DeepseekV3For"):
+        check_share_prompts(config, architecture="DeepseekV3ForCausalLM", head_size=0)
+
+
+def test_sparse_attention_is_refused_where_vllm_has_no_kernels_for_it() -> None:
+    sparse = "DeepseekV32ForCausalLM"
+    data = DataConfig(sources=(SUMS,))
+    config = Config(model=ModelConfig(path="m"), data=data)
+    check_engine_attention(config, architecture="Qwen3ForCausalLM", kv_width=128, gpu=False)
+    check_engine_attention(config, architecture=sparse, kv_width=576, gpu=True)
+    with pytest.raises(ConfigError, match=r"'m': vLLM cannot serve .* it has sparse attention on"):
+        check_engine_attention(config, architecture=sparse, kv_width=576, gpu=False)
+    with pytest.raises(ConfigError, match=r"of 512 and 576 numbers .* and this model's have 80"):
+        check_engine_attention(config, architecture=sparse, kv_width=80, gpu=True)
+    dense = Config(data=data, trainer=TrainerConfig(attention="dense"))
+    with pytest.raises(ConfigError, match=r"trainer\.attention = 'dense': engines attend to what"):
+        check_engine_attention(dense, architecture=sparse, kv_width=576, gpu=True)
+    check_sequence_parallel(1, architecture=sparse, heads=4)
+    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 2: the sparse attention"):
+        check_sequence_parallel(2, architecture=sparse, heads=4)
+
+
+def test_the_sizes_of_heads_are_those_of_vllms_cpu_backend() -> None:
+    """Read and not imported, as above."""
+    vllm = find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    source = Path(vllm.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    (sizes,) = (
+        node.body[-1].value
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and node.name == "get_supported_head_sizes"
+        and isinstance(node.body[-1], ast.Return)
+    )
+    assert sizes is not None and tuple(ast.literal_eval(sizes)) == CPU_HEADS
+
+
+def test_heads_without_a_kernel_are_refused_on_a_cpu() -> None:
+    for size in (0, 32, 128):
+        check_engine_heads(recipe("bfloat16"), heads=4, head_size=size, gpu=False)
+    check_engine_heads(recipe("bfloat16"), heads=4, head_size=16, gpu=True)
+    with pytest.raises(ConfigError, match=r"model\.path = 'some/model' \(head_dim 16 .* GPU"):
+        check_engine_heads(recipe("bfloat16"), heads=4, head_size=16, gpu=False)
+
+
+def test_heads_that_cannot_be_dealt_out_to_an_engines_gpus_are_refused() -> None:
+    config = recipe("bfloat16")
+    for wide, instead in ((1, 0), (2, 0), (4, 0), (3, 2), (8, 7)):
+        made = replace(config, rollout=replace(config.rollout, tensor_parallel=wide))
+        if not instead:
+            check_engine_heads(made, heads=28, head_size=128, gpu=True)
+            continue
+        said = rf"tensor_parallel = {wide}: must divide the model's 28 .*; set it to {instead}$"
+        with pytest.raises(ConfigError, match=said):
+            check_engine_heads(made, heads=28, head_size=128, gpu=True)
+
+
+def test_what_an_engine_cannot_serve_or_nobody_can_teach_is_refused_by_the_check(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"model\.tiny\.head_dim = 16: .* Set it to one of"):
+        prepare("quickstart", ["model.tiny.head_dim=16"])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
+    source = f"{{name: rows, source: jsonl, path: {rows}, rewards: {{correct: 1}}}}"
+    given = [f"data.sources=[{source}]", "run.eval_every=0"]
+    with pytest.raises(ConfigError, match=r"learns from reasoning_gym .* none is given"):
+        prepare("quickstart", given)
+    prepare("quickstart", [*given, "model.tiny.cold_start.steps=0"])

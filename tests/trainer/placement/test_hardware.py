@@ -1,0 +1,226 @@
+"""GPUs of their own, one shared, or a refusal that counts and names the knobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from keel.configs.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    JudgeConfig,
+    JudgeServerConfig,
+    RewardsConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceConfig,
+    TrainerConfig,
+)
+from keel.trainer.placement.hardware import (
+    ENGINE,
+    JUDGE,
+    RANK,
+    Node,
+    Placement,
+    allowed,
+    assumed_nodes,
+    place,
+)
+
+
+def config(*, engines: int = 1, width: int = 1, ranks: int = 1) -> Config:
+    source = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
+    return Config(
+        data=DataConfig(sources=(source,)),
+        rollout=RolloutConfig(engines=engines, tensor_parallel=width),
+        trainer=TrainerConfig(ranks=ranks),
+    )
+
+
+def nodes(*sizes: int, cpus: int = 64) -> list[Node]:
+    return [
+        Node(name=f"n{i}", id=f"id{i}", gpus=size, cpus=cpus, free_gpus=size, free_cpus=cpus)
+        for i, size in enumerate(sizes)
+    ]
+
+
+def homes(placement: Placement, kind: str) -> list[str]:
+    """Node of each actor of a kind, by index."""
+    seats = sorted((s for s in placement.seats if s.kind == kind), key=lambda s: s.index)
+    return [seat.node.name for seat in seats]
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "engines", "ranks"),
+    [
+        ((1, 2, 2), (4,), ["n0"], ["n0"] * 2),
+        # Ranks stay together, beside the engines or on a node of their own.
+        ((2, 2, 4), (4, 4), ["n0"] * 2, ["n1"] * 4),
+        ((4, 1, 8), (8, 8), ["n1"] * 4, ["n0"] * 8),
+        ((2, 1, 8), (2, 8), ["n0"] * 2, ["n1"] * 8),
+        # They part only where no node holds them all, neighbours together.
+        ((1, 4, 8), (4, 4, 4), ["n0"], ["n1"] * 4 + ["n2"] * 4),
+        # An engine never spans nodes, even if that parts the ranks.
+        ((2, 2, 2), (3, 3), ["n0", "n1"], ["n0", "n1"]),
+        ((3, 2, 0), (2, 4), ["n1", "n1", "n0"], []),
+    ],
+)
+def test_engines_are_whole_and_ranks_together(
+    shape: tuple[int, int, int], sizes: tuple[int, ...], engines: list[str], ranks: list[str]
+) -> None:
+    recipe = config(engines=shape[0], width=shape[1], ranks=max(1, shape[2]))
+    room = nodes(*sizes) if shape[2] else [*nodes(*sizes), *nodes(1)]
+    placement = place(recipe, room)
+    assert homes(placement, ENGINE) == engines
+    if ranks:
+        assert homes(placement, RANK) == ranks
+
+
+def test_every_gpu_has_one_owner() -> None:
+    placement = place(config(engines=5, width=4, ranks=12), nodes(8, 8, 8, 8))
+    owned = [(seat.node.name, gpu) for seat in placement.seats for gpu in seat.ids]
+    assert len(owned) == len(set(owned)) == 32
+    assert max(gpu for _, gpu in owned) == 7
+
+
+def test_lines_say_who_sits_where() -> None:
+    placement = place(config(engines=2, width=2, ranks=4), nodes(4, 4))
+    assert list(placement.lines()) == [
+        "n0: engines 0–1 on GPUs 0–3 (2 each)",
+        "n1: trainer ranks 0–3 on GPUs 0–3",
+    ]
+
+
+def test_ids_are_not_made_up_on_a_node_that_others_use() -> None:
+    (node,) = nodes(8)
+    placement = place(config(engines=1, ranks=2), [replace(node, free_gpus=5)])
+    assert list(placement.lines()) == [
+        "n0: engine 0 on 1 of its 8 GPUs; trainer ranks 0–1 on 2 of its 8 GPUs"
+    ]
+
+
+def test_one_engine_and_one_rank_share_a_single_gpu() -> None:
+    placement = place(config(), nodes(1))
+    assert placement.shared and len(placement.seats) == 2
+    assert "GPU 0, shared" in next(placement.lines())
+    assert not place(config(), nodes(2)).shared
+    busy = [replace(node, free_gpus=1) for node in nodes(4)]
+    with pytest.raises(ConfigError, match=r"needs 2 GPU\(s\) .* has 1"):
+        place(config(), busy)  # will have its own when the others are done
+
+
+def test_colocated_engines_sit_beside_the_ranks() -> None:
+    recipe = config(engines=6, ranks=6)
+    recipe = replace(recipe, rollout=replace(recipe.rollout, colocated=True))
+    placement = place(recipe, nodes(4, 4))
+    assert homes(placement, ENGINE) == homes(placement, RANK) == ["n0"] * 4 + ["n1"] * 2
+    for seat in placement.seats:
+        assert seat.shared and seat.ids == placement.owner(seat.kind, seat.index).ids
+        assert placement.owner(seat.kind, seat.index).kind == RANK
+    assert list(placement.lines()) == [
+        "n0: engines 0–3 on GPUs 0–3, shared; trainer ranks 0–3 on GPUs 0–3, shared",
+        "n1: engines 4–5 on GPUs 0–1, shared; trainer ranks 4–5 on GPUs 0–1, shared",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"needs 6 GPU\(s\) \(6 trainer rank\(s\) with an engine each"
+    ):
+        place(recipe, nodes(4))
+    with pytest.raises(ConfigError, match="find no node"):
+        place(recipe, nodes(8, cpus=7))  # each pair needs two cores
+
+
+def test_only_who_shares_a_gpu_can_take_turns_on_it() -> None:
+    recipe = config(engines=2, ranks=2)
+    asleep = replace(recipe, rollout=replace(recipe.rollout, time_share=True))
+    with pytest.raises(ConfigError, match=r"^rollout\.time_share: .* rollout\.colocated"):
+        place(asleep, nodes(4))
+    assert place(replace(asleep, rollout=replace(asleep.rollout, colocated=True)), nodes(2)).shared
+
+
+@pytest.mark.parametrize("shape", [{"engines": 1, "ranks": 2}, {"engines": 2, "width": 2}])
+def test_colocation_is_one_engine_for_one_rank(shape: dict[str, int]) -> None:
+    recipe = config(**{"ranks": 2, **shape})
+    with pytest.raises(ConfigError, match=r"rollout\.(engines|tensor_parallel) = \d"):
+        replace(recipe, rollout=replace(recipe.rollout, colocated=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "available", "cure"),
+    [
+        ({"engines": 2}, 2, "Lower rollout.engines; with one"),
+        ({"ranks": 2}, 1, "Lower trainer.ranks; with one"),
+        ({"width": 2}, 2, "Lower rollout.tensor_parallel; with one"),
+        ({"engines": 2, "ranks": 3}, 1, "Lower trainer.ranks, rollout.engines; with one"),
+        ({}, 0, "Start it where there are as many, or without GPUs (run.device=cpu run.gpu_gib=0"),
+    ],
+)
+def test_too_few_gpus_are_counted(shape: dict[str, int], available: int, cure: str) -> None:
+    """And what is named is what can be lowered."""
+    room = nodes(available) if available else []
+    with pytest.raises(
+        ConfigError, match=rf"needs \d GPU\(s\) .* the cluster has {available}"
+    ) as raised:
+        place(config(**shape), room)
+    assert cure in str(raised.value)
+
+
+def test_a_run_uses_no_more_than_the_recipe_says_it_has() -> None:
+    run = RunConfig(gpus_per_node=2, nodes=2)
+    few, many, busy = nodes(1, 8, 8)
+    busy = replace(busy, free_gpus=1)
+    kept = allowed([few, many, busy], run)
+    assert [(n.name, n.gpus, n.free_gpus, n.in_use) for n in kept] == [
+        ("n1", 2, 2, False),
+        ("n0", 1, 1, False),
+    ]
+    assert allowed([few, many, busy], RunConfig()) == [few, many, busy]
+    # One GPU of a machine that has more is a single GPU, which is shared, whoever has the others.
+    one = RunConfig(gpus_per_node=1)
+    recipe = replace(config(), run=one)
+    assert place(recipe, allowed([many], one)).shared
+    (line,) = place(recipe, allowed([busy], one)).lines()
+    assert line.startswith("n2: engine 0 on 1 of its 1 GPUs, shared; trainer")
+    with pytest.raises(
+        ConfigError, match=r"has 1: n1 \(1\) \(run\.gpus_per_node = 1, run\.nodes = 1\)"
+    ):
+        place(replace(recipe, trainer=TrainerConfig(ranks=2)), allowed([many], one))
+
+
+def test_an_engine_that_no_node_can_hold_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.tensor_parallel = 8: .* the largest has 4: n0"
+    ):
+        place(config(width=8, ranks=1), nodes(4, 4, 4))
+    with pytest.raises(ConfigError, match=r"1 of 3 engine\(s\) of 2 .* find no node"):
+        place(config(engines=3, width=2, ranks=1), nodes(3, 3, 1))
+    with pytest.raises(ConfigError, match=r"n0 \(4 GPUs, 2 CPU cores\)"):
+        place(config(engines=2, ranks=2), nodes(4, cpus=2))
+
+
+def test_without_a_cluster_there_are_nodes_enough() -> None:
+    recipe = config(engines=3, width=16, ranks=20)
+    placement = place(recipe, assumed_nodes(recipe, node_gpus=8))
+    assert sum(seat.gpus for seat in placement.seats) == 68
+
+
+def test_a_judge_that_the_run_serves_has_gpus_of_its_own() -> None:
+    server = JudgeServerConfig(tensor_parallel=2)
+    rewards = RewardsConfig(judge=JudgeConfig(model="m", serve=True, server=server))
+    recipe = replace(config(), rewards=rewards)
+    placement = place(recipe, nodes(2, 2))
+    (judge,) = (seat for seat in placement.seats if seat.kind == JUDGE)
+    assert judge.gpus == 2
+    assert homes(placement, RANK) == homes(placement, ENGINE) != [judge.node.name]
+    for available in (1, 3):
+        with pytest.raises(ConfigError, match=r"needs 4 GPU\(s\) .*1 judge\(s\) of 2"):
+            place(recipe, nodes(available))
+
+
+def test_ranks_alone_take_no_room_for_the_engines_of_their_recipe() -> None:
+    given = config(engines=4, width=2, ranks=2)
+    together = replace(config(engines=2, ranks=2), rollout=RolloutConfig(engines=2, colocated=True))
+    for recipe in (given, together):
+        seats = place(recipe, nodes(2), only=RANK).seats
+        assert [(seat.kind, seat.shared) for seat in seats] == [(RANK, False)] * 2

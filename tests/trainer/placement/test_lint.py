@@ -1,0 +1,171 @@
+"""Warnings about values that nobody uses, and none about a recipe of ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.load import load_config
+from keel.configs.schema import Config, ConversationsConfig, SftConfig
+from keel.model.load import facts_of
+from keel.model.tiny.build import model_config
+from keel.model.tiny.tokenizer import build_tokenizer
+from keel.trainer.placement.lint import unread, unusual
+from keel.trainer.placement.memory import GIB
+from keel.trainer.placement.plan import make_plan
+from keel.trainer.placement.suggestions import with_knob
+from keel.trainer.prepare import crowded
+from tests.trainer.placement.test_memory import DENSE, recipe
+
+RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_recipe_of_ours_is_unusual(name: str) -> None:
+    config = load_config(name)
+    # What an earlier stage made of the tiny model has its shape.
+    stages = ("sft-specialists", "pretrain-dense", "pretrain-warm-up")
+    made = [f"{load_config(stage).run.dir}/model" for stage in stages]
+    tiny = config.model.path in ("tiny", *made)
+    shape = model_config(config.model.tiny, build_tokenizer()) if tiny else None
+    assert unusual(config, facts_of(shape) if shape else DENSE) == []
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("trainer.lr", 0.1),
+        ("trainer.lr", 1e-3),
+        ("trainer.lr", 1e-12),
+        ("trainer.weight_decay", 1.0),
+        ("trainer.grad_clip", 1e3),
+        ("algorithm.clip_high", 2.0),
+        ("algorithm.kept_mass_coef", 100.0),
+        ("rollout.sampling.temperature", 5.0),
+        ("run.hang_timeout_s", 5.0),
+    ],
+)
+def test_a_value_that_nobody_uses_is_warned_about(knob: str, value: Any) -> None:
+    usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
+    assert unusual(usual, DENSE) == []
+    assert unusual(with_knob(usual, ["run", "hang_timeout_s"], 0.0), DENSE) == [], "never"
+    (line,) = unusual(with_knob(usual, knob.split("."), value), DENSE)
+    assert line.startswith(f"{knob} = {value:g} is far from what is used")
+
+
+def test_a_small_model_may_learn_faster() -> None:
+    config = with_knob(recipe(), ["trainer", "lr"], 1e-3)
+    assert unusual(config, replace(DENSE, parameters=400_000)) == []
+    assert "data.sources[sums].kl_coef = 3 is" in unusual(recipe(beta=3.0), DENSE)[0]
+
+
+def test_supervised_runs_have_rates_of_their_own_and_reach_them() -> None:
+    supervised = load_config("sft-quickstart", ["trainer.warmup_steps=5"]).supervised(100)
+
+    def said(lr: float, **trainer: Any) -> list[str]:
+        changed = replace(supervised.trainer, lr=lr, **trainer)
+        return unusual(replace(supervised, trainer=changed), DENSE)
+
+    assert said(3e-4) == said(1e-3) == said(1e-3, attention="warm-up") == []
+    (line,) = said(5e-3)
+    assert "1e-6 to 3e-4 for supervised training" in line
+    assert said(5e-3, attention="warm-up") == []
+    (line,) = said(1e-5, warmup_steps=100)
+    assert line.startswith("trainer.warmup_steps = 100: the run ends after 100 step(s), before")
+
+
+def test_knobs_that_a_supervised_run_does_not_read_are_named() -> None:
+    source: dict[str, Any] = {"name": "a", "source": "jsonl", "path": "a"}
+    sources = (ConversationsConfig(**source),)
+    config = Config(sft=SftConfig(sources=sources, max_context_tokens=256))
+    assert [*unread(config, frozenset())] == []
+    algorithm = replace(config.algorithm, prompts_per_step=4)
+    engines = replace(config.rollout, engines=3)
+    changed = replace(config, algorithm=algorithm, rollout=engines)
+    (line,) = unread(changed, {"rollout.engines"})
+    assert line.startswith("algorithm.prompts_per_step: not read by `keel sft`")
+    (line,) = unread(changed, frozenset())
+    assert line.startswith("rollout.engines, algorithm.prompts_per_step: not read")
+    assert [*unread(load_config("sft-quickstart"), frozenset())] == [], "what comes after it"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["run.steps=60"], 1),
+        (["run={steps: 60}"], 1),
+        (["run.steps=60", "sft.epochs=0"], 0),
+        (["run.seed=60"], 0),
+    ],
+)
+def test_steps_that_epochs_decide_are_no_override(overrides: list[str], said: int) -> None:
+    config = load_config("sft-quickstart", overrides)
+    lines = [*unread(config, frozenset(), overrides)]
+    assert len(lines) == said
+    assert all(
+        line.startswith("run.steps = 60: does not count, since sft.epochs") for line in lines
+    )
+
+
+def test_old_completions_under_masks_whose_mass_nobody_holds_are_warned_about() -> None:
+    usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
+    old = replace(usual.algorithm, publish_every=4, max_lag=1, updates_per_batch=4)
+    (line,) = unusual(replace(usual, algorithm=old), DENSE)
+    assert line.startswith("algorithm.kept_mass_coef = 0: completions are up to 16 optimizer steps")
+    assert unusual(replace(usual, algorithm=replace(old, kept_mass_coef=1.0)), DENSE) == []
+    assert unusual(replace(usual, algorithm=replace(old, updates_per_batch=2)), DENSE) == []
+    assert unusual(replace(recipe(), algorithm=old), DENSE) == [], "sampled from the whole"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "updates", "group", "ranks", "named"),
+    [
+        (8, 2, 4, 2, ()),
+        (4, 3, 8, 1, ("updates_per_batch", "multiple of 3")),
+        (1, 1, 3, 2, ("2 trainer ranks", "multiple of 2")),
+        (5, 1, 8, 2, ()),  # ranks share completions, not prompts
+    ],
+)
+def test_batches_that_cannot_be_shared_evenly_are_warned_about(
+    prompts: int, updates: int, group: int, ranks: int, named: tuple[str, ...]
+) -> None:
+    base = recipe()
+    algorithm = replace(
+        base.algorithm, prompts_per_step=prompts, updates_per_batch=updates, group_size=group
+    )
+    trainer = replace(base.trainer, ranks=ranks)
+    lines = unusual(replace(base, algorithm=algorithm, trainer=trainer), DENSE)
+    assert len(lines) == bool(named)
+    assert all(part in lines[0] for part in named)
+
+
+def test_rewards_for_what_is_wrong_are_warned_about() -> None:
+    config = load_config("quickstart", ["data.sources[spelling].rewards={correct: -1}"])
+    shape = facts_of(model_config(config.model.tiny, build_tokenizer()))
+    (line,) = unusual(config, shape)
+    assert (
+        line == "the rewards of domain 'spelling' have correct: -1: the policy learns to be wrong"
+    )
+
+
+def test_more_than_a_machine_without_a_gpu_has_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load_config("quickstart", ["rollout.engines=12"])
+    facts = facts_of(model_config(config.model.tiny, build_tokenizer()))
+    plan = make_plan(config, facts, gpu=False)
+    wanted = (12 * plan.engine.total + config.trainer.ranks * plan.trainer.total) / GIB
+    (line,) = crowded(config, plan, wanted - 1)
+    assert line.startswith("rollout.engines = 12, trainer.ranks = 1: together they want ")
+    assert [*crowded(config, plan, wanted + 1)] == [*crowded(config, plan, 0)] == []
+
+
+def test_epochs_of_a_recipe_that_has_nothing_for_them() -> None:
+    config = load_config("quickstart", ["sft.epochs=3"])
+    shape = facts_of(model_config(config.model.tiny, build_tokenizer()))
+    (line,) = unusual(config, shape)
+    assert line.startswith("sft.epochs = 3: counts with sft.sources alone")

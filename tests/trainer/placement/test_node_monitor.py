@@ -1,0 +1,178 @@
+"""What is made of what the nodes of a cluster see."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
+
+from keel.model import ray_timeouts as ray_calls
+from keel.trainer.placement import node_monitor as lookouts
+from keel.trainer.placement.hang_detector import LOOK_S, Sight
+from keel.trainer.placement.node_monitor import (
+    ANSWER_S,
+    CUT_OFF_S,
+    SILENT_S,
+    TRY_S,
+    Away,
+    Lookouts,
+    reached,
+)
+from tests.waiting import PATIENCE_S
+
+LOOKS = 10
+
+
+class Node:
+    """An actor that looks, on a node, and what it answers."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.look, self.asked = self, 0
+        self.sight = Sight(here={f"trainer rank {rank}": rank + 1, "lookout": 9}, host=name)
+        self.error: Exception | None = None
+
+    def remote(self) -> Node:
+        self.asked += 1
+        return self
+
+
+class Cluster:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.nodes = {"a": Node("host-a", 0), "b": Node("host-b", 1)}
+        self.alive, self.now = {"a": "host-a", "b": "host-b"}, 0.0
+
+        def answer(node: Node, *, seconds: float) -> Sight:
+            if node.error:
+                raise node.error
+            return node.sight
+
+        self.gcs = threading.Event()
+        self.gcs.set()
+
+        def hosts(_: Lookouts) -> dict[str, str]:
+            self.gcs.wait(PATIENCE_S)
+            return dict(self.alive)
+
+        patch.setattr(Lookouts, "_hosts", hosts)
+        patch.setattr(lookouts, "_lookout", lambda node, seconds: self.nodes[node])
+        patch.setattr(ray_calls, "get", answer)
+        self.lookouts = Lookouts(100.0, lambda: self.now)
+
+    def look(self, seconds: float = ANSWER_S) -> Sight:
+        self.now += seconds
+        return self.lookouts.look()
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+def ranks(sight: Sight) -> list[str]:
+    return sorted(name for name in sight.here if name != "lookout")
+
+
+def test_a_slow_node_has_one_look_to_answer_and_no_answer_is_lost(cluster: Cluster) -> None:
+    slow = cluster.nodes["b"]
+    slow.error = GetTimeoutError()
+    for _ in range(3):
+        assert cluster.look(1.0).said == ()
+    assert (cluster.nodes["a"].asked, slow.asked) == (3, 1)
+    slow.error, slow.sight = None, Sight(here=slow.sight.here, said=("engine 3 was ended",))
+    assert cluster.look().said == ("engine 3 was ended",) and slow.asked == 1
+    slow.sight = Sight(here=slow.sight.here)
+    assert cluster.look().said == () and slow.asked == 2
+
+
+@pytest.mark.parametrize("error", [GetTimeoutError(), ActorUnavailableError("no route", None)])
+def test_a_node_that_is_silent_is_said_and_one_that_is_dead_takes_its_ranks_with_it(
+    cluster: Cluster, error: Exception
+) -> None:
+    assert ranks(cluster.look()) == ["trainer rank 0", "trainer rank 1"]
+    cluster.nodes["b"].error = error
+    assert cluster.look(3600.0).said == (), "while nobody asked, nobody was silent"
+    looks = [cluster.look(ANSWER_S + LOOK_S).said for _ in range(LOOKS)]
+    (said,) = [line for look in looks for line in look]
+    assert LOOKS * ANSWER_S > 2 * SILENT_S
+    first = next(number for number, look in enumerate(looks) if look)
+    assert (first + 1) * (ANSWER_S + LOOK_S) < 30 - ANSWER_S, "and a look was under way"
+    assert said.startswith("node host-b does not answer (")
+    assert "; on it: trainer rank 1. Ray gives a node up after" in said
+    assert "trainer rank 1" in cluster.look().here, "Ray has the last word on who is dead"
+    del cluster.alive["b"]
+    sights = [cluster.look() for _ in range(LOOKS)]
+    assert ranks(sights[-1]) == ["trainer rank 0"] and not any(sight.lost for sight in sights)
+    assert sights[-1].dead == {"b": "host-b"}
+
+
+def test_a_raylet_that_stands_still_is_said_once_and_not_the_end_of_all(cluster: Cluster) -> None:
+    there = cluster.nodes["b"]
+    well, frozen = there.sight, Sight(here=there.sight.here, lost="its raylet has been stopped")
+    for _ in range(2):
+        there.sight = frozen
+        sights = [cluster.look() for _ in range(3)]
+        assert [sight.said for sight in sights] == [(frozen.lost,), (), ()]
+        assert all(ranks(sight) == ["trainer rank 0", "trainer rank 1"] for sight in sights)
+        assert not any(sight.lost for sight in sights), "it is another node's, and Ray's business"
+        there.sight = well
+        assert cluster.look().said == ()
+
+
+def test_a_control_service_that_does_not_answer_is_said_and_then_the_end(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookouts, "SOON_S", 0.01)
+    for _ in range(2):  # it may come back, and be silent again
+        cluster.gcs.clear()
+        asked = [cluster.look(3600.0), *(cluster.look() for _ in range(7))]
+        (line,) = [line for sight in asked for line in sight.said]
+        assert line.startswith("Ray's control service (GCS), on the cluster's first node, has not ")
+        assert line.endswith("not answered for 15 s. After 40 s the run ends")
+        assert asked[3].said == (line,) and all(ranks(sight) for sight in asked)
+        assert not any(sight.lost for sight in asked)
+        cluster.gcs.set()
+        monkeypatch.setattr(lookouts, "SOON_S", PATIENCE_S)
+        assert cluster.look().said == ()
+        monkeypatch.setattr(lookouts, "SOON_S", 0.01)
+    cluster.gcs.clear()
+    sights = [cluster.look() for _ in range(9)]
+    assert [bool(sight.lost) for sight in sights] == [False] * 8 + [True]
+    assert "has not answered for 40 s" in sights[-1].lost
+    cluster.gcs.set()
+
+
+def test_a_node_that_joins_later_is_looked_at_too(cluster: Cluster) -> None:
+    cluster.nodes["c"], cluster.alive["c"] = Node("host-c", 2), "host-c"
+    sights = [cluster.look() for _ in range(LOOKS + 1)]
+    assert "trainer rank 2" not in ranks(sights[0]) and "trainer rank 2" in ranks(sights[-1])
+
+
+def test_a_node_is_cut_off_when_no_try_in_a_row_has_come_through() -> None:
+    now, reaches = 0.0, False
+    away = Away(lambda: reaches, lambda: now)
+
+    def tries(seconds: float) -> bool:
+        nonlocal now
+        cut_off = False
+        for _ in range(int(seconds / TRY_S)):
+            now += TRY_S
+            cut_off = away.cut_off()
+        return cut_off
+
+    assert not tries(CUT_OFF_S - TRY_S), "Ray may have it yet"
+    reaches = True
+    assert not tries(TRY_S)
+    reaches = False
+    assert not tries(CUT_OFF_S - TRY_S), "counted anew"
+    now += 3600.0  # its machine slept: one try has failed, and no hour of them
+    assert not Away(lambda: False, lambda: now).cut_off()
+    assert tries(TRY_S)
+
+
+def test_whether_rays_control_service_can_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert reached(f"127.0.0.1:{port}")
+    assert not reached(f"127.0.0.1:{port}")

@@ -1,0 +1,389 @@
+"""What is said of a cluster that is not there; one that is: `test_reservation.py`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import AuthenticationError
+
+from keel.configs.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceConfig,
+    TrainerConfig,
+)
+from keel.model import ray_timeouts as ray_calls
+from keel.trainer.placement import nodes, reservation
+from keel.trainer.placement.hardware import Hardware, idle_nodes
+from keel.trainer.placement.memory import GIB
+from keel.trainer.placement.nodes import (
+    hardware_here,
+    hardware_said,
+    seating,
+    start_ray,
+    with_missing,
+)
+from keel.trainer.placement.ray_internals import (
+    BOUND,
+    NO_AGENT,
+    NODE,
+    RUNTIME_AGENT,
+    SERVICES,
+    SETUP,
+    STARTS,
+    UNUSED,
+    WORKERS,
+    lighter,
+    without_unused_processes,
+)
+from keel.trainer.prepare import missing_lines
+from keel.trainer.run.signals import Preempted, watching
+from tests.waiting import PATIENCE_S
+
+SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
+
+
+@pytest.fixture(autouse=True)
+def well() -> Iterator[None]:
+    yield
+    ray_calls.joined()
+
+
+def test_a_signal_does_not_leave_a_cluster_half_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray ends a process whose cluster is gone before it has left it."""
+    ended: list[str] = []
+
+    def leave(*_: object) -> None:
+        signal.raise_signal(signal.SIGHUP)
+        ended.append("Ray")
+
+    monkeypatch.setattr(nodes, "shut_down", leave)
+    with watching(), pytest.raises(Preempted):
+        nodes.end_ray()
+    assert ended == ["Ray"]
+
+
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and never listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=rf"^RAY_ADDRESS = {address}: no Ray cluster answers"):
+            hardware_said(recipe())
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:1"])
+def test_a_ray_of_the_users_own_in_this_process_is_named(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=r"in use in this process already.*ray\.shutdown\(\)"):
+        start_ray()
+
+
+@pytest.mark.parametrize("error", [ConnectionError("Failed to connect"), AuthenticationError("No")])
+def test_a_cluster_that_may_ask_for_a_token_is_a_message(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(**_: object) -> None:
+        raise error  # as Ray does without the token
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listening.getsockname()[1]}")
+        monkeypatch.setattr("ray.init", fails)
+        with pytest.raises(ConfigError, match=r"cannot join .* set RAY_AUTH_MODE=token here too"):
+            start_ray()
+
+
+def test_a_cluster_that_lets_nobody_in_is_waited_for_no_longer_than_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with a GCS that stands still: whoever connects is heard by the kernel alone."""
+    never = threading.Event()
+    monkeypatch.setattr("ray.init", lambda **_: never.wait())
+    monkeypatch.setattr("keel.trainer.placement.nodes.JOIN_S", 0.01)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"RAY_ADDRESS = .*: waited 0\.01 s for Ray to take "):
+            start_ray()
+    never.set()
+    assert "take this process into the cluster" in ray_calls.lost()
+
+
+def test_gpus_that_ray_does_not_take_back_hide_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    seats = SimpleNamespace(group="a group")
+    monkeypatch.setattr(reservation, "_reserve", lambda *_: seats)
+    monkeypatch.setattr(reservation, "remove_placement_group", lambda _: never.wait())
+    monkeypatch.setattr(reservation, "CALL_S", 0.01)
+    ray_calls.joined()
+    with pytest.raises(KeyError, match="first"), reservation.reserved(recipe(), timeout_s=1):
+        raise KeyError("first")
+    never.set()
+    assert "give up a reservation" in ray_calls.lost()
+
+
+def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", fails)
+    with pytest.raises(RuntimeError, match="Ray did not start on this machine: The current node"):
+        start_ray()
+
+
+@pytest.mark.e2e
+def test_a_ray_that_was_late_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had started of itself is ended first."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def late_once(**_: object) -> None:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        if len(started) == 1:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", late_once)
+    before = subprocess.Popen(["sleep", "600"])
+    try:
+        start_ray()
+        assert started[0].wait(PATIENCE_S) == -signal.SIGKILL
+        assert before.poll() is None and started[1].poll() is None
+    finally:
+        for process in (before, *started):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("given", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_cluster_of_our_own_has_a_token_of_its_own_unless_one_is_given(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "given") if name == given else monkeypatch.delenv(name, False)
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr("ray.init", lambda **_: seen.append(dict(os.environ)))
+    start_ray()
+    token = seen[0].get("RAY_AUTH_TOKEN")
+    if given:
+        assert seen[0][given] == "given" and token == (
+            "given" if given == "RAY_AUTH_TOKEN" else None
+        )
+    else:
+        assert token and len(token) == 64
+    monkeypatch.delenv("RAY_AUTH_TOKEN", False)
+
+
+GPUS = RunConfig(device="gpu")
+
+
+def recipe(run: RunConfig = GPUS, **shape: Any) -> Config:
+    return Config(run=run, data=DataConfig(sources=(SOURCE,)), rollout=RolloutConfig(**shape))
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, gib: float) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("keel.trainer.placement.nodes.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("keel.trainer.placement.nodes.gpu_gib", lambda: gib)
+
+
+def sizes(hardware: Hardware) -> tuple[list[int], float]:
+    return [node.gpus for node in hardware.nodes], hardware.gpu_gib
+
+
+def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, gpus=0, gib=0.0)
+    with pytest.raises(ConfigError, match=r"run\.device = gpu: this machine has no GPU"):
+        hardware_said(recipe())
+    wide = recipe(replace(GPUS, gpu_gib=80.0), engines=2, tensor_parallel=8)
+    rule = hardware_said(wide)
+    assert "by rule, as no GPU is here and no RAY_ADDRESS" in str(rule)
+    assert not rule.found
+    assert seating(wide, rule) == [
+        "node 0: engine 0 on GPUs 0–7",
+        "node 1: engine 1 on GPUs 0–7",
+        "node 2: trainer rank 0 on GPU 0",
+    ]
+    here(monkeypatch, gpus=4, gib=80.0)
+    with pytest.raises(ConfigError, match=r"needs 17 GPU\(s\) .* has 4"):
+        seating(wide, hardware_said(wide))
+
+
+def test_a_part_of_a_core_that_is_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {"NodeID": "a", "Alive": True, "NodeManagerHostname": "x", "Resources": {"CPU": 1.0}}
+    monkeypatch.setattr("keel.trainer.placement.nodes.ray.nodes", lambda: [node])
+    monkeypatch.setattr("keel.trainer.placement.nodes.free_by_node", lambda: {"a": {"CPU": 0.5}})
+    assert [node.free_cpus for node in nodes.cluster_nodes(gpus=False)] == [0.5]
+
+
+def test_what_may_start_on_fewer_ranks_is_planned_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here(monkeypatch, gpus=4, gib=80.0)
+    monkeypatch.setattr("keel.trainer.placement.nodes.own_cores", lambda: 8)
+    whole = replace(recipe(engines=4), trainer=TrainerConfig(ranks=4, min_ranks=2))
+    here_now = hardware_here(whole)
+    found = with_missing(here_now, whole)
+    assert found.missing.startswith("the recipe needs 8 GPU(s)")
+    assert str(found).endswith("this machine; 1 of these nodes not there now")
+    assert seating(whole, found)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
+    (line,) = missing_lines(whole, found)
+    assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks)" in line
+    one_node = replace(whole, run=replace(GPUS, gpus_per_node=4))
+    others = [replace(whole, trainer=TrainerConfig(ranks=4, min_ranks=m)) for m in (0, 4)]
+    enough = replace(whole, rollout=RolloutConfig(engines=4, colocated=True))
+    for config in (one_node, *others, enough):
+        assert with_missing(here_now, config) == here_now
+
+
+@pytest.mark.parametrize(
+    ("said", "found", "check", "train"),
+    [
+        # said: device, gpu_gib, gpus_per_node, nodes; found: GPUs and their memory
+        (("auto", 0, 0, 1), (0, 0.0), None, None),
+        (("auto", 0, 0, 1), (2, 80.0), ([2], 80.0), ([2], 80.0)),
+        (("cpu", 0, 0, 1), (2, 80.0), None, None),
+        # GPUs that the recipe speaks of are planned for, and a run without any is not one on a CPU.
+        (("auto", 139, 0, 1), (0, 0.0), ([8], 139.0), ([], 139.0)),
+        (("auto", 139, 4, 2), (0, 0.0), ([4, 4], 139.0), ([], 139.0)),
+        (("auto", 0, 4, 1), (0, 0.0), ([4], 0.0), ([], 0.0)),
+        # A run has no more than there is, and no more than the recipe says.
+        (("auto", 139, 8, 1), (2, 80.0), ([8], 139.0), ([2], 80.0)),
+        (("auto", 40, 1, 1), (2, 80.0), ([1], 40.0), ([1], 40.0)),
+        (("auto", 139, 0, 1), (2, 80.0), ([2], 139.0), ([2], 80.0)),
+    ],
+)
+def test_what_a_check_plans_on_and_what_a_run_has(
+    monkeypatch: pytest.MonkeyPatch,
+    said: tuple[Any, float, int, int],
+    found: tuple[int, float],
+    check: tuple[list[int], float] | None,
+    train: tuple[list[int], float] | None,
+) -> None:
+    here(monkeypatch, gpus=found[0], gib=found[1])
+    device, gib, gpus, nodes = said
+    wanted = recipe(RunConfig(device=device, gpu_gib=gib, gpus_per_node=gpus, nodes=nodes))
+    for hardware, expected in ((hardware_said(wanted), check), (hardware_here(wanted), train)):
+        assert hardware.gpu == (expected is not None)
+        if expected:
+            assert sizes(hardware) == expected
+    if check == train:
+        assert hardware_said(wanted) == hardware_here(wanted)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said", "taken", "size", "left"),
+    [
+        # nodes: of a cluster, 0 without one; said: run.gpu_gib; taken: of each of two GPUs of 80
+        (0, 0, (35, 0), 80, 45),
+        (0, 40, (35, 0), 40, 40),  # others may have the half that the run leaves
+        (0, 40, (60, 0), 40, 20),
+        (1, 0, (70, 0), 80, 80),  # Ray knows which is somebody's
+        (1, 0, (70, 50), 80, 30),
+        (1, 139, (0, 0), 80, 80),
+        (2, 139, (0, 0), 139, 139),  # the others are larger, says the recipe
+    ],
+)
+def test_what_others_hold_and_what_a_gpu_has(
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    said: float,
+    taken: tuple[float, float],
+    size: float,
+    left: float,
+) -> None:
+    here(monkeypatch, gpus=2, gib=80.0)
+    if nodes:
+        monkeypatch.setenv("RAY_ADDRESS", "a cluster")
+    module = "keel.trainer.placement.nodes"
+    monkeypatch.setattr(f"{module}._nodes_found", lambda: idle_nodes(max(1, nodes), 2))
+    monkeypatch.setattr(f"{module}._place_found", lambda: "here")
+    monkeypatch.setattr(f"{module}.taken_gib", lambda *, every: min(taken) if every else max(taken))
+    found = hardware_here(recipe(RunConfig(gpu_gib=said)))
+    assert (found.gpu_gib, found.gpu_gib - found.taken_gib) == (size, left)
+
+
+def test_a_recipe_for_a_cpu_does_not_speak_of_gpus() -> None:
+    speeches: list[dict[str, Any]] = [{"gpu_gib": 80.0}, {"gpus_per_node": 2}]
+    for speech in speeches:
+        with pytest.raises(ConfigError, match=r"run\.gpu.* speaks of GPUs, and run\.device is cpu"):
+            RunConfig(device="cpu", **speech)
+    with pytest.raises(ConfigError, match=r"run\.nodes = 2: needs run\.gpus_per_node"):
+        RunConfig(nodes=2)
+
+
+def test_a_ray_that_starts_its_processes_elsewhere_starts_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = vars(importlib.import_module(NODE))["Node"]
+    monkeypatch.delattr(node, UNUSED[0])
+    before = [vars(node)[name] for name in UNUSED[1:]]
+    with without_unused_processes():
+        assert not hasattr(node, UNUSED[0])
+        assert all(vars(node)[name](None, port=1) is None for name in UNUSED[1:])
+    assert [vars(node)[name] for name in UNUSED[1:]] == before
+    monkeypatch.setattr(importlib.import_module(NODE), "Node", None)
+    with without_unused_processes():
+        pass
+
+
+def test_memory_is_what_the_machine_has_or_a_container_may_have(tmp_path: Path) -> None:
+    most, none, limit = tmp_path / "max", tmp_path / "absent", tmp_path / "memory.max"
+    most.write_text("max\n")
+    limit.write_text(f"{GIB // 2}\n")
+    whole = nodes.memory_gib((most, none))
+    assert whole == psutil.virtual_memory().total / GIB
+    assert nodes.memory_gib((most, none, limit)) == 0.5
+
+
+def test_a_raylet_has_no_agent_of_the_dashboard_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    services, commands = importlib.import_module(SERVICES), list[list[str]]()
+    monkeypatch.setattr(services, STARTS, lambda command, kind, **_: commands.append(command))
+    own = getattr(services, STARTS)
+    agent = "--dashboard_agent_command='/a b/python' agent.py --session-dir=/s --node-id=7"
+    with without_unused_processes():
+        getattr(services, STARTS)(["raylet", "--session_dir=/s", agent, "--node_id=7"], "raylet")
+    assert getattr(services, STARTS) is own
+    ((program, session, line, node),) = commands
+    assert (program, session, node) == ("raylet", "--session_dir=/s", "--node_id=7")
+    words = shlex.split(line.removeprefix("--dashboard_agent_command="))
+    assert words == [sys.executable, "-I", "-S", str(NO_AGENT), "/s", "7"] and NO_AGENT.is_file()
+    other = f"{RUNTIME_AGENT}='/a b/python' other.py"
+    bound = lighter(["--session_dir=/s", agent, other, "--node_id=7"])[2]
+    words = shlex.split(bound.removeprefix(f"{RUNTIME_AGENT}="))
+    assert words[:4] == [sys.executable, "-I", "-S", str(BOUND)] and BOUND.is_file()
+    assert words[-2:] == ["/a b/python", "other.py"]
+    workers = f"{WORKERS}='/a b/python' /ray/workers/setup_worker.py '/a b/default_worker.py' --x=1"
+    setting = lighter(["--session_dir=/s", agent, workers, "--node_id=7"])[2]
+    assert shlex.split(setting.partition("=")[2]) == [
+        *("/a b/python", str(SETUP), "/a b/default_worker.py", "--x=1")
+    ]
+    elsewhere = workers.replace("setup_worker", "begin_worker")
+    assert lighter(["--session_dir=/s", agent, elsewhere, "--node_id=7"])[2] == elsewhere
+    for other in (["gcs_server", "--session_dir=/s"], ["raylet", agent, "--node_id=7"]):
+        assert lighter(other) == other, "another process, or another release of Ray"

@@ -1,0 +1,130 @@
+"""A cure that is named has been tried, and helps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import AlgorithmConfig, Config, ConfigError, SamplingConfig
+from keel.trainer.placement.hardware import Hardware, idle_nodes
+from keel.trainer.placement.plan import plan_on
+from keel.trainer.placement.suggestions import with_knob
+from tests.trainer.placement.test_memory import DENSE, recipe
+
+
+def machine(gpus: int, gib: float, nodes: int = 1) -> Hardware:
+    return Hardware(gpu=True, nodes=tuple(idle_nodes(nodes, gpus)), gpu_gib=gib, note="made up")
+
+
+def refusal(config: Config, hardware: Hardware) -> str:
+    with pytest.raises(ConfigError) as raised:
+        plan_on(config, DENSE, hardware)
+    return str(raised.value)
+
+
+def ways(said: str) -> list[dict[str, Any]]:
+    """The changes that a refusal names."""
+    (text,) = re.findall(r"To make it fit: (.*)\. \(", said)
+    values = {"true": True, "false": False, "bfloat16": "bfloat16"}
+    return [
+        {
+            knob: values.get(value) or (float(value) if "." in value else int(value))
+            for knob, value in (change.split("=") for change in way.split(" "))
+        }
+        for way in text.split("; or ")
+    ]
+
+
+LONG = SamplingConfig(top_k=64, max_tokens=30_000)
+
+
+@pytest.mark.parametrize(
+    ("config", "hardware", "first"),
+    [
+        # The engine takes 0.85 of a GPU that it shares, and needs little: that is named first.
+        (
+            recipe(micro_batch_tokens=8000),
+            machine(1, 139),
+            {"rollout.gpu_memory_utilization": 0.73},
+        ),
+        (
+            recipe(micro_batch_tokens=32_000),
+            machine(2, 80),
+            {"trainer.activation_checkpointing": True},
+        ),
+        (recipe(micro_batch_tokens=8000, zero_stage=3, ranks=2), machine(8, 24), None),
+        (recipe(micro_batch_tokens=8000, activation_checkpointing=True), machine(2, 16), None),
+        (recipe(micro_batch_tokens=8000), machine(2, 16), None),
+        (
+            recipe(rollout={"gpu_memory_utilization": 0.05}),
+            machine(2, 48),
+            {"rollout.gpu_memory_utilization": 0.09},
+        ),
+        (recipe(rollout={"sampling": LONG}, micro_batch_tokens=32_000), machine(2, 48), None),
+        (
+            recipe(rollout={"gpu_memory_utilization": 0.999, "time_share": True}),
+            machine(1, 48),
+            None,
+        ),
+        (
+            recipe(
+                rollout={"gpu_memory_utilization": 0.9, "time_share": True},
+                offload_while_sampling=False,
+            ),
+            machine(1, 48),
+            {"rollout.gpu_memory_utilization": 0.66},
+        ),
+    ],
+)
+def test_every_cure_that_is_named_helps(
+    config: Config, hardware: Hardware, first: dict[str, Any] | None
+) -> None:
+    named = ways(refusal(config, hardware))
+    assert 1 <= len(named) <= 3
+    for way in named:
+        changed = config
+        for knob, value in way.items():
+            assert value != getattr_path(config, knob), "nonsense: it is that already"
+            changed = with_knob(changed, knob.split("."), value)
+        plan_on(changed, DENSE, hardware)
+    if first is not None:
+        assert named[0] == first
+
+
+def getattr_path(config: Any, knob: str) -> Any:
+    for name in knob.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def test_what_breaks_another_rule_is_no_cure() -> None:
+    """Sampling ahead does not go with sleep, nor torch.compile with ZeRO-3."""
+    config = recipe(micro_batch_tokens=8000, compile=True)
+    asleep = replace(config, algorithm=AlgorithmConfig(max_lag=1))
+    said = refusal(asleep, machine(1, 24))
+    assert "sleep" not in said and "zero_stage=3" not in said
+
+
+def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "keel.trainer.placement.suggestions.MOST", 2
+    )  # it takes a second to try all of 4
+    said = refusal(recipe(), machine(1, 3))
+    assert "It needs more or larger GPUs: no change of up to 2 knobs makes it fit" in said
+    assert "To make it fit" not in said
+    assert "1 node(s) of 1 GPU(s), 3.0 GiB each: made up" in said
+
+
+def test_memory_too_small_for_a_tenth_of_a_gib_is_not_called_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "keel.trainer.placement.suggestions.TRIED", 1
+    )  # a second for what is no cure
+    said = refusal(recipe(), machine(1, 0.02))
+    assert "of a GPU with 20 MiB (run.gpu_gib) is 17 MiB" in said
+    assert "1 node(s) of 1 GPU(s), 20 MiB each: made up" in said
+    assert "0.0 GiB" not in said

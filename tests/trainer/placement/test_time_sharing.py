@@ -1,0 +1,171 @@
+"""What waits in host memory where an engine and a rank share a GPU by turns, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import Config
+from keel.trainer.placement.memory import (
+    ENGINE_CUDA_GIB,
+    GIB,
+    RANK_SPARE,
+    DoesNotFit,
+    Memory,
+    copied_bytes,
+    engine_memory,
+    trainer_memory,
+)
+from keel.trainer.placement.time_sharing import (
+    IN_PIECES,
+    Waiting,
+    certain_cache,
+    check_trainer_fits,
+    held_bytes,
+    least_bytes,
+    needed_bytes,
+    peak_bytes,
+    start_together,
+    waiting_of,
+)
+from tests.trainer.placement.test_memory import DENSE, recipe
+
+
+def turns(share: float, *, updates: int = 1, beta: float = 0.0, **trainer: Any) -> Config:
+    rollout = {"time_share": True, "gpu_memory_utilization": share}
+    config = recipe(beta=beta, micro_batch_tokens=8000, rollout=rollout, **trainer)
+    algorithm = replace(config.algorithm, updates_per_batch=updates)
+    return replace(config, algorithm=algorithm)
+
+
+def memory(config: Config) -> Memory:
+    return trainer_memory(config, DENSE, gpu=True)
+
+
+def test_nothing_waits_where_nobody_needs_the_room() -> None:
+    config = turns(0.1)
+    roomy = waiting_of(config, memory(config), 1000.0, shared=True)
+    assert roomy == Waiting() and peak_bytes(config, memory(config), roomy) == memory(config).total
+    for other in (turns(0.9, offload_while_sampling=False), recipe()):
+        assert waiting_of(other, memory(other), 80.0, shared=True) == Waiting()
+    apart = turns(0.9)
+    assert waiting_of(apart, memory(apart), 80.0, shared=False) == Waiting()
+    assert needed_bytes(apart, memory(apart), shared=False) == memory(apart).total
+
+
+@pytest.mark.parametrize(
+    ("lacking", "state", "weights"),
+    [(0.5e9, 4e9, 0), (3.9e9, 4e9, 0), (4.1e9, 8e9, 0), (11e9, 12e9, 0), (13e9, 12e9, 1e9)],
+)
+def test_as_much_waits_as_an_engine_has_no_room_for(
+    lacking: float, state: float, weights: float
+) -> None:
+    """Of 2 GB of weights and 12 of the optimizer, in three pieces under ZeRO-1. The reference goes
+    first, and is in host memory already, so it moves one way."""
+    for beta, reference in ((0.0, 0.0), (0.1, 2e9)):
+        config = turns(0.5, beta=beta)
+        held = held_bytes(memory(config))
+        assert held == pytest.approx(14e9 + reference)
+        beside = 1.3 + 0.25  # CUDA, a block on its way
+        gpu_gib = ((held - lacking - reference) / GIB + beside) / (0.5 - IN_PIECES)
+        waits = waiting_of(config, memory(config), gpu_gib, shared=True)
+        assert waits.sampling == pytest.approx(state + weights + reference, rel=1e-6)
+
+
+def test_under_zero_3_layers_wait_by_themselves() -> None:
+    config = turns(0.5, ranks=2, zero_stage=3)
+    held = held_bytes(memory(config))
+    assert held == pytest.approx(7e9)
+    gpu_gib = ((held - 2.5e9) / GIB + 1.55) / (0.5 - IN_PIECES)
+    waits = waiting_of(config, memory(config), gpu_gib, shared=True)
+    assert waits.sampling == pytest.approx(2.5e9, rel=1e-6)
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_the_optimizer_makes_way_for_activations(updates: int, beta: float) -> None:
+    """On a GPU that lacks 3 GB for all at once, with 6 % to spare, and has room for an update;
+    nearly all is the trainer's. Each update of a batch needs it anew."""
+    config = turns(0.01, beta=beta, updates=updates)
+    rank = memory(config)
+    parts, lacks = rank.parts, 3e9
+    gpu_gib = (RANK_SPARE * rank.total - lacks) / GIB + ENGINE_CUDA_GIB
+    update = sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
+    assert update + parts["reference"] < rank.total - lacks
+    waits = waiting_of(config, rank, gpu_gib, shared=True)
+    assert (waits.sampling, waits.training, waits.host) == pytest.approx((0, lacks, lacks))
+    assert waits.moved == pytest.approx(2 * updates * lacks)
+    assert peak_bytes(config, rank, waits) == pytest.approx(rank.total - lacks)
+
+
+def test_the_reference_makes_way_for_an_update() -> None:
+    """Little is activations', so that the update is what needs most."""
+    config = turns(0.01, beta=0.1, updates=3)
+    rank = memory(config)
+    small = Memory(parts={**rank.parts, "activations": 0.0})
+    parts = small.parts
+    update = sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
+    assert least_bytes(config, small) == update > small.total - parts["optimizer"]
+    least = update / GIB + ENGINE_CUDA_GIB
+    check_trainer_fits(config, small, least + 0.01, shared=True)
+    with pytest.raises(DoesNotFit, match=r"a trainer rank needs \d+\.\d GiB at a time"):
+        check_trainer_fits(config, small, least - 0.01, shared=True)
+    waits = waiting_of(config, small, least + 0.01, shared=True)
+    lacks = RANK_SPARE * small.total - update - 0.01 * GIB
+    assert waits.training == pytest.approx(lacks)
+    assert waits.host == pytest.approx(lacks + parts["reference"])
+    assert waits.moved == pytest.approx(3 * (2 * lacks + parts["reference"]))
+    assert peak_bytes(config, small, waits) == pytest.approx(update)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "ranks", "copied"),
+    [
+        ("bfloat16", 1, 1, 0.0),
+        ("bfloat16", 2, 2, 0.0),
+        ("bfloat16", 3, 2, 2e9),
+        ("float16", 1, 2, 2e9),
+        ("float16", 2, 2, 0.0),
+        ("float32", 1, 1, 4e9),
+        ("float32", 2, 2, 2e9),
+        ("float32", 0, 1, 0.0),
+    ],
+)
+def test_what_an_update_copies(dtype: Any, stage: int, ranks: int, copied: float) -> None:
+    config = turns(0.5, zero_stage=stage, ranks=ranks)
+    config = replace(config, model=replace(config.model, dtype=dtype))
+    assert copied_bytes(config, memory(config).parts, gpu=True) == pytest.approx(copied)
+
+
+def test_a_share_with_room_for_every_answer_leaves_the_cache_what_nobody_has_to_measure() -> None:
+    """A tenth and 1 GiB are kept back of what the engine takes beside the cache."""
+    config = recipe(rollout={"gpu_memory_utilization": 0.5})
+    parts = engine_memory(config, DENSE, gpu=True).parts
+    beside = sum(size for name, size in parts.items() if name != "KV cache")
+    whole = certain_cache(config, DENSE, 80.0)
+    assert whole == pytest.approx(40 * GIB - 1.1 * beside - GIB, abs=1)
+    just = (parts["KV cache"] + 1.1 * beside + GIB) / GIB / 0.5
+    assert certain_cache(config, DENSE, just + 0.01) >= parts["KV cache"]
+    assert certain_cache(config, DENSE, just - 0.01) == 0
+
+
+def test_engine_and_rank_start_together_where_neither_takes_what_the_other_wants() -> None:
+    """The engine its share, and the rank what it holds before its first step."""
+    rollout = {"gpu_memory_utilization": 0.5}
+    config = recipe(rollout=rollout, micro_batch_tokens=8000)
+    parts = trainer_memory(config, DENSE, gpu=True).parts
+    there = 1.06 * sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
+    enough = 2 * there / GIB
+    assert enough > 40  # so that the engine's cache is certain
+    assert start_together(config, DENSE, enough + 0.1, 0.0)
+    assert not start_together(config, DENSE, enough - 0.1, 0.0)
+    assert not start_together(config, DENSE, enough + 0.1, 1.0)
+    assert start_together(config, DENSE, enough + 2.1, 1.0)
+    of_a_step = 2 * 1.06 * trainer_memory(config, DENSE, gpu=True).total / GIB
+    assert of_a_step > enough + 0.2
+    assert start_together(config, DENSE, of_a_step + 0.1, 0.0, stepping=True)
+    assert not start_together(config, DENSE, of_a_step - 0.1, 0.0, stepping=True)
+    assert not start_together(recipe(rollout={**rollout, "time_share": True}), DENSE, 80.0, 0.0)
+    assert not start_together(recipe(rollout={"gpu_memory_utilization": 0.05}), DENSE, 80.0, 0.0)

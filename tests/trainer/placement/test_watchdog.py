@@ -1,0 +1,179 @@
+"""What is made of what the looks find."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from keel.model import ray_timeouts as ray_calls
+from keel.trainer.placement import watchdog as watch
+from keel.trainer.placement.hang_detector import RAYLET, Sight
+from keel.trainer.placement.watchdog import Watch, watched
+from keel.trainer.run.restarts import WorkerLost
+from tests.waiting import PATIENCE_S, wait_for
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(watch, "LOOK_S", 0.001)
+    yield
+    ray_calls.joined()
+
+
+def watching(*sights: Sight) -> tuple[Watch, list[str]]:
+    """A watch that sees these, and then the last of them for good."""
+    left, said, all_seen = list(sights), list[str](), threading.Event()
+
+    def look() -> Sight:
+        if len(left) == 1:
+            all_seen.set()
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    looking = Watch(look, said.append)
+    assert all_seen.wait(PATIENCE_S)
+    return looking, said
+
+
+def test_what_was_ended_is_said_once_and_is_no_end_of_the_run() -> None:
+    looking, said = watching(Sight(here={}, said=("engine 0 was ended",)), Sight(here={}))
+    looking.check()
+    looking.stop()
+    assert said == ["engine 0 was ended"] and looking.well() is False
+
+
+def test_a_rank_that_is_gone_is_a_loss_that_a_new_start_mends() -> None:
+    both = {"trainer rank 0": 7, "trainer rank 1": 8, "rollout engine 0": 9}
+    looking, _ = watching(Sight(here=both), Sight(here={"trainer rank 0": 7}))
+    wait_for(lambda: looking._failure)
+    with pytest.raises(WorkerLost, match="trainer rank 1 is gone"):
+        looking.well()
+    looking.stop()
+
+
+def test_a_node_on_which_gpus_were_reserved_is_such_a_loss_and_no_other_node_is() -> None:
+    sights = [Sight(here={}, dead={"b": "host-b"}), Sight(here={}, dead={"a": "host-a"})]
+    seen: list[Sight] = []
+    looking = Watch(lambda: (seen.append(sights[0]), sights[0])[1], print)
+    looking.nodes = {"a"}
+    wait_for(lambda: len(seen) >= 2, "two looks")
+    looking.check()
+    sights.pop(0)
+    wait_for(lambda: looking._failure)
+    with pytest.raises(WorkerLost, match="node host-a is gone, and the GPUs with it"):
+        looking.check()
+    looking.stop()
+
+
+def test_rays_own_loss_ends_all_calls_of_ray() -> None:
+    looking, _ = watching(Sight(here={}, lost="Ray's node process (process 7 on here) is gone"))
+    wait_for(ray_calls.lost)
+    with pytest.raises(ray_calls.RayLost, match=r"^Ray's node process \(process 7 on here\) is go"):
+        looking.check()
+    looking.stop()
+
+
+@pytest.mark.e2e
+def test_the_end_of_a_needed_process_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LOOK_S", PATIENCE_S)
+    needed, looked = subprocess.Popen(["sleep", "600"]), threading.Event()
+
+    def look() -> Sight:
+        looked.set()
+        return Sight(here={}, lost="gone")
+
+    looking = Watch(look, print, needed.pid)
+    needed.kill()
+    assert looked.wait(PATIENCE_S / 2), "without a look in between"
+    looking.stop()
+    needed.wait()
+
+
+def test_a_look_that_fails_is_said_once_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, looks, enough = list[str](), list[int](), threading.Event()
+
+    def look() -> Sight:
+        looks.append(1)
+        if len(looks) in (1, 3):
+            raise OSError("too many open files")
+        if len(looks) == 5:
+            enough.set()
+        return Sight(here={}, said=("engine 0 was ended",) if len(looks) == 4 else ())
+
+    looking = Watch(look, said.append)
+    assert enough.wait(PATIENCE_S)
+    looking.stop()
+    first, second = said
+    assert first.startswith("looking for frozen processes failed (OSError: too many open files)")
+    assert second == "engine 0 was ended"
+
+
+def test_who_cannot_be_told_loses_no_rank() -> None:
+    both = {"trainer rank 0": 7, "trainer rank 1": 8}
+    sights = [Sight(here=both), Sight(here={}, said=("engine 0 was ended",)), Sight(here={})]
+    enough = threading.Event()
+
+    def look() -> Sight:
+        if len(sights) == 1:
+            enough.set()
+        return sights.pop(0) if len(sights) > 1 else sights[0]
+
+    def say(line: str) -> None:
+        raise ValueError("the terminal is closed")
+
+    looking = Watch(look, say)
+    assert enough.wait(PATIENCE_S)
+    with pytest.raises(WorkerLost, match="trainer rank 0 is gone"):
+        looking.check()
+    looking.stop()
+
+
+@pytest.mark.e2e
+def test_a_needed_process_that_has_ended_is_no_reason_to_look_without_a_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the looks do not find it gone, or fail."""
+    asked: list[list[int]] = []
+    needed = subprocess.Popen(["sleep", "600"])
+
+    def select(waking: list[int], *_: Any) -> tuple[list[int], list[int], list[int]]:
+        asked.append(list(waking))
+        return ([], waking[1:], waking[:1])[min(len(asked), 3) - 1], [], []
+
+    monkeypatch.setattr(watch.select, "select", select)
+    looking = Watch(lambda: Sight(here={}), print, needed.pid)
+    looking._thread.join(PATIENCE_S)
+    assert [len(waking) for waking in asked] == [2, 2, 1]
+    looking.stop()
+    needed.kill()
+    needed.wait()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("joined", [False, True])
+def test_who_looks_knows_the_knob_and_whose_run_it_is(
+    monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    raylet = subprocess.Popen(["sleep", "600"])
+    given: list[Any] = []
+
+    class Looks:
+        def __init__(self, *given_: Any, **named: Any) -> None:
+            given.append((given_, named))
+
+        def look(self) -> Sight:
+            return Sight(here={})
+
+    own = {} if joined else {"raylet": [raylet.pid]}
+    monkeypatch.setattr(watch, "own_processes", lambda: own)
+    monkeypatch.setattr(watch, "Looker", Looks)
+    monkeypatch.setattr(watch, "Lookouts", Looks)
+    with watched(print, 7.0):
+        pass
+    here = ((raylet.pid, {RAYLET: raylet.pid}), {"start": ray_calls.start(), "hang_timeout_s": 7.0})
+    assert given == [((7.0,), {}) if joined else here]
+    raylet.kill()
+    raylet.wait()

@@ -1,1 +1,0 @@
-"""Machines: the Ray cluster or this host, and GPUs reserved on them."""
