@@ -25,6 +25,7 @@ from keel.rl.sft.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.batch_stream import never
 from keel.trainer.nonfinite import said_of
+from keel.trainer.placement import hardware
 from keel.trainer.placement.step_deadlines import Limit, Limits, work_of
 from keel.trainer.run.checkpoint import SaveError
 from keel.trainer.run.folder import MARK
@@ -74,7 +75,7 @@ class Learner:
         self._model_path, self._config, self._make_room = model_path, config, make_room
         transfer = config.rollout.weight_transfer
         self._direct = transfer == "direct" or (transfer == "auto" and gpu)
-        seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": TrainerWorker.CPUS}
+        seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": hardware.RANK_CPUS}
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
         trainer = config.trainer
         self._ranks: list[Any] = [

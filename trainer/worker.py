@@ -21,7 +21,8 @@ from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup, TokenNumbers
 from keel.trainer.nonfinite import Finding
-from keel.trainer.placement.families import readers
+from keel.trainer.placement.memory import readers
+from keel.trainer.placement.processes import available_cores
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.trajectory_files import saved
 from keel.weights.receiver import Outcome, Receiver
@@ -114,7 +115,7 @@ def host_threads(ranks: int, gpus: int | None = None, cores: int | None = None) 
     if gpus is None:
         gpus = sum(1 for _ in DRIVER.iterdir()) if DRIVER.is_dir() else 0
     here = min(ranks, gpus or ranks)
-    return max(1, (cores or own_cores()) // here)
+    return max(1, (cores or available_cores()) // here)
 
 
 def ask_for_pinned_memory() -> None:
@@ -126,20 +127,8 @@ def ask_for_pinned_memory() -> None:
         os.environ[name] = f"{said},{PINNED}" if said else PINNED
 
 
-def own_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """That this process may use, by the scheduler and by the quota of its container."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # none; "max"
-        time, period = map(int, quota.read_text().split())
-        cores = min(cores, max(1, time // period))
-    return cores
-
-
 class TrainerWorker:
     """One rank, alone in its process. Holds no GPU library until `start`."""
-
-    CPUS = 0.5
-    """Cores that Ray books for it where there is no GPU: ranks and engines alternate there."""
 
     def __init__(self, rank: int, world_size: int, *, gpu: bool) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each rank its own GPU only

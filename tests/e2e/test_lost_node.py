@@ -75,7 +75,7 @@ def test_a_run_has_the_ranks_that_there_is_room_for(
             return super().step(*arguments, **options)
 
     monkeypatch.setattr("keel.trainer.launch.Learner", Unlucky)
-    monkeypatch.setattr("keel.trainer.worker.TrainerWorker.CPUS", 1.0)
+    monkeypatch.setattr("keel.trainer.placement.hardware.RANK_CPUS", 1.0)
     folder = tmp_path / "run"
 
     def train(steps: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.trainer.worker import PINNED, TrainerWorker, host_threads, last_lines, own_cores
+from keel.trainer.worker import PINNED, TrainerWorker, host_threads, last_lines
 
 
 def test_last_lines_of_a_log(tmp_path: Path) -> None:
@@ -50,14 +50,3 @@ def test_pinned_memory_comes_by_several_threads_unless_somebody_has_said_how(
     monkeypatch.setattr(os, "environ", environment)
     TrainerWorker(0, 1, gpu=True)
     assert {n: v for n, v in environment.items() if n.endswith("ALLOC_CONF")} == then
-
-
-@pytest.mark.parametrize(
-    ("content", "most"),
-    [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None), ("", None)],
-)
-def test_a_containers_quota_of_cores_counts(tmp_path: Path, content: str, most: int | None) -> None:
-    quota = tmp_path / "cpu.max"
-    everything = own_cores(quota)
-    quota.write_text(content)
-    assert own_cores(quota) == (most or everything)

@@ -68,8 +68,7 @@ from keel.trainer.engine.zero import (
     zero_stage,
 )
 from keel.trainer.nonfinite import Finding, Look, Skips, sound
-from keel.trainer.placement.families import check_parallel, readers
-from keel.trainer.placement.memory import summed_apart
+from keel.trainer.placement.memory import readers, summed_apart
 from keel.trainer.run.checkpoint import layout_of
 from keel.trainer.run.manifest import Entry
 from keel.weights.buckets import Bucket, FlatBucket, in_host_memory
@@ -127,10 +126,6 @@ class TrainerEngine:
         self._replays = bool(routers) and config.algorithm.keep_routing
         if trainer.activation_checkpointing:
             self.recompute(keep_attention=trainer.keeps_attention)
-        family, text = type(network.model).__name__, network.model.config.get_text_config()
-        experts = getattr(routers[0], "num_experts", 0) if routers else 0
-        heads = text.num_attention_heads
-        check_parallel(trainer, architecture=family, experts=experts, heads=heads)
         options = deepspeed_config(trainer, dtype, self._device, network.model)
         self._adam: torch.optim.AdamW
 

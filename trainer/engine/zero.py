@@ -27,7 +27,6 @@ from keel.trainer.engine.deepspeed_internals import (
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, clip_gradients
 from keel.trainer.engine.state.optimizer_internals import forget_sums, grow_loss_scale
 from keel.trainer.placement.memory import bucket_elements
-from keel.trainer.placement.oom_recovery import makes_room_to_update
 from keel.trainer.run.restarts import UpdateOutOfMemory
 
 SCALE_POWER = 16
@@ -199,6 +198,19 @@ def room_to_update(config: Config) -> Iterator[None]:
             f"there is no room to update the weights ({error}). Smaller micro-batches do not help "
             f"there; what may: {makes_room_to_update(config)}"
         ) from None
+
+
+def makes_room_to_update(config: Config) -> str:
+    """Knobs that free memory for an optimizer step, when activations are already gone."""
+    trainer, rollout = config.trainer, config.rollout
+    ways: list[str] = []
+    if rollout.colocated and not rollout.time_share:
+        ways += ["rollout.time_share: true", "a smaller rollout.gpu_memory_utilization"]
+    if not trainer.offload_optimizer:
+        ways.append("trainer.offload_optimizer: true")
+    if trainer.zero_stage < 3:
+        ways.append(f"trainer.zero_stage: {'3' if trainer.zero_stage == 2 else '2 or 3'}")
+    return ", ".join([*ways, "more trainer.ranks"])
 
 
 def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:

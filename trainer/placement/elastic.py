@@ -19,6 +19,7 @@ from keel.configs.diff import diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.model.ray_timeouts import CALL_S, bounded
+from keel.trainer.placement import hardware
 from keel.trainer.placement.choose import choose, said
 from keel.trainer.placement.hardware import Hardware, Node, allowed, place
 from keel.trainer.placement.node_monitor import reached
@@ -29,7 +30,6 @@ from keel.trainer.run import checkpoint
 from keel.trainer.run.journal import note
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import RESUME_HINT
-from keel.trainer.worker import TrainerWorker
 
 LOOK_S = 2.0
 """Between two looks at what there is."""
@@ -132,12 +132,12 @@ class Layouts:
             except ConfigError as error:
                 return str(error)
             return ""
-        room = sum(int(node.free_cpus / TrainerWorker.CPUS) for node in nodes)
+        room = sum(int(node.free_cpus / hardware.RANK_CPUS) for node in nodes)
         if room >= config.trainer.ranks:
             return ""
         cores = sum(node.free_cpus for node in nodes)
         return (
-            f"the recipe needs {config.trainer.ranks} trainer ranks of {TrainerWorker.CPUS:g} CPU "
+            f"the recipe needs {config.trainer.ranks} trainer ranks of {hardware.RANK_CPUS:g} CPU "
             f"cores, and the cluster has {cores:g} for them"
         )
 

@@ -141,12 +141,6 @@ def check_selects(config: Config, *, top_k: int, longest: int) -> None:
     )
 
 
-def readers(trainer: TrainerConfig) -> int:
-    """How many ranks, from the first on, have to read the model: DeepSpeed gives all of them the
-    first one's weights, but below ZeRO 3 each expert's are those of the first rank that has it."""
-    return 1 if trainer.zero_stage == 3 else trainer.expert_parallel
-
-
 def check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, heads: int) -> None:
     """Raise `ConfigError` for a model that cannot be spread over ranks as the recipe says."""
     check_expert_parallel(trainer.expert_parallel, architecture=architecture, experts=experts)

@@ -18,6 +18,8 @@ from keel.trainer.placement.gpus import Machine, machine_of
 from keel.trainer.placement.memory import GIB, gib
 
 RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
+RANK_CPUS = 0.5
+"""CPU cores that Ray books for a rank without a GPU: ranks and engines alternate there."""
 SHARED = 0.5
 """Share of a GPU that Ray books for each of two actors. Memory is the recipe's to divide:
 `rollout.gpu_memory_utilization` bounds the engine, the trainer takes what it needs of the rest."""

@@ -275,6 +275,12 @@ def copied_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> fl
     return parts["gradients"] / (trainer.ranks if stage == 1 else 1)
 
 
+def readers(trainer: TrainerConfig) -> int:
+    """Number of ranks that read the model: DeepSpeed broadcasts rank 0's weights, but below ZeRO-3
+    each expert's weights come from the first rank that holds it."""
+    return 1 if trainer.zero_stage == 3 else trainer.expert_parallel
+
+
 def bucket_elements(trainer: TrainerConfig) -> int:
     """Of a bucket of gradients, at most. (ZeRO 2 on one rank was measured with the larger one.)"""
     lone = trainer.ranks == 1 and (trainer.zero_stage != 2 or trainer.offload_optimizer)

@@ -34,7 +34,7 @@ from keel.trainer.placement.hardware import (
     place,
 )
 from keel.trainer.placement.memory import GIB, gib
-from keel.trainer.placement.processes import end, gone_by
+from keel.trainer.placement.processes import available_cores, end, gone_by
 from keel.trainer.placement.ray_internals import (
     ended_by_force,
     free_by_node,
@@ -46,7 +46,6 @@ from keel.trainer.placement.ray_internals import (
     without_unused_processes,
 )
 from keel.trainer.run.signals import signals_blocked, signals_deferred
-from keel.trainer.worker import own_cores
 
 CONNECT_S = 10.0
 JOIN_S = 180.0
@@ -221,7 +220,7 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
 
 def this_machine() -> list[Node]:
     """The node that Ray would start here; none without GPUs."""
-    gpus, cores = visible_gpus(), own_cores()
+    gpus, cores = visible_gpus(), available_cores()
     name = socket.gethostname()
     node = Node(
         name=name,

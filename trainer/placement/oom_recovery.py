@@ -96,20 +96,6 @@ class Repeating:
                 return replace(result, metrics={**result.metrics, **counted})
 
 
-def makes_room_to_update(config: Config) -> str:
-    """The knobs that help where memory runs out in an update of weights: all that micro-batches
-    took is free again by then."""
-    trainer, rollout = config.trainer, config.rollout
-    ways: list[str] = []
-    if rollout.colocated and not rollout.time_share:
-        ways += ["rollout.time_share: true", "a smaller rollout.gpu_memory_utilization"]
-    if not trainer.offload_optimizer:
-        ways.append("trainer.offload_optimizer: true")
-    if trainer.zero_stage < 3:
-        ways.append(f"trainer.zero_stage: {'3' if trainer.zero_stage == 2 else '2 or 3'}")
-    return ", ".join([*ways, "more trainer.ranks"])
-
-
 def lowered(config: Config) -> Config | None:
     """With micro-batches half as large, or of one trajectory; then with activation checkpointing,
     and with nothing of attention kept. None where all is done."""

@@ -13,7 +13,6 @@ from keel.trainer.placement.families import (
     check_parallel,
     check_share_prompts,
     check_warm_up,
-    readers,
 )
 from keel.trainer.placement.gpus import Machine
 from keel.trainer.placement.hardware import Hardware, Placement, place
@@ -27,6 +26,7 @@ from keel.trainer.placement.memory import (
     engine_sequences,
     gib,
     packed,
+    readers,
     stage_in_use,
     trainer_memory,
     within,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -48,6 +49,15 @@ def threads(pid: int) -> dict[int, Thread]:
         with suppress(*GONE):
             found[int(task.name)] = thread(pid, int(task.name))
     return found
+
+
+def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPU cores that the scheduler and the container's quota grant this process."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no quota file, or "max"
+        time_us, period_us = map(int, quota.read_text().split())
+        cores = min(cores, max(1, time_us // period_us))
+    return cores
 
 
 def children(pid: int) -> Iterator[int]:

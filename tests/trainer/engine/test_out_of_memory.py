@@ -15,6 +15,7 @@ from keel.configs.schema import Config
 from keel.rl.futures import done
 from keel.rl.metrics import values
 from keel.trainer.engine.engine import TrainerEngine
+from keel.trainer.engine.zero import makes_room_to_update
 from keel.trainer.learner import Learner
 from keel.trainer.placement.cached_choice import CHOSEN
 from keel.trainer.placement.oom_recovery import (
@@ -22,7 +23,6 @@ from keel.trainer.placement.oom_recovery import (
     Lowering,
     Repeating,
     lowered,
-    makes_room_to_update,
 )
 from keel.trainer.placement.step_deadlines import Limits
 from keel.trainer.run.restarts import OutOfMemory, UpdateOutOfMemory
