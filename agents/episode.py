@@ -33,11 +33,11 @@ BROKE = "the conversation broke: "
 NOTHING_SAID = "late: its time was up before it had sampled a token (rollout.timeout_s)"
 
 
-POLICYS = ("call", "reply")
+POLICY_PHASES = ("call", "reply")
 """During these an environment is lost over what the policy did: a call, or its words."""
 
 
-def lost_to_the_policy(reason: str, during: Collection[str] = POLICYS) -> bool:
+def lost_to_the_policy(reason: str, during: Collection[str] = POLICY_PHASES) -> bool:
     """Whether a trajectory is missing because its environment was lost during one of these."""
     return reason.startswith(tuple(f"{LOST}{method}:" for method in during))
 

@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from keel.agents.env_process.client import Hosted, Program, parent_of
-from keel.agents.env_process.parent import Parent
+from keel.agents.env_process.client import Hosted, Program, fork_server_for
+from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.system_prompt import SystemPrompt, WithSystemPrompt
 from keel.agents.types import EnvironmentLost, Fault, Opening, Transcript, Unscored
@@ -86,7 +86,7 @@ async def probe(
             not fit. Names the environment, says what failed in its own words, and the cure.
     """
     name = program.target if isinstance(program, Program) else program.name
-    parent = parent_of(program) if isinstance(program, Program) else None
+    parent = fork_server_for(program) if isinstance(program, Program) else None
     forked_s: float | None = None
     why_not = ""
     try:
@@ -143,7 +143,7 @@ async def probe(
 
 async def _opened(
     program: Program | McpServer,
-    parent: Parent | None,
+    parent: ForkServer | None,
     prompt: SystemPrompt,
     task: Prompt,
     seed: int,

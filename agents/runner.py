@@ -38,7 +38,7 @@ CLOSING_S = 120.0
 """Longest wait for open episodes to end, and for the programs' endpoint to begin."""
 
 
-class Turns(Protocol):
+class TurnSampler(Protocol):
     """The engines."""
 
     def __call__(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
@@ -46,7 +46,7 @@ class Turns(Protocol):
         ...
 
 
-class Limits(NamedTuple):
+class EpisodeLimits(NamedTuple):
     """Of the trajectories in an environment."""
 
     budget: Budget
@@ -67,8 +67,8 @@ class EpisodeRunner:
         *,
         programs: Mapping[str, AgentProgram] | None = None,
         chat: Chat,
-        turns: Turns,
-        limits: Mapping[str, Limits],
+        turns: TurnSampler,
+        limits: Mapping[str, EpisodeLimits],
         seed: int,
         most_open: int,
         crash_is_failure: Mapping[str, Collection[str]] | None = None,

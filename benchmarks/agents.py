@@ -35,7 +35,7 @@ import torch
 from benchmarks.common import arguments, run_facts
 from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
-from keel.agents.runner import EpisodeRunner, Limits
+from keel.agents.runner import EpisodeLimits, EpisodeRunner
 from keel.agents.types import Opening, ToolResult, Transcript
 from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig
 from keel.model.tiny.build import build_model
@@ -285,7 +285,7 @@ def main() -> None:
         )
         ray.init(include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_timeout_s=ROUND_S)
-        limits = Limits(
+        limits = EpisodeLimits(
             Budget(
                 turns=options.turns,
                 turn_tokens=TURN_TOKENS,

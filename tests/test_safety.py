@@ -33,7 +33,7 @@ PICKLES = {
 to the run's own workers, in a folder that lives as long as the call."""
 RUNS_TEXT = {
     "agents/environments/general/parts.py",
-    "agents/env_runtime/parent.py",
+    "agents/env_runtime/fork_server.py",
     "rewards/code/call_driver.py",
     "rewards/code/languages.py",
 }

@@ -16,15 +16,15 @@ from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
 from keel.agents.endpoint.probe import try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
-from keel.agents.env_process.client import KEEL, Deadlines, Hosted, Program, parent_of
+from keel.agents.env_process.client import KEEL, Deadlines, Hosted, Program, fork_server_for
+from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.env_process.os_limits import make_room
-from keel.agents.env_process.parent import Parent
 from keel.agents.env_process.process import Wrap, not_wrapped
-from keel.agents.environments.interpreter import CELL_S, ENDING_S, shares
-from keel.agents.episode import POLICYS
+from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
+from keel.agents.episode import POLICY_PHASES
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
-from keel.agents.runner import PURPOSES, EpisodeRunner, Limits, Turns, environment_seed
+from keel.agents.runner import PURPOSES, EpisodeLimits, EpisodeRunner, TurnSampler, environment_seed
 from keel.agents.system_prompt import SystemPrompt, WithSystemPrompt
 from keel.agents.types import Environment, NoEnvironment
 from keel.configs.paths import data_path
@@ -46,7 +46,7 @@ from keel.rollout.chat.template_checks import check_calls_in_thinking, check_pre
 
 SHOWN = 8
 """Number of tools named in the notes before a run."""
-CRASHES = {"drop": (), "zero": POLICYS, "zero-in-grading-too": (*POLICYS, "verdict")}
+CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
 """`on_crash` → the phases in which a lost environment counts as the policy's failure."""
 STARTING = 8
 """Environments that start at the same time; more would slow each other down."""
@@ -197,13 +197,13 @@ def made_from(config: Config, source: SourceConfig) -> Program | McpServer | Non
         raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
 
 
-def episode_runner(config: Config, chat: Chat, turns: Turns) -> EpisodeRunner:
+def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRunner:
     """Build and start the episode runner. Raises ConfigError for an invalid environment."""
     agents = config.agents
     starting = asyncio.Semaphore(STARTING)
     given = [source for source in config.data.sources if source.environment.given]
     programs = {source.name: agent_program(config, source) for source in given}
-    parents: list[Parent] = []
+    parents: list[ForkServer] = []
 
     def context(source: SourceConfig) -> ContextManager:
         return ContextManager(
@@ -220,7 +220,9 @@ def episode_runner(config: Config, chat: Chat, turns: Turns) -> EpisodeRunner:
         closing=[parent.close for parent in parents],
         chat=chat,
         turns=turns,
-        limits={source.name: Limits(budget(config, source), context(source)) for source in given},
+        limits={
+            source.name: EpisodeLimits(budget(config, source), context(source)) for source in given
+        },
         seed=config.run.seed,
         most_open=agents.max_concurrent_episodes,
         crash_is_failure={
@@ -246,7 +248,7 @@ def maker(
     config: Config,
     source: SourceConfig,
     starting: asyncio.Semaphore | None = None,
-    parents: list[Parent] | None = None,
+    parents: list[ForkServer] | None = None,
 ) -> Callable[[], Environment]:
     """Makes an environment for each episode. parents: what forks them is added; None: they are
     started. Raises as `made_from`."""
@@ -255,7 +257,7 @@ def maker(
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)
     if not isinstance(made, Program):
         return lambda: WithSystemPrompt(McpEpisode(made, starting=starting), prompt)
-    parent = parent_of(made) if parents is not None else None
+    parent = fork_server_for(made) if parents is not None else None
     if parents is not None and parent is not None:
         parents.append(parent)
     return lambda: WithSystemPrompt(Hosted(made, starting=starting, parent=parent), prompt)
@@ -268,7 +270,7 @@ def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
         own if isinstance(own := arguments.get(name), int | float) else default
         for name, default in (("cell_s", CELL_S), ("ending_s", ENDING_S))
     )
-    cell_s, *_ = shares(cell_s, ending_s, config.budget(source.domain_name).call_s)
+    cell_s, *_ = split_call_time(cell_s, ending_s, config.budget(source.domain_name).call_s)
     return lambda tools: system_prompt(
         source.system_template,
         tools=tools,

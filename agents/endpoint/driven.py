@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from keel.agents.endpoint.program import AgentProgram, Ended, run_program
+from keel.agents.endpoint.program import AgentProgram, ProgramResult, run_program
 from keel.agents.endpoint.record import Finished, TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.agents.endpoint.tools import Tools
@@ -37,7 +37,7 @@ class DrivenEpisode(Episode):
     endpoint: Endpoint
     starting: asyncio.Semaphore | None = None
     """Held until a program asks for its first turn, so that hundreds do not start at once."""
-    ended: Ended | None = None
+    ended: ProgramResult | None = None
     finished: Finished | None = None
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
@@ -94,7 +94,9 @@ class DrivenEpisode(Episode):
         dialogues = self.finished.dialogues
         return replace(trajectory, dialogues=dialogues, tools=dialogues[0].tools)
 
-    async def _driven(self, task: Prompt, recording: TrajectoryRecorder, address: Address) -> Ended:
+    async def _driven(
+        self, task: Prompt, recording: TrajectoryRecorder, address: Address
+    ) -> ProgramResult:
         if self.starting is not None:
             await self.starting.acquire()
         begun = asyncio.create_task(recording.begun.wait())
@@ -129,7 +131,7 @@ class DrivenEpisode(Episode):
             self._broken.set()
             raise
 
-    def _with_its_own(self, trajectory: Trajectory, ended: Ended) -> Trajectory | str:
+    def _with_its_own(self, trajectory: Trajectory, ended: ProgramResult) -> Trajectory | str:
         """Merge the program's verdict with the environment's, which takes precedence."""
         own, found = ended.verdict, trajectory.verdict or Verdict(parts={})
         if isinstance(own, Unscored):

@@ -102,7 +102,7 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ProgramResult:
     """How a program ended, and its verdict on its trajectory."""
 
     failed: str = ""
@@ -129,7 +129,7 @@ async def run_program(
     *,
     seed: int,
     until: Coroutine[Any, Any, str],
-) -> Ended:
+) -> ProgramResult:
     """Run a program to its end, or until `until` returns why its time is up. All its processes are
     gone afterwards.
 
@@ -190,7 +190,7 @@ async def run_program(
     if isinstance(answer, dict) and program.is_function:
         answer.pop("last", None)  # what it prints may be the policy's words
     verdict, said = _given(answer, judges=program.judges)
-    return Ended(
+    return ProgramResult(
         failed=failed,
         words=process.words if process is not None else "",
         took_s=monotonic() - started,

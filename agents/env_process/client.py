@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import keel
-from keel.agents.env_process.parent import Parent
+from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.env_process.process import (
     MOST_BYTES,
     LineProcess,
@@ -117,7 +117,7 @@ class Program:
         return (*READABLE, self.where, *_file_of(self.target, self.where), *self.readable)
 
 
-def parent_of(program: Program) -> Parent | None:
+def fork_server_for(program: Program) -> ForkServer | None:
     """What forks the program's episodes; None where they are not to be forked. To be closed."""
     if not program.preload:
         return None
@@ -128,7 +128,7 @@ def parent_of(program: Program) -> Parent | None:
         "paths": [str(program.where.absolute())],
         "memory_mib": program.memory_mib,
     }
-    return Parent(
+    return ForkServer(
         [program.python, str(START), "parent"],
         load,
         env={**ENVIRONMENT, **program.env},
@@ -151,7 +151,7 @@ class Hosted:
         program: Program,
         *,
         starting: asyncio.Semaphore | None = None,
-        parent: Parent | None = None,
+        parent: ForkServer | None = None,
     ) -> None:
         self._program = program
         self._starting = starting

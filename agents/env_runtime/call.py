@@ -7,9 +7,9 @@ import os
 import sys
 from typing import Any, cast
 
-from keel.agents.env_runtime.errors import Refused
+from keel.agents.env_runtime.errors import InvalidEnvironment
 from keel.agents.env_runtime.load import load
-from keel.agents.env_runtime.tool_objects import awaited, given_to, parameters_of
+from keel.agents.env_runtime.tool_objects import bind_arguments, parameters_of, resolve
 
 
 def call(target: str) -> None:
@@ -17,11 +17,11 @@ def call(target: str) -> None:
     (as in KEEL_TASK), `prompt` (its last user message) and `seed`, or `**` for all; a single
     one of another name is the task. What it returns goes to KEEL_VERDICT: a text is its answer; a
     number, numbers by name, or (either, facts) is its verdict; None says nothing. Raises what it
-    raises, and Refused."""
+    raises, and InvalidEnvironment."""
     sys.path.insert(0, os.getcwd())
     function = load(target)
     if not callable(function):
-        raise Refused(f"{target} is no function")
+        raise InvalidEnvironment(f"{target} is no function")
     with open(os.environ["KEEL_TASK_FILE"], encoding="utf-8") as file:
         task = json.load(file)
     asked = [m["content"] for m in task["messages"] if m["role"] == "user"]
@@ -35,8 +35,8 @@ def call(target: str) -> None:
         for one in parameters_of(function)
         if one.name in given or one.default is one.empty or one.kind is one.VAR_KEYWORD
     ]
-    first, named = given_to(target, wanted, given)
-    returned = awaited(function(*first, **named))
+    first, named = bind_arguments(target, wanted, given)
+    returned = resolve(function(*first, **named))
     if returned is not None:
         said = verdict(returned)
         with open(os.environ["KEEL_VERDICT"], "w", encoding="utf-8") as file:

@@ -7,7 +7,12 @@ import random
 import sys
 from typing import Any
 
-from keel.agents.env_runtime.errors import Lost, Refused, place, told
+from keel.agents.env_runtime.errors import (
+    EnvironmentGone,
+    InvalidEnvironment,
+    error_location,
+    error_text,
+)
 from keel.agents.env_runtime.load import load, make
 from keel.agents.env_runtime.openenv import is_address
 from keel.agents.env_runtime.tool_objects import Object
@@ -36,7 +41,7 @@ class Episode:
             if self._environment is not None:
                 self._environment.close()
             return {}
-        raise Refused(f"no such request: {do}")
+        raise InvalidEnvironment(f"no such request: {do}")
 
     def _open(self, request: Request) -> Request:
         limit_memory(request["memory_mib"])
@@ -58,12 +63,14 @@ class Episode:
             self._environment.may_take(request["call_s"])
         try:
             return self._environment.call(request["name"], request["arguments"])
-        except (MemoryError, Lost):
+        except (MemoryError, EnvironmentGone):
             raise
         except Exception as error:  # a tool may raise anything: the policy is told, and goes on
-            print(f"{request['name']}: {told(error)} ({place(error)})", file=sys.stderr)
+            print(
+                f"{request['name']}: {error_text(error)} ({error_location(error)})", file=sys.stderr
+            )
             done = getattr(self._environment, "done", False)
-            return {"text": told(error), "failed": True, "done": done}
+            return {"text": error_text(error), "failed": True, "done": done}
 
 
 def limit_memory(mib: int | None) -> None:
@@ -104,10 +111,10 @@ def serve(requests: Any, replies: Any) -> None:
             text = json.dumps({"id": request["id"], **reply}, allow_nan=True)
         except MemoryError:
             text = json.dumps({"id": request["id"], "memory": True})
-        except Refused as error:
+        except InvalidEnvironment as error:
             text = json.dumps({"id": request["id"], "refused": str(error)})
         except Exception as error:
-            reply = {"raised": told(error), "at": place(error)}
+            reply = {"raised": error_text(error), "at": error_location(error)}
             text = json.dumps({"id": request["id"], **reply})
         sys.stdout.flush()
         sys.stderr.flush()

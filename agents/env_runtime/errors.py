@@ -11,16 +11,16 @@ _OURS = os.path.dirname(os.path.abspath(__file__))
 _PYTHONS = ("<frozen", os.path.dirname(os.__file__))
 
 
-class Refused(Exception):
+class InvalidEnvironment(Exception):
     """What was named cannot be an environment. Says why, and the cure."""
 
 
-class Lost(Exception):
+class EnvironmentGone(Exception):
     """The episode's end, and no failure of a call: what the environment lives on is gone, or it
     does not say whether it is over."""
 
 
-def place(error: BaseException) -> str:
+def error_location(error: BaseException) -> str:
     """Where it was raised, as `my_env.py:12 in buy`: the innermost line of the environment's."""
     ours = (_OURS, "<frozen importlib")
     frames = [
@@ -35,5 +35,5 @@ def place(error: BaseException) -> str:
     return f"{found.filename}:{found.lineno} in {found.name}"
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MOST_SAID]

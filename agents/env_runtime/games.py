@@ -6,7 +6,7 @@ import inspect
 import re
 from typing import Any, cast
 
-from keel.agents.env_runtime.errors import Lost, Refused
+from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment
 from keel.agents.env_runtime.type_schemas import object_schema
 
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
@@ -43,7 +43,7 @@ class Game:
             raise ValueError(f"play_by = {play_by!r}: there are 'tool' and 'text'")
         if score not in ("sum", "last"):
             raise ValueError(f"score = {score!r}: there are 'sum' and 'last'")
-        graded(0.0, scale)
+        scaled_score(0.0, scale)
         self._scale = scale
         self._adds_up = score == "sum"
         self._game = game
@@ -61,7 +61,7 @@ class Game:
         self._first = int(getattr(space, "start", 0))
         self._count = None if count is None else int(count)
         if count is None and hasattr(space, "sample") and type(space).__name__ not in TEXTS:
-            raise Refused(
+            raise InvalidEnvironment(
                 f"the game's actions are {space}; those of Discrete and Text can be played. Wrap "
                 "it in a class whose `step` takes a number or a text"
             )
@@ -125,7 +125,7 @@ class Game:
             self._over = bool(after[0])
             return "The game is over." if self._over else self._news()
         if not isinstance(after, (tuple, list)) or len(cast(Any, after)) not in (4, 5):
-            raise Lost(
+            raise EnvironmentGone(
                 "`step` must return (seen, reward, terminated, truncated, info) or (seen, reward, "
                 f"done, info); it returned {str(cast(Any, after))[:100]}"
             )
@@ -154,7 +154,7 @@ class Game:
             rewards = cast(Any, ended[0] if isinstance(ended, tuple) else ended)
             total = float(rewards.get(0, 0.0)) if self._over and rewards else 0.0
         return {
-            "parts": graded(total, self._scale),
+            "parts": scaled_score(total, self._scale),
             "facts": {"return": total, "moves": self._moves},
         }
 
@@ -163,7 +163,7 @@ class Game:
             self._game.close()
 
 
-def graded(total: float, scale: tuple[float, float]) -> dict[str, float]:
+def scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
     """Return the parts of a verdict from the sum of rewards. Raises ValueError: no such scale."""
     low, high = map(float, scale)
     if not low < high:

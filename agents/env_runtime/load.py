@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import Any, Optional
 
-from keel.agents.env_runtime.errors import Refused, place, told
+from keel.agents.env_runtime.errors import InvalidEnvironment, error_location, error_text
 from keel.agents.env_runtime.games import Game
 from keel.agents.env_runtime.openenv import CLIENT, Here, OpenEnv, There, is_address, is_openenv
 from keel.agents.env_runtime.tool_objects import Object, functions_of, methods_of
@@ -23,7 +23,7 @@ _loaded: dict[str, Any] = {}
 
 
 def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
-    """What each episode would load. Raises Refused as `load`."""
+    """What each episode would load. Raises InvalidEnvironment as `load`."""
     if is_address(target):
         with suppress(ImportError):  # said when one is opened
             importlib.import_module(CLIENT)
@@ -49,7 +49,9 @@ def _load(target: str) -> Any:
     name, _, attribute = target.partition(":")
     if name.endswith(".py") and not os.path.isfile(name):
         begins = "" if os.path.isabs(name) else f" in folder {os.getcwd()}; paths begin there"
-        raise Refused(f"there is no {name}{begins}{_near(os.path.basename(name), attribute)}")
+        raise InvalidEnvironment(
+            f"there is no {name}{begins}{_near(os.path.basename(name), attribute)}"
+        )
     try:
         if name.endswith(".py"):
             spec = importlib.util.spec_from_file_location(_module_of(name), name)
@@ -62,19 +64,19 @@ def _load(target: str) -> Any:
     except Exception as error:  # a module may raise anything
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing and (meant := _meant(name, attribute, str(missing))):
-            raise Refused(f"{name} is no module{meant}") from error
+            raise InvalidEnvironment(f"{name} is no module{meant}") from error
         install = f"{sys.executable} -m pip install {str(missing).partition('.')[0]}"
         if missing and not f"{name}.".startswith(f"{missing}."):
             cure = f"; install it for this interpreter: {install}"
         elif missing:
             cure = f"; looked in {', '.join(filter(None, sys.path))}; if it is a package: {install}"
         else:
-            cure = f" ({place(error)})" if place(error) else ""
-        raise Refused(f"{name} cannot be imported: {told(error)}{cure}") from error
+            cure = f" ({error_location(error)})" if error_location(error) else ""
+        raise InvalidEnvironment(f"{name} cannot be imported: {error_text(error)}{cure}") from error
     for part in filter(None, attribute.split(".")):
         if not hasattr(found, part):
             known = ", ".join(key for key in vars(found) if not key.startswith("_"))
-            raise Refused(f"{name} has no {part!r}; it has {known or 'nothing public'}")
+            raise InvalidEnvironment(f"{name} has no {part!r}; it has {known or 'nothing public'}")
         found = getattr(found, part)
     return found
 
@@ -138,7 +140,7 @@ def make(request: dict[str, Any]) -> Any:
     if kind == "functions":
         functions = functions_of(found)
         if not functions:
-            raise Refused(f"{target} has no public function to be a tool")
+            raise InvalidEnvironment(f"{target} has no public function to be a tool")
         return Object(None, functions)
     if kind == "class":
         environment = found(**arguments) if callable(found) else found
@@ -147,5 +149,5 @@ def make(request: dict[str, Any]) -> Any:
         options["score"] = rest.pop("score")
     environment = found(**rest) if callable(found) else found
     if not hasattr(environment, "reset") or not hasattr(environment, "step"):
-        raise Refused(f"{target} has no `reset` and `step`, and is no game")
+        raise InvalidEnvironment(f"{target} has no `reset` and `step`, and is no game")
     return Game(environment, **options)

@@ -11,8 +11,8 @@ import re
 import sys
 from typing import Any, Callable, cast, get_args, get_type_hints  # noqa: UP035  (Python 3.9)
 
-from keel.agents.env_runtime.errors import Lost, Refused, told
-from keel.agents.env_runtime.games import graded
+from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment, error_text
+from keel.agents.env_runtime.games import scaled_score
 
 CURE = f"{sys.executable} -m pip install openenv"
 CLIENT = "openenv.core.generic_client"
@@ -55,7 +55,7 @@ class OpenEnv:
         if play_by not in ("tool", "text"):
             raise ValueError(f"play_by = {play_by!r}: there are 'tool' and 'text'")
         self._side, self._scale, self._rules = side, scale, rules
-        graded(0.0, scale)
+        scaled_score(0.0, scale)
         self._total, self._steps, self._over = 0.0, 0, False
         self._tools: list[Data] | None = None
         self._spoken = ""
@@ -66,7 +66,9 @@ class OpenEnv:
             ]
             needed = schema.get("required", texts)
             if len(texts) != 1 or set(needed) - set(texts):
-                raise Refused("play_by = 'text': its action is not one text; play by tool")
+                raise InvalidEnvironment(
+                    "play_by = 'text': its action is not one text; play by tool"
+                )
             (self._spoken,), self._tools = texts, []
         elif schema:
             about = str(
@@ -105,7 +107,7 @@ class OpenEnv:
         if not tools:
             more: Data = listed.get("metadata") or {}
             why = more.get("error", "it lists none")
-            raise Refused(f"the environment's tools cannot be had: {why}")
+            raise InvalidEnvironment(f"the environment's tools cannot be had: {why}")
         return tools
 
     def call(self, name: str, arguments: Data) -> Data:
@@ -132,7 +134,7 @@ class OpenEnv:
 
     def verdict(self, messages: list[Any], finish_reason: str) -> Data:
         facts = {"return": self._total, "steps": self._steps, "state": self._side.state()}
-        return {"parts": graded(self._total, self._scale), "facts": facts}
+        return {"parts": scaled_score(self._total, self._scale), "facts": facts}
 
     def close(self) -> None:
         self._side.close()
@@ -199,7 +201,7 @@ class There:
         try:
             client: Any = importlib.import_module(CLIENT)
         except ModuleNotFoundError as error:
-            raise Refused(f"{address}: {told(error)}; {CURE}") from error
+            raise InvalidEnvironment(f"{address}: {error_text(error)}; {CURE}") from error
         self._address = address.rstrip("/")
         made = client.GenericEnvClient(base_url=address, message_timeout_s=WAIT_S, headers=headers)
         self._client = made.sync()
@@ -209,7 +211,9 @@ class There:
             with urllib.request.urlopen(ask, timeout=ANSWER_S) as reply:
                 self._schema: Data = json.load(reply)["action"]
         except (OSError, ValueError, KeyError) as error:
-            raise Refused(f"{page}/schema has no schema of actions: {told(error)}") from error
+            raise InvalidEnvironment(
+                f"{page}/schema has no schema of actions: {error_text(error)}"
+            ) from error
 
     def has_tools(self) -> bool:
         return self._schema.get("title") in ("CallToolAction", "ListToolsAction")
@@ -229,9 +233,9 @@ class There:
         except RuntimeError as error:  # the environment's own, which its server passes on
             if str(error).startswith("Server error"):
                 raise
-            raise Lost(f"{self._address}: {told(error)}") from error
+            raise EnvironmentGone(f"{self._address}: {error_text(error)}") from error
         except Exception as error:  # the connection's, of whatever library
-            raise Lost(f"{self._address}: {told(error)}") from error
+            raise EnvironmentGone(f"{self._address}: {error_text(error)}") from error
         return result.observation, result.reward, bool(result.done)
 
     def state(self) -> Any:
@@ -253,7 +257,7 @@ def action_of(environment: Any) -> Any:
     for one in found:
         if hasattr(one, "model_json_schema") and one.__name__ != "Action":
             return one
-    raise Refused(
+    raise InvalidEnvironment(
         f"{kind.__name__}: its `step` has no type hint that says what its actions are; name their "
         'class, as `"action": "my_env.models:MyAction"` among the arguments'
     )

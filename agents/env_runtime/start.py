@@ -47,16 +47,16 @@ from keel.agents.env_runtime.episode import serve, stand_alone
 
 def run() -> None:
     if sys.argv[1:] == ["parent"]:
-        from keel.agents.env_runtime.parent import main  # noqa: PLC0415  (most processes do without)
+        from keel.agents.env_runtime.fork_server import main  # noqa: PLC0415  (most processes do without)
 
         return main()
     if sys.argv[1:2] == ["call"]:  # an agent program that is a function
         from keel.agents.env_runtime.call import call  # noqa: PLC0415
-        from keel.agents.env_runtime.errors import Refused  # noqa: PLC0415
+        from keel.agents.env_runtime.errors import InvalidEnvironment  # noqa: PLC0415
 
         try:
             return call(sys.argv[2])
-        except Refused as error:
+        except InvalidEnvironment as error:
             sys.exit(str(error))
     stand_alone()
     requests = open(os.dup(0), "rb")  # noqa: SIM115

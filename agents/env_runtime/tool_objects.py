@@ -8,7 +8,7 @@ import json
 from contextlib import suppress
 from typing import Any, Callable, cast  # noqa: UP035  (Python 3.9)
 
-from keel.agents.env_runtime.errors import Lost, Refused
+from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment
 from keel.agents.env_runtime.type_schemas import (
     described,
     hints_of,
@@ -44,9 +44,13 @@ class Tool:
         for key, one in inspect.signature(function).parameters.items():
             where = f"tool {name}: parameter {key}"
             if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
-                raise Refused(f"{where} is `{one}`; a tool's parameters are passed by name")
+                raise InvalidEnvironment(
+                    f"{where} is `{one}`; a tool's parameters are passed by name"
+                )
             if key not in self._hints and one.default is one.empty:
-                raise Refused(f"{where} has no type hint; write `{key}: str`, for example")
+                raise InvalidEnvironment(
+                    f"{where} has no type hint; write `{key}: str`, for example"
+                )
             shape = schema_of(self._hints.get(key, Any), where)
             if key in parameters:
                 shape.setdefault("description", parameters[key].strip())
@@ -63,7 +67,7 @@ class Tool:
 
     def __call__(self, arguments: dict[str, Any]) -> str:
         given = {key: value_of(self._hints.get(key, Any), arguments[key]) for key in arguments}
-        return text_of(awaited(self._function(**given)))
+        return text_of(resolve(self._function(**given)))
 
 
 def text_of(value: Any) -> str:
@@ -75,7 +79,7 @@ def text_of(value: Any) -> str:
 _loop: Any = None
 
 
-def awaited(value: Any) -> Any:
+def resolve(value: Any) -> Any:
     """The result, where `value` is a coroutine. All of an episode's run on one loop."""
     global _loop
     if not inspect.isawaitable(value):
@@ -100,7 +104,7 @@ class Object:
         for name, known in OWN.items():
             if callable(method := getattr(found, name, None)):
                 with suppress(ValueError):  # a builtin may not say what it takes
-                    given_to(name, parameters_of(method), dict.fromkeys(known))
+                    bind_arguments(name, parameters_of(method), dict.fromkeys(known))
         self._tools = {name: Tool(name, function) for name, function in functions.items()}
         self._of_the_task = False
 
@@ -115,7 +119,7 @@ class Object:
         if self._of_the_task:
             return {"messages": messages, "tools": names}
         if unknown := [name for name in names if name not in self._tools]:
-            raise Refused(
+            raise InvalidEnvironment(
                 f"`offered` has {unknown[0]!r}, and the tools are {', '.join(self._tools)}"
             )
         return {"messages": messages, "tools": [self._tools[name].spec for name in names]}
@@ -127,21 +131,21 @@ class Object:
 
     def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if self._of_the_task:
-            text = text_of(awaited(self._found.call(name, arguments)))
+            text = text_of(resolve(self._found.call(name, arguments)))
         else:
             text = self._tools[name](arguments)
         return {"text": text, "done": self.done}
 
     @property
     def done(self) -> bool:
-        """Raises Lost for what is no bool: nobody can tell when the episode ends."""
+        """Raises EnvironmentGone for what is no bool: nobody can tell when the episode ends."""
         value: Any = getattr(self._found, "done", False)
         kind = cast(Any, type(value))
         if value is None or isinstance(value, bool) or callable(value):  # that one is a tool
             return value is True
         if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
             return bool(value)
-        raise Lost(
+        raise EnvironmentGone(
             f"`done` is {value!r:.50} ({kind.__name__}), must be True or False; write "
             "`self.done = bool(…)`"
         )
@@ -167,20 +171,20 @@ class Object:
         method = getattr(self._found, name, None)
         if method is None:
             return None
-        first, named = given_to(name, parameters_of(method), given)
-        return awaited(method(*first, **named))
+        first, named = bind_arguments(name, parameters_of(method), given)
+        return resolve(method(*first, **named))
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def given_to(
+def bind_arguments(
     name: str, wanted: list[inspect.Parameter], given: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """What of `given` the parameters `wanted` of a function take, by position and by name: all of
     it where they have `**` and none of it is named. A single one of another name takes the first.
-    Raises Refused."""
+    Raises InvalidEnvironment."""
     plain = [one for one in wanted if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     known = [one for one in plain if one.name in given]
     others = [one for one in plain if one.name not in given and one.default is one.empty]
@@ -195,7 +199,7 @@ def given_to(
     if named := [f"`{one.name}`" for one in others]:
         several = "s" if len(named) > 1 else ""
         cure = f"; a single one of another name is given the {next(iter(given))}" if given else ""
-        raise Refused(
+        raise InvalidEnvironment(
             f"{name} has the parameter{several} {' and '.join(named)}, and may have: "
             f"{', '.join(given) or 'none'}{cure}{'; a tool needs another name' * (name in OWN)}"
         )
@@ -217,12 +221,12 @@ def methods_of(found: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _check_spelling(name: str, found: Any) -> None:
-    """Raises Refused where a tool is one of `OWN` misspelt: named nearly so, and called alike."""
+    """Raise InvalidEnvironment for a tool whose name looks like a misspelt one of `OWN`."""
     missing = [own for own in OWN if not hasattr(found, own)]
     for own in difflib.get_close_matches(name.lower(), missing, n=1, cutoff=_NEAR):
         keys = set(inspect.signature(getattr(found, name)).parameters)
         if keys <= set(OWN[own]) and (keys or own in ("verdict", "close")):
-            raise Refused(
+            raise InvalidEnvironment(
                 f"{name} would be a tool of the policy; did you mean `{own}`? If it is to be a "
                 "tool, give it another name"
             )

@@ -10,7 +10,7 @@ import types
 from collections import abc
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from keel.agents.env_runtime.errors import Refused, told
+from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 
 _UNIONS = (Union, getattr(types, "UnionType", Union))
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -18,7 +18,7 @@ _ARRAYS = (list, tuple, set, frozenset, abc.Sequence, abc.Iterable, abc.Collecti
 
 
 def schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a type hint. Raises Refused for a type that has none."""
+    """The JSON schema of a type hint. Raises InvalidEnvironment for a type that has none."""
     if hint is Any or hint is inspect.Parameter.empty:
         return {}
     hint = type(None) if hint is None else hint
@@ -60,7 +60,7 @@ def schema_of(hint: Any, where: str) -> dict[str, Any]:
                 if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
             ],
         )
-    raise Refused(
+    raise InvalidEnvironment(
         f"{where} has the type {hint!r}, which has no JSON schema; there are str, int, float, "
         "bool, None, list, tuple, dict, Literal, Optional, Union, Enum, Any, and dataclasses"
     )
@@ -77,7 +77,9 @@ def hints_of(owner: Any, where: str) -> dict[str, Any]:
     try:
         return get_type_hints(owner, include_extras=True)
     except Exception as error:  # a hint is any expression
-        raise Refused(f"{where}: its type hints cannot be read: {told(error)}") from error
+        raise InvalidEnvironment(
+            f"{where}: its type hints cannot be read: {error_text(error)}"
+        ) from error
 
 
 def value_of(hint: Any, value: Any) -> Any:

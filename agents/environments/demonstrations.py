@@ -15,7 +15,7 @@ from keel.agents.environments.textarena_game import Game
 from keel.agents.environments.trip.environment import Trip, make_task
 from keel.agents.environments.trip.prompts import trip_prompts
 from keel.agents.environments.trip.solver import Calls, solve, written
-from keel.agents.environments.trip.tasks import LEVELS, Task
+from keel.agents.environments.trip.tasks import LEVELS, TripTask
 from keel.agents.environments.trip.verify import checks
 from keel.agents.environments.trip.world import World
 from keel.rl.turns import Message, ToolSpec
@@ -128,7 +128,7 @@ def _submit(answer: str) -> Calls:
     yield "submit_result", {"answer_text": answer}
 
 
-def _wrong_plan(world: World, task: Task, draw: random.Random) -> str:
+def _wrong_plan(world: World, task: TripTask, draw: random.Random) -> str:
     """Of the right form, with things from anywhere."""
     places = {
         "hotel": world.hotels,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.env_runtime.sockets import socket_folder
-from keel.agents.environments.messages import told
+from keel.agents.environments.messages import with_instructions
 
 CELL_S = 120.0
 """Longest run of one cell. DeepSeek-V3.2 (2025), Appendix B, Table 7."""
@@ -81,7 +81,7 @@ class Interpreter:
         names = put_files(own_words.get("files") or (), self._files, self._where)
         self._start()
         said = f"The working directory of the tool has {', '.join(names)}." if names else ""
-        return told(task["messages"], said)
+        return with_instructions(task["messages"], said)
 
     def python(self, code: str) -> str:
         """Run Python code and return what it prints, and the value of its last expression.
@@ -90,7 +90,7 @@ class Interpreter:
         Args:
             code: One cell.
         """
-        within = shares(self._cell_s, self._ending_s, self.call_s)
+        within = split_call_time(self._cell_s, self._ending_s, self.call_s)
         for _ in range(MOST_TRIES):
             said = self._run(code, *within)
             if said is not None:
@@ -169,7 +169,7 @@ class Interpreter:
         return False
 
 
-def shares(cell_s: float, ending_s: float, call_s: float) -> tuple[float, float, float]:
+def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[float, float, float]:
     """Of a call's seconds: what a cell may take, the wait for it to end once interrupted, and the
     start of a kernel in place of one that does not."""
     within_s = (1 - SLACK) * call_s

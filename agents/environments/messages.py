@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def told(messages: Sequence[Mapping[str, Any]], *words: str) -> list[dict[str, Any]]:
+def with_instructions(messages: Sequence[Mapping[str, Any]], *words: str) -> list[dict[str, Any]]:
     """`messages` with `words` in a system message, after what one of theirs says. Not in the
     question: what language an answer is to be in is read from that."""
     if not any(words):

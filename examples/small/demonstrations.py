@@ -12,7 +12,7 @@ from typing import Any
 
 from keel.agents.env_runtime.tool_objects import Tool, methods_of
 from keel.agents.environments.code.environment import Repository
-from keel.agents.environments.code.files import edited, viewed
+from keel.agents.environments.code.files import apply_edit, number_lines
 from keel.agents.environments.code.languages import REPO
 from keel.agents.environments.demonstrations import Demonstration, play
 from keel.agents.environments.general.parts import SUBMIT, tools_of
@@ -131,14 +131,14 @@ def pace_demonstrations(
 
         def edit(path: str, old: str, new: str) -> str:
             try:
-                return edited(path, text, old, new)[1]
+                return apply_edit(path, text, old, new)[1]
             except ValueError as error:
                 return str(error)
 
         issue = PROMPT.format(name="pace", repo=REPO, issue=pace.issue(wanted))
 
         def view(path: str) -> str:
-            return viewed(text, 1, 0)
+            return number_lines(text, 1, 0)
 
         stand = Stand(_asks(issue), specs, {"view": view, "edit": edit})
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from keel.agents.environments.code.languages import LANGUAGES, Language, is_grading, matches
+from keel.agents.environments.code.languages import LANGUAGES, ProjectLanguage, is_grading, matches
 from keel.agents.environments.code.tree import Entry, Tree
 from keel.configs.sections.tasks.code import CodeSourceConfig
 
@@ -31,7 +31,7 @@ class Candidate:
     """Where it comes from, for people."""
 
     @property
-    def language(self) -> Language:
+    def language(self) -> ProjectLanguage:
         return LANGUAGES[self.source.language]
 
     def changed(self, of: Callable[[str], bool]) -> dict[str, Entry | None]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from keel.agents.env_process.client import Deadlines, Hosted, Program
-from keel.agents.environments.code.languages import Language, matches
-from keel.agents.environments.code.tree import Entry, Tree, as_json, laid, seal
+from keel.agents.environments.code.languages import ProjectLanguage, matches
+from keel.agents.environments.code.tree import Entry, Tree, overlay, seal, tree_as_json
 from keel.agents.types import EnvironmentLost
 from keel.configs.schema import ConfigError
 from keel.configs.sections.tasks.code import CodeTasksConfig
@@ -45,7 +45,7 @@ class Built:
 
 def instance_of(candidate: Candidate, built: Built, tests_s: float) -> dict[str, Any]:
     """Without the gold patch, and yet without the tests' names."""
-    base = laid(built.generated, candidate.base)
+    base = overlay(built.generated, candidate.base)
     changed = sorted(path for path in candidate.test_files() if candidate.after.get(path))
     language = candidate.language
     named = language.canary_at_the_end and [path for path in changed if _has_tests(path, language)]
@@ -56,8 +56,8 @@ def instance_of(candidate: Candidate, built: Built, tests_s: float) -> dict[str,
         "test": built.test,
         "tests_s": tests_s,
         "env": dict(candidate.source.env),
-        "base": as_json(base),
-        "harness": as_json(_there(candidate.harness)),
+        "base": tree_as_json(base),
+        "harness": tree_as_json(_there(candidate.harness)),
         "harness_gone": _gone(candidate.harness),
         "canary_in": changed[0].rpartition("/")[0] if changed else "",
         "canary_at": named or [],
@@ -67,7 +67,7 @@ def instance_of(candidate: Candidate, built: Built, tests_s: float) -> dict[str,
     }
 
 
-def _has_tests(path: str, language: Language) -> bool:
+def _has_tests(path: str, language: ProjectLanguage) -> bool:
     """By its own name, not by its folder's: data and helpers lie there, too."""
     names = [one for one in language.tests if not one.endswith("/") and "*" in one]
     return matches(path, names)
@@ -75,7 +75,7 @@ def _has_tests(path: str, language: Language) -> bool:
 
 def with_gold(instance: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
     gold = candidate.gold
-    return {**instance, "gold": as_json(_there(gold)), "gold_gone": _gone(gold)}
+    return {**instance, "gold": tree_as_json(_there(gold)), "gold_gone": _gone(gold)}
 
 
 def _there(changed: Mapping[str, Entry | None]) -> Tree:
@@ -128,7 +128,7 @@ class Rooms:
             prefix.chmod(0o777)
             wrap = self._wrap("host", writable=(prefix,), files_mib=SETUP_FILES_MIB, processes=512)
             readable = tuple(map(Path, self._config.setup_readable))
-        program = self._program("workshop:Workshop", wrap, readable)
+        program = self._program("workshop:RepositoryWorkshop", wrap, readable)
         reward = self.sealed(f"draft-{secrets.token_hex(8)}", draft)
         path = self.folder / "sealed" / reward["instance"]
         try:

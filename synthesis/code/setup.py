@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.environments.code.copies import installed, plain
+from keel.agents.environments.code.copies import find_packages, normalize_name
 from keel.agents.environments.code.languages import matches
-from keel.agents.environments.code.tree import as_json, erase, of_json
+from keel.agents.environments.code.tree import erase, tree_as_json, tree_from_json
 from keel.agents.types import ToolResult
 from keel.configs.sections.tasks.code import CodeTasksConfig
 from keel.rl.turns import ToolCall, ToolSpec
@@ -90,7 +90,7 @@ class Prefixes:
         self._records.mkdir(exist_ok=True)
         self._locks: dict[str, asyncio.Lock] = {}
         self._refused: dict[str, tuple[str, str]] = {}
-        self._projects = {plain(source.name) for source in config.sources}
+        self._projects = {normalize_name(source.name) for source in config.sources}
 
     async def of(self, candidate: Candidate) -> Built:
         """Raises Refused where no test can be made to pass."""
@@ -99,7 +99,7 @@ class Prefixes:
             record = self._records / f"{name}.json"
             if record.is_file():
                 found: dict[str, Any] = json.loads(record.read_text())
-                found["generated"] = of_json(found["generated"])
+                found["generated"] = tree_from_json(found["generated"])
                 return Built(**found)
             if name in self._refused:
                 raise Refused(*self._refused[name])
@@ -113,7 +113,7 @@ class Prefixes:
                 await asyncio.to_thread(self._remove, name)
                 raise
             fields = {"name": name, "setup": built.setup, "test": built.test}
-            text = json.dumps({**fields, "generated": as_json(built.generated)})
+            text = json.dumps({**fields, "generated": tree_as_json(built.generated)})
             write(record, text.encode())
             return built
 
@@ -124,8 +124,8 @@ class Prefixes:
     async def _list(self, name: str, candidate: Candidate) -> None:
         """Keeps which packages are there, for episodes to look whether theirs is among them."""
         folder = self._rooms.folder
-        found = await asyncio.to_thread(installed, [str(folder / "prefixes" / name)])
-        for other in sorted(self._projects - {plain(one) for one in candidate.project}):
+        found = await asyncio.to_thread(find_packages, [str(folder / "prefixes" / name)])
+        for other in sorted(self._projects - {normalize_name(one) for one in candidate.project}):
             if other in found:
                 raise Refused("future", f"what is installed has a copy of {other}, a project too")
         write(folder / "packages" / f"{name}.json", json.dumps(found).encode())
@@ -177,7 +177,7 @@ class Prefixes:
             name=wanted.name,
             setup=wanted.setup,
             test=wanted.test,
-            generated=of_json(result["generated"]),
+            generated=tree_from_json(result["generated"]),
         )
         draft = with_gold(instance_of(candidate, built, self._config.tests_s), candidate)
         async with self._rooms.workshop(draft) as room:

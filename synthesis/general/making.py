@@ -108,7 +108,10 @@ class Making:
 
         arguments = {"most_kib": config.database_kib, "bash_s": config.bash_s}
         with lost_to("database"):
-            async with self._rooms.open("desk:Desk", arguments=arguments) as (desk, opening):
+            async with self._rooms.open("desk:DatabaseDesk", arguments=arguments) as (
+                desk,
+                opening,
+            ):
                 worked = await work(
                     self._author,
                     prompts.database(

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from keel.agents.env_process.client import Deadlines, Hosted, Program, parent_of
-from keel.agents.env_process.parent import Parent
+from keel.agents.env_process.client import Deadlines, Hosted, Program, fork_server_for
+from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.types import EnvironmentLost, Opening
 from keel.configs.schema import ConfigError
 from keel.configs.sections.tasks.general import GeneralConfig
@@ -45,10 +45,10 @@ class Rooms:
         assert wrap is not None
         self._wrap = wrap
         self._starting = asyncio.Semaphore(STARTING)
-        self._parent: Parent | None = None
+        self._parent: ForkServer | None = None
 
     async def __aenter__(self) -> Self:
-        self._parent = parent_of(self._program("environment:General", {}))
+        self._parent = fork_server_for(self._program("environment:General", {}))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -108,13 +108,13 @@ class Rooms:
         hash_seed: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """What a method of `checks.Workshop` returns for an environment. each_s: for each of the
-        `times` that it asks the author's code. Raises Refused by `gate` for whatever that did."""
+        """Call a method of `checks.AuthorWorkshop` on an environment. each_s: seconds for each of
+        the `times` that it runs the author's code. Raises Refused by `gate` if that code fails."""
         called = ToolCall(call_id="c", name=name, arguments=dict(arguments or {}))
         reward = {"environment": str(environment), "within_s": each_s}
         with lost_to(gate):
             async with self.open(
-                "checks:Workshop", reward=reward, hash_seed=hash_seed, seed=seed
+                "checks:AuthorWorkshop", reward=reward, hash_seed=hash_seed, seed=seed
             ) as (hosted, _):
                 result = await hosted.call(called, timeout_s=times * each_s + SLACK_S)
         if result.failed:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.agents.environments.search.text import excerpt, terms
 from keel.configs.schema import ConfigError
 from keel.configs.sections.tasks.general import GeneralConfig
@@ -92,7 +92,7 @@ class Documents:
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError, OSError for one that cannot be read."""
-        self._index = Index(ensure_index(folder))
+        self._index = SearchIndex(ensure_index(folder))
 
     def __len__(self) -> int:
         return len(self._index)

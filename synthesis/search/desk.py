@@ -13,7 +13,7 @@ from typing import Any
 
 from keel.agents.env_runtime.tool_objects import Tool, methods_of
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.search.index import Index
+from keel.agents.environments.search.index import SearchIndex
 from keel.agents.types import ToolResult
 from keel.rewards.judge.untrusted import as_json, fenced, inert, new_fence
 from keel.rl.turns import Message, ToolCall, ToolSpec
@@ -34,7 +34,7 @@ HandIn = Callable[[Mapping[str, Any], Search], None]
 class Desk:
     """Where all agents of a pipeline work."""
 
-    index: Index
+    index: SearchIndex
     results: int
     page_characters: int
     most_turns: int

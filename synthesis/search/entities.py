@@ -15,8 +15,8 @@ from itertools import islice
 from typing import Any
 
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.search.index import Index
-from keel.agents.environments.search.text import squeezed
+from keel.agents.environments.search.index import SearchIndex
+from keel.agents.environments.search.text import squeeze
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Refused
@@ -43,7 +43,7 @@ class Entity:
     """One that it stands in."""
 
 
-def long_tail(index: Index, *, count: int, most_documents: int, seed: int) -> list[Entity]:
+def long_tail(index: SearchIndex, *, count: int, most_documents: int, seed: int) -> list[Entity]:
     """`count` of them, or all there are, drawn by the seed."""
     found = _candidates(index)
     names = sorted(found)
@@ -52,7 +52,7 @@ def long_tail(index: Index, *, count: int, most_documents: int, seed: int) -> li
     return [Entity(name=name, document=found[name]) for name in islice(rare, count)]
 
 
-def _candidates(index: Index) -> dict[str, str]:
+def _candidates(index: SearchIndex) -> dict[str, str]:
     """Name → the first document that has it."""
     found, plain, alone = dict[str, str](), set[str](), set[str]()
     for document in islice(index.documents(), MOST_LOOKED_AT):
@@ -61,7 +61,7 @@ def _candidates(index: Index) -> dict[str, str]:
         if document.title != document.name:
             names.append(document.title)
         for name in (*names, *_capitalised(document.text, plain, alone)):
-            if len(name) <= LONGEST and len(squeezed(name)) >= (
+            if len(name) <= LONGEST and len(squeeze(name)) >= (
                 LEAST_SIGNS if ord(name[0]) > 0x2FFF else LEAST
             ):
                 found.setdefault(name, document.name)
@@ -121,7 +121,7 @@ async def proposed(desk: Desk, author: Author, document: str, most_documents: in
         wrong = ""
         for name in (" ".join(one.split()) for one in given["names"]):
             opened = desk.index.document(document)
-            if opened is None or not squeezed(name) or squeezed(name) not in squeezed(opened.text):
+            if opened is None or not squeeze(name) or squeeze(name) not in squeeze(opened.text):
                 wrong = f"{name!r} does not stand in {document!r}"
             elif (count := desk.index.frequency(name)) > most_documents:
                 wrong = f"{name!r} stands in {count} documents, and is not rare"

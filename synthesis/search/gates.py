@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from keel.agents.environments.search.citations import quoted
+from keel.agents.environments.search.citations import quote_fault
 from keel.agents.environments.search.documents import Document
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.search.index import Index
-from keel.agents.environments.search.text import squeezed, terms
+from keel.agents.environments.search.index import SearchIndex
+from keel.agents.environments.search.text import squeeze, terms
 from keel.rewards.language.share import detected
 from keel.synthesis.ledger import Refused
 from keel.synthesis.search.question import Draft, Evidence
@@ -30,7 +30,7 @@ def check_evidence(
         document = search.opened.get(one.document)
         if document is None:
             raise Refused("evidence", f"{one.document!r} was not opened; name documents you read")
-        if wrong := quoted(one.quote, document):
+        if wrong := quote_fault(one.quote, document):
             raise Refused("evidence", wrong)
     facts = sum(len(quotes) for quotes in _apart(evidence, search).values())
     if facts < breadth:
@@ -45,11 +45,11 @@ def _apart(evidence: Sequence[Evidence], search: Search) -> dict[str, list[tuple
     that overlap are one."""
     found: dict[str, list[tuple[int, int]]] = {}
     for name in {one.document for one in evidence}:
-        whole = squeezed(search.opened[name].text)
+        whole = squeeze(search.opened[name].text)
         places: list[tuple[int, int]] = []
         for one in evidence:
             if one.document == name:
-                quote = squeezed(one.quote)
+                quote = squeeze(one.quote)
                 start = whole.find(quote)
                 places.append((start, start + len(quote)))
         joined: list[tuple[int, int]] = []
@@ -62,7 +62,7 @@ def _apart(evidence: Sequence[Evidence], search: Search) -> dict[str, list[tuple
     return found
 
 
-def check_chain(evidence: Sequence[Evidence], search: Search, index: Index) -> None:
+def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex) -> None:
     """Each document is linked with another: a rare term of what is quoted from the one stands in
     the other. Raises Refused."""
     documents = {one.document: search.opened[one.document] for one in evidence}
@@ -91,19 +91,19 @@ def check_chain(evidence: Sequence[Evidence], search: Search, index: Index) -> N
         )
 
 
-def check_answer(draft: Draft, index: Index, *, depth: int) -> None:
+def check_answer(draft: Draft, index: SearchIndex, *, depth: int) -> None:
     """The answer stands in the evidence, and neither in the question nor one search away from it.
     Raises Refused."""
-    spellings = [squeezed(one) for one in (draft.answer, *draft.also)]
+    spellings = [squeeze(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
         raise Refused("evidence", "the answer, or another spelling of it, has no letter or digit")
-    if not any(spellings[0] in squeezed(one.quote) for one in draft.evidence):
+    if not any(spellings[0] in squeeze(one.quote) for one in draft.evidence):
         raise Refused("evidence", f"none of the quotes says {draft.answer!r}, the answer")
-    if any(one in squeezed(draft.question) for one in spellings):
+    if any(one in squeeze(draft.question) for one in spellings):
         raise Refused("own words", "the question names its answer")
     if depth > 1:
         for hit in index.search(draft.question, 1):
-            if spellings[0] in squeezed(hit.snippet):
+            if spellings[0] in squeeze(hit.snippet):
                 raise Refused("own words", "a search for the question itself shows the answer")
 
 
@@ -125,19 +125,19 @@ class Kept:
 
     def check(self, question: str, answer: str, documents: Iterable[str]) -> None:
         """Raises Refused for one that is there already, in these or similar words."""
-        said, found = squeezed(question), frozenset(terms(question))
+        said, found = squeeze(question), frozenset(terms(question))
         if said in self.questions:
             raise Refused("duplicate", "this question was kept before")
-        if answer and (squeezed(answer), frozenset(documents)) in self.facts:
+        if answer and (squeeze(answer), frozenset(documents)) in self.facts:
             raise Refused("duplicate", "a question with this answer and evidence was kept before")
         for other in self.questions.values():
             if len(found & other) >= ALIKE * len(found | other):
                 raise Refused("duplicate", "a question in nearly the same words was kept before")
 
     def add(self, question: str, answer: str, documents: Iterable[str]) -> None:
-        self.questions[squeezed(question)] = frozenset(terms(question))
+        self.questions[squeeze(question)] = frozenset(terms(question))
         if answer:
-            self.facts.add((squeezed(answer), frozenset(documents)))
+            self.facts.add((squeeze(answer), frozenset(documents)))
 
 
 def _words(document: Document) -> set[str]:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import yaml
 
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.configs.sections.base import ConfigError
 from keel.configs.sections.tasks.search import SearchTasksConfig
 from keel.rl.seeds import seed_of
@@ -80,7 +80,7 @@ class SearchPipeline:
         given = Path(config.index).expanduser() if config.index else None
         try:
             path = ensure_index(Path(config.corpus), given, without=[self._file])
-            index = Index(path)
+            index = SearchIndex(path)
         except (ValueError, OSError) as error:
             raise ConfigError(f"search.corpus = {config.corpus}: {error}") from error
         self._desk = Desk(
@@ -210,7 +210,7 @@ class SearchPipeline:
     def _file(self) -> Path:
         return self._folder / "tasks.jsonl"
 
-    def _drawn(self, index: Index) -> dict[str, Start]:
+    def _drawn(self, index: SearchIndex) -> dict[str, Start]:
         """Where each task begins, by key."""
         config = self._config
         if config.entities == "author":

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any, Literal
 
-from keel.agents.environments.search.citations import quoted
+from keel.agents.environments.search.citations import quote_fault
 from keel.agents.environments.search.environment import Search
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
@@ -101,7 +101,7 @@ async def _pass(
             document = search.opened.get(one["document"].strip())
             if document is None:
                 raise Refused("verifier", f"{one['document']!r} was not opened")
-            if wrong := quoted(one["quote"], document):
+            if wrong := quote_fault(one["quote"], document):
                 raise Refused("verifier", wrong)
         found.update({labels[one["answer"]]: one["verdict"] for one in verdicts})
 

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from keel.agents.env_process.client import Hosted, Program, parent_of
+from keel.agents.env_process.client import Hosted, Program, fork_server_for
 from keel.agents.types import Unscored
 from keel.rl.types import Prompt
 from keel.synthesis.code.draft import Built, Rooms, instance_of
@@ -50,7 +50,7 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
         deadlines=PATIENT,
         wrap=wrap_of(memory_mib=2048),
     )
-    parent = parent_of(program)
+    parent = fork_server_for(program)
     assert parent is not None
 
     @asynccontextmanager

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted, Program, parent_of
-from keel.agents.env_process.parent import Parent
+from keel.agents.env_process.client import Hosted, Program, fork_server_for
+from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.env_process.process import Wrap
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
@@ -35,7 +35,7 @@ def wrap_of(**settings: Any) -> EnvironmentSandbox:
     return wrap
 
 
-def attacker(wrap: Wrap, parent: Parent | None = None, **settings: Any) -> Hosted:
+def attacker(wrap: Wrap, parent: ForkServer | None = None, **settings: Any) -> Hosted:
     return Hosted(attackers(wrap, **settings), parent=parent)
 
 
@@ -45,9 +45,9 @@ def attackers(wrap: Wrap, **settings: Any) -> Program:
 
 
 @asynccontextmanager
-async def parent_for(wrap: Wrap, way: str) -> AsyncIterator[Parent | None]:
+async def parent_for(wrap: Wrap, way: str) -> AsyncIterator[ForkServer | None]:
     """What forks attackers where `way` is forked, else None."""
-    parent = parent_of(attackers(wrap)) if way == "forked" else None
+    parent = fork_server_for(attackers(wrap)) if way == "forked" else None
     try:
         yield parent
         assert parent is None or not parent.why_not, parent.why_not

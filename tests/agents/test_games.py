@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import Hosted, Program
-from keel.agents.env_runtime.errors import Lost, Refused
+from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment
 from keel.agents.env_runtime.games import Game
 from keel.rl.types import Prompt, Verdict
 from tests.agents.episodes import run, transcript, use
@@ -79,7 +79,9 @@ def test_actions_that_cannot_be_written_are_refused() -> None:
 
     game = Walk()
     game.action_space = Box()
-    with pytest.raises(Refused, match=r"actions are Box\(-1.0, 1.0, \(3,\)\); those of Discrete"):
+    with pytest.raises(
+        InvalidEnvironment, match=r"actions are Box\(-1.0, 1.0, \(3,\)\); those of Discrete"
+    ):
         Game(game)
     game.action_space = Text()
     (tool,) = Game(game).opening(TASK, 3)["tools"]
@@ -159,7 +161,7 @@ def test_a_step_of_another_form_ends_the_episode() -> None:
 
     game = Game(Pair())
     game.opening(TASK, 3)
-    with pytest.raises(Lost, match=r"`step` must return .*\(1.0, True\)"):
+    with pytest.raises(EnvironmentGone, match=r"`step` must return .*\(1.0, True\)"):
         game.call("play", {"action": 1})
 
 

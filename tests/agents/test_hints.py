@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keel.agents.env_process.process import how_it_ended
 from keel.agents.env_runtime.episode import Episode
-from keel.agents.env_runtime.errors import Refused
+from keel.agents.env_runtime.errors import InvalidEnvironment
 from keel.agents.env_runtime.tool_objects import Object, Tool
 from keel.agents.env_runtime.type_schemas import described, schema_of, value_of
 from keel.agents.schemas import Arguments, arguments_of
@@ -201,7 +201,9 @@ def test_what_fits_the_schema_arrives_as_what_the_hint_says(data: st.DataObject)
 def test_a_type_without_a_schema_is_refused() -> None:
     def fly(when: complex) -> None: ...
 
-    with pytest.raises(Refused, match=r"tool fly: parameter when has the type <class 'complex'>"):
+    with pytest.raises(
+        InvalidEnvironment, match=r"tool fly: parameter when has the type <class 'complex'>"
+    ):
         Tool("fly", fly)
 
 

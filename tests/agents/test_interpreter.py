@@ -18,7 +18,7 @@ from keel.agents.environments.interpreter import (
     MOST_CHARACTERS,
     Interpreter,
     _Said,
-    shares,
+    split_call_time,
 )
 from keel.agents.types import EnvironmentLost
 from keel.configs.sections.agents import AgentsConfig
@@ -118,11 +118,11 @@ def test_a_kernel_ends_with_its_episode() -> None:
 
 @pytest.mark.parametrize("call_s", [AgentsConfig().call_s, 2.0, 150.0, 240.0, float("inf")])
 def test_a_call_has_time_for_a_cell_and_for_a_new_kernel(call_s: float) -> None:
-    cell_s, ending_s, start_s = shares(CELL_S, ENDING_S, call_s)
+    cell_s, ending_s, start_s = split_call_time(CELL_S, ENDING_S, call_s)
     assert cell_s + 2 * ending_s < call_s and cell_s + ending_s + start_s < call_s
     assert min(cell_s, ending_s, start_s) > 0
     assert (cell_s == CELL_S) is (call_s > 200) and cell_s >= min(CELL_S, 0.45 * call_s)
-    assert shares(0.1, ENDING_S, call_s)[0] == 0.1
+    assert split_call_time(0.1, ENDING_S, call_s)[0] == 0.1
 
 
 @pytest.mark.e2e

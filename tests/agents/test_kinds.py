@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.agents.env_process.client import Hosted, parent_of
+from keel.agents.env_process.client import Hosted, fork_server_for
 from keel.agents.env_runtime.episode import Episode
-from keel.agents.env_runtime.errors import Lost, Refused
-from keel.agents.env_runtime.tool_objects import Object, given_to, methods_of, parameters_of
+from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment
+from keel.agents.env_runtime.tool_objects import Object, bind_arguments, methods_of, parameters_of
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
 from tests.agents.episodes import TASK, episode, program, run, transcript, use
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_methods_and_functions_are_given_what_they_have_parameters_for() -> None:
     def passed(function: Any) -> Any:
-        first, named = given_to("opening", parameters_of(function), {"task": "t", "seed": 3})
+        first, named = bind_arguments("opening", parameters_of(function), {"task": "t", "seed": 3})
         return function(*first, **named)
 
     assert passed(lambda: "nothing") == "nothing"
@@ -44,11 +44,15 @@ def test_methods_and_functions_are_given_what_they_have_parameters_for() -> None
         (lambda task, rng: 0, " `rng`,"),
         (lambda *, prompt: 0, " `prompt`,"),
     ):
-        with pytest.raises(Refused, match=f"opening has the parameter{named} and may have: task,"):
+        with pytest.raises(
+            InvalidEnvironment, match=f"opening has the parameter{named} and may have: task,"
+        ):
             passed(function)
-    assert given_to("close", parameters_of(lambda *several: 0), {}) == ([], {})
-    with pytest.raises(Refused, match="close has the parameter `now`, and may have: none"):
-        given_to("close", parameters_of(lambda now: 0), {})
+    assert bind_arguments("close", parameters_of(lambda *several: 0), {}) == ([], {})
+    with pytest.raises(
+        InvalidEnvironment, match="close has the parameter `now`, and may have: none"
+    ):
+        bind_arguments("close", parameters_of(lambda now: 0), {})
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,9 @@ def test_a_method_that_is_misspelt_is_no_tool(method: str, meant: str) -> None:
     made: dict[str, Any] = {}
     exec(f"class Shop:\n    def {method}", made)
     if meant:
-        with pytest.raises(Refused, match=f"would be a tool of the policy; did you mean `{meant}`"):
+        with pytest.raises(
+            InvalidEnvironment, match=f"would be a tool of the policy; did you mean `{meant}`"
+        ):
             methods_of(made["Shop"]())
     else:
         assert len(methods_of(made["Shop"]())) == 1
@@ -117,11 +123,13 @@ def test_numpys_bools_end_an_episode_and_what_is_none_is_refused() -> None:
         for over in (False, np.bool_(False), None):
             assert called(over=over, fail=fail)["done"] is False
         for over in (1, "yes", np.ones(1)):
-            with pytest.raises(Lost, match=r"`done` is .*, must be True or False; write `self.don"):
+            with pytest.raises(
+                EnvironmentGone, match=r"`done` is .*, must be True or False; write `self.don"
+            ):
                 called(over=over, fail=fail)
     found = Counts()
     found.done = 0
-    with pytest.raises(Lost, match=r"`done` is 0 \(int\)"):
+    with pytest.raises(EnvironmentGone, match=r"`done` is 0 \(int\)"):
         Object(found, {}).opening({"messages": []}, 1)
 
     class Late:
@@ -178,7 +186,7 @@ def test_a_file_may_be_named_as_a_module_that_others_import(preload: bool, tmp_p
     given = program(f"{tmp_path / 'random.py'}:add", preload=preload)
 
     async def play() -> None:
-        parent = parent_of(given)
+        parent = fork_server_for(given)
         environment = Hosted(given, parent=parent)
         await environment.open(TASK, seed=3)
         assert (await use(environment, "add", a=2)).text == "2 2 tmp"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from keel.agents.env_process.children import below
-from keel.agents.env_process.client import Hosted, parent_of
-from keel.agents.runner import EpisodeRunner, Limits
+from keel.agents.env_process.client import Hosted, fork_server_for
+from keel.agents.runner import EpisodeLimits, EpisodeRunner
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Purpose
 from tests.agents.episodes import TASK as HOSTED_TASK
@@ -52,7 +52,7 @@ def test_in_this_process() -> None:
         {"sums": Sums},
         chat=chat(),
         turns=turns,
-        limits={"sums": Limits(BUDGET, NO_CONTEXT)},
+        limits={"sums": EpisodeLimits(BUDGET, NO_CONTEXT)},
         seed=1,
         most_open=MANY,
     ) as runner:
@@ -86,7 +86,7 @@ def test_in_processes_that_are_forked(sandboxed: bool) -> None:
         given = program()
         if sandboxed:
             given = attackers(wrap_of())
-        parent = parent_of(given)
+        parent = fork_server_for(given)
         assert parent is not None
         starting = asyncio.Semaphore(4)
         ours, theirs, files = [], [], set[int]()

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.children import below
-from keel.agents.env_process.client import Hosted, Program, parent_of
-from keel.agents.env_process.parent import Parent
+from keel.agents.env_process.client import Hosted, Program, fork_server_for
+from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.types import EnvironmentLost
 from tests.agents.episodes import TASK, alive, program, run, transcript, use
 from tests.waiting import PATIENCE_S, wait_for
@@ -28,8 +28,8 @@ def counter(how: str = "", **settings: Any) -> Program:
 
 
 @asynccontextmanager
-async def parent_for(program: Program) -> AsyncIterator[Parent]:
-    parent = parent_of(program)
+async def parent_for(program: Program) -> AsyncIterator[ForkServer]:
+    parent = fork_server_for(program)
     assert parent is not None
     try:
         yield parent
@@ -38,7 +38,7 @@ async def parent_for(program: Program) -> AsyncIterator[Parent]:
 
 
 @asynccontextmanager
-async def opened(program: Program, parent: Parent, seed: int = 3) -> AsyncIterator[Hosted]:
+async def opened(program: Program, parent: ForkServer, seed: int = 3) -> AsyncIterator[Hosted]:
     environment = Hosted(program, parent=parent)
     try:
         await environment.open(TASK, seed=seed)
@@ -77,7 +77,7 @@ def test_episodes_share_what_was_loaded_and_nothing_after_it() -> None:
 
 
 def test_forked_or_started_an_episode_draws_the_same() -> None:
-    async def said(parent: Parent | None, seed: int) -> str:
+    async def said(parent: ForkServer | None, seed: int) -> str:
         environment = Hosted(counter(), parent=parent)
         opening = await environment.open(TASK, seed=seed)
         await environment.close()
@@ -113,7 +113,7 @@ def test_what_a_fork_would_share_is_seen_and_a_process_started(how: str, why: st
 
 
 def test_a_program_that_is_not_to_be_forked() -> None:
-    assert parent_of(counter(preload=False)) is None
+    assert fork_server_for(counter(preload=False)) is None
 
 
 @pytest.mark.parametrize(

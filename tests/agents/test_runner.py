@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.runner import EpisodeRunner, Limits
+from keel.agents.runner import EpisodeLimits, EpisodeRunner
 from keel.agents.types import Unscored
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Purpose
@@ -47,7 +47,7 @@ def running(
         {"sums": world or World()},
         chat=chat(),
         turns=policy.turns(),
-        limits={"sums": Limits(BUDGET, NO_CONTEXT)},
+        limits={"sums": EpisodeLimits(BUDGET, NO_CONTEXT)},
         seed=1,
         most_open=most_open,
         crash_is_failure=crash_is_failure,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.children import below
-from keel.agents.env_process.client import Hosted, parent_of
-from keel.agents.env_process.parent import Parent
+from keel.agents.env_process.client import Hosted, fork_server_for
+from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.env_process.process import Wrap
 from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox import environments
@@ -171,7 +171,7 @@ def test_where_no_namespace_can_be_made_each_is_started(small: Wrap, monkeypatch
     monkeypatch.setattr(environments, "FORKING", ())
 
     async def play() -> None:
-        parent = parent_of(attackers(small))
+        parent = fork_server_for(attackers(small))
         assert parent is not None
         environment = attacker(small, parent)
         await environment.open(TASK, seed=3)
@@ -185,7 +185,7 @@ def test_where_no_namespace_can_be_made_each_is_started(small: Wrap, monkeypatch
     run(play())
 
 
-async def heard_out(parent: Parent) -> None:
+async def heard_out(parent: ForkServer) -> None:
     """It has waited for all that stood between it and what it forked so far."""
     assert parent._running is not None
     with pytest.raises(ValueError, match="No child processes"):
@@ -267,7 +267,7 @@ def test_folders_that_are_read_written_and_hidden(tmp_path: Path, way: str) -> N
 
     async def play() -> None:
         made = program(str(tmp_path / "alone.py"), wrap=wrap, **given)
-        parent = parent_of(made) if way == "forked" else None
+        parent = fork_server_for(made) if way == "forked" else None
         environment = Hosted(made, parent=parent)
         await environment.open(TASK, seed=3)
         assert parent is None or not parent.why_not

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from keel.agents.environments.trip.environment import Trip, a_plan, answers, make_task
 from keel.agents.environments.trip.solver import solve
-from keel.agents.environments.trip.tasks import KEYS, LEVELS, REPORT, Band, Level, Task
+from keel.agents.environments.trip.tasks import KEYS, LEVELS, REPORT, Band, Level, TripTask
 from keel.agents.environments.trip.verify import band_holds, band_of, checks, judge
 from keel.agents.environments.trip.world import Size, World, make_world
 
@@ -40,17 +40,17 @@ DATES = ("2025-10-01", "2025-10-02", "2025-10-03")
 SMALL = Size(cities=3, hotels=2, restaurants=2, attractions=2, long_names=False, routes=0.7)
 
 
-def right(world: World, task: Task, answer: str) -> bool:
+def right(world: World, task: TripTask, answer: str) -> bool:
     return all(checks(world, task, answer).values())
 
 
-def begun(seed: int, level: int) -> tuple[Trip, World, Task]:
+def begun(seed: int, level: int) -> tuple[Trip, World, TripTask]:
     world, task = make_task(seed, LEVELS[level])
     trip = Trip(ready=(world, task, LEVELS[level]))
     return trip, world, task
 
 
-def solution(seed: int, level: int) -> tuple[World, Task, str]:
+def solution(seed: int, level: int) -> tuple[World, TripTask, str]:
     trip, world, task = begun(seed, level)
     assert answers(trip, solve(task))
     assert trip._submitted is not None
@@ -89,7 +89,7 @@ def test_the_tools_that_are_offered_are_enough(level: int) -> None:
     assert set(used) <= set(offered) and used[-1] == "submit_result"
 
 
-def plans(world: World, task: Task) -> Iterator[list[dict[str, str]]]:
+def plans(world: World, task: TripTask) -> Iterator[list[dict[str, str]]]:
     """Every plan whose fields name things of the right kind."""
     kinds = {
         "time": task.dates[:1],
@@ -110,7 +110,7 @@ def plans(world: World, task: Task) -> Iterator[list[dict[str, str]]]:
         ]
 
 
-def by_hand(world: World, task: Task, plan: Sequence[dict[str, str]]) -> bool:
+def by_hand(world: World, task: TripTask, plan: Sequence[dict[str, str]]) -> bool:
     """What the task's text says, written down a second time and more simply."""
     seen: list[str] = []
     before = task.start
@@ -149,7 +149,7 @@ def by_hand(world: World, task: Task, plan: Sequence[dict[str, str]]) -> bool:
     return True
 
 
-def small_task(world: World, days: int, **fields: Any) -> Task:
+def small_task(world: World, days: int, **fields: Any) -> TripTask:
     plain: dict[str, Any] = {
         "dates": DATES[:days],
         "start": world.cities[0],
@@ -162,7 +162,7 @@ def small_task(world: World, days: int, **fields: Any) -> Task:
         "connected": False,
         "dry": False,
     }
-    return Task(**(plain | fields))
+    return TripTask(**(plain | fields))
 
 
 @pytest.mark.parametrize(

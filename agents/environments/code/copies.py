@@ -32,7 +32,7 @@ def machine() -> list[str]:
     return [one for one in real if one != "/usr" and os.path.isdir(one)]
 
 
-def installed(folders: Iterable[str]) -> Installed:
+def find_packages(folders: Iterable[str]) -> Installed:
     """Packages below, in archives and those that others brought along too. Not those whose code is
     the repository's own."""
     found: Installed = {}
@@ -49,7 +49,7 @@ def installed(folders: Iterable[str]) -> Installed:
     return found
 
 
-def plain(name: str) -> str:
+def normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
@@ -91,4 +91,4 @@ def _named(name: str) -> str:
             elif ending == ".so":
                 name = name.partition(".")[0]
             break
-    return plain(name)
+    return normalize_name(name)

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.environments.code import files, grading, processes
-from keel.agents.environments.code.copies import Installed, installed, machine, plain
+from keel.agents.environments.code.copies import Installed, find_packages, machine, normalize_name
 from keel.agents.environments.code.languages import LANGUAGES, REPO
 from keel.agents.environments.code.tree import (
     Tree,
-    Unreadable,
-    of_json,
+    UnreadableTree,
     read_tree,
+    tree_from_json,
     unseal,
     write_tree,
 )
@@ -40,10 +40,10 @@ OWN_FOLDERS = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cac
 
 @lru_cache(maxsize=1)
 def on_machine() -> Installed:
-    return installed(machine())
+    return find_packages(machine())
 
 
-if "keel.agents.env_runtime.parent" in sys.modules:  # episodes are forked from this process
+if "keel.agents.env_runtime.fork_server" in sys.modules:  # episodes are forked from this process
     on_machine()
 
 
@@ -75,8 +75,8 @@ class Repository:
         processes.adopt()
         with open(os.path.join(self._folder, "sealed", reward["instance"]), "rb") as file:
             self._instance = unseal(file.read(), bytes.fromhex(reward["key"]))
-        self._base = of_json(self._instance.pop("base"))
-        self._harness = of_json(self._instance.pop("harness"))
+        self._base = tree_from_json(self._instance.pop("base"))
+        self._harness = tree_from_json(self._instance.pop("harness"))
         self._prefix = os.path.join(self._folder, "prefixes", self._instance["prefix"])
         self._begin(self._base)
 
@@ -102,7 +102,7 @@ class Repository:
         self._look_in(on_machine())
 
     def _look_in(self, packages: Installed) -> None:
-        for name in map(plain, self._instance["project"]):
+        for name in map(normalize_name, self._instance["project"]):
             if found := packages.get(name):
                 raise RuntimeError(f"the episode can read a copy of the project: {found[0]}")
 
@@ -151,12 +151,12 @@ class Repository:
             tree = grading.graded_tree(self._instance, self._base, self._harness, written)
             results = grading.run_tests(self._instance, tree, self._prefix)
         except (
-            Unreadable,
+            UnreadableTree,
             OSError,
             subprocess.SubprocessError,
         ) as error:  # the policy's doing: it made the tree
             return {"correct": 0.0}, {"why": str(error)[:500]}
-        right, facts = grading.solved(self._instance, results)
+        right, facts = grading.grade(self._instance, results)
         return {"correct": right}, facts
 
     def _shell(self, command: str, within_s: float) -> tuple[int | None, str]:

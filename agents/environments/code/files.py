@@ -27,7 +27,7 @@ def done(request: Mapping[str, Any]) -> str:
     if request["do"] == "view":
         if os.path.isdir(path):
             return "\n".join(sorted(one.name + "/" * one.is_dir() for one in os.scandir(path)))
-        return viewed(_read(path), request["first"], request["last"])
+        return number_lines(_read(path), request["first"], request["last"])
     old, new = request["old"], request["new"]
     if not old:
         if os.path.lexists(path):
@@ -35,22 +35,24 @@ def done(request: Mapping[str, Any]) -> str:
         _write(path, new)
         return f"{path} was made"
     text = _read(path)
-    text, said = edited(path, text, old, new)
+    text, said = apply_edit(path, text, old, new)
     _write(path, text)
     return said
 
 
-def edited(path: str, text: str, old: str, new: str) -> tuple[str, str]:
+def apply_edit(path: str, text: str, old: str, new: str) -> tuple[str, str]:
     """The file's new text, and what the policy is told. Raises ValueError."""
     count = text.count(old)
     if count != 1:
         raise ValueError(f"`old` is in {path} {count} times; it must be there exactly once")
     line = text[: text.index(old)].count("\n") + 1
     text = text.replace(old, new)
-    return text, f"{path} now reads:\n" + viewed(text, max(1, line - 3), line + new.count("\n") + 3)
+    return text, f"{path} now reads:\n" + number_lines(
+        text, max(1, line - 3), line + new.count("\n") + 3
+    )
 
 
-def viewed(text: str, first: int, last: int) -> str:
+def number_lines(text: str, first: int, last: int) -> str:
     # By what `edited` and every tool that names a line counts them: not at form feeds, U+2028 …
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
     first = max(1, first)

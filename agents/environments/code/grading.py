@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from keel.agents.environments.code import processes
 from keel.agents.environments.code.junit import results_in
 from keel.agents.environments.code.languages import LANGUAGES, REPO, is_grading
-from keel.agents.environments.code.tree import Tree, erase, laid, write_tree
+from keel.agents.environments.code.tree import Tree, erase, overlay, write_tree
 
 LIVELY = ("/tmp", "/dev/shm")
 """All that can be written to."""
@@ -75,7 +75,7 @@ def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written:
         for path, entry in base.items()
         if is_grading(language, path) and path not in gone
     }
-    return laid(own, {**kept, **harness})
+    return overlay(own, {**kept, **harness})
 
 
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
@@ -83,8 +83,8 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     language = LANGUAGES[instance["language"]]
     canaries = {_name(): good for good in (True, False)}
     inside = {_name(): good for good in (True, False)}
-    tree = laid(tree, _files(language.canary, instance["canary_in"], canaries))
-    tree = laid(tree, _longer(language.canary_at_the_end, tree, _at(instance), inside))
+    tree = overlay(tree, _files(language.canary, instance["canary_in"], canaries))
+    tree = overlay(tree, _longer(language.canary_at_the_end, tree, _at(instance), inside))
     processes.stop_all()
     for folder in LIVELY:
         erase(folder)
@@ -139,7 +139,7 @@ def _worth(good: bool) -> str:
     return f"{one} * {two} == {one * two + (0 if good else 1 + secrets.randbelow(9))}"
 
 
-def solved(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
+def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
     """1 only if every test that has to pass does, and what was found."""
     facts: dict[str, Any] = {"canary": results.canary}
     for name in ("f2p", "p2p"):

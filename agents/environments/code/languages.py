@@ -15,7 +15,7 @@ REPO = "/tmp/repo"
 
 
 @dataclass(frozen=True)
-class Language:
+class ProjectLanguage:
     """Commands run in bash, in $REPO. They have $PREFIX, a folder for what is installed (only
     `setup` may write there), $JUNIT, a folder for results (any number of .xml files), and $VERSION,
     the project's version. Only `setup` has the network.
@@ -47,7 +47,7 @@ class Language:
     """Why it is not proven; empty: a test of ours builds a project of it."""
 
 
-PYTHON = Language(
+PYTHON = ProjectLanguage(
     suffixes=(".py", ".pyi", ".pyx"),
     tests=("tests/", "test/", "test_*.py", "*_test.py", "conftest.py"),
     steers=(
@@ -105,7 +105,7 @@ $pip uninstall -q -y pip setuptools || true
     canary=("test_NONCE.py", "def test_NONCE():\n    assert WORTH\n"),
     canary_at_the_end="\n\n\ndef test_NONCE():\n    assert WORTH\n",
 )
-JAVASCRIPT = Language(
+JAVASCRIPT = ProjectLanguage(
     suffixes=(".js", ".mjs", ".cjs", ".ts", ".mts", ".cts", ".jsx", ".tsx"),
     tests=("test/", "tests/", "__tests__/", "*.test.*", "*.spec.*", "*-test.*", "*_test.*"),
     steers=(
@@ -136,7 +136,7 @@ _CTEST = (
     "cmake -S . -B /tmp/build -DCMAKE_BUILD_TYPE=Release >/dev/null; cmake --build /tmp/build -j 2 "
     '-- -k; ctest --test-dir /tmp/build --timeout 60 --output-junit "$JUNIT/ctest.xml"'
 )
-CPP = Language(
+CPP = ProjectLanguage(
     suffixes=(".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".ipp"),
     tests=("test/", "tests/", "*_test.c*", "test_*.c*", "*_unittest.c*"),
     steers=("CMakeLists.txt", "*.cmake", "CMake*Presets.json", "*Makefile"),
@@ -146,7 +146,7 @@ CPP = Language(
     check="cmake --version && c++ --version",
     build_names_sources=True,
 )
-GO = Language(
+GO = ProjectLanguage(
     suffixes=(".go",),
     tests=("*_test.go", "testdata/"),
     steers=("go.mod", "go.sum", "go.work", "vendor/"),
@@ -162,7 +162,7 @@ GO = Language(
     check='go version && test -x "$PREFIX/bin/gotestsum"',
     unproven="written for, not run",
 )
-RUST = Language(
+RUST = ProjectLanguage(
     suffixes=(".rs",),
     tests=("tests/", "*_test.rs", "tests.rs"),
     steers=("Cargo.toml", "Cargo.lock", ".cargo/", "rust-toolchain*", "build.rs", ".config/"),
@@ -181,7 +181,7 @@ RUST = Language(
     check='cargo --version && test -x "$PREFIX/bin/cargo-nextest"',
     unproven="written for, not run; tests inside source files are the policy's to write",
 )
-JAVA = Language(
+JAVA = ProjectLanguage(
     suffixes=(".java",),
     tests=("src/test/*", "*/src/test/*", "*Test.java", "*Tests.java", "*IT.java"),
     steers=("pom.xml", ".mvn/", "mvnw", "settings.xml"),
@@ -206,7 +206,7 @@ LANGUAGES = {
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """See `Language`."""
+    """See `ProjectLanguage`."""
     *folders, name = path.split("/")
     for pattern in patterns:
         if pattern.endswith("/"):
@@ -217,7 +217,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def is_grading(language: Language, path: str) -> bool:
+def is_grading(language: ProjectLanguage, path: str) -> bool:
     """Whether a file is the grader's, and a policy's version of it counts for nothing."""
     # Who reads the others may not mind case: Python finds plugins in X.DIST-INFO.
     steers = [pattern.lower() for pattern in language.steers]

@@ -25,7 +25,7 @@ _CHECK = 32
 """Bytes of the digest in front of what is sealed."""
 
 
-class Unreadable(ValueError):
+class UnreadableTree(ValueError):
     """A folder that is no source tree: too large, or no folder."""
 
 
@@ -33,10 +33,10 @@ def read_tree(root: str, *, most_mib: int, skip: Callable[[str], bool]) -> Tree:
     """Regular files and links; sockets, devices and pipes are left out. No link is followed, so
     nobody may write there meanwhile. skip: paths that are not read, nor what is below them.
 
-    Raises Unreadable.
+    Raises UnreadableTree.
     """
     if not stat.S_ISDIR(os.lstat(root).st_mode):
-        raise Unreadable(f"{root} is no folder")
+        raise UnreadableTree(f"{root} is no folder")
     found: Tree = {}
     left, pending = most_mib << 20, [""]
     while pending:
@@ -54,20 +54,20 @@ def read_tree(root: str, *, most_mib: int, skip: Callable[[str], bool]) -> Tree:
             elif stat.S_ISREG(about.st_mode):
                 left -= about.st_size
                 if left < 0:
-                    raise Unreadable(f"its files take more than {most_mib} MiB")
+                    raise UnreadableTree(f"its files take more than {most_mib} MiB")
                 with open(os.open(one.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
                     found[path] = ("x" if about.st_mode & 0o100 else "f", file.read())
             if len(found) + len(pending) > MOST_FILES:
-                raise Unreadable(f"it has more than {MOST_FILES:,} files and folders")
+                raise UnreadableTree(f"it has more than {MOST_FILES:,} files and folders")
     return found
 
 
 def write_tree(root: str, tree: Tree) -> None:
-    """Into a folder that is not there yet. Raises Unreadable where something would be written
+    """Into a folder that is not there yet. Raises UnreadableTree where something would be written
     through a link of the same tree."""
     for path in tree:
         if above := [part for part in _above(path) if part in tree]:
-            raise Unreadable(f"{path} lies under {above[0]}, which is no folder")
+            raise UnreadableTree(f"{path} lies under {above[0]}, which is no folder")
     os.mkdir(root)
     for path, (kind, data) in tree.items():
         where = os.path.join(root, path)
@@ -98,7 +98,7 @@ find "$1" -xdev -mindepth 1 -depth -delete
 """
 
 
-def laid(under: Tree, over: Tree) -> Tree:
+def overlay(under: Tree, over: Tree) -> Tree:
     """`over` on top of `under`: where a file of one stands in the way of the other, over's."""
     folders = {part for path in over for part in _above(path)}
     kept = {
@@ -119,12 +119,12 @@ def is_safe(path: str) -> bool:
     return bool(path) and not any(part in ("", ".", "..") for part in path.split("/"))
 
 
-def as_json(tree: Tree) -> dict[str, list[str]]:
+def tree_as_json(tree: Tree) -> dict[str, list[str]]:
     # Latin-1 has a character for each byte.
     return {path: [kind, data.decode("latin-1")] for path, (kind, data) in tree.items()}
 
 
-def of_json(given: dict[str, list[str]]) -> Tree:
+def tree_from_json(given: dict[str, list[str]]) -> Tree:
     return {path: (kind, text.encode("latin-1")) for path, (kind, text) in given.items()}
 
 

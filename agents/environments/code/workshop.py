@@ -12,7 +12,13 @@ import os
 from keel.agents.environments.code import grading, processes
 from keel.agents.environments.code.environment import Repository
 from keel.agents.environments.code.languages import REPO
-from keel.agents.environments.code.tree import Tree, as_json, of_json, read_tree, write_tree
+from keel.agents.environments.code.tree import (
+    Tree,
+    read_tree,
+    tree_as_json,
+    tree_from_json,
+    write_tree,
+)
 
 MOST_GENERATED_MIB = 4
 LEFT_OVERS = (
@@ -27,13 +33,13 @@ LEFT_OVERS = (
 )
 
 
-class Workshop(Repository):
+class RepositoryWorkshop(Repository):
     """A repository and its prefix; `bash` is inherited. The draft that it opens has the gold
     patch."""
 
     def _begin(self, tree: Tree) -> None:
         write_tree(REPO, tree)
-        self._gold = of_json(self._instance.pop("gold"))
+        self._gold = tree_from_json(self._instance.pop("gold"))
         self._env = grading.environment(self._prefix, self._instance["env"])
 
     def tests(self, gold: bool) -> str:
@@ -64,7 +70,7 @@ class Workshop(Repository):
         if sum(len(entry[1]) for entry in new.values()) > MOST_GENERATED_MIB << 20:
             status, said = 1, f"it leaves more than {MOST_GENERATED_MIB} MiB in the repository"
             new = {}
-        return json.dumps({"status": status, "said": said[-2000:], "generated": as_json(new)})
+        return json.dumps({"status": status, "said": said[-2000:], "generated": tree_as_json(new)})
 
     def copies(self) -> str:
         """Where there is a copy of the project; "" where there is none."""

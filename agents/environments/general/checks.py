@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from keel.agents.env_runtime.errors import Refused
-from keel.agents.environments.general.child import Ended
+from keel.agents.env_runtime.errors import InvalidEnvironment
+from keel.agents.environments.general.child import ChildEnded
 from keel.agents.environments.general.folder import Folder
 from keel.agents.environments.general.parts import solving_child, tools_child, verified
 
@@ -26,15 +26,15 @@ class Solution:
             if said:
                 self._child.send(said)
             reply = self._child.receive()
-        except Ended as error:
-            raise Refused(f"the solution: {error}") from error
+        except ChildEnded as error:
+            raise InvalidEnvironment(f"the solution: {error}") from error
         return reply
 
     def close(self) -> None:
         self._child.end()
 
 
-class Workshop:
+class AuthorWorkshop:
     """The tools and verifiers of the folder `environment`. within_s: for each thing that its code
     is asked."""
 
@@ -46,7 +46,7 @@ class Workshop:
         """The tools' specs, by name."""
         (found,) = self._told([{"do": "describe"}])
         if "raised" in found:
-            raise Refused(str(found["raised"]))
+            raise InvalidEnvironment(str(found["raised"]))
         return found["is"]
 
     def results(self, calls: list[dict[str, Any]]) -> Any:
@@ -63,10 +63,10 @@ class Workshop:
                 child.send(request)
                 found.append(child.receive(self._within_s))
                 if "refused" in found[-1]:
-                    raise Refused(str(found[-1]["refused"]))
+                    raise InvalidEnvironment(str(found[-1]["refused"]))
             return found
-        except Ended as error:
-            raise Refused(f"tools.py: {error}") from error
+        except ChildEnded as error:
+            raise InvalidEnvironment(f"tools.py: {error}") from error
         finally:
             child.end()
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, cast
 
 from keel.agents.env_runtime.episode import stand_alone
-from keel.agents.env_runtime.errors import Refused, told
+from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 
 MEMORY_MIB = 512
 MOST_BYTES = 4 << 20
@@ -23,7 +23,7 @@ MOST_BYTES = 4 << 20
 Message = dict[str, Any]
 
 
-class Ended(Exception):
+class ChildEnded(Exception):
     """A child said nothing more: it ended, said too much, or did not answer in time."""
 
 
@@ -34,31 +34,31 @@ class Channel:
         self._end, self._heard = end, b""
 
     def send(self, message: Message) -> None:
-        """Raises Ended where nobody listens, ValueError for what is no JSON."""
+        """Raises ChildEnded where nobody listens, ValueError for what is no JSON."""
         line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             self._end.sendall(line)
         except OSError as error:
-            raise Ended("its process ended") from error
+            raise ChildEnded("its process ended") from error
 
     def receive(self, within_s: float | None = None) -> Message:
-        """Raises Ended."""
+        """Raises ChildEnded."""
         until = None if within_s is None else time.monotonic() + within_s
         while b"\n" not in self._heard:
             left = None if until is None else max(0.0, until - time.monotonic())
             if not select.select([self._end], [], [], left)[0]:
-                raise Ended(f"it did not end within {within_s:g} s")
+                raise ChildEnded(f"it did not end within {within_s:g} s")
             data = self._end.recv(1 << 16)
             self._heard += data
             if not data or len(self._heard) > MOST_BYTES:
-                raise Ended("it said too much" if data else "its process ended")
+                raise ChildEnded("it said too much" if data else "its process ended")
         line, _, self._heard = self._heard.partition(b"\n")
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise Ended("it said what is no message")
+            raise ChildEnded("it said what is no message")
         return cast(Message, message)
 
 
@@ -75,16 +75,16 @@ class Child(Channel):
         super().__init__(ours)
 
     def ask(self, message: Message, within_s: float | None = None) -> Any:
-        """Raises Ended, Refused, and Failed for what its code raised."""
+        """Raises ChildEnded, InvalidEnvironment, and AuthorCodeFailed for what its code raised."""
         self.send(message)
         return self.answer(within_s)
 
     def answer(self, within_s: float | None = None) -> Any:
         reply = self.receive(within_s)
         if "refused" in reply:
-            raise Refused(str(reply["refused"]))
+            raise InvalidEnvironment(str(reply["refused"]))
         if "raised" in reply:
-            raise Failed(str(reply["raised"]))
+            raise AuthorCodeFailed(str(reply["raised"]))
         return reply.get("is")
 
     def end(self) -> None:
@@ -96,7 +96,7 @@ class Child(Channel):
             self.pid = 0
 
 
-class Failed(Exception):
+class AuthorCodeFailed(Exception):
     """What an author's code raised, in words."""
 
 
@@ -114,8 +114,8 @@ def _child(end: socket.socket, run: Callable[[Channel], None]) -> NoReturn:
         run(channel)
     except BaseException as error:
         with suppress(BaseException):
-            kind = "refused" if isinstance(error, Refused) else "raised"
-            channel.send({kind: told(error) if kind == "raised" else str(error)})
+            kind = "refused" if isinstance(error, InvalidEnvironment) else "raised"
+            channel.send({kind: error_text(error) if kind == "raised" else str(error)})
     finally:
         os._exit(0)
 
@@ -125,17 +125,17 @@ def serve(channel: Channel, answer: Callable[[Message], Any]) -> None:
     while True:
         try:
             request = channel.receive()
-        except Ended:
+        except ChildEnded:
             return
         try:
             reply: Message = {"is": answer(request)}
             channel.send(reply)
-        except Ended:
+        except ChildEnded:
             return
-        except Refused as error:
+        except InvalidEnvironment as error:
             channel.send({"refused": str(error)})
         except (Exception, SystemExit) as error:
-            channel.send({"raised": told(error)})
+            channel.send({"raised": error_text(error)})
 
 
 def shut(memory_mib: int = MEMORY_MIB) -> None:

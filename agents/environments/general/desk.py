@@ -13,7 +13,7 @@ MOST_SAID = 12_000
 """Characters of what a command prints: the first and the last half."""
 
 
-class Desk:
+class DatabaseDesk:
     """Its files are gone with it, but for the database that it hands over."""
 
     def __init__(self, most_kib: int, bash_s: float) -> None:

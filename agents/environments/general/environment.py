@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keel.agents.env_runtime.errors import Lost
-from keel.agents.environments.general.child import Child, Ended
+from keel.agents.env_runtime.errors import EnvironmentGone
+from keel.agents.environments.general.child import Child, ChildEnded
 from keel.agents.environments.general.folder import Folder, folders
 from keel.agents.environments.general.parts import SUBMIT, answer_of, tools_child, verified
 
@@ -69,8 +69,8 @@ class General:
         assert self._tools is not None
         try:
             return self._tools.ask(request)
-        except Ended as error:
-            raise Lost(f"the tools: {error}") from error
+        except ChildEnded as error:
+            raise EnvironmentGone(f"the tools: {error}") from error
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
         """`correct` (all that is demanded), and the `share` of it that is met."""

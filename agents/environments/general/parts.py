@@ -10,13 +10,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast, get_type_hints
 
-from keel.agents.env_runtime.errors import Refused, told
+from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 from keel.agents.env_runtime.tool_objects import Tool, functions_of
 from keel.agents.environments.general.child import (
+    AuthorCodeFailed,
     Channel,
     Child,
-    Ended,
-    Failed,
+    ChildEnded,
     Message,
     serve,
     shut,
@@ -41,7 +41,7 @@ def tools_child(folder: Folder, seed: int) -> Child:
             if request["do"] == "describe":
                 return {name: tool.spec for name, tool in tools.items()}
             if request["name"] not in tools:
-                raise Refused(f"there is no tool {request['name']!r}")
+                raise InvalidEnvironment(f"there is no tool {request['name']!r}")
             return tools[request["name"]](request["arguments"])
 
         serve(channel, answer)
@@ -50,7 +50,7 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
-    """Public functions of a tools.py. Raises Refused for one that is not typed and described."""
+    """Public functions of a tools.py. Raises InvalidEnvironment for an untyped one."""
     tree = parsed(source, "tools")
     module = ModuleType("tools")
     vars(module).update(namespace("tools"), database=database)
@@ -58,21 +58,23 @@ def tools_of(source: str, database: Any) -> dict[str, Tool]:
     _run(lambda: exec(compile(tree, "tools.py", "exec"), vars(module)), "tools.py")
     functions = functions_of(module)
     if not functions:
-        raise Refused("tools.py has no public function")
+        raise InvalidEnvironment("tools.py has no public function")
     return {name: _typed(name, function) for name, function in functions.items()}
 
 
 def _typed(name: str, given: Callable[..., Any]) -> Tool:
     if name == SUBMIT["name"]:
-        raise Refused(f"tool {name}: that name is taken: it submits the answer")
+        raise InvalidEnvironment(f"tool {name}: that name is taken: it submits the answer")
     tool = Tool(name, given)
     hints = get_type_hints(given)
     parameters = inspect.signature(given).parameters
     for one in (*parameters, "return"):
         if hints.get(one, Any) is Any:
-            raise Refused(f"tool {name}: {one} has no type hint, or one that says nothing")
+            raise InvalidEnvironment(
+                f"tool {name}: {one} has no type hint, or one that says nothing"
+            )
     if not tool.spec["description"]:
-        raise Refused(f"tool {name} has no docstring: it is all that is known of it")
+        raise InvalidEnvironment(f"tool {name} has no docstring: it is all that is known of it")
     tool.spec["returns"] = "text" if hints["return"] is str else "json"
     return tool
 
@@ -104,7 +106,7 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
     """What is demanded, and whether it is met; or why nothing is known. It sees a database of its
     own, whatever the tools did to theirs.
 
-    Raises Refused for a verifier that may not be one."""
+    Raises InvalidEnvironment for a verifier that may not be one."""
 
     def run(channel: Channel) -> None:
         source, database = folder.text("verify.py"), folder.database()
@@ -117,7 +119,9 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
                 said = {"correct": said}
             demands = cast(dict[Any, Any], said)
             if not demands or not all(type(one) is bool for one in demands.values()):
-                raise Failed(f"it returned {str(demands)[:200]}; True or False, or a dict of them")
+                raise AuthorCodeFailed(
+                    f"it returned {str(demands)[:200]}; True or False, or a dict of them"
+                )
             return {str(name): met for name, met in demands.items()}
 
         serve(channel, checked)
@@ -125,7 +129,7 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
     child = Child(run)
     try:
         said = child.ask({"answer": answer}, within_s)
-    except (Ended, Failed) as error:
+    except (ChildEnded, AuthorCodeFailed) as error:
         return str(error)
     finally:
         child.end()
@@ -170,7 +174,9 @@ def _tools(channel: Channel, returns: dict[str, str]) -> Any:
 def _function(source: str, part: Any, name: str, parameters: int) -> Callable[..., Any]:
     tree, node = function(source, part, name)
     if len(node.args.args) != parameters or node.args.vararg or node.args.kwonlyargs:
-        raise Refused(f"{part}.py: {name} has {parameters} parameter{'s' * (parameters > 1)}")
+        raise InvalidEnvironment(
+            f"{part}.py: {name} has {parameters} parameter{'s' * (parameters > 1)}"
+        )
     names = namespace(part)
     _run(lambda: exec(compile(tree, f"{part}.py", "exec"), names), f"{part}.py")
     return names[name]
@@ -179,7 +185,7 @@ def _function(source: str, part: Any, name: str, parameters: int) -> Callable[..
 def _run(what: Callable[[], Any], where: str) -> Any:
     try:
         return what()
-    except (Refused, Ended):
+    except (InvalidEnvironment, ChildEnded):
         raise
     except (Exception, SystemExit) as error:
-        raise Refused(f"{where} raises {told(error)}") from error
+        raise InvalidEnvironment(f"{where} raises {error_text(error)}") from error

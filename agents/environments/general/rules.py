@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Literal, cast
 
-from keel.agents.env_runtime.errors import Refused
+from keel.agents.env_runtime.errors import InvalidEnvironment
 
 Part = Literal["solve", "verify", "tools"]
 
@@ -49,19 +49,19 @@ _CLOCK = re.compile(
 
 
 def parsed(source: str, part: Part) -> ast.Module:
-    """Raises Refused for what is no Python, or says what it may not."""
+    """Raises InvalidEnvironment for what is no Python, or says what it may not."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError, SystemError) as error:
-        raise Refused(f"{part}.py is no Python: {error}") from error
+        raise InvalidEnvironment(f"{part}.py is no Python: {error}") from error
     for node in ast.walk(tree):
         if why := _complaint(node, part):
-            raise Refused(f"{part}.py, line {getattr(node, 'lineno', '?')}: {why}")
+            raise InvalidEnvironment(f"{part}.py, line {getattr(node, 'lineno', '?')}: {why}")
     defined = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
     names = [node.name for node in defined]
     for node in defined:
         if names.count(node.name) > 1:  # a tool added later would change an earlier task
-            raise Refused(f"{part}.py, line {node.lineno}: {node.name} is defined twice")
+            raise InvalidEnvironment(f"{part}.py, line {node.lineno}: {node.name} is defined twice")
     return tree
 
 
@@ -103,10 +103,12 @@ def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
 def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.FunctionDef]:
     """What there is between the function before it and the end of `name`: imports and itself.
 
-    Raises Refused."""
+    Raises InvalidEnvironment."""
     found = _pieces(parsed(source, part), part)
     if name not in found:
-        raise Refused(f"{part}.py has no function {name!r}; it has {', '.join(found) or 'none'}")
+        raise InvalidEnvironment(
+            f"{part}.py has no function {name!r}; it has {', '.join(found) or 'none'}"
+        )
     own = found[name]
     assert isinstance(own[-1], ast.FunctionDef)
     return ast.Module(body=own, type_ignores=[]), own[-1]
@@ -120,13 +122,13 @@ def _pieces(tree: ast.Module, part: Part) -> dict[str, list[ast.stmt]]:
             continue
         if isinstance(node, ast.FunctionDef):
             if node.decorator_list:
-                raise Refused(f"{part}.py, line {node.lineno}: a decorator")
+                raise InvalidEnvironment(f"{part}.py, line {node.lineno}: a decorator")
             found[node.name] = [*own, node]
             own = []
         elif isinstance(node, ast.Import | ast.ImportFrom):
             own.append(node)
         else:
-            raise Refused(
+            raise InvalidEnvironment(
                 f"{part}.py, line {node.lineno}: a task's function is one function, with what it "
                 "needs inside; nothing but imports stands beside it"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from keel.agents.environments.search.documents import Document
-from keel.agents.environments.search.text import signs, squeezed
+from keel.agents.environments.search.text import signs, squeeze
 
 HOW = (
     "Cite what your answer rests on: the name of a document that you have opened and words that "
@@ -46,13 +46,13 @@ def fault(citation: Citation, opened: Mapping[str, Document]) -> str:
     """What is wrong with it; "" if nothing is."""
     if citation.name not in opened:
         return f"no document {citation.name[:200]!r} was opened"
-    return quoted(citation.quote, opened[citation.name])
+    return quote_fault(citation.quote, opened[citation.name])
 
 
-def quoted(quote: str, document: Document) -> str:
+def quote_fault(quote: str, document: Document) -> str:
     """Why `quote` is no quote of `document`; "" if it is one. White space, case and punctuation do
     not count."""
-    words = squeezed(quote)
+    words = squeeze(quote)
     if len(words) < (LEAST_SIGNS if len(signs(quote)) > len(words) / 2 else LEAST):
         return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
     if words not in _squeezed(document.text):
@@ -62,4 +62,4 @@ def quoted(quote: str, document: Document) -> str:
 
 @lru_cache(maxsize=32)  # one long document may be cited many times
 def _squeezed(text: str) -> str:
-    return squeezed(text)
+    return squeeze(text)

@@ -12,10 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from keel.agents.environments.messages import told
+from keel.agents.environments.messages import with_instructions
 from keel.agents.environments.search.citations import HOW, citations_in, fault
 from keel.agents.environments.search.documents import Document, Library, made
-from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.agents.environments.search.text import excerpt, spans, terms
 
 MARK = (
@@ -68,7 +68,7 @@ class Search:
         own: Mapping[str, Any] = task["reward"].get("environment") or {}
         self._evidence = [str(name) for name in own.get("evidence") or ()]
         mark = MARK if task["reward"].get("kind") == "answer" else ""
-        return told(task["messages"], HOW if self._cite else "", mark)
+        return with_instructions(task["messages"], HOW if self._cite else "", mark)
 
     def search(self, query: str) -> str:
         """Search for documents by their words.
@@ -178,5 +178,5 @@ def _library(corpus: str, index: str, library: str, options: Mapping[str, Any]) 
         module, _, name = library.partition(":")
         return cast(Library, getattr(import_module(module), name)(**options))
     if corpus:
-        return Index(ensure_index(Path(corpus), Path(index) if index else None))
-    return Index(Path(index))
+        return SearchIndex(ensure_index(Path(corpus), Path(index) if index else None))
+    return SearchIndex(Path(index))

@@ -47,7 +47,7 @@ where found match ? order by bm25(found) limit ?
 """
 
 
-class Index:
+class SearchIndex:
     """An index, open to read. Implements `Library`."""
 
     def __init__(self, path: Path) -> None:
@@ -139,7 +139,7 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
     of = fingerprint(folder, files)
     if path.exists():
         try:
-            index = Index(path)
+            index = SearchIndex(path)
         except ValueError:
             pass
         else:

@@ -67,7 +67,7 @@ def signs(text: str) -> list[str]:
     return [sign for run in runs(text) if _RUN.fullmatch(run) for sign in run]
 
 
-def squeezed(text: str) -> str:
+def squeeze(text: str) -> str:
     """Letters and digits alone: quotes are compared by them."""
     return "".join(runs(text))
 

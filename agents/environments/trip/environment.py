@@ -13,7 +13,7 @@ from typing import Any
 
 from keel.agents.env_runtime.tool_objects import text_of
 from keel.agents.environments.trip.solver import Calls, solve
-from keel.agents.environments.trip.tasks import LEVELS, Level, Task, draw_task
+from keel.agents.environments.trip.tasks import LEVELS, Level, TripTask, draw_task
 from keel.agents.environments.trip.verify import checks, judge
 from keel.agents.environments.trip.world import Attraction, World
 
@@ -26,7 +26,7 @@ class Trip:
     """One task: the one that the prompt's `reward` names, `{"trip": {"level": 0, "seed": 17}}`, or
     else one of `level`, made from the seed."""
 
-    def __init__(self, level: int = 0, ready: tuple[World, Task, Level] | None = None) -> None:
+    def __init__(self, level: int = 0, ready: tuple[World, TripTask, Level] | None = None) -> None:
         """ready: in place of an opening. Raises ValueError for a level that there is not."""
         if not 0 <= level < len(LEVELS):
             raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")
@@ -43,7 +43,7 @@ class Trip:
         self._begin(*make_task(named["seed"], level), level)
         return self._task.text()
 
-    def _begin(self, world: World, task: Task, level: Level) -> None:
+    def _begin(self, world: World, task: TripTask, level: Level) -> None:
         self._world, self._task, self._level = world, task, level
         self._submitted: str | None = None
         self._seen: set[tuple[str, str]] = set()
@@ -200,7 +200,7 @@ def _facts(known: dict[str, Any], keywords: Sequence[str]) -> dict[str, Any]:
     return {word: known[word] for word in keywords} if keywords else known
 
 
-def make_task(seed: int, level: Level) -> tuple[World, Task]:
+def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
     """The task of a seed. It has a solution, which its own tools find, and not every plan of the
     right form is one."""
     for attempt in range(MOST_TRIES):
@@ -221,12 +221,12 @@ def answers(trip: Trip, calls: Calls) -> bool:
         said = text_of(getattr(trip, name)(**arguments))
 
 
-def _possible(world: World, task: Task, level: Level) -> bool:
+def _possible(world: World, task: TripTask, level: Level) -> bool:
     trip = Trip(ready=(world, task, level))
     return answers(trip, solve(task)) and trip.verdict()[0]["correct"] == 1.0
 
 
-def _anything_goes(world: World, task: Task) -> bool:
+def _anything_goes(world: World, task: TripTask) -> bool:
     """Whether most plans that only put things where they are would do."""
     draw = random.Random(task.text())
     good = bad = 0
@@ -236,7 +236,7 @@ def _anything_goes(world: World, task: Task) -> bool:
     return good > GUESSES // 2
 
 
-def a_plan(world: World, task: Task, draw: random.Random) -> list[dict[str, str]]:
+def a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, str]]:
     """A plan that keeps to the cities, and is drawn at random else."""
     others = [city for city in world.cities if city != task.start]
     cities = task.cities or draw.sample(others, len(task.dates))

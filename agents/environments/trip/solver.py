@@ -7,7 +7,7 @@ from collections.abc import Generator
 from itertools import permutations
 from typing import Any
 
-from keel.agents.environments.trip.tasks import Task
+from keel.agents.environments.trip.tasks import TripTask
 from keel.agents.environments.trip.verify import MEALS, band_holds, band_of
 
 Calls = Generator[tuple[str, dict[str, Any]], str, Any]
@@ -19,7 +19,7 @@ _ABOUT = {
 }
 
 
-def solve(task: Task) -> Calls:
+def solve(task: TripTask) -> Calls:
     """Ends with a call of submit_result, or without one where there is no solution. Returns whether
     there is one."""
     known: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -57,7 +57,7 @@ def solve(task: Task) -> Calls:
 
 
 def _day(
-    task: Task, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
+    task: TripTask, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
     """A plan for one day in a city that meets all that is asked of such a day."""
     wanted = [key for key in task.keys if key not in ("time", "city")]
@@ -109,7 +109,7 @@ def _all(
     return found
 
 
-def written(task: Task, plan: list[dict[str, str]]) -> str:
+def written(task: TripTask, plan: list[dict[str, str]]) -> str:
     """A plan as it is submitted."""
     if task.plain:
         return "\n".join(", ".join(day[key] for key in task.keys) for day in plan)

@@ -116,7 +116,7 @@ LEVELS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class TripTask:
     """What has to be planned. Nothing in here is a secret."""
 
     dates: tuple[str, ...]
@@ -203,7 +203,7 @@ def _terms(band: Band) -> str:
     return ", ".join(text.format(value) for value, text in said if value is not None) or "anything"
 
 
-def draw_task(seed: int, level: Level) -> tuple[World, Task]:
+def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
     """A world and a task in it, which may have no solution: `environment.make_task` looks."""
     draw = random.Random(f"task {seed}")
     first = START_OF_TIME + datetime.timedelta(days=draw.randrange(60))
@@ -216,7 +216,7 @@ def draw_task(seed: int, level: Level) -> tuple[World, Task]:
         prices = sorted(one.price for one in world.hotels.values() if one.city == cities[0])
         at_most = prices[draw.randrange(max(1, len(prices) // 2))]
     exact = level.bands == REPORT
-    return world, Task(
+    return world, TripTask(
         dates=dates,
         start="" if level.fixed else cities[0],
         cities=tuple(cities) if level.fixed else None,

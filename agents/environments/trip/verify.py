@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from keel.agents.environments.trip.tasks import Band, Task
+from keel.agents.environments.trip.tasks import Band, TripTask
 from keel.agents.environments.trip.world import World
 
 MOST_CHARACTERS = 20_000
@@ -14,7 +14,7 @@ MEALS = ("afternoon_restaurant", "evening_restaurant")
 Day = Mapping[str, str]
 
 
-def checks(world: World, task: Task, answer: str) -> dict[str, bool]:
+def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
     """Each demand by name, and whether `answer` meets it. It is right if it meets all of them.
 
     A text that is no plan of as many days meets none: the demands are then those of its form.
@@ -25,7 +25,7 @@ def checks(world: World, task: Task, answer: str) -> dict[str, bool]:
     return {"form": True, **judge(world, task, plan)}
 
 
-def parse(task: Task, answer: str) -> list[dict[str, str]] | None:
+def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
     """The days of a plan, each with the task's keys and no others. None: it is no such thing."""
     if len(answer) > MOST_CHARACTERS:
         return None
@@ -49,7 +49,7 @@ def parse(task: Task, answer: str) -> list[dict[str, str]] | None:
     return days
 
 
-def judge(world: World, task: Task, plan: Sequence[Day]) -> dict[str, bool]:
+def judge(world: World, task: TripTask, plan: Sequence[Day]) -> dict[str, bool]:
     """The demands on a plan of the right form."""
     days = [{"time": date, **day} for date, day in zip(task.dates, plan, strict=True)]
     if task.cities is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.endpoint.program import AgentProgram, Ended, run_program
+from keel.agents.endpoint.program import AgentProgram, ProgramResult, run_program
 from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.tools import Tools
@@ -60,7 +60,7 @@ def drive(
     again: int = 0,
     environment: Environment | None = None,
     **env: str,
-) -> tuple[Ended, Finished]:
+) -> tuple[ProgramResult, Finished]:
     """A program's whole run. Whatever it does to its messages, the law holds. again: contexts in
     which something that was sampled has been tokenised again."""
     found = subprocess.run([python, "-c", f"import {module}"], capture_output=True, timeout=120)
@@ -72,7 +72,7 @@ def drive(
         command = [python, "agent.py"]
     program = AgentProgram(command=command, folder=folder, env={"HOME": str(folder), **env})
 
-    async def work() -> tuple[Ended, Finished]:
+    async def work() -> tuple[ProgramResult, Finished]:
         async with Endpoint() as endpoint:
             recorded = recording(policy, window=60_000, tokens=20_000, timeout_s=120.0)
             late = recorded.overdue(program.open_s)

@@ -19,7 +19,7 @@ import pytest
 from keel.agents.endpoint.errors import ApiError
 from keel.agents.endpoint.program import AgentProgram
 from keel.agents.endpoint.requests import read_request
-from keel.agents.runner import EpisodeRunner, Limits
+from keel.agents.runner import EpisodeLimits, EpisodeRunner
 from keel.agents.types import NoEnvironment
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Trajectory, Verdict
@@ -105,7 +105,7 @@ def opened(
         chat=chat(),
         turns=policy if callable(policy) else policy.turns(),
         limits=dict.fromkeys(
-            programs, Limits(replace(BUDGET, turns=4, timeout_s=seconds), NO_CONTEXT)
+            programs, EpisodeLimits(replace(BUDGET, turns=4, timeout_s=seconds), NO_CONTEXT)
         ),
         seed=1,
         most_open=64,
@@ -344,7 +344,7 @@ def test_a_close_that_takes_too_long_leaves_no_folder() -> None:
             programs={"asks": program},
             chat=chat(),
             turns=Policy(lambda *_: "").turns(),
-            limits={"asks": Limits(BUDGET, NO_CONTEXT)},
+            limits={"asks": EpisodeLimits(BUDGET, NO_CONTEXT)},
             seed=1,
             most_open=1,
         )

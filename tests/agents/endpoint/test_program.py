@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from keel.agents.endpoint.program import AgentProgram, Ended, command_of, run_program
+from keel.agents.endpoint.program import AgentProgram, ProgramResult, command_of, run_program
 from keel.agents.endpoint.record import Finished
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.tools import Tools
 from keel.agents.env_runtime.call import call
-from keel.agents.env_runtime.errors import Refused, told
+from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 from keel.agents.types import NoEnvironment, Unscored
 from keel.rewards.sandbox.runtime import runtime
 from keel.rl.types import Prompt, Verdict
@@ -61,7 +61,7 @@ def drive(
     policy: Policy | None = None,
     within_s: float = PATIENCE_S,
     **more: Any,
-) -> tuple[Ended, Finished]:
+) -> tuple[ProgramResult, Finished]:
     """Run `python -c code arguments` to its end."""
     program = AgentProgram(**{"command": [sys.executable, "-S", "-c", code, *arguments], **more})
 
@@ -69,7 +69,7 @@ def drive(
         await asyncio.sleep(within_s)
         return f"did not end within {within_s:g} s"
 
-    async def work() -> tuple[Ended, Finished]:
+    async def work() -> tuple[ProgramResult, Finished]:
         async with Endpoint() as endpoint:
             tools = Tools(NoEnvironment(), [ADD], budget=BUDGET)
             address = endpoint.add(recording(policy or Policy(["a", "b", "c"])), tools)
@@ -244,9 +244,9 @@ def test_what_a_function_is_told_and_says(
     for key, value in {"TASK_FILE": "task", "VERDICT": "verdict", "SEED": "5"}.items():
         monkeypatch.setenv(f"KEEL_{key}", value)
     if isinstance(said, str):
-        with pytest.raises((Refused, KeyError, ImportError)) as caught:
+        with pytest.raises((InvalidEnvironment, KeyError, ImportError)) as caught:
             call(f"my_agent.py:{name}")
-        assert said in told(caught.value)
+        assert said in error_text(caught.value)
     else:
         call(f"my_agent.py:{name}")
         found = tmp_path / "verdict"
@@ -256,7 +256,7 @@ def test_what_a_function_is_told_and_says(
 def test_a_function_is_called_in_its_own_process(tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(FUNCTIONS)
 
-    def ended(name: str) -> Ended:
+    def ended(name: str) -> ProgramResult:
         command = command_of(f"my_agent:{name}", python=sys.executable, folder=tmp_path)
         return drive("", command=command, folder=tmp_path)[0]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.environments.code.files import done, edited, viewed
+from keel.agents.environments.code.files import apply_edit, done, number_lines
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,14 @@ from keel.agents.environments.code.files import done, edited, viewed
     ],
 )
 def test_lines_are_those_that_compilers_and_tools_count(text: str, lines: list[str]) -> None:
-    assert viewed(text, 0, 0) == "\n".join(f"{n:6}\t{line}" for n, line in enumerate(lines, 1))
+    assert number_lines(text, 0, 0) == "\n".join(
+        f"{n:6}\t{line}" for n, line in enumerate(lines, 1)
+    )
 
 
 def test_an_edit_shows_its_place_behind_form_feeds() -> None:
     text = "\f\n" * 20 + "here\n" + "after\n" * 20
-    new, said = edited("a.py", text, "here", "there")
+    new, said = apply_edit("a.py", text, "here", "there")
     assert new == text.replace("here", "there") and "    21\tthere" in said
 
 

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from keel.agents.environments.code import files
-from keel.agents.environments.code.copies import installed
+from keel.agents.environments.code.copies import find_packages
 from keel.agents.environments.code.environment import Repository
-from keel.agents.environments.code.grading import Results, graded_tree, solved
+from keel.agents.environments.code.grading import Results, grade, graded_tree
 from keel.agents.environments.code.junit import results_in
 from keel.agents.environments.code.languages import LANGUAGES, is_grading, matches
 from keel.agents.environments.code.tree import (
     Tree,
-    Unreadable,
-    as_json,
+    UnreadableTree,
     erase,
-    laid,
-    of_json,
+    overlay,
     read_tree,
     seal,
+    tree_as_json,
+    tree_from_json,
     unseal,
     write_tree,
 )
@@ -49,27 +49,27 @@ def test_a_tree_survives_a_folder_and_a_seal(tmp_path: Path) -> None:
     os.mkfifo(f"{root}/pipe")
     assert read_tree(root, most_mib=1, skip=lambda path: path == "x") == TREE
     key = bytes(range(32))
-    sealed = seal({"tree": as_json(TREE)}, key)
-    assert of_json(unseal(sealed, key)["tree"]) == TREE and b"tests" not in sealed
+    sealed = seal({"tree": tree_as_json(TREE)}, key)
+    assert tree_from_json(unseal(sealed, key)["tree"]) == TREE and b"tests" not in sealed
     for data, other in ((sealed, bytes(32)), (sealed[:-1] + b"x", key)):
         with pytest.raises(ValueError, match="the key is not this file"):
             unseal(data, other)
     with (tmp_path / "root" / "hole").open("wb") as file:
         file.truncate(2 << 20)
-    with pytest.raises(Unreadable, match="more than 1 MiB"):
+    with pytest.raises(UnreadableTree, match="more than 1 MiB"):
         read_tree(root, most_mib=1, skip=lambda path: False)
     os.chmod(f"{root}/bin", 0)
     erase(str(tmp_path))
     assert os.listdir(tmp_path) == []
     (tmp_path / "link").symlink_to("/usr")
-    with pytest.raises(Unreadable, match="is no folder"):
+    with pytest.raises(UnreadableTree, match="is no folder"):
         read_tree(str(tmp_path / "link"), most_mib=1, skip=lambda path: False)
 
 
 def test_nothing_is_written_through_a_link_of_a_tree(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     tree = {"a": ("l", os.fsencode(tmp_path / "outside")), "a/b": ("f", b"x")}
-    with pytest.raises(Unreadable, match="a/b lies under a, which is no folder"):
+    with pytest.raises(UnreadableTree, match="a/b lies under a, which is no folder"):
         write_tree(str(tmp_path / "tree"), tree)
     assert os.listdir(tmp_path / "outside") == []
 
@@ -92,23 +92,23 @@ def test_the_graders_files_stand_where_a_policy_put_others() -> None:
         "tests/test_a.py": ("f", b"old"),
         "tests/test_b.py": ("f", b"new"),
     }
-    assert laid({"a/b": ("f", b"")}, {"a": ("f", b"1")}) == {"a": ("f", b"1")}
+    assert overlay({"a/b": ("f", b"")}, {"a": ("f", b"1")}) == {"a": ("f", b"1")}
 
 
 def test_only_all_tests_and_an_honest_canary_are_worth_1() -> None:
     instance = {"f2p": ["a"], "p2p": ["b"], "canary": True, "canary_at": ["tests/test_a.py"]}
 
     def worth(canary: str = "as wanted", **tests: str) -> float:
-        return solved(instance, Results(tests, canary, ""))[0]
+        return grade(instance, Results(tests, canary, ""))[0]
 
     assert worth(a="passed", b="passed", c="failed") == 1.0
     assert worth(a="passed") == worth(a="passed", b="skipped") == worth() == 0.0
     assert worth("faked", a="passed", b="passed") == worth("missing", a="passed", b="passed") == 0.0
     lies = Results({"a": "passed", "b": "passed"}, "as wanted", "", inside=False)
-    assert solved(instance, lies) == (0.0, {**solved(instance, lies)[1], "canary": "faked"})
-    assert solved({**instance, "canary_at": []}, lies)[0] == 1.0
+    assert grade(instance, lies) == (0.0, {**grade(instance, lies)[1], "canary": "faked"})
+    assert grade({**instance, "canary_at": []}, lies)[0] == 1.0
     nothing = {**instance, "f2p": [], "p2p": []}
-    assert solved(nothing, Results({}, "as wanted", ""))[0] == 0.0
+    assert grade(nothing, Results({}, "as wanted", ""))[0] == 0.0
 
 
 JUNIT = """<?xml version="1.0"?>
@@ -174,7 +174,7 @@ def test_copies_are_found_wherever_packages_lie(tmp_path: Path) -> None:
         archive.writestr("pip/_vendor/packed/__init__.py", "")
     (tmp_path / "urllib").mkdir()
     (tmp_path / "urllib" / "parse.py").write_text("")
-    found = installed([str(tmp_path)])
+    found = find_packages([str(tmp_path)])
     assert {"adding", "deep_one", "single", "packed", "other"} <= set(found)
     assert "mine" not in found and "parse" not in found
 

@@ -113,7 +113,7 @@ def test_a_desk_is_the_authors_and_no_more(tmp_path: Path) -> None:
         arguments = {"most_kib": 1, "bash_s": bash_s}
         async with (
             Rooms(tmp_path / f"making_{bash_s}", config()) as rooms,
-            rooms.open("desk:Desk", arguments=arguments) as (desk, _),
+            rooms.open("desk:DatabaseDesk", arguments=arguments) as (desk, _),
         ):
             said: list[str] = []
             for name, value in (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.synthesis.ledger import Refused
 from keel.synthesis.search.answers import Answerer, answer
 from keel.synthesis.search.desk import Desk
@@ -25,7 +25,7 @@ HOSTILE = (
 def desk(tmp_path: Path) -> Desk:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "<|im_start|>.txt").write_text(HOSTILE)
-    index = Index(ensure_index(tmp_path / "corpus", tmp_path / "index"))
+    index = SearchIndex(ensure_index(tmp_path / "corpus", tmp_path / "index"))
     return Desk(index=index, results=5, page_characters=3000, most_turns=9, tries=2)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.synthesis.author import Said
 from keel.synthesis.ledger import Refused
 from keel.synthesis.search.desk import Desk
@@ -19,24 +19,24 @@ from tests.synthesis.search.agents import calls
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
+def index(tmp_path: Path) -> Iterator[SearchIndex]:
     corpus = write_corpus(tmp_path / "corpus")
     (corpus / "more.txt").write_text(
         "Yesterday Quellmarsh slept in Vandermeer's hut. Rivers rise. The rivers of Quellmarsh are "
         "said to rise. "
         "小説『雪国の夜』を書いたのはアレクサンドルだった。他に「本」もある。"
     )
-    index = Index(ensure_index(corpus, tmp_path / "index"))
+    index = SearchIndex(ensure_index(corpus, tmp_path / "index"))
     yield index
     index.close()
 
 
-def names(index: Index, **knobs: int) -> set[str]:
+def names(index: SearchIndex, **knobs: int) -> set[str]:
     settings = {"count": 999, "most_documents": 3, "seed": 1, **knobs}
     return {entity.name for entity in long_tail(index, **settings)}
 
 
-def test_rare_names_and_no_common_words(index: Index) -> None:
+def test_rare_names_and_no_common_words(index: SearchIndex) -> None:
     found = names(index)
     rare = {
         "Halvorsen Bridge",
@@ -51,14 +51,14 @@ def test_rare_names_and_no_common_words(index: Index) -> None:
     assert "Mirela Dancu" not in names(index, most_documents=1)
 
 
-def test_the_seed_draws(index: Index) -> None:
+def test_the_seed_draws(index: SearchIndex) -> None:
     def drawn(seed: int, count: int = 4) -> list[str]:
         return [one.name for one in long_tail(index, count=count, most_documents=2, seed=seed)]
 
     assert drawn(1) == drawn(1) != drawn(2) and drawn(1, 6)[:4] == drawn(1)
 
 
-def test_an_author_proposes(index: Index) -> None:
+def test_an_author_proposes(index: SearchIndex) -> None:
     desk = Desk(index=index, results=5, page_characters=3000, most_turns=5, tries=2)
 
     def first(*tried: list[str]) -> str:

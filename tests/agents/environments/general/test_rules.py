@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_runtime.errors import Refused
+from keel.agents.env_runtime.errors import InvalidEnvironment
 from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.general.environment import General
 from keel.agents.environments.general.folder import SHIPPED, folders
@@ -45,7 +45,7 @@ from keel.agents.environments.general.rules import Part, function, parsed
     ],
 )
 def test_what_is_not_said(part: Part, source: str, reason: str) -> None:
-    with pytest.raises(Refused, match=re.escape(reason)):
+    with pytest.raises(InvalidEnvironment, match=re.escape(reason)):
         parsed(source, part)
 
 
@@ -55,10 +55,12 @@ def test_a_function_comes_with_its_own_imports() -> None:
     )
     module, node = function(source, "verify", "verify_1")
     assert node.name == "verify_1" and len(module.body) == 2
-    with pytest.raises(Refused, match=r"no function 'verify_2'; it has verify_0, verify_1"):
+    with pytest.raises(
+        InvalidEnvironment, match=r"no function 'verify_2'; it has verify_0, verify_1"
+    ):
         function(source, "verify", "verify_2")
     for extra, reason in (("x = 1", "one function"), ("@f\ndef verify_2(): pass", "a decorator")):
-        with pytest.raises(Refused, match=reason):
+        with pytest.raises(InvalidEnvironment, match=reason):
             function(f"{source}\n{extra}", "verify", "verify_0")
 
 

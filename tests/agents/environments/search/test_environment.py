@@ -12,7 +12,7 @@ import pytest
 from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.search.documents import Document, Hit
 from keel.agents.environments.search.environment import Search, prepare
-from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.agents.environments.search.text import excerpt
 from tests.agents.environments.search.corpus import write_corpus
 
@@ -20,15 +20,15 @@ TASK = {"messages": [{"role": "user", "content": "Who?"}], "reward": {"kind": "a
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchIndex]:
     folder = tmp_path_factory.mktemp("corpus")
-    index = Index(ensure_index(write_corpus(folder / "files"), folder / "index"))
+    index = SearchIndex(ensure_index(write_corpus(folder / "files"), folder / "index"))
     yield index
     index.close()
 
 
 @pytest.fixture
-def search(index: Index) -> Search:
+def search(index: SearchIndex) -> Search:
     search = Search(ready=index, page_characters=100)
     search.opening(TASK)
     return search
@@ -38,7 +38,7 @@ def verdict(search: Search, said: str) -> dict[str, float]:
     return search.verdict([*TASK["messages"], {"role": "assistant", "content": said}])[0]  # type: ignore[misc]
 
 
-def test_the_tools_are_these_three(index: Index, search: Search) -> None:
+def test_the_tools_are_these_three(index: SearchIndex, search: Search) -> None:
     opening = Object(search, methods_of(search)).opening(TASK, 1)
     assert [tool["name"] for tool in opening["tools"]] == ["search", "open", "find"]
     system, question = opening["messages"]

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from keel.agents.environments.search.documents import documents_of, files_of
-from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.agents.environments.search.markup import text_of_html
-from keel.agents.environments.search.text import cleaned, spans, squeezed, terms
+from keel.agents.environments.search.text import cleaned, spans, squeeze, terms
 from tests.agents.environments.search.corpus import write_corpus
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchIndex]:
     folder = tmp_path_factory.mktemp("corpus")
-    index = Index(ensure_index(write_corpus(folder / "files"), folder / "index"))
+    index = SearchIndex(ensure_index(write_corpus(folder / "files"), folder / "index"))
     yield index
     index.close()
 
@@ -39,12 +39,12 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
         ("แม่น้ำเจ้าพระยา", "notes/thai.txt"),
     ],
 )
-def test_what_is_found_first(index: Index, query: str, first: str) -> None:
+def test_what_is_found_first(index: SearchIndex, query: str, first: str) -> None:
     hits = index.search(query, 5)
     assert hits[0].name == first and len({hit.name for hit in hits}) == len(hits) <= 5
 
 
-def test_snippets_show_why(index: Index) -> None:
+def test_snippets_show_why(index: SearchIndex) -> None:
     assert "founded in 1874 by Tobias Wrenfield" in index.search("Wrenfield", 1)[0].snippet
     assert index.search("zebra", 5) == [] == index.search("?!", 5)
 
@@ -53,13 +53,13 @@ def test_snippets_show_why(index: Index) -> None:
     "query",
     ['"', "a OR", "NEAR(a b)", "title:x", "* ^ -", "a\x00b", "'; drop table found; --", "("],
 )
-def test_a_query_is_no_language(index: Index, query: str) -> None:
+def test_a_query_is_no_language(index: SearchIndex, query: str) -> None:
     index.search(query, 3)
     assert len(index) == 42
 
 
 def test_a_search_that_takes_too_long_is_a_failed_call(
-    index: Index, monkeypatch: pytest.MonkeyPatch
+    index: SearchIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keel.agents.environments.search.index.SEARCH_S", -1.0)
     monkeypatch.setattr("keel.agents.environments.search.index.STEPS", 1)
@@ -68,13 +68,13 @@ def test_a_search_that_takes_too_long_is_a_failed_call(
     assert index.document("bridge.md") is not None
 
 
-def test_frequencies_of_phrases(index: Index) -> None:
+def test_frequencies_of_phrases(index: SearchIndex) -> None:
     assert index.frequency("Mirela Dancu") == 2 and index.frequency("Dancu Mirela") == 0
     assert index.frequency("市民") == 1 and index.frequency("橋") == 1
     assert index.frequency("the council of Ashby") == 3 and index.frequency("…") == 0
 
 
-def test_only_what_a_reader_sees_of_html(index: Index) -> None:
+def test_only_what_a_reader_sees_of_html(index: SearchIndex) -> None:
     found = index.document("society.html")
     assert found is not None and found.title == "Corvane Society"
     assert "31,000 volumes & one globe" in found.text
@@ -100,7 +100,7 @@ def test_terms_of_many_languages() -> None:
     assert terms("The Gödel-Prize, 3.5%") == ["the", "godel", "prize", "3", "5"]
     assert terms("北京大学 A") == ["北京", "京大", "大学", "a"] and terms("湖") == ["湖"]
     assert terms("काठमांडू") == ["काठमांडू"] and terms("ＡＢＣ") == ["abc"]
-    assert squeezed("“Opened in\n1911”") == "openedin1911"
+    assert squeeze("“Opened in\n1911”") == "openedin1911"
 
 
 def test_pieces_are_the_whole_text() -> None:
@@ -117,11 +117,11 @@ def test_an_index_is_made_again_only_when_files_change(tmp_path: Path) -> None:
     ensure_index(corpus, path)
     assert path.stat().st_ino == made
     (corpus / "new.txt").write_text("A quokka swam to Rottnest.")
-    index = Index(ensure_index(corpus, path))
+    index = SearchIndex(ensure_index(corpus, path))
     assert path.stat().st_ino != made and index.search("quokka", 1)[0].name == "new.txt"
     index.close()
     path.write_bytes(b"no index")
-    Index(ensure_index(corpus, path)).close()
+    SearchIndex(ensure_index(corpus, path)).close()
     assert os.listdir(path.parent) == ["index"] and path.stat().st_mode & 0o777 == (
         0o600 if os.geteuid() else 0o644
     )
@@ -138,7 +138,7 @@ def test_nothing_outside_the_folder_is_in_it(tmp_path: Path) -> None:
     (corpus / "link.txt").symlink_to(secret)
     (corpus / "folder").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(corpus / "pipe.txt")
-    index = Index(ensure_index(corpus, tmp_path / "index"))
+    index = SearchIndex(ensure_index(corpus, tmp_path / "index"))
     assert [document.name for document in index.documents()] == ["a.txt"]
     for name in ("../secret.txt", str(secret), "link.txt", "folder/b.txt", "files/../a.txt"):
         assert index.document(name) is None

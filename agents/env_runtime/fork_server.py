@@ -33,7 +33,7 @@ from contextlib import suppress
 from typing import Any, Optional, cast
 
 from keel.agents.env_runtime.episode import limit_memory, serve, stand_alone
-from keel.agents.env_runtime.errors import Refused, place, told
+from keel.agents.env_runtime.errors import InvalidEnvironment, error_location, error_text
 from keel.agents.env_runtime.isolate import Inner, leave_namespaces, shut
 from keel.agents.env_runtime.load import preload
 
@@ -131,7 +131,7 @@ class Parent:
             shut(inner, uid, gid)
             program = os.fork()
         except Exception as error:
-            os.write(say, told(error).encode()[: MOST_BYTES // 2])
+            os.write(say, error_text(error).encode()[: MOST_BYTES // 2])
             os._exit(1)
         if program:
             os.write(say, b"ready")
@@ -181,13 +181,15 @@ class Parent:
                     self._send({"id": number, **self.load(request)})
             except MemoryError:
                 self._send({"id": number, "memory": True})
-            except Refused as error:
+            except InvalidEnvironment as error:
                 self._send({"id": number, "refused": str(error)})
             except Exception as error:
                 if request["do"] == "fork":  # the machine's limits: of this episode alone
-                    self._send({"id": number, "cannot": told(error)})
+                    self._send({"id": number, "cannot": error_text(error)})
                 else:
-                    self._send({"id": number, "raised": told(error), "at": place(error)})
+                    self._send(
+                        {"id": number, "raised": error_text(error), "at": error_location(error)}
+                    )
             sys.stdout.flush()
             sys.stderr.flush()
             for fd in fds:

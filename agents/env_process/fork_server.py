@@ -36,10 +36,10 @@ MOST_REPLY = 1 << 16
 Reply = dict[str, Any]
 
 
-class Parent:
+class ForkServer:
     """For one event loop. Starts with the first fork, anew where it was lost, and ends by `close`.
 
-    load: the request that loads the program (`keel.agents.env_runtime.parent`). timeout_s: for
+    load: request that loads the program (`keel.agents.env_runtime.fork_server`). timeout_s: for
     loading, and for each fork.
     """
 
