@@ -45,6 +45,7 @@ from keel.rollout.spec import EngineSpec
 from keel.trainer.learner import Learner
 from keel.trainer.placement.nodes import start_ray
 from keel.weights.manifest import checkpoint_names
+from keel.weights.sync import WeightSync
 
 GB = 1e9
 TIMEOUT_S = 300.0
@@ -122,9 +123,10 @@ def timed(
     times: list[float] = []
     try:
         pool.start()
+        weights = WeightSync(learner, pool, direct=True)
         for _ in range(options.rounds + 1):
             began = time.perf_counter()
-            pool.update(0, learner.send).result(timeout=TIMEOUT_S)
+            weights.push(0).result(timeout=TIMEOUT_S)
             times.append(time.perf_counter() - began)
         actor = pool._fleet.slots[0].engine.actor  # pyright: ignore[reportAttributeAccessIssue]
         return times, ray.get(actor.__ray_call__.remote(ways_of_workers), timeout=TIMEOUT_S)

@@ -379,6 +379,7 @@ def run_loop(
             rollouts=system,
             rewards=system.scorer,
             learner=trained,
+            push=system.weights.push,
             journal=journal,
             heldout=heldout,
             save=save,

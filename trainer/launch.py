@@ -51,6 +51,7 @@ from keel.trainer.placement.watchdog import Watch, watched
 from keel.trainer.prepare import Task, length_rules
 from keel.trainer.run.progress import Wait, waiting
 from keel.trainer.run.restarts import WorkerLost
+from keel.weights.sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +93,18 @@ class System:
         how = config.sampling(purpose, prompt.domain)
         return self.pool.submit(prompt, group_size=size, sampling=how, purpose=purpose)
 
-    def update(self, version: int, weights: Any) -> Future[None]:
-        if self.agents is not None:
-            self.agents.updating(version)
-        return self.pool.update(version, weights)
+    @property
+    def weights(self) -> WeightSync:
+        return WeightSync(
+            self.learner,
+            self.pool,
+            direct=self.learner.direct,
+            before=self.agents.updating if self.agents is not None else lambda _: None,
+        )
 
     def wake(self) -> None:
         """Have engines that sleep (`rollout.time_share`) sample again, from the current weights."""
-        awaited(self.update(self.learner.version, self.learner.publish()))
+        awaited(self.weights.push(self.learner.version))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ from keel.trainer.worker import (
     last_lines,
     shares,
 )
-from keel.weights.receiver import Outcome, Receiver
+from keel.weights.sync import Outcome, Receiver, sends_directly
 
 GRACE_S, LOST_S = 5.0, 90.0
 """After one rank's failure: wait this long to learn what the others say; and where it may be that
@@ -73,8 +73,8 @@ class Learner:
         waited for, before whatever needs the weights on the GPUs (`rollout.time_share`: engines may
         be in the way)."""
         self._model_path, self._config, self._make_room = model_path, config, make_room
-        transfer = config.rollout.weight_transfer
-        self._direct = transfer == "direct" or (transfer == "auto" and gpu)
+        self.direct = sends_directly(config.rollout, gpu=gpu)
+        """Whether ranks send weights to the engines themselves."""
         seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": hardware.RANK_CPUS}
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
         trainer = config.trainer
@@ -98,7 +98,7 @@ class Learner:
         self._senders: list[threading.Thread] = []
         self._whereabouts: list[Whereabouts] = []
         self._version = 0
-        sending_s = config.sending_timeout_s if self._direct else 0.0
+        sending_s = config.sending_timeout_s if self.direct else 0.0
         self._limits = Limits(trainer.timeout_s, sending_s)
         self.tokens: Mapping[int, TokenNumbers] = {}
         """What the ranks saw in the last step of the segments that `saved` chose, by number."""
@@ -236,16 +236,13 @@ class Learner:
             self._limits.took(what, work, time.monotonic() - began)
         return answers
 
-    def publish(self) -> Any:
-        """The current weights as `keel.rollout.pool.ray_engines.RayRolloutPool.update` takes them:
-        `send`, or references to `keel.weights.buckets.Bucket`s in the object store
-        (`rollout.weight_transfer`)."""
+    def make_room(self) -> None:
+        """Put sleeping engines out of the way of the weights (`rollout.sleep`)."""
         ray_calls.awaited(self._make_room())
-        return self.send if self._direct else self.store()
 
-    def store(self) -> list[ray.ObjectRef[Any]]:
-        """The current weights, put into the object store by rank 0."""
-        return self._all("store", limit=self._limits.of("the weights"))[0]
+    def put_weights(self) -> list[ray.ObjectRef[Any]]:
+        """Have rank 0 put the current weights into Ray's object store, bucket by bucket."""
+        return self._all("put_weights", limit=self._limits.of("the weights"))[0]
 
     def send(self, engines: Sequence[Engine]) -> list[Future[int]]:
         """Bring `engines` straight to the current weights, once what the ranks are doing is done.

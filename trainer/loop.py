@@ -52,10 +52,6 @@ class Rollouts(Protocol):
         """A late or failed group comes back with its reasons."""
         ...
 
-    def update(self, version: int, weights: Any) -> Future[None]:
-        """Done once every engine samples from these weights."""
-        ...
-
 
 class Rewards(Protocol):
     def submit(self, group: Group, purpose: Purpose) -> Future[ScoredGroup]: ...
@@ -70,10 +66,6 @@ class Learner(Protocol):
     def version(self) -> int: ...
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult: ...
-
-    def publish(self) -> Any:
-        """The current weights, in the form that `Rollouts.update` takes."""
-        ...
 
 
 class Journal(Protocol):
@@ -106,6 +98,8 @@ class Parts:
     rollouts: Rollouts
     rewards: Rewards
     learner: Learner
+    push: Callable[[int], Future[None]]
+    """Bring every engine to the learner's weights, which are this version."""
     journal: Journal
     heldout: Mapping[str, Sequence[Prompt]]
     save: Save
@@ -145,7 +139,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             if parts.stop():
                 return start
         else:  # the engines started from the base model
-            wait_for(parts.rollouts.update(learner.version, learner.publish()), hurry)
+            wait_for(parts.push(learner.version), hurry)
             if parts.heldout and evaluation_due(run, start) and not parts.journal.evaluated(start):
                 parts.journal.begin("evaluating")  # which was cut off
                 parts.journal.record(start, evaluate(parts, config, start), [])
@@ -195,7 +189,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 parts.journal.begin("publishing weights")
                 with clock.time("sync"), put_off(parts, ends):
                     feed.wait_for_adoption(hurry)
-                    feed.adopting(step, parts.rollouts.update(result.version, learner.publish()))
+                    feed.adopting(step, parts.push(result.version))
                     if evaluating or algorithm.max_lag == 0:
                         feed.wait_for_adoption(hurry)
             metrics = summarize(batch.groups, version=version, discarded=batch.discarded)

@@ -25,7 +25,7 @@ from keel.trainer.placement.memory import readers
 from keel.trainer.placement.processes import available_cores
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.trajectory_files import saved
-from keel.weights.receiver import Outcome, Receiver
+from keel.weights.sync import Outcome, Receiver
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -272,7 +272,7 @@ class TrainerWorker:
             for metric, value in self.engine.score(batch).items()
         }
 
-    def store(self) -> list[ray.ObjectRef[Any]]:
+    def put_weights(self) -> list[ray.ObjectRef[Any]]:
         """References to the buckets, which this process puts into the object store one by one."""
         return [ray_calls.put(bucket) for bucket in self.engine.publish()]
 

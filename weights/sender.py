@@ -21,7 +21,7 @@ from keel.model import ray_timeouts as ray_calls
 from keel.weights.buckets import Bucket, Checksum, FlatBucket, Sent
 from keel.weights.channel import Channel, Rendezvous, SharedMemory, gpu_id
 from keel.weights.control_channel import Begin, Finish, Outbox
-from keel.weights.receiver import Outcome, Receiver
+from keel.weights.sync import Outcome, Receiver
 
 GRACE_S = 5.0
 """After a channel's failure: wait this long to learn whether its engine caused it."""

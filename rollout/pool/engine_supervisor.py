@@ -31,18 +31,13 @@ TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
 """Process and actor ids, which differ from one start to the next."""
 
-Deliver = Callable[[int, Any, Sequence[RolloutEngine]], Sequence[Future[int]]]
-"""Sends weights of a version to engines: futures of the version that each then samples from."""
+Translate = Callable[[Future[int]], Future[int]]
+"""Replaces errors of a delivery that say an engine died or is late by `EngineError`."""
 
 
 def window_s(config: RolloutConfig, startup_s: float) -> float:
     """`RECENT_S`, and longer where that many engines cannot even start and fall silent in it."""
     return max(RECENT_S, (MAX_RESTARTS + 2) * (config.silent_s + startup_s))
-
-
-def to_each(version: int, weights: Any, engines: Sequence[RolloutEngine]) -> list[Future[int]]:
-    """Every engine is given the same."""
-    return [engine.update(version, weights) for engine in engines]
 
 
 class Unwanted(RuntimeError):
@@ -56,7 +51,7 @@ class Fleet:
         self,
         config: RolloutConfig,
         build: Callable[[int], RolloutEngine],
-        deliver: Deliver,
+        translate: Translate,
         *,
         startup_s: float,
         update_s: float,
@@ -67,7 +62,7 @@ class Fleet:
         self.update_s = update_s
         self.wanted: Update | None = None
         self.resting: Future[None] | None = None
-        self._config, self._build, self._deliver = config, build, deliver
+        self._config, self._build, self._translate = config, build, translate
         self._startup_s = startup_s
         self.start_seconds: dict[str, float] = {}
         """Seconds of each phase of the start, of the slowest engine."""
@@ -231,9 +226,10 @@ class Fleet:
         if not slots:
             return
         version = self.wanted.version
-        pending = self._deliver(version, self.wanted.weights, [slot.engine for slot in slots])
-        for slot, future in zip(slots, pending, strict=True):
-            slot.stage, slot.version, slot.pending = "loading", version, future
+        delivered = self.wanted.transfer.to([slot.engine for slot in slots])
+        for slot, future in zip(slots, delivered, strict=True):
+            slot.stage, slot.version = "loading", version
+            slot.pending = self._translate(future)
             slot.deadline = time.monotonic() + self.update_s
 
 

@@ -26,10 +26,11 @@ from keel.rl.futures import then
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.pool.dispatcher import Work
-from keel.rollout.pool.engine_supervisor import Deliver, Fleet, to_each
+from keel.rollout.pool.engine_supervisor import Fleet, Translate
 from keel.rollout.pool.requests import Order, RolloutEngine, Slot, Update
 from keel.rollout.pool.stall_detector import Pulses
 from keel.rollout.spec import EngineError
+from keel.weights.sync import Transfer
 
 STOP_S = 10.0
 """Longest wait for the pool's thread to end; it never waits for an engine itself."""
@@ -47,7 +48,7 @@ class RolloutPool:
         *,
         startup_timeout_s: float,
         update_timeout_s: float | None = None,
-        deliver: Deliver = to_each,
+        translate: Translate = lambda future: future,
     ) -> None:
         """`build(i)` begins to start engine i. `start` waits for all of them. `update_timeout_s`:
         until an engine that has not taken its weights is replaced (default: the recipe's)."""
@@ -76,7 +77,7 @@ class RolloutPool:
         self._fleet = Fleet(
             config,
             build,
-            deliver,
+            translate,
             startup_s=startup_timeout_s,
             update_s=update_timeout_s or config.update_timeout_s,
         )
@@ -177,16 +178,15 @@ class RolloutPool:
         order.result.add_done_callback(partial(self._noticed, order))
         return order.result
 
-    def update(self, version: int, weights: Any) -> Future[None]:
-        """Bring every engine to these weights; done when all of them sample from `version` (or a
-        later one).
+    def update(self, version: int, transfer: Transfer) -> Future[None]:
+        """Deliver weights to every engine; done once all sample from `version` or a later one.
 
-        `weights` are kept for engines that have to be started again. The same version may come
-        again, to wake engines up. An engine that is late
-        (`rollout.update_timeout_s`) is replaced. Fails with what an engine says about the weights.
-        Raises RuntimeError while the last update is still under way.
+        `transfer` is kept to deliver to engines that restart. The same version may be delivered
+        again, to wake engines up. An engine that exceeds `rollout.update_timeout_s` is replaced;
+        errors about the weights themselves fail the future. Raises RuntimeError while another
+        update is in flight.
         """
-        update = Update(version, weights)
+        update = Update(version, transfer)
         with self._gate:
             if self._ended is not None:
                 update.done.set_exception(self._ended)

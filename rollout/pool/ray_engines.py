@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -17,12 +17,9 @@ from keel.model.ray_timeouts import GONE
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.worker import RolloutWorker
-from keel.rollout.pool.engine_supervisor import to_each
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, EngineSpec, Progress, Started, environment
-from keel.weights.buckets import Bucket
 
-T = TypeVar("T")
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
 _DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
 CONCURRENT_CALLS = 10_000
@@ -80,33 +77,6 @@ class RayEngine:
         ray_calls.kill(self.actor)
 
 
-Send = Callable[[Sequence["RayEngine"]], Sequence[Future[int]]]
-"""Brings engines to the trainer's current weights, and tells their version."""
-
-
-class RayRolloutPool(RolloutPool):
-    """A `RolloutPool` whose weights travel through Ray's object store, once for each node, or come
-    straight from the trainer."""
-
-    def update(self, version: int, weights: Any) -> Future[None]:
-        """`weights`: a `Send`, or buckets and references to buckets; those that are not in the
-        object store yet are put there."""
-        if isinstance(weights, Sequence):
-            weights = [
-                ray_calls.put(item) if isinstance(item, Bucket) else item for item in weights
-            ]
-        return super().update(version, weights)
-
-
-def deliver(version: int, weights: Any, engines: Sequence[Any]) -> Sequence[Future[int]]:
-    """As `keel.rollout.pool.engine_supervisor.Deliver`: `weights` are references to buckets, or a
-    `Send`."""
-    if not callable(weights):
-        return to_each(version, weights, engines)
-    send = cast("Send", weights)
-    return [_as_engine_errors(future) for future in send(engines)]
-
-
 def ray_pool(
     spec: EngineSpec,
     *,
@@ -114,15 +84,15 @@ def ray_pool(
     startup_timeout_s: float,
     update_timeout_s: float | None = None,
     options: Callable[[int], Mapping[str, Any]] | None = None,
-) -> RayRolloutPool:
+) -> RolloutPool:
     """The engines of a run, not started yet. `options(i)` are added to those of engine i's actor,
     each time that it is started."""
-    return RayRolloutPool(
+    return RolloutPool(
         spec.config,
         lambda index: RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
         startup_timeout_s=startup_timeout_s,
         update_timeout_s=update_timeout_s,
-        deliver=deliver,
+        translate=_as_engine_errors,
     )
 
 

@@ -13,6 +13,7 @@ from keel.configs.schema import SamplingConfig
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.spec import Progress, Started
+from keel.weights.sync import Transfer
 
 
 class RolloutEngine(Protocol):
@@ -127,6 +128,5 @@ class Update:
     """Weights that every engine is to have."""
 
     version: int
-    weights: Any
-    """In the form that the engines take, or that knows how to reach them."""
+    transfer: Transfer
     done: Future[None] = field(default_factory=Future[None])

@@ -24,7 +24,8 @@ from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.sft.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
-from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
+from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer import build_agents as agents
 from keel.trainer.batch_stream import never
@@ -36,7 +37,7 @@ from keel.trainer.prepare import Task
 from keel.trainer.run.manifest import Entry
 from keel.trainer.sft.wiring import SftTask, Teaching, starting_model
 from keel.trainer.worker import shares
-from keel.weights.buckets import Bucket
+from keel.weights.sync import WeightSync
 
 
 class LocalLearner:
@@ -82,8 +83,12 @@ class LocalLearner:
             for name, batch in (shares[0] if shares else {}).items()
         )
 
-    def publish(self) -> list[Bucket]:
-        return list(self.engine.publish())
+    direct = False
+
+    def make_room(self) -> None: ...
+
+    def put_weights(self) -> list[ray.ObjectRef[Any]]:
+        return [ray.put(bucket) for bucket in self.engine.publish()]
 
     def load(self, folder: Path) -> None:
         self.engine.load(folder)
@@ -103,9 +108,9 @@ class Engines:
     """Cache of vLLM actors by kind: two on a CPU, more on a GPU, where they start slowly."""
 
     def __init__(self) -> None:
-        self._pools: dict[EngineSpec, RayRolloutPool] = {}
+        self._pools: dict[EngineSpec, RolloutPool] = {}
 
-    def ready(self, task: Task, model: str, learner: LocalLearner) -> RayRolloutPool:
+    def ready(self, task: Task, model: str, learner: LocalLearner) -> RolloutPool:
         """Return an engine for `task` with the learner's weights."""
         spec = EngineSpec.of(task.config, model)
         kind = kind_of(spec)
@@ -120,7 +125,7 @@ class Engines:
             )
             self._pools[kind].start()
         pool = self._pools[kind]
-        pool.update(learner.version, learner.publish()).result()
+        WeightSync(learner, pool, direct=False).push(learner.version).result()
         return pool
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class Ranks:
 
     def learner(self, config: Config, *, direct: bool = False) -> Learner:
         learner = object.__new__(Learner)
-        learner._config, learner._direct, learner._ranks = config, direct, self._actors
+        learner._config, learner.direct, learner._ranks = config, direct, self._actors
         learner._order, learner._whereabouts = threading.Lock(), []
         sending_s = config.sending_timeout_s if direct else 0.0
         learner._limits = Limits(config.trainer.timeout_s, sending_s)

@@ -45,7 +45,7 @@ def start(model: Path, config: Config) -> Learner:
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    buckets = ray.get(learner.publish(), timeout=PATIENCE_S)
+    buckets = ray.get(learner.put_weights(), timeout=PATIENCE_S)
     return {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
 
 

@@ -86,8 +86,8 @@ class FakeRun:
         both = tuple(answer(p.prompt_id, i, self.engine_version) for i in range(2))
         return Group(prompt=p, trajectories=both)
 
-    def update(self, version: int, weights: Any) -> Future[None]:
-        assert weights == f"weights {version}"
+    def push(self, version: int) -> Future[None]:
+        assert version == self.version
         self.engine_version = version
         self.events.append(f"update@{version}")
         return done(None)
@@ -111,9 +111,6 @@ class FakeRun:
         self.version += 1
         self.events.append(f"step@{self.version}")
         return StepResult(version=self.version, metrics={"loss": Mean(1.0, 1)}, **self.went_wrong)
-
-    def publish(self) -> str:
-        return f"weights {self.version}"
 
     def begin(self, activity: str) -> None: ...
     def reach(self, done: int, total: int, unit: str) -> None: ...
@@ -162,6 +159,7 @@ class FakeRun:
             rollouts=self,
             rewards=self,
             learner=self,
+            push=self.push,
             journal=self,
             heldout={"sums": [prompt("held")]},
             save=self.save,

@@ -28,8 +28,8 @@ class Hurried(FakeRun):
             self.given_up.append(answer := Future())
         return answer
 
-    def update(self, version: int, weights: Any) -> Future[None]:
-        update = super().update(version, weights)
+    def push(self, version: int) -> Future[None]:
+        update = super().push(version)
         return Future() if self.hurry() else update
 
     def stop(self) -> bool:
@@ -161,8 +161,8 @@ class Failing(FakeRun):
         answer = super().submit(what, purpose)
         return failed() if self.when in self.events else answer
 
-    def update(self, version: int, weights: Any) -> Future[None]:
-        update = super().update(version, weights)
+    def push(self, version: int) -> Future[None]:
+        update = super().push(version)
         return failed() if self.when in self.events else update
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from keel.configs.schema import Config
 from keel.rl.metrics import Sum
@@ -23,7 +23,6 @@ class Learner(Protocol):
     @property
     def version(self) -> int: ...
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult: ...
-    def publish(self) -> Any: ...
     def lowered(self, config: Config) -> None: ...
 
 
@@ -70,9 +69,6 @@ class Repeating:
     @property
     def version(self) -> int:
         return self.learner.version
-
-    def publish(self) -> Any:
-        return self.learner.publish()
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         return self.attempt(lambda _: self.learner.step(groups))

@@ -11,6 +11,7 @@ from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, Progress, Started
+from keel.weights.sync import StoreTransfer
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S
 
@@ -99,7 +100,7 @@ class World:
         return done(version)
 
     def update_all(self, version: int, buckets: Sequence[Any] = ()) -> None:
-        self.pool.update(version, buckets).result(timeout=PATIENCE_S)
+        self.pool.update(version, StoreTransfer(version, buckets)).result(timeout=PATIENCE_S)
 
     def names(self) -> list[str]:
         return [engine.name for engine in self.lives]

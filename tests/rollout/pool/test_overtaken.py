@@ -15,6 +15,7 @@ from keel.rollout.engine.thread import EngineThread
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import _as_engine_error
 from keel.rollout.spec import Progress, Started
+from keel.weights.sync import StoreTransfer
 from tests.rl.rollouts import prompt
 from tests.rollout.engine.test_thread import FakeEngine, update
 from tests.rollout.pool.fake_engines import done
@@ -108,7 +109,7 @@ def test_an_order_overtaken_by_an_update_that_fails_is_sampled_by_the_replacemen
     pool.start()
     group = pool.submit(prompt("late"), group_size=1)
     wait_for(lambda: engines[0].asked)
-    updated = pool.update(1, ["bucket"])
+    updated = pool.update(1, StoreTransfer(1, ["bucket"]))
     wait_for(lambda: engines[0].failed)
     first, second = engines[0].asked[0], engines[0].failed[0]
     for arrive in (first, second) if order_first else (second, first):

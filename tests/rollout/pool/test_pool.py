@@ -13,6 +13,7 @@ from keel.rl.types import Group
 from keel.rollout.pool.engine_supervisor import MAX_RESTARTS
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, Started
+from keel.weights.sync import StoreTransfer
 from tests.rl.rollouts import prompt
 from tests.rollout.pool.fake_engines import FakeEngine, World, done, failed, generate
 from tests.waiting import PATIENCE_S, wait_for
@@ -103,7 +104,7 @@ def test_the_others_go_on_while_an_engine_starts_again(when: str) -> None:
     if when == "before the update":
         world.lives[0].die()
         wait_for(lambda: len(world.lives) == 3)
-    updated = world.pool.update(7, [])
+    updated = world.pool.update(7, StoreTransfer(7, []))
     wait_for(lambda: world.lives[1].naps)
     if when != "before the update":
         assert not updated.done()
@@ -296,10 +297,10 @@ def test_nothing_is_sent_to_an_engine_that_takes_weights() -> None:
     taken: Future[int] = Future()
     world.update = lambda engine, version, buckets: taken  # type: ignore[method-assign]
     world.pool.start()
-    updated = world.pool.update(1, [])
+    updated = world.pool.update(1, StoreTransfer(1, []))
     group = world.pool.submit(prompt("p"), group_size=2)
     with pytest.raises(RuntimeError, match="version 1 is still on its way"):
-        world.pool.update(2, [])
+        world.pool.update(2, StoreTransfer(2, []))
     time.sleep(0.05)
     assert not group.done() and not world.lives[0].asked
     taken.set_result(1)
@@ -320,7 +321,7 @@ def test_an_engine_that_dies_with_weights_and_groups_on_it_is_replaced_once() ->
     world.pool.start()
     groups = [world.pool.submit(prompt(f"p{i}"), group_size=2) for i in range(2)]
     wait_for(lambda: len(world.lives[0].asked) == 2)
-    updated = world.pool.update(6, [])
+    updated = world.pool.update(6, StoreTransfer(6, []))
     broken.set_exception(EngineError("killed by signal 9"))
     world.lives[0].die()
     assert ids([group.result(timeout=PATIENCE_S) for group in groups]) == ["p0", "p1"]
@@ -345,7 +346,11 @@ def test_what_is_under_way_fails_at_the_end() -> None:
     world.pool.start()
     group = world.pool.submit(prompt("p"), group_size=2)
     world.pool.shutdown()
-    for late in (group, world.pool.submit(prompt("q"), group_size=2), world.pool.update(1, [])):
+    for late in (
+        group,
+        world.pool.submit(prompt("q"), group_size=2),
+        world.pool.update(1, StoreTransfer(1, [])),
+    ):
         with pytest.raises(EngineError, match="has been shut down"):
             late.result(timeout=PATIENCE_S)
 

@@ -16,7 +16,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from keel.rollout.pool.ray_engines import RayEngine, as_future, deliver
+from keel.rollout.pool.ray_engines import RayEngine, _as_engine_errors, as_future
 from keel.rollout.spec import EngineError
 
 
@@ -40,7 +40,7 @@ def outcomes(error: Exception) -> list[BaseException | None]:
     """Of a call of the pool, and of weights that a trainer's rank has sent."""
     ref: Any = Ref(error)
     cause: Exception = error.cause if isinstance(error, RayTaskError) else error  # type: ignore[assignment]
-    (sent,) = deliver(1, lambda engines: [Ref(cause).future()], [None])
+    sent = _as_engine_errors(Ref(cause).future())
     return [as_future(ref).exception(timeout=300), sent.exception(timeout=300)]
 
 

@@ -19,7 +19,9 @@ import ray
 
 from keel.configs.schema import SamplingConfig
 from keel.rollout.pool import stall_detector as pulse
-from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
+from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.pool.ray_engines import ray_pool
+from keel.weights.sync import StoreTransfer
 from tests.buckets import pack_buckets
 from tests.rollout.pool.fake_engines import generate
 from tests.rollout.remote_engine import TRUNCATED, engine_spec, prompts
@@ -41,7 +43,7 @@ def buckets(folder: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def pool(folder: Path, buckets: list[Any]) -> Iterator[RayRolloutPool]:
+def pool(folder: Path, buckets: list[Any]) -> Iterator[RolloutPool]:
     start_local_ray(num_cpus=2)
     spec = engine_spec(folder, engines=2, timeout_s=2 * PATIENCE_S, update_timeout_s=PATIENCE_S)
     pool = ray_pool(spec, gpu=False, startup_timeout_s=START_S)
@@ -51,17 +53,21 @@ def pool(folder: Path, buckets: list[Any]) -> Iterator[RayRolloutPool]:
     ray.shutdown()
 
 
-def actors(pool: RayRolloutPool) -> list[Any]:
+def stored(version: int, buckets: list[Any]) -> StoreTransfer:
+    return StoreTransfer(version, [ray.put(bucket) for bucket in buckets])
+
+
+def actors(pool: RolloutPool) -> list[Any]:
     return [slot.engine.actor for slot in pool._fleet.slots]
 
 
-def stats(pool: RayRolloutPool, name: str) -> list[float]:
+def stats(pool: RolloutPool, name: str) -> list[float]:
     """Of each engine."""
     told = ray.get([actor.stats.remote() for actor in actors(pool)], timeout=PATIENCE_S)
     return [each[name] for each in told]
 
 
-def all_work(pool: RayRolloutPool) -> None:
+def all_work(pool: RolloutPool) -> None:
     """Sample until each engine has: one that is late may have the other do all of it at first."""
     tries = count()
 
@@ -72,22 +78,22 @@ def all_work(pool: RayRolloutPool) -> None:
     wait_for(worked, "a completion of each engine")
 
 
-def test_groups_and_weights(pool: RayRolloutPool, buckets: list[Any]) -> None:
+def test_groups_and_weights(pool: RolloutPool, buckets: list[Any]) -> None:
     groups = list(generate(pool, prompts(4, shared=0, own=9), group_size=4))
     assert sorted(group.prompt.prompt_id for group in groups) == ["p0", "p1", "p2", "p3"]
     (segment,) = groups[0].trajectories[0].segments
     assert segment.routes_TLK is not None and segment.sampling_mask is not None
     assert not segment.routes_TLK.flags.writeable  # read in place from the object store
     all_work(pool)
-    pool.update(2, [ray.put(buckets[0]), *buckets[1:]]).result(timeout=2 * PATIENCE_S)
+    pool.update(2, stored(2, buckets)).result(timeout=2 * PATIENCE_S)
     (group,) = generate(pool, prompts(1, shared=0, own=9), group_size=2)
     assert {t.segments[0].version_T[-1] for t in group.trajectories} == {2}
 
 
 def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
-    pool: RayRolloutPool, buckets: list[Any]
+    pool: RolloutPool, buckets: list[Any]
 ) -> None:
-    pool.update(3, buckets).result(timeout=2 * PATIENCE_S)
+    pool.update(3, stored(3, buckets)).result(timeout=2 * PATIENCE_S)
     victim = ray.get(actors(pool)[0].ready.remote(), timeout=PATIENCE_S).pid
     groups = generate(pool, prompts(12, shared=0, own=60, tag="k"), group_size=4)
     first = next(groups)
@@ -95,14 +101,16 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
     rest = list(groups)
     assert len({group.prompt.prompt_id for group in (first, *rest)}) == 12
     assert all(len(group.trajectories) == 4 for group in (first, *rest))
-    pool.update(4, buckets).result(timeout=START_S)  # done when those that are there have them
+    pool.update(4, stored(4, buckets)).result(
+        timeout=START_S
+    )  # done when those that are there have them
     assert pool.restarts == 1
     assert ray.get(actors(pool)[0].ready.remote(), timeout=START_S).pid != victim
     wait_for(lambda: stats(pool, "version") == [4, 4], "the weights in the new engine")
 
 
 def test_an_engine_whose_step_hangs_is_replaced_while_its_process_runs_and_answers(
-    pool: RayRolloutPool, monkeypatch: pytest.MonkeyPatch
+    pool: RolloutPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_work(pool)
     monkeypatch.setattr(pulse, "LOOK_S", 0.5)
@@ -130,7 +138,7 @@ def test_an_engine_whose_step_hangs_is_replaced_while_its_process_runs_and_answe
     assert ray.get(actors(pool)[0].ready.remote(), timeout=START_S).pid != pid
 
 
-def test_weights_reach_engines_that_are_sampling(pool: RayRolloutPool, buckets: list[Any]) -> None:
+def test_weights_reach_engines_that_are_sampling(pool: RolloutPool, buckets: list[Any]) -> None:
     short = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=4)
     long = replace(short, max_tokens=100)
     asked = prompts(4, shared=0, own=60, tag="w")
@@ -139,7 +147,7 @@ def test_weights_reach_engines_that_are_sampling(pool: RayRolloutPool, buckets: 
         groups = [pool.submit(p, group_size=4, sampling=long) for p in asked]
         # Asked after them, so that they are under way when it is there.
         pool.submit(asked[-1], group_size=1, sampling=short).result(timeout=2 * PATIENCE_S)
-        pool.update(version, buckets).result(timeout=2 * PATIENCE_S)
+        pool.update(version, stored(version, buckets)).result(timeout=2 * PATIENCE_S)
         done = [group.result(timeout=2 * PATIENCE_S) for group in groups]
         answers = [answer for group in done for answer in group.trajectories]
         seen.append({tuple(sorted(set(a.segments[0].version_T.tolist()))) for a in answers})
@@ -148,7 +156,7 @@ def test_weights_reach_engines_that_are_sampling(pool: RayRolloutPool, buckets: 
     raise AssertionError(seen)
 
 
-def test_abandoned_groups_are_aborted_on_the_engine(pool: RayRolloutPool) -> None:
+def test_abandoned_groups_are_aborted_on_the_engine(pool: RolloutPool) -> None:
     long = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=100)
     groups = generate(pool, prompts(8, shared=0, own=60, tag="a"), group_size=4, sampling=long)
     next(groups)
@@ -165,7 +173,7 @@ def test_abandoned_groups_are_aborted_on_the_engine(pool: RayRolloutPool) -> Non
     assert held == [0, 0]
 
 
-def test_evaluation_is_not_recorded(pool: RayRolloutPool) -> None:
+def test_evaluation_is_not_recorded(pool: RolloutPool) -> None:
     (group,) = generate(
         pool, prompts(1, shared=0, own=9), group_size=2, sampling=TRUNCATED, purpose="eval"
     )
@@ -174,6 +182,6 @@ def test_evaluation_is_not_recorded(pool: RayRolloutPool) -> None:
     assert np.isfinite(segment.logp_old_T).all()
 
 
-def test_a_prompt_that_does_not_fit_is_named(pool: RayRolloutPool) -> None:
+def test_a_prompt_that_does_not_fit_is_named(pool: RolloutPool) -> None:
     with pytest.raises(ValueError, match=r"prompt q0: .* exceed the engine's context of 256"):
         list(generate(pool, prompts(1, shared=0, own=240, tag="q"), group_size=2))

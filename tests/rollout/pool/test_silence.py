@@ -11,6 +11,7 @@ from keel.rollout.pool import dispatcher as work
 from keel.rollout.pool import engine_supervisor as lifecycle
 from keel.rollout.pool import pool as pool_module
 from keel.rollout.pool.engine_supervisor import MAX_RESTARTS, window_s
+from keel.weights.sync import StoreTransfer
 from tests.rl.rollouts import prompt
 from tests.rollout.pool.fake_engines import FakeEngine, World
 from tests.rollout.pool.test_pool import ids
@@ -63,7 +64,7 @@ def test_time_in_which_an_engine_takes_weights_is_not_silence(clock: Clock) -> N
     world.pool.submit(prompt("p"), group_size=2)
     wait_for(lambda: "p" in world.lives[0].asked)
     clock.now += 9
-    updated = world.pool.update(1, [])
+    updated = world.pool.update(1, StoreTransfer(1, []))
     wait_for(lambda: world.lives[0].naps)
     clock.now += 100
     taken.set_result(1)

@@ -9,6 +9,7 @@ import pytest
 
 from keel.rollout.pool import pool
 from keel.rollout.spec import EngineError, Started
+from keel.weights.sync import StoreTransfer
 from tests.rl.rollouts import prompt
 from tests.rollout.pool.fake_engines import FakeEngine, World, done, failed
 from tests.waiting import PATIENCE_S, wait_for
@@ -66,7 +67,7 @@ def test_the_trainer_waits_for_an_engine_that_starts_in_its_memory() -> None:
     world.start = lambda engine: coming
     world.lives[0].die()
     wait_for(lambda: world.names() == ["0.0", "1.0", "0.1"])
-    updated = world.pool.update(1, [])
+    updated = world.pool.update(1, StoreTransfer(1, []))
     wait_for(lambda: "woken by 1" in world.lives[1].naps)
     assert not updated.done()
     coming.set_result(Started(1))
@@ -120,7 +121,7 @@ def test_engines_that_are_taking_weights_sleep_after_that() -> None:
     world = sleepers(engines=1)
     taken: Future[int] = Future()
     world.update = lambda engine, version, buckets: taken  # type: ignore[method-assign]
-    updated = world.pool.update(1, [])
+    updated = world.pool.update(1, StoreTransfer(1, []))
     resting = world.pool.sleep()
     wait_for(lambda: world.pool._fleet.slots[0].stage == "loading")
     assert not resting.done()
@@ -128,7 +129,7 @@ def test_engines_that_are_taking_weights_sleep_after_that() -> None:
     resting.result(timeout=PATIENCE_S)
     assert updated.done() and world.lives[0].naps == ["woken by 1", "asleep"]
     taken = Future()
-    world.pool.update(2, [])
+    world.pool.update(2, StoreTransfer(2, []))
     resting = world.pool.sleep()
     world.pool.shutdown()
     with pytest.raises(EngineError, match="has been shut down"):
