@@ -254,14 +254,14 @@ def ray() -> Iterator[Finding]:
     """Starts Ray, or joins the cluster that RAY_ADDRESS names, and has one actor answer."""
     from ray import __version__  # noqa: PLC0415  (seconds)
 
-    from keel.model import ray_timeouts as ray_calls  # noqa: PLC0415
+    from keel.model import ray_timeouts  # noqa: PLC0415
     from keel.trainer.placement.nodes import end_ray, start_ray  # noqa: PLC0415
 
     begun = time.monotonic()
     start_ray()
     try:
-        actor = ray_calls.create(_Here, "doctor", {"num_cpus": 0})
-        ray_calls.get(ray_calls.call(actor.pid), seconds=ray_calls.CALL_S)
+        actor = ray_timeouts.create(_Here, "doctor", {"num_cpus": 0})
+        ray_timeouts.get(ray_timeouts.call(actor.pid), seconds=ray_timeouts.CALL_S)
     finally:
         end_ray()
     where = os.environ.get("RAY_ADDRESS", "of this machine's own")

@@ -22,7 +22,7 @@ from keel.commands.replay import replay
 from keel.configs.load import load_config
 from keel.configs.paths import unwritable
 from keel.configs.schema import ConfigError, JudgeConfig, RunConfig
-from keel.model.ray_timeouts import RayLost, Unanswered, lost
+from keel.model.ray_timeouts import RayLost, Unanswered, lost_reason
 from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rl.types import ScoredGroup
 from keel.rollout.judge.server import JudgeServer
@@ -249,7 +249,7 @@ def run(command: str, *arguments: Any) -> int:
     not in a traceback."""
 
     def ended(status: int) -> int:
-        if lost() or has_abandoned_threads():  # their threads would block exit
+        if lost_reason() or has_abandoned_threads():  # their threads would block exit
             leave(status)
         return status
 
@@ -328,7 +328,7 @@ def run_loop(
     def whole(error: Exception) -> bool:
         if (
             isinstance(error, WorkerLost | CollectiveTimeout | RayLost | RayError | Unanswered)
-            or lost()
+            or lost_reason()
         ):
             return False
         ends.append(error)

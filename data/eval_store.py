@@ -20,7 +20,7 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.work_folder import WorkFolder
 from keel.data.pass_rates import digest_of
 from keel.rl.evaluation import ERROR, passed
-from keel.rl.sft.records import record_of
+from keel.rl.records import trajectory_record
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 
 DEPENDS_ON = (
@@ -130,7 +130,7 @@ def asked_of(
 def _kept(prompt: Prompt, trajectory: Trajectory, tokenizer: str) -> dict[str, Any]:
     """Return its messages, those that were asked apart, and the rest of its record. An agent
     program's record has the messages of each of its conversations, too."""
-    record = record_of(prompt, trajectory, tokenizer=tokenizer)
+    record = trajectory_record(prompt, trajectory, tokenizer=tokenizer)
     if trajectory.dialogues:
         return {"messages": [dict(message) for message in trajectory.messages], "record": record}
     messages = record.pop("messages")

@@ -1,9 +1,8 @@
-"""Ray's calls that wait for another process, each with a deadline.
+"""Deadlines for Ray calls that wait for another process.
 
-Where Ray's node process (raylet) or its control service (GCS) has stopped, `ray.put`, `ray.nodes`
-and `ray.shutdown` never return, and heed no Ctrl-C; nor does an actor's method with large arguments
-(`method.remote`). So each call is made on another thread, which is left behind if the call never
-returns.
+If Ray's node process (raylet) or control service (GCS) hangs, `ray.put`, `ray.nodes`,
+`ray.shutdown` and an actor's `method.remote` with large arguments never return and ignore Ctrl-C.
+So each call runs on another thread, which is abandoned if the call never returns.
 """
 
 from __future__ import annotations
@@ -33,18 +32,17 @@ from ray.exceptions import (
 )
 
 NAME = "KEEL_PROCESS"
-"""Environment variable by which the process of an actor is found: `name_of`."""
-PUT_S = 120.0
-"""Longest way into the object store, in seconds. A bucket of weights takes one."""
+"""Environment variable that identifies an actor's process; see `process_name`."""
 CALL_S = 60.0
-"""Longest wait for Ray's own processes to answer."""
-BEYOND_S = 10.0
-"""Past the deadline of a call that has one."""
-LOOK_S = 0.2
-LEFT = "this process has left its cluster"
-TURN_S = 1.0
-"""Longest single call of a wait that is made in turns."""
-
+"""Timeout for an answer from Ray's own processes."""
+POLL_S = 0.2
+_PUT_S = 120.0
+"""Timeout for a transfer to or from the object store. A bucket of weights takes about a second."""
+_GRACE_S = 10.0
+"""Extra time for a call that has its own timeout."""
+_WAIT_POLL_S = 1.0
+"""Longest single `ray.wait`."""
+_LEFT = "this process has left its cluster"
 _NODE_GONE = re.compile(
     r"ip: (?P<address>\S+).*its node has died.*actor's node was terminated \w+: (?P<why>[^.\n]*)",
     re.DOTALL,
@@ -54,42 +52,34 @@ T = TypeVar("T")
 
 
 class RayLost(RuntimeError):
-    """One of Ray's own processes is gone, or stands still: nothing on Ray goes on."""
+    """One of Ray's own processes died or hangs, so Ray is unusable."""
 
 
 class Unanswered(TimeoutError):
     """Ray's own processes on this machine did not answer in time."""
 
 
-GONE = (
-    RayActorError,
-    WorkerCrashedError,
-    OutOfMemoryError,
-    NodeDiedError,
-    LocalRayletDiedError,
-)
-"""What Ray says of an actor that is no more. (`OutOfMemoryError`: that Ray killed it, because its
-machine ran out of memory.)"""
-LOSSES = (*GONE, ObjectLostError, Unanswered)
+GONE = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
+"""Errors for an actor that no longer exists. `OutOfMemoryError`: Ray killed it because its machine
+ran out of memory."""
 
 
-def of_a_loss(error: BaseException) -> bool:
-    """Whether it says that a process or a node is gone, or what it held, or a Ray that did not
-    answer; here, or where the call was carried out."""
-    return isinstance(cause(error), LOSSES)
+def is_loss(error: BaseException) -> bool:
+    """Return whether a process, node or object was lost, or Ray failed to answer."""
+    return isinstance(cause(error), (*GONE, ObjectLostError, Unanswered))
 
 
 def cause(error: BaseException) -> BaseException:
-    """What was raised where a call was carried out; any other error itself."""
+    """Return the error that a remote call raised, or `error` if it is not from a remote call."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
-def of_death(error: RayError) -> str:
-    """Why an actor died, as far as Ray knows; "" where all it says is guesses."""
+def death_reason(error: RayError) -> str:
+    """Return why an actor died, or "" if Ray's message only guesses."""
     text = str(error)
     if isinstance(error, ActorUnavailableError):
-        how = text.partition("RPC error: ")[2].partition(" rpc_code")[0]
-        return f"the connection to it is lost{how and f' ({how})'}"
+        details = text.partition("RPC error: ")[2].partition(" rpc_code")[0]
+        return f"the connection to it is lost{details and f' ({details})'}"
     if node := _NODE_GONE.search(text):
         return f"its node ({node['address']}) is gone: {node['why'].strip()}"
     return "" if "worker process has died" in text else text
@@ -97,114 +87,121 @@ def of_death(error: RayError) -> str:
 
 class _State:
     lost = ""
-    """Why Ray is of no use any more."""
-    ending = ended = False
-    """Whether this process is about to leave its cluster, and whether it has left it."""
+    """Why Ray is unusable; "" while it works."""
+    leaving = left = False
+    """Whether this process is leaving its cluster, and whether it has left."""
     start = secrets.token_hex(4)
-    """Tells the actors of this start from those of others on the cluster."""
+    """Distinguishes the actors of this start from those of other starts on the cluster."""
 
 
-class Turns:
-    """What the turns of a loop took, each counted as at most twice what it is meant to take: a
-    process that is stopped, and its machine that sleeps, has not waited meanwhile."""
+class PollClock:
+    """Measures the time between polls, each capped at twice its nominal length.
 
-    def __init__(self, turn_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._clock, self._last = 2 * turn_s, clock, clock()
+    The time during which this process was stopped or its machine slept therefore does not count.
+    """
 
-    def passed(self) -> float:
-        """Seconds that count, of the turn that ends now."""
+    def __init__(self, poll_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock, self._last = 2 * poll_s, clock, clock()
+
+    def elapsed(self) -> float:
+        """Seconds since the previous poll, capped."""
         last, self._last = self._last, self._clock()
-        return min(self._last - last, self._most)
+        return min(self._last - last, self._limit)
 
 
-class Patience:
-    """Seconds that a wait in turns may take."""
+class Deadline:
+    """Time budget of a wait that polls."""
 
     def __init__(
-        self, seconds: float, turn_s: float = TURN_S, clock: Callable[[], float] = time.monotonic
+        self,
+        seconds: float,
+        poll_s: float = _WAIT_POLL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._turns, self._left = Turns(turn_s, clock), seconds
+        self._polls, self._remaining = PollClock(poll_s, clock), seconds
 
-    def left(self) -> float:
-        """Called once a turn. At least 0."""
-        self._left -= self._turns.passed()
-        return max(0.0, self._left)
-
-
-def lose(why: str) -> None:
-    """From now on every call here raises `RayLost` at once, those that are under way too."""
-    _State.lost = _State.lost or why
+    def remaining(self) -> float:
+        """Seconds left, at least 0. Call it once per poll."""
+        self._remaining -= self._polls.elapsed()
+        return max(0.0, self._remaining)
 
 
-def lost() -> str:
-    """What `lose` was told; "" where Ray is well, as far as is known."""
+def mark_lost(reason: str) -> None:
+    """Make all current and future calls raise `RayLost`. The first reason is kept."""
+    _State.lost = _State.lost or reason
+
+
+def lost_reason() -> str:
+    """Return the reason passed to `mark_lost`, or "" if Ray is believed to work."""
     return _State.lost
 
 
 def joined() -> None:
-    """There is a new cluster, or a new start on it."""
-    _State.lost, _State.start, _State.ended = "", secrets.token_hex(4), False
+    """Reset the state for a new cluster, or a new start on one."""
+    _State.lost, _State.start, _State.left = "", secrets.token_hex(4), False
 
 
 def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
-    """`tidy`, of how this process leaves its cluster. From now on every call here raises `RayLost`,
-    those that are under way in other threads too, until there is another cluster: Ray would start
-    one for whoever comes late."""
-    _State.ending = _State.ended = ray.is_initialized()
+    """Leave the cluster by `act`, with errors suppressed as in `attempt`.
+
+    All other calls then raise `RayLost` until there is another cluster: Ray itself would start one
+    for a late caller.
+    """
+    _State.leaving = _State.left = ray.is_initialized()
     try:
-        tidy(act, seconds, what, last=True)
+        attempt(act, seconds, what, leaving=True)
     finally:
-        _State.ending = False
+        _State.leaving = False
 
 
-def _of_no_use() -> str:
-    """Why no call is to be made, or waited for; "" where there is nothing against it."""
-    left = _State.ending or (_State.ended and not ray.is_initialized())
-    return _State.lost or (LEFT if left else "")
+def _unusable() -> str:
+    """Return why calls must not be made or waited for, or ""."""
+    left = _State.leaving or (_State.left and not ray.is_initialized())
+    return _State.lost or (_LEFT if left else "")
 
 
 def start() -> str:
-    """By which the actors that are created from now on are told from those of other starts."""
+    """Return the id of this start, which its actors carry in their environment."""
     return _State.start
 
 
-def name_of(mark: str, start: str) -> str:
-    """Of the actor whose process has this in `NAME`; "" if another start has created it."""
-    whose, _, name = mark.partition("/")
-    return name if whose == start else ""
+def process_name(mark: str, start: str) -> str:
+    """Return the actor name in a process's `NAME` variable, or "" if another start created it."""
+    owner, _, name = mark.partition("/")
+    return name if owner == start else ""
 
 
-def bounded(call: Callable[[], T], seconds: float, what: str, *, last: bool = False) -> T:
-    """What `call` returns, or raises. last: it is how this process leaves its cluster.
+def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool = False) -> T:
+    """Return the result of `call`, or raise its error.
 
-    `Unanswered` naming `what` after `seconds`; `RayLost` as soon as Ray is, and without the call
-    where it has been before.
+    Raises `Unanswered` naming `what` after `seconds`, and `RayLost` as soon as Ray is lost.
+    leaving: `call` shuts Ray down, and is exempt from the check for that.
     """
 
     def check() -> None:
-        if why := _State.lost if last else _of_no_use():
-            raise RayLost(why)
+        if reason := _State.lost if leaving else _unusable():
+            raise RayLost(reason)
 
     check()
     task = _Task(call)
     _Caller.run(task)
-    patience = Patience(seconds, LOOK_S)
+    deadline = Deadline(seconds, POLL_S)
     while not task.done.is_set():
-        left = patience.left()
+        remaining = deadline.remaining()
         check()
-        if not left:
+        if not remaining:
             raise Unanswered(
-                f"waited {seconds:g} s for Ray to {what}: one of its processes does not answer "
-                "(raylet or gcs_server; their logs: session_latest/logs below RAY_TMPDIR)"
+                f"waited {seconds:g} s for Ray to {what}, but raylet or gcs_server does not "
+                "answer. See their logs in session_latest/logs under RAY_TMPDIR"
             )
-        task.done.wait(min(left, LOOK_S))
+        task.done.wait(min(remaining, POLL_S))
     if task.error is not None:
         raise task.error
     return task.result
 
 
 class _Task:
-    """A call to make on another thread, and what came of it."""
+    """A call for another thread, with its result or error."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call, self.done = call, threading.Event()
@@ -220,7 +217,7 @@ class _Task:
 
 
 class _Caller:
-    """A daemon thread that makes one call after another; a call that hangs keeps its thread."""
+    """A reusable daemon thread for calls; a call that hangs keeps its thread."""
 
     _idle: ClassVar[list[_Caller]] = []
 
@@ -230,7 +227,7 @@ class _Caller:
 
     @classmethod
     def run(cls, task: _Task) -> None:
-        """Start `task` on an idle thread, or on a new one."""
+        """Start `task` on an idle or new thread."""
         try:
             caller = cls._idle.pop()
         except IndexError:
@@ -244,74 +241,79 @@ class _Caller:
 
 
 def awaited(future: Future[T]) -> T:
-    """The result of a future that has a deadline of its own; `RayLost` as soon as Ray is."""
+    """Wait for a future that has its own timeout. Raises `RayLost` as soon as Ray is lost."""
     while not future.done():
-        if why := _of_no_use():
-            raise RayLost(why)
-        futures.wait([future], LOOK_S)
+        if reason := _unusable():
+            raise RayLost(reason)
+        futures.wait([future], POLL_S)
     return future.result()
 
 
 def get(ref: Any, *, seconds: float) -> Any:
-    """`ray.get`. Raises `ray.exceptions.GetTimeoutError`, which is a TimeoutError, after `seconds`,
-    and what the call has raised."""
+    """Call `ray.get`. Raises `GetTimeoutError` after `seconds`, or the remote call's error."""
     ready, _ = wait([ref], seconds=seconds)
     if not ready:
         raise GetTimeoutError(f"no answer within {seconds:g} s")
-    return bounded(lambda: ray.get(ref, timeout=PUT_S), PUT_S + BEYOND_S, "fetch a result")
+    return bounded(lambda: ray.get(ref, timeout=_PUT_S), _PUT_S + _GRACE_S, "fetch a result")
 
 
-def wait(refs: Sequence[Any], *, seconds: float | Patience) -> tuple[list[Any], list[Any]]:
-    """`ray.wait` for the first of `refs`."""
-    patience = seconds if isinstance(seconds, Patience) else Patience(seconds)
-    left = patience.left()
+def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], list[Any]]:
+    """Call `ray.wait` for the first of `refs`."""
+    deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
+    remaining = deadline.remaining()
     while True:
-        turn = min(left, TURN_S)
+        poll_s = min(remaining, _WAIT_POLL_S)
 
-        def look(turn: float = turn) -> tuple[list[Any], list[Any]]:
-            # What is fetched is in the object store of this node, which another process keeps.
-            return ray.wait(list(refs), timeout=turn)
+        def poll(poll_s: float = poll_s) -> tuple[list[Any], list[Any]]:
+            # The results are in the object store of this node, which another process keeps.
+            return ray.wait(list(refs), timeout=poll_s)
 
-        # A raylet that stands still answers once it goes on, if it does.
-        ready, waiting = bounded(look, left + BEYOND_S, "say which calls are done")
-        left = patience.left()
-        if ready or not left:
-            return ready, waiting
+        # A raylet that was stopped answers after it resumes, if it does.
+        ready, pending = bounded(poll, remaining + _GRACE_S, "report which calls are done")
+        remaining = deadline.remaining()
+        if ready or not remaining:
+            return ready, pending
 
 
 def put(value: Any) -> Any:
-    """`ray.put`."""
-    return bounded(lambda: ray.put(value), PUT_S, "take an object into its store")
+    """Call `ray.put`."""
+    return bounded(lambda: ray.put(value), _PUT_S, "store an object")
 
 
 def call(method: Any, *arguments: Any, **named: Any) -> Any:
-    """`method.remote` of an actor: a reference to what it is going to return."""
-    return bounded(lambda: method.remote(*arguments, **named), CALL_S, "take a call for an actor")
+    """Call `method.remote` of an actor and return the reference to its result."""
+    return bounded(lambda: method.remote(*arguments, **named), CALL_S, "accept a call of an actor")
 
 
-def tidy(act: Callable[[], Any], seconds: float, what: str, *, last: bool = False) -> None:
-    """`bounded`, of what only cleans up: raises nothing, which would hide the error that there is,
-    or keep the rest from being cleaned up. A Ray that does not answer is lost from then on."""
+def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool = False) -> None:
+    """Run a clean-up call like `bounded`, but suppress its errors.
+
+    An error here would hide the original one, or skip the remaining clean-up. If Ray does not
+    answer, it counts as lost from then on.
+    """
     try:
-        bounded(act, seconds, what, last=last)
+        bounded(act, seconds, what, leaving=leaving)
     except Unanswered as error:
-        lose(str(error))
+        mark_lost(str(error))
     except (RayLost, RayError):
         pass
 
 
 def kill(actor: Any) -> None:
-    """`ray.kill`, as `tidy` does it. Where Ray is lost, so is the actor, or `end_ray` ends it."""
-    tidy(lambda: ray.kill(actor), CALL_S, "end an actor")
+    """Call `ray.kill` and suppress errors. If Ray is lost, `end_ray` ends the actor."""
+    attempt(lambda: ray.kill(actor), CALL_S, "end an actor")
 
 
 def create(
     kind: type[Any], name: str, options: Mapping[str, Any], *arguments: Any, **named: Any
 ) -> Any:
-    """A new actor of class `kind`. name: what people know it by, which its process and all that it
-    starts have in their environment, with `start` (`NAME`); options: Ray's."""
-    given = dict(options)
-    runtime = dict(given.pop("runtime_env", {}))
+    """Create an actor of class `kind`.
+
+    name: human-readable name, which the environment of its process has in `NAME`;
+    options: Ray's actor options.
+    """
+    actor_options = dict(options)
+    runtime = dict(actor_options.pop("runtime_env", {}))
     runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.start}/{name}"}
-    remote: Any = ray.remote(kind).options(**given, runtime_env=runtime)
+    remote: Any = ray.remote(kind).options(**actor_options, runtime_env=runtime)
     return bounded(lambda: remote.remote(*arguments, **named), CALL_S, f"create {name}")

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from keel.rl.thinking import THINK
+from keel.rl.turns import THINK
 
 BOXED = "\\boxed{"
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit)\s*\{([^{}]*)\}")

@@ -1,8 +1,8 @@
-"""What crosses the line between a conversation and the engine that continues it, turn by turn.
+"""The interface between a conversation and the engine that samples its turns.
 
-A conversation is tokens in, tokens out. A turn extends the ids that the engine holds already:
-nothing that was sampled is ever rendered, parsed and tokenised again. `Chat` knows a model's
-format; `TurnRequest` and `TurnResult` are one turn of sampling.
+Conversations are token ids on both sides. A turn extends the ids that the engine already holds:
+sampled tokens are never rendered and tokenised again. `Chat` implements a model's format,
+`TurnRequest` and `TurnResult` describe one turn of sampling.
 """
 
 from __future__ import annotations
@@ -20,20 +20,37 @@ from keel.rl.types import SamplingMasks
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id`."""
 MALFORMED = "malformed_call"
-"""The tool that answers what set out to be a call and was none."""
+"""Name of the pseudo-tool that answers a tool call that could not be parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingMarks:
+    """Texts that open and close a block of thinking in a model's format."""
+
+    open: str
+    close: str
+
+    def ends_open(self, text: str) -> bool:
+        """Return whether `text` ends inside an unclosed block."""
+        return text.rfind(self.open) > text.rfind(self.close)
+
+
+THINK = ThinkingMarks("<think>", "</think>")
+"""Marks of most model families. Trajectories always use this pair: rollouts translate a model's
+marks (`keel.rollout.chat.thinking`), so rewards and saved files need to know no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """A tool as the policy is told of it."""
+    """Description of a tool for the policy."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """JSON schema of an object: the arguments by name."""
+    """JSON schema of an object with the arguments."""
 
     def as_json(self) -> dict[str, Any]:
-        """As chat templates and OpenAI-compatible endpoints have it."""
+        """Return the tool in the format of chat templates and OpenAI-compatible endpoints."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -44,42 +61,43 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call that the policy wrote, read and not yet checked against the tool's schema."""
+    """A parsed call by the policy, not yet validated against the tool's schema."""
 
     call_id: str
-    """Unique in its conversation; the result answers it."""
+    """Unique in the conversation; the result refers to it."""
     name: str
     arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Malformed:
-    """Something that set out to be a call and is none. Answered as a tool error, never run."""
+    """A call that could not be parsed. It is answered with a tool error and never executed."""
 
     call_id: str
     text: str
-    """What was written, cut to a few hundred characters."""
+    """The sampled text, truncated to a few hundred characters."""
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """What a turn's sampled tokens say."""
+    """Parsed content of one sampled turn."""
 
     content: str
     reasoning: str
-    """The text inside the thinking; calls in there are not calls, or with `tools_in_thinking` the
-    only ones."""
+    """Text of the thinking block. Calls in it are ignored, except with `tools_in_thinking`, where
+    they are the only ones that count."""
     closed: bool
-    """Whether the turn ended itself. Calls of a turn that was cut off are never run."""
+    """Whether the turn ended with a stop token. Calls of a truncated turn are never executed."""
     calls: tuple[ToolCall | Malformed, ...] = ()
-    """In the order written."""
+    """Calls in the order of the text."""
     inside: bool = False
-    """The turn ended inside its thinking, and the next one continues it (`tools_in_thinking`)."""
+    """The turn ended inside its thinking block and the next one continues it
+    (`tools_in_thinking`)."""
 
 
 class Chat(Protocol):
-    """A model's chat format, in ids."""
+    """A model's chat format in token ids."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -89,18 +107,19 @@ class Chat(Protocol):
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """The ids of a whole conversation so far, up to where the policy speaks."""
+        """Render a conversation up to the policy's next turn."""
         ...
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int] | None:
-        """`ids` (an opening, what was sampled, earlier extensions) with `messages` after it and the
-        policy to speak next. Begins with `ids`, unchanged. None: this format cannot go on from
-        there (thinking that has to go at a new user message), and a new segment must begin.
+        """Append `messages` to `ids` and open the policy's next turn.
 
-        Tool messages come in the order of the calls, each with `tool_call_id` and the tool's
-        `name`, which some formats repeat. The last turn may have been cut: its end is added."""
+        The result starts with `ids`, unchanged. Returns None if the format cannot extend them, for
+        example because a new user message removes earlier thinking; the caller then starts a new
+        segment. Tool messages must be in the order of the calls, with `tool_call_id` and `name`.
+        The end mark of a truncated last turn is added.
+        """
         ...
 
     def parse(
@@ -112,60 +131,61 @@ class Chat(Protocol):
         turn: int,
         inside: bool = False,
     ) -> Parsed:
-        """Read one turn's sampled ids. `tools`: of the opening; some formats write arguments
-        without their types. `turn`: its index in the conversation, for the calls' ids. `inside`:
-        as the turn before was `Parsed`, if this one extends it."""
+        """Parse one turn's sampled ids.
+
+        tools: the tools of the opening, for formats that write arguments without types.
+        turn: index in the conversation, for the ids of calls.
+        inside: `Parsed.inside` of the previous turn, if this one extends it.
+        """
         ...
 
 
 def conversation_of(prompt_id: str, purpose: str, version: int, draw: int, sibling: int) -> str:
-    """The name of an episode's conversation, unique in the run."""
+    """Return the name of an episode's conversation, unique in the run."""
     return f"{prompt_id}/{purpose}/{version}/{draw}/{sibling}"
 
 
 def prompt_of(conversation: str) -> str:
-    """The id of the prompt that it is about, which may have slashes of its own."""
+    """Return the prompt id, which may contain slashes, of a conversation's name."""
     return conversation.rsplit("/", 4)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """One turn of one conversation, for any engine."""
+    """One turn of a conversation to sample, on any engine."""
 
     conversation: str
-    """As `conversation_of` names it: the engine that holds its prefix is preferred."""
+    """Name by `conversation_of`; the engine that caches its prefix is preferred."""
     token_ids_T: NDArray[np.int32]
-    """[T] the whole context."""
+    """[T] whole context."""
     max_tokens: int
-    """Tokens to sample at most."""
+    """Maximum number of tokens to sample."""
     seed: int
-    """Of this turn's random draws: of run, prompt, sibling, segment and turn."""
+    """Sampling seed of this turn, derived from run, prompt, sibling, segment and turn."""
     timeout_s: float = inf
-    """Seconds of the engine's time until the turn is cut where it is; `rollout.timeout_s` at
-    most."""
+    """Engine seconds after which the turn is cut; at most `rollout.timeout_s`."""
     routes_from: int = 0
-    """The first position whose routes are wanted: those before have come with an earlier turn."""
+    """First position whose routes to return; earlier turns returned the ones before."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end the turn and stay part of it, besides the model's own end."""
+    """Tokens that end the turn and stay part of it, in addition to the model's EOS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """N sampled tokens after a context of T, with all that the trainer replays."""
+    """N sampled tokens after a context of T, with the data that the trainer replays."""
 
     token_ids_N: NDArray[np.int32]
     logp_old_N: NDArray[np.float32]
-    """log π_old as the engine returned it, under temperature and truncation."""
+    """log π_old from the engine, with temperature and truncation applied."""
     version_N: NDArray[np.int32]
     """Version of the weights that sampled each token."""
     finish_reason: Literal["stop", "length", "deadline"]
     routes_RLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
     """[R, L, K] experts of positions `routes_from` … T + N − 2, input-aligned: the last sampled
-    token has been nowhere yet. None: the model has no router."""
+    token was never an input. None: the model has no router."""
     sampling_mask: SamplingMasks | None = None
     """N spans. None: sampling was not truncated."""
     cached_tokens: int = 0
-    """Of the T context tokens, those that came from the prefix cache."""
+    """Number of context tokens that came from the prefix cache."""
     sampling_s: float = 0.0
-    """Seconds of the engine's time that it took; those in which the engine took weights or slept do
-    not count."""
+    """Engine seconds of the turn, without time for weight updates or sleep."""

@@ -1,15 +1,15 @@
-"""What passes between the stages, in the order it flows:
+"""The types that pass between the stages, in order:
 
 Prompt → Group of Trajectories (of Segments) → ScoredGroup → TrainBatch (`keel.rl.packing`) →
 StepResult
 
-Every type is frozen and holds numpy arrays in host memory. A later stage wraps an earlier one
-and never fills holes in it. Only weights and their version travel back.
+All types are frozen and hold numpy arrays in host memory. A later stage wraps an earlier one and
+never modifies it. Only weights and their version travel back.
 
-Alignment: entry t of `token_ids_T`, `trainable_T`, `logp_old_T`, `version_T` and `sampling_mask` is
-about token t (target-aligned). Row t of `routes_TLK` says where token t was sent when it was the
-*input* (input-aligned), so the last token of a segment has no route. The one shift between the
-two is in `model/logprobs.py`.
+Alignment: entry t of `token_ids_T`, `trainable_T`, `logp_old_T`, `version_T` and `sampling_mask`
+describes token t (target-aligned). Row t of `routes_TLK` has the experts that processed token t as
+*input* (input-aligned), so the last token of a segment has no route. `model/logprobs.py` has the
+one shift between the two.
 """
 
 from __future__ import annotations
@@ -24,53 +24,57 @@ from numpy.typing import NDArray
 from keel.rl.metrics import Metric
 
 FinishReason = Literal["stop", "length", "deadline", "turns", "window", "crash"]
-"""The policy (or its environment) ended it, or it was cut: at its budget of tokens
-(`rollout.sampling.max_tokens`, `agents.max_sampled_tokens`), of seconds (`rollout.timeout_s`), of
-turns (`agents.max_turns`), or where its context filled the window (`agents.window`). `crash`: its
-environment was lost over what the policy did (`on_crash: zero`), or the agent program that drove it
-failed (`on_failure: zero`); its reward is the least there is."""
+"""Why a trajectory ended.
+
+stop      the policy or the environment ended it
+length    token limit (`rollout.sampling.max_tokens`, `agents.max_sampled_tokens`)
+deadline  time limit (`rollout.timeout_s`)
+turns     turn limit (`agents.max_turns`)
+window    the context filled the window (`agents.window`)
+crash     the policy crashed its environment (`on_crash: zero`), or the agent program failed
+          (`on_failure: zero`); gets the lowest possible reward
+"""
 Purpose = Literal["train", "eval"]
-"""What trajectories are sampled and scored for."""
+"""Purpose that trajectories are sampled and scored for."""
 ENVIRONMENT = "environment"
-"""Kind of reward spec of a prompt whose environment's verdict is the reward."""
+"""Kind of reward spec that takes the environment's verdict as the reward."""
 FUNCTIONS = "functions"
-"""Kind of reward spec of a prompt without an answer: the functions that its domain weighs are all
-there is, and `correct` is their weighted mean. `columns` has the rest of its line."""
+"""Kind of reward spec without a reference answer: `correct` is the weighted mean of the domain's
+reward functions, which get the prompt's data line in `columns`."""
 PROGRAM = "program"
-"""`name` of an assistant's message that an agent program wrote, its answer among them: nobody
-sampled it."""
+"""`name` of an assistant message that an agent program wrote; it was not sampled."""
 NO_ROUTE = -1
-"""A routes row filled with this value was not recorded: the trainer uses its live router there."""
+"""Fill value of a routes row that was not recorded; the trainer uses its live router there."""
 LOST = "environment, at "
-"""Stands in the reason for a missing trajectory whose environment crashed, hung or ended."""
+"""Part of the drop reason of a trajectory whose environment crashed, hung or exited."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
-"""Why a completion is missing that was as long as it may be, or took as long."""
+"""Drop reason of a completion that reached its token or time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One task for the policy, and what a completion of it will be scored by."""
+    """One task for the policy, with the data to score a completion."""
 
     prompt_id: str
     """Unique within a data source and stable across runs."""
     domain: str
     messages: tuple[Mapping[str, Any], ...]
-    """Chat messages (`role`, `content`, …) up to where the policy speaks."""
+    """Chat messages (`role`, `content`, …) before the policy's first turn."""
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = True
-    """Whether the chat template asks for `<think>…</think>` before the answer."""
+    """Ask for `<think>…</think>` before the answer, through the chat template."""
     reward: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the reward needs: a reference answer, a verifier's entry, tests, a rubric."""
+    """Inputs of the reward: a reference answer, a verifier's entry, tests, a rubric."""
     kl_coef: float = 0.0
-    """β of this prompt's domain."""
+    """KL coefficient β of the prompt's domain."""
     environment: str = ""
-    """Name of the source whose environment the policy works in. Empty: one completion, no tools."""
+    """Data source whose environment the policy acts in. Empty: one completion, no tools."""
     raw: bool = False
-    """The text of the one message is all that the policy is given: no chat template."""
+    """Use the text of the only message verbatim, without a chat template."""
 
     @property
     def expected(self) -> str:
-        """The reference answer as text; empty if `reward` has none."""
+        """Reference answer as text; empty if `reward` has none."""
         entry = self.reward.get("entry")
         answer = self.reward.get("answer")
         if answer is None and isinstance(entry, Mapping):
@@ -86,12 +90,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMasks:
-    """The ids that truncated sampling kept, one span a token. An empty span: not truncated."""
+    """Token ids that truncated sampling kept, one span per token. An empty span: not truncated."""
 
     ids: NDArray[np.int32]
-    """[nnz], the spans one after the other."""
+    """[nnz] concatenated spans."""
     offsets: NDArray[np.int64]
-    """[T+1]: token t kept `ids[offsets[t]:offsets[t+1]]`."""
+    """[T+1]: the span of token t is `ids[offsets[t]:offsets[t+1]]`."""
 
     def __post_init__(self) -> None:
         offsets = self.offsets
@@ -115,11 +119,11 @@ class SamplingMasks:
         return self.ids[self.offsets[token] : self.offsets[token + 1]]
 
     def sizes(self) -> NDArray[np.int64]:
-        """[T] number of ids kept for each token; 0 where sampling was not truncated."""
+        """Return [T] span lengths; 0 where sampling was not truncated."""
         return np.diff(self.offsets)
 
     def slice(self, start: int, stop: int) -> SamplingMasks:
-        """The spans of tokens start … stop−1."""
+        """Return the spans of tokens start … stop−1."""
         first, last = self.offsets[start], self.offsets[stop]
         return SamplingMasks(
             ids=self.ids[first:last], offsets=self.offsets[start : stop + 1] - first
@@ -127,7 +131,7 @@ class SamplingMasks:
 
     @staticmethod
     def from_lists(spans: Sequence[Sequence[int] | NDArray[Any]]) -> SamplingMasks:
-        """One span of ids a token."""
+        """Build from one list of ids per token."""
         sizes = np.fromiter((len(span) for span in spans), np.int64, len(spans))
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         parts = [np.asarray(span, np.int32) for span in spans if len(span)]
@@ -136,12 +140,11 @@ class SamplingMasks:
 
     @staticmethod
     def empty(tokens: int) -> SamplingMasks:
-        """`tokens` spans without truncation."""
+        """Return empty spans for `tokens` tokens."""
         return SamplingMasks(ids=np.zeros(0, np.int32), offsets=np.zeros(tokens + 1, np.int64))
 
     @staticmethod
     def concat(parts: Sequence[SamplingMasks]) -> SamplingMasks:
-        """The spans of all parts, in order."""
         if not parts:
             return SamplingMasks.empty(0)
         starts = np.cumsum([0, *(len(part.ids) for part in parts)])
@@ -152,41 +155,37 @@ class SamplingMasks:
         )
 
 
-PER_TOKEN = (
-    "trainable_T",
-    "logp_old_T",
-    "version_T",
-    "routes_TLK",
-    "sampling_mask",
-    "selected_TLk",
+_PER_TOKEN = (
+    *("trainable_T", "logp_old_T", "version_T"),
+    *("routes_TLK", "sampling_mask", "selected_TLk"),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One contiguous context the policy was run on. See the module's note on alignment."""
+    """One contiguous context of the policy. See the module docstring for alignment."""
 
     prompt_id: str
     token_ids_T: NDArray[np.int32]
     trainable_T: NDArray[np.bool_]
-    """True where the policy sampled the token; never on prompt, tool output or padding."""
+    """True for tokens that the policy sampled; False for prompt, tool output and padding."""
     logp_old_T: NDArray[np.float32]
-    """log π_old as the engine returned it, under temperature and truncation; 0 if not sampled."""
+    """log π_old from the engine, with temperature and truncation applied; 0 if not sampled."""
     version_T: NDArray[np.int32]
-    """Version of the weights that sampled the token; −1 where not sampled."""
+    """Version of the weights that sampled the token; −1 if not sampled."""
     routes_TLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
-    """[T, L, K] experts of each MoE layer (dense layers left out), input-aligned. Rows of −1
-    (always the last) were not recorded. None: the model has no router."""
+    """[T, L, K] experts of each MoE layer (without dense layers), input-aligned. Rows of −1, always
+    including the last, were not recorded. None: the model has no router."""
     sampling_mask: SamplingMasks | None = None
-    """Sampling mask of each sampled token, spans empty elsewhere. None: sampling was not
+    """Sampling mask of each sampled token; empty spans elsewhere. None: sampling was not
     truncated."""
     selected_TLk: NDArray[np.int32] | None = None
-    """[T, L, k] positions in this segment that sparse attention selected for each token in each
-    layer, input-aligned; −1 where fewer were. Rows of −1 were not recorded. None: none was."""
+    """[T, L, k] positions in this segment that sparse attention selected, input-aligned and padded
+    with −1. Rows of −1 were not recorded. None: nothing was recorded."""
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids_T)
-        for name in PER_TOKEN:
+        for name in _PER_TOKEN:
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
                 raise ValueError(
@@ -195,8 +194,8 @@ class Segment:
                 )
         if tokens == 0 or self.trainable_T[0]:
             raise ValueError(
-                f"segment of {self.prompt_id}: the first token has nothing before it to be sampled "
-                "from"
+                f"segment of {self.prompt_id}: needs tokens, and the first cannot be trainable, "
+                "since no context precedes it"
             )
         sampled = self.logp_old_T[self.trainable_T]
         if not np.isfinite(sampled).all() or (sampled > 1e-3).any():
@@ -212,95 +211,96 @@ class Segment:
                 )
 
     def selection(self, layers: int, width: int) -> NDArray[np.int32]:
-        """`selected_TLk` as [T, layers, width]; −1 where nothing was recorded. Raises ValueError if
-        it is of another number of layers."""
-        tokens, known = len(self.token_ids_T), self.selected_TLk
-        whole = np.full((tokens, layers, width), -1, np.int32)
-        if known is not None:
-            if known.shape[1] != layers or known.shape[2] > width:
+        """Return `selected_TLk` padded with −1 to [T, layers, width].
+
+        Raises `ValueError` if the number of layers differs or k exceeds `width`.
+        """
+        recorded = self.selected_TLk
+        padded = np.full((len(self.token_ids_T), layers, width), -1, np.int32)
+        if recorded is not None:
+            if recorded.shape[1] != layers or recorded.shape[2] > width:
                 raise ValueError(
-                    f"segment of {self.prompt_id}: selected_TLk has (L, k) = {known.shape[1:]}, "
+                    f"segment of {self.prompt_id}: selected_TLk has (L, k) = {recorded.shape[1:]}, "
                     f"others have {(layers, width)}"
                 )
-            whole[..., : known.shape[2]] = known
-        return whole
+            padded[..., : recorded.shape[2]] = recorded
+        return padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What an environment makes of a trajectory."""
+    """An environment's score of a trajectory."""
 
     parts: Mapping[str, float]
-    """Named parts of the reward, 0 … 1 each; `correct` is 1 where the task is wholly done."""
+    """Named parts of the reward, 0 … 1 each; `correct` is 1 if the task is completely solved."""
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Further things worth keeping in the trajectory's file."""
+    """Extra data for the trajectory's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a trajectory of several turns took."""
+    """Resource usage of a trajectory with an environment or an agent program."""
 
     turns: int = 1
     calls: int = 0
-    """Tool calls, malformed ones included."""
+    """Tool calls, including malformed ones."""
     failed_calls: int = 0
-    """Calls that a tool answered with an error, or that broke its schema."""
+    """Calls that violated the tool's schema or that the tool answered with an error."""
     malformed_calls: int = 0
-    """What set out to be a call and could not be read as one."""
+    """Calls that could not be parsed."""
     rewrites: int = 0
-    """How often its context was rewritten because its window was full."""
+    """Rewrites of the context because the window was full."""
     contexts_extended: int = 0
-    """Turns of an agent program whose context extended recorded tokens exactly."""
+    """Agent program turns whose context extended recorded tokens exactly."""
     contexts_branched: int = 0
-    """Turns of an agent program from recorded tokens that another turn had extended before."""
+    """Agent program turns that extended recorded tokens already extended by another turn."""
     contexts_rendered: int = 0
-    """Turns of an agent program whose context the chat template rendered from messages: the first
-    of each conversation, and those whose history the program had changed."""
+    """Agent program turns whose context was rendered from messages: the first of each conversation,
+    and those with a modified history."""
     contexts_refused: int = 0
-    """Requests of an agent program that got an error, for a limit or a field not supported."""
+    """Agent program requests answered with an error, because of a limit or an unsupported field."""
     repeated_tokens: int = 0
-    """Context tokens that an earlier turn had computed already."""
+    """Context tokens that an earlier turn already computed."""
     cached_tokens: int = 0
-    """Those of them that came from the prefix cache."""
+    """Repeated tokens that came from the prefix cache."""
     sampling_s: float = 0.0
     tools_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """One of an agent program's conversations: messages that only grew, under the same tools."""
+    """One append-only conversation of an agent program, with a fixed set of tools."""
 
     messages: tuple[Mapping[str, Any], ...]
     sampled: frozenset[int]
-    """Indices of the messages that the policy sampled here, in full. Other messages of the
-    assistant are context: the program wrote them, or another conversation has them."""
+    """Indices of the messages that the policy sampled in this conversation. Other assistant
+    messages are context: the program wrote them, or another conversation contains them."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """As chat templates have them."""
+    """Tools in the format of chat templates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One completion of a prompt: all turns, one reward."""
+    """One completion of a prompt, over all turns, with one reward."""
 
     prompt_id: str
     sibling: int
-    """Index inside its group, 0 … G−1."""
+    """Index in the group, 0 … G−1."""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     messages: tuple[Mapping[str, Any], ...]
-    """What the policy said, as text: `content`, and `reasoning_content` where it thought. With an
-    environment: all that was said, from its opening on."""
+    """The policy's message: `content`, and `reasoning_content` if it thought. With an environment,
+    the whole transcript including the opening."""
     opening: int = 0
-    """How many of `messages` stood there before the policy first spoke."""
+    """Number of `messages` before the policy's first turn."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """With an environment: its tools, as chat templates have them."""
+    """The environment's tools, in the format of chat templates."""
     dialogues: tuple[Dialogue, ...] = ()
-    """Its conversations where an agent program drove it, which may hold several; `messages` has
-    their messages in the order of the turns."""
+    """Conversations of an agent program; `messages` has their messages in the order of turns."""
     verdict: Verdict | None = None
-    """The environment's, where there is one."""
+    """Score by the environment, if there is one."""
     usage: Usage | None = None
-    """Where there is an environment."""
+    """Resource usage, if there is an environment."""
 
     def __post_init__(self) -> None:
         if self.sampled_tokens == 0:
@@ -308,12 +308,12 @@ class Trajectory:
 
     @property
     def cut(self) -> bool:
-        """Whether the policy had not ended it; rewards make no difference between the limits."""
+        """Whether a limit or a crash ended the trajectory; rewards treat all of them alike."""
         return self.finish_reason != "stop"
 
     @property
     def sampled_tokens(self) -> int:
-        """|o_i|: tokens the policy sampled, over all segments."""
+        """|o_i|: number of tokens that the policy sampled, over all segments."""
         return sum(int(segment.trainable_T.sum()) for segment in self.segments)
 
     @property
@@ -323,12 +323,12 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The G trajectories of one prompt, and why any of them is missing."""
+    """The G trajectories of one prompt, with a reason for each missing one."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     dropped: tuple[str, ...] = ()
-    """One reason for each trajectory that was asked for and did not come."""
+    """One reason for each requested trajectory that is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,10 +341,10 @@ class ScoredGroup:
     """Named parts of each reward, before weighting."""
     advantages_G: NDArray[np.float32]
     left_out: tuple[Trajectory, ...] = ()
-    """What was sampled too, and dropped for its score or for want of one (reasons: `dropped`)."""
+    """Trajectories dropped after sampling, for their score or the lack of one; see `dropped`."""
     notes_G: tuple[Mapping[str, str], ...] = ()
-    """What is said of each score, by part or criterion: a judge's reasons, a verifier's error.
-    Empty: nothing of any."""
+    """Comments on each score by part or criterion, such as a judge's reasons or a verifier's error.
+    Empty: no comments."""
 
     def __post_init__(self) -> None:
         count = len(self.group.trajectories)
@@ -368,28 +368,28 @@ class ScoredGroup:
 
     @property
     def uniform(self) -> bool:
-        """Whether the group has completions, but none better than another."""
+        """Whether the group has completions and all of them have an advantage of 0."""
         return len(self.advantages_G) > 0 and not self.advantages_G.any()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of the loss has a gradient in it: it is uniform, and has no KL term."""
+        """Whether the group adds no gradient to the loss: uniform, and without a KL term."""
         return self.uniform and self.group.prompt.kl_coef == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNumbers:
-    """What the trainer saw of each token of a segment, for people to look at. NaN: nothing."""
+    """Per-token diagnostics of a segment from the trainer. NaN: not computed."""
 
     logp_T: NDArray[np.float32]
-    """log π_θ of each sampled token, before the optimizer step."""
+    """log π_θ of each sampled token before the optimizer step."""
     overlap_T: NDArray[np.float32]
-    """Share of the experts recorded for the token before it, which it was predicted from, that the
-    trainer's own router chooses too."""
+    """Fraction of the experts recorded for the preceding token that the trainer's live router also
+    selects."""
 
     @staticmethod
     def merged(parts: Sequence[TokenNumbers]) -> TokenNumbers:
-        """Of one segment, from ranks that have seen parts of it."""
+        """Merge the diagnostics of one segment from several ranks."""
         return TokenNumbers(
             logp_T=np.fmax.reduce([part.logp_T for part in parts]),
             overlap_T=np.fmax.reduce([part.overlap_T for part in parts]),
@@ -398,12 +398,12 @@ class TokenNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What an optimizer step leaves behind."""
+    """Result of an optimizer step."""
 
     version: int
     """Version of the weights after the step."""
     metrics: Mapping[str, Metric]
     findings: tuple[str, ...] = ()
-    """What kept a gradient from being finite, for people. None: nothing did."""
+    """Human-readable causes of a non-finite gradient."""
     gave_up: str = ""
-    """Why the run should end; "": it should not."""
+    """Reason to end the run; empty to continue."""

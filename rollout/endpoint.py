@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 
 from keel.configs.schema import EndpointConfig, SamplingConfig
-from keel.rl.thinking import THINK
+from keel.rl.turns import THINK
 from keel.rl.types import FinishReason, Group, Prompt, Segment, Trajectory
 from keel.rollout.endpoint_reply import Said, read
 

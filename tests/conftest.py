@@ -164,8 +164,8 @@ def process_as_it_was() -> Iterator[None]:
     sys.path[:] = path
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if (ray_calls := sys.modules.get("keel.model.ray_timeouts")) is not None:
-        ray_calls.joined()
+    if (ray_timeouts := sys.modules.get("keel.model.ray_timeouts")) is not None:
+        ray_timeouts.joined()
     distributed = sys.modules.get("torch.distributed")  # only a trainer in this process has it up
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()

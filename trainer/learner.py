@@ -16,12 +16,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from keel.configs.schema import Config, ConfigError
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.model.batch_invariant import variables
 from keel.rl.futures import done
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
-from keel.rl.sft.lessons import Lesson
+from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.batch_stream import never
 from keel.trainer.nonfinite import said_of
@@ -79,7 +79,7 @@ class Learner:
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
         trainer = config.trainer
         self._ranks: list[Any] = [
-            ray_calls.create(
+            ray_timeouts.create(
                 TrainerWorker,
                 f"trainer rank {rank}",
                 {**options, **(actor_options(rank) if actor_options else {})},
@@ -88,10 +88,10 @@ class Learner:
             )
             for rank in range(trainer.ranks)
         ]
-        prepare = partial(ray_calls.call, expert_parallel=trainer.expert_parallel)
+        prepare = partial(ray_timeouts.call, expert_parallel=trainer.expert_parallel)
         self._prepared = [prepare(rank.prepare) for rank in self._ranks]
         for rank in self._ranks:  # nobody waits for that but `start`, whose calls come after it
-            ray_calls.call(rank.read, model_path, config)
+            ray_timeouts.call(rank.read, model_path, config)
         self._warming: list[list[Any]] = []
         self._order = threading.Lock()
         """Held to call all ranks: calls from two threads reach all of them in the same order."""
@@ -123,11 +123,11 @@ class Learner:
         0 has found in looking at them (`TrainerEngine.notes`).
         """
         seconds = timeout_s or self._config.run.startup_timeout_s
-        left = ray_calls.Patience(seconds)
+        left = ray_timeouts.Deadline(seconds)
         limit = Limit("the trainer's start", seconds, "run.startup_timeout_s", left)
         self._whereabouts = self._all("whereabouts", limit=limit)
         self._check_folder(limit)
-        (rendezvous,) = self._wait([ray_calls.call(self._ranks[0].listen)], limit)
+        (rendezvous,) = self._wait([ray_timeouts.call(self._ranks[0].listen)], limit)
         return self._all("start", self._model_path, self._config, rendezvous, limit=limit)[0]
 
     def _check_folder(self, limit: Limit) -> None:
@@ -148,20 +148,20 @@ class Learner:
         """Have the ranks compile what steps need, beside the engines' start and first completions:
         not waited for before the first step (`TrainerEngine.warm_up`)."""
         with self._order:
-            self._warming.append([ray_calls.call(rank.warm_up, whole) for rank in self._ranks])
+            self._warming.append([ray_timeouts.call(rank.warm_up, whole) for rank in self._ranks])
 
     def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
         """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps. examine:
         `TrainerEngine.step`."""
         room = self._make_room()
         packed = shares(groups, self._config)
-        ray_calls.awaited(room)
+        ray_timeouts.awaited(room)
         return self.train(packed, groups, examine=examine)
 
     def train(
         self,
         shares: Sequence[Sequence[TrainBatch]],
-        groups: Sequence[ScoredGroup | Lesson] = (),
+        groups: Sequence[ScoredGroup | SftExample] = (),
         *,
         examine: bool = False,
     ) -> StepResult:
@@ -221,10 +221,10 @@ class Learner:
             self._warming = []
         began, work = time.monotonic(), work_of(shares[0])
         # One object a group of ranks: each fetches its own share and nothing else.
-        shipped = [ray_calls.put(share) for share in shares]
+        shipped = [ray_timeouts.put(share) for share in shares]
         with self._order:
             refs = [
-                ray_calls.call(
+                ray_timeouts.call(
                     getattr(rank, method),
                     shipped[index // self._config.trainer.sequence_parallel],
                     **options,
@@ -238,7 +238,7 @@ class Learner:
 
     def make_room(self) -> None:
         """Put sleeping engines out of the way of the weights (`rollout.sleep`)."""
-        ray_calls.awaited(self._make_room())
+        ray_timeouts.awaited(self._make_room())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         """Have rank 0 put the current weights into Ray's object store, bucket by bucket."""
@@ -261,7 +261,7 @@ class Learner:
         ]
         with self._order:
             refs = [
-                ray_calls.call(rank.send, share)
+                ray_timeouts.call(rank.send, share)
                 for rank, share in zip(self._ranks, shares, strict=True)
             ]
         sender = threading.Thread(target=self._sending, args=(refs, sent), daemon=True)
@@ -287,13 +287,13 @@ class Learner:
 
     def save(self, folder: Path) -> dict[str, Entry]:
         """Write what `load` needs into `folder`, which all ranks must see. Returns the files."""
-        ray_calls.awaited(self._make_room())
+        ray_timeouts.awaited(self._make_room())
         limit = self._limits.of(f"saving {folder}")
         return _joined(self._all("save", str(folder.absolute()), limit=limit))
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, exactly. Call it right after `start`."""
-        ray_calls.awaited(self._make_room())
+        ray_timeouts.awaited(self._make_room())
         limit = self._limits.of(f"loading {folder}")
         reports: list[StepReport] = self._all("load", str(folder.absolute()), limit=limit)
         self._version = reports[0].version
@@ -301,21 +301,21 @@ class Learner:
     def export(self, folder: Path) -> dict[str, Entry]:
         """Write the weights and the tokenizer as a model folder for transformers or vLLM. Returns
         the files."""
-        ray_calls.awaited(self._make_room())
+        ray_timeouts.awaited(self._make_room())
         limit = self._limits.of(f"exporting to {folder}")
         return _joined(self._all("export", str(folder.absolute()), limit=limit))
 
     def shutdown(self) -> None:
         """End every rank. Safe to call twice, and after a failure."""
         for rank in self._ranks:
-            ray_calls.kill(rank)
+            ray_timeouts.kill(rank)
         for sender in self._senders:  # or Ray would end while they wait for it
             sender.join(GRACE_S)
 
     def _all(self, method: str, *arguments: object, limit: Limit) -> list[Any]:
         """Call a method of every rank; the results by rank."""
         with self._order:
-            refs = [ray_calls.call(getattr(rank, method), *arguments) for rank in self._ranks]
+            refs = [ray_timeouts.call(getattr(rank, method), *arguments) for rank in self._ranks]
         return self._wait(refs, limit)
 
     def _wait(
@@ -329,25 +329,25 @@ class Learner:
 
         Raises soon after one rank fails: the others are then waiting for it in a collective.
         """
-        left = limit.left or ray_calls.Patience(limit.seconds)
+        left = limit.left or ray_timeouts.Deadline(limit.seconds)
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         failures: dict[int, RayError] = {}
-        while waiting and not any(map(ray_calls.of_a_loss, failures.values())):
+        while waiting and not any(map(ray_timeouts.is_loss, failures.values())):
             before = len(waiting)
-            for ref in ray_calls.wait(list(waiting), seconds=left)[0]:
+            for ref in ray_timeouts.wait(list(waiting), seconds=left)[0]:
                 rank = waiting[ref]
                 try:
-                    results[rank] = ray_calls.get(ref, seconds=ray_calls.CALL_S)
+                    results[rank] = ray_timeouts.get(ref, seconds=ray_timeouts.CALL_S)
                     note(results[rank])
                 except RayError as error:
                     if type(error) is GetTimeoutError:  # Ray's own, and not what the rank raised
                         continue
                     if not failures:
-                        left = ray_calls.Patience(LOST_S if maybe_of_another(error) else GRACE_S)
+                        left = ray_timeouts.Deadline(LOST_S if maybe_of_another(error) else GRACE_S)
                     failures[rank] = error
                 del waiting[ref]
-            if len(waiting) == before and not left.left():
+            if len(waiting) == before and not left.remaining():
                 break
         if failures:
             raise self._failure(failures, limit.what, stuck=bool(waiting))
@@ -367,16 +367,16 @@ class Learner:
     def _failure(self, failures: Mapping[int, RayError], what: str, *, stuck: bool) -> RuntimeError:
         """One error for all: a rank that died explains the others, which lost their peer. stuck:
         some have not answered."""
-        lost = [rank for rank, error in failures.items() if ray_calls.of_a_loss(error)]
+        lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
         rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]
-        cause, dead = ray_calls.cause(error), isinstance(error, RayActorError)
+        cause, dead = ray_timeouts.cause(error), isinstance(error, RayActorError)
         if isinstance(cause, SaveError):  # the ranks are well
             return SaveError(str(cause))
         text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
         if dead and rank < len(self._whereabouts):
             place = self._whereabouts[rank]
-            why = ray_calls.of_death(error)
+            why = ray_timeouts.death_reason(error)
             text = f"trainer rank {rank} died during {what}{why and ': '}{why}"
             text += f"\n(process {place.pid} on {place.host})\n{last_lines(place.log)}"
         short = what == STEP and type(cause).__name__ == "OutOfMemoryError"  # torch's
@@ -389,7 +389,7 @@ class Learner:
 def maybe_of_another(error: RayError) -> bool:
     """Whether a rank's failure may come of another's end: of that collectives raise RuntimeError,
     and sockets OSError."""
-    cause = ray_calls.cause(error)
+    cause = ray_timeouts.cause(error)
     own = type(cause).__name__ in ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
     return isinstance(cause, RuntimeError | OSError) and not own
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.packing import MicroBatch
-from keel.rl.sft.lessons import Lesson
+from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, Segment
 
 if TYPE_CHECKING:  # the driver, which hands findings on, does without
@@ -73,14 +73,16 @@ class Finding:
         return f"{name}, token {self.token} (id {self.token_ids_T[self.token]}): {self.what}"
 
 
-def said_of(findings: Sequence[Finding], groups: Sequence[ScoredGroup | Lesson]) -> tuple[str, ...]:
+def said_of(
+    findings: Sequence[Finding], groups: Sequence[ScoredGroup | SftExample]
+) -> tuple[str, ...]:
     """A line for each of the findings of all ranks that explain something."""
     names = names_of(groups)
     chosen = [finding for finding in findings if finding.certain] or findings
     return tuple(dict.fromkeys(finding.said(names) for finding in chosen))
 
 
-def names_of(groups: Sequence[ScoredGroup | Lesson]) -> dict[bytes, str]:
+def names_of(groups: Sequence[ScoredGroup | SftExample]) -> dict[bytes, str]:
     """Contexts, by their tokens → whose they are."""
     return {
         np.ascontiguousarray(segment.token_ids_T, np.int32).tobytes(): (
@@ -92,8 +94,8 @@ def names_of(groups: Sequence[ScoredGroup | Lesson]) -> dict[bytes, str]:
     }
 
 
-def _named(group: ScoredGroup | Lesson) -> list[tuple[str, Sequence[Segment]]]:
-    if isinstance(group, Lesson):
+def _named(group: ScoredGroup | SftExample) -> list[tuple[str, Sequence[Segment]]]:
+    if isinstance(group, SftExample):
         return [(f"conversation {group.prompt_id}", group.segments)]
     return [
         (f"{trajectory.prompt_id}, completion {trajectory.sibling + 1}", trajectory.segments)

@@ -43,7 +43,7 @@ from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import REFUSAL, check_weights
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
-from keel.rl.thinking import THINK
+from keel.rl.turns import THINK
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import name_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from keel.configs.schema import Config
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.model.imports import heavy_imports
 from keel.rl.buffer import split_updates
 from keel.rl.metrics import Metric
@@ -274,7 +274,7 @@ class TrainerWorker:
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         """References to the buckets, which this process puts into the object store one by one."""
-        return [ray_calls.put(bucket) for bucket in self.engine.publish()]
+        return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
 
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
         """Bring these engines to the current weights. All ranks are asked, each with its own."""

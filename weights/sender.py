@@ -17,7 +17,7 @@ from uuid import uuid4
 import torch
 from ray.exceptions import GetTimeoutError, RayTaskError
 
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.weights.buckets import Bucket, Checksum, FlatBucket, Sent
 from keel.weights.channel import Channel, Rendezvous, SharedMemory, gpu_id
 from keel.weights.control_channel import Begin, Finish, Outbox
@@ -104,12 +104,12 @@ class Sender:
 
     def _open(self, actor: Any) -> Link:
         gpus: list[str] = self._get(
-            ray_calls.call(actor.gpus), "an engine to say which GPUs it is on"
+            ray_timeouts.call(actor.gpus), "an engine to say which GPUs it is on"
         )
         shares = gpus == [gpu_id(self._device)] != [""]
         # The two ends of every earlier link have left their addresses in the store, under its name.
         name = uuid4().hex
-        joined = ray_calls.call(actor.join, self._rendezvous, name, shares)
+        joined = ray_timeouts.call(actor.join, self._rendezvous, name, shares)
         channel: Channel | None = None
         try:
             if not shares:
@@ -134,7 +134,7 @@ class Sender:
 
     def _get(self, answer: Any, what: str) -> Any:
         try:
-            return ray_calls.get(answer, seconds=self._timeout_s)
+            return ray_timeouts.get(answer, seconds=self._timeout_s)
         except GetTimeoutError as error:
             late = f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for {what}"
             raise TimeoutError(late) from error
@@ -180,7 +180,7 @@ class _Update:
 
     def begin(self, link: Link) -> None:
         self._link = link
-        self._receiving = ray_calls.call(self.receiver.actor.receive)
+        self._receiving = ray_timeouts.call(self.receiver.actor.receive)
         link.outbox.put(Begin())
 
     def send(self, bucket: FlatBucket) -> None:
@@ -222,6 +222,6 @@ def _drop_frames(error: BaseException | None) -> None:
 def _ask(answer: Any, patience_s: float | None = None) -> None:
     """Raises what an engine's call has raised, which explains more than a broken channel.
     patience_s: `GRACE_S` if None."""
-    ready, _ = ray_calls.wait([answer], seconds=GRACE_S if patience_s is None else patience_s)
+    ready, _ = ray_timeouts.wait([answer], seconds=GRACE_S if patience_s is None else patience_s)
     if ready:
-        ray_calls.get(answer, seconds=ray_calls.CALL_S)
+        ray_timeouts.get(answer, seconds=ray_timeouts.CALL_S)

@@ -26,7 +26,7 @@ from keel.data.rows.places import files_of
 from keel.data.rows.proposal import ANSWERS, PROMPTS
 from keel.data.rows.read import Row, rows_of_files, rows_of_lines
 from keel.rl.evaluation import FAIL
-from keel.rl.sft.records import segments_of
+from keel.rl.records import recorded_segments
 
 WRITTEN = KNOWN | {
     *("step", "domain", "sibling", "finish_reason", "reward", "parts", "tokenizer", "segments"),
@@ -211,7 +211,7 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
     segments, written = (), source.source == "trajectories"
     if written and record.get("segments"):
         try:
-            segments = segments_of(record, at)
+            segments = recorded_segments(record, at)
         except ValueError as error:
             raise BadLine(str(error)) from error
     messages, learned = conversation_of(record, source.system, rendered=not segments)

@@ -15,7 +15,7 @@ from keel.data.conversations.text import Encoded, made_texts, read_text
 from keel.data.conversations.types import Example, Read, Render
 from keel.data.items import digest, first_of
 from keel.data.stream import Stream
-from keel.rl.sft.lessons import Lesson
+from keel.rl.sft import SftExample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    train: Stream[Lesson]
-    heldout: Mapping[str, tuple[Lesson, ...]]
+    train: Stream[SftExample]
+    heldout: Mapping[str, tuple[SftExample, ...]]
     """Source name → its held-out conversations, for sources that have any."""
     report: Mapping[str, Report]
 
@@ -101,7 +101,7 @@ def load_lessons(
 
     parts = [_part(source, config, read(source), seed, render) for source in config.sources]
     held = {key for part in parts for key in part.held}
-    train: dict[str, list[Lesson]] = {}
+    train: dict[str, list[SftExample]] = {}
     report: dict[str, Report] = {}
     for source, part in zip(config.sources, parts, strict=True):
         spared = [one for one in part.usable if one.key not in held]
@@ -143,7 +143,7 @@ def load_lessons(
     )
 
 
-def content_of(lesson: Lesson) -> str:
+def content_of(lesson: SftExample) -> str:
     """By which a resumed run knows its data again."""
     tokens = hashlib.blake2b(digest_size=16)
     for segment in lesson.segments:
@@ -154,7 +154,7 @@ def content_of(lesson: Lesson) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Usable:
-    lesson: Lesson
+    lesson: SftExample
     question: str
     key: str
     """By which it is held out: the question, or of text the window."""
@@ -319,6 +319,6 @@ def _first(skipped: Sequence[str]) -> str:
     return f"; the first that is malformed: {skipped[0]}" if skipped else ""
 
 
-def _lesson(name: str, example: Example, render: Render) -> Lesson:
+def _lesson(name: str, example: Example, render: Render) -> SftExample:
     segments = example.segments or render(example)
-    return Lesson(prompt_id=f"{name}/{example.content}", segments=tuple(segments))
+    return SftExample(prompt_id=f"{name}/{example.content}", segments=tuple(segments))

@@ -19,7 +19,7 @@ from keel.data.items import digest
 from keel.data.rows.lines import BROKEN, BadLine, check_file, kind_of, opened
 from keel.data.rows.read import KINDS, kind_of_file, rows_of_files
 from keel.data.text.retrieval import pieces, retrieval_texts
-from keel.rl.sft.lessons import shown
+from keel.rl.sft import supervised_segment
 
 WHOLE = (".txt", ".md")
 """Files that are one document; of others (`KINDS`) each row is one."""
@@ -101,7 +101,7 @@ def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> Read:
             ids += own
             said += [learned] * len(own)
         name = digest(text)
-        segment = shown(f"text {number}", ids, said)
+        segment = supervised_segment(f"text {number}", ids, said)
         examples.append(Example.of_text(f"text {number}", name, 0, segment))
     return Read(examples=tuple(examples))
 
@@ -180,5 +180,5 @@ def _windows(
         ids = tokens[start : start + most]
         learned = [place > 0 and start + place >= unlearned for place in range(len(ids))]
         if any(learned):
-            segment = shown(at, ids, learned)
+            segment = supervised_segment(at, ids, learned)
             yield Example.of_text(f"{at}, window {index}", name, index, segment)

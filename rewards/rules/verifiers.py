@@ -22,7 +22,7 @@ from keel.rewards.text import (
     normalise,
     outside_think,
 )
-from keel.rl.thinking import THINK
+from keel.rl.turns import THINK
 
 Verifier = Callable[[str], float | Mapping[str, float]]
 """From a final text (thinking removed) to how correct it is, 0 … 1, or to parts of the reward with

@@ -1,12 +1,11 @@
-"""What a group's trajectories begin with alike is packed once: a prompt with eight answers costs
-the network one prompt.
+"""Packs the common prefix of a group's trajectories once.
 
-A token's place in the network depends on the tokens before it alone. Trajectories that begin with
-the same tokens, sent to the same experts, therefore have the same keys and values there in every
-layer, and the gradient of what they share is the sum of theirs. So the common beginning becomes a
-segment of its own, which trains nothing, and each trajectory's rest one that follows it
-(`MicroBatch.follows`). The last token before the first sampled one stays with the rest: what it
-predicts is a trajectory's own.
+A prompt with eight completions then costs the network one prompt. Keys and values at a position
+depend only on the tokens before it, so trajectories with the same leading tokens, routed to the
+same experts, have the same keys and values there in every layer, and the gradient of the prefix is
+the sum of theirs. The prefix becomes a segment without trainable tokens, and the rest of each
+trajectory a segment that follows it (`MicroBatch.follows`). The last token before the first sampled
+one stays with the rest, because its prediction differs between trajectories.
 """
 
 from __future__ import annotations
@@ -19,176 +18,182 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.packing.work import Work, balance
+from keel.rl.packing.items import PackItem, balance
 from keel.rl.types import Segment
 
-LEAST = 16
-"""Tokens that are worth a segment of their own."""
-SIZES = (1.0, 0.5, 0.25, 0.125)
-"""Of a micro-batch's tokens, or of a rank's, how much trajectories that share a beginning may fill
-together: less balances better over ranks, and has the beginning more often."""
-STARTED = 1 / 16
-"""Of a micro-batch's tokens: what one costs beside them."""
-KEPT = 0.75
-"""Of what a cluster has in common, and of what a trajectory could share, when that joins it."""
-COPIES = 4
-"""As much memory as the keys and values of so many tokens take, with what their gradients take,
-training keeps of one token: 6 to 20 without the latter (docs/scaling.md), and 4 to 5 of a narrow
-model whose activations are computed again."""
+MIN_PREFIX = 16
+"""Shortest prefix, in tokens, that gets a separate segment."""
+_SIZES = (1.0, 0.5, 0.25, 0.125)
+"""Candidate limits for a group with a shared prefix, as fractions of a micro-batch or of a rank's
+tokens. Smaller groups balance better over ranks but repeat the prefix more often."""
+_LAUNCH_COST = 1 / 16
+"""Fixed cost of a micro-batch, as a fraction of its token capacity."""
+_MIN_OVERLAP = 0.75
+"""Least fraction of its shareable prefix that each side keeps when a trajectory joins a cluster."""
+KV_COPIES_PER_TOKEN = 4
+"""Number of key/value copies, with gradients, that need the activation memory of one token: 6 to 20
+without gradients (docs/scaling.md), 4 to 5 for a narrow model with recomputed activations."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """Work that stays together in a micro-batch."""
+class PrefixGroup:
+    """Items that stay together in a micro-batch."""
 
-    work: tuple[Work, ...]
+    items: tuple[PackItem, ...]
     shared: int = 0
-    """Tokens that all of it begins with, and that are packed once. Where there are any, each has
-    one segment."""
+    """Length of the prefix that all items share and that is packed once. If it is not 0, each item
+    has one segment."""
 
     @property
     def tokens(self) -> int:
-        """That are packed."""
-        return self.shared + sum(item.tokens - self.shared for item in self.work)
+        """Number of packed tokens."""
+        return self.shared + sum(item.tokens - self.shared for item in self.items)
 
     @property
     def size(self) -> int:
-        """In tokens: what each context has a copy of, keys and values, counts too."""
-        return self.tokens + len(self.work) * self.shared // COPIES
+        """Memory in tokens, including each context's copy of the prefix's keys and values."""
+        return self.tokens + len(self.items) * self.shared // KV_COPIES_PER_TOKEN
 
 
-def singly(work: Sequence[Work]) -> list[Bundle]:
-    """Each by itself."""
-    return [Bundle((item,)) for item in work]
+def prefix_group_size(count: int, shared: int, whole: int) -> int:
+    """Upper bound of `PrefixGroup.size` for `count` items of `whole` tokens."""
+    return shared + count * (whole - shared + shared // KV_COPIES_PER_TOKEN + 1)
 
 
-def bundled(groups: Sequence[Sequence[Work]], *, ranks: int, capacity: int) -> list[Bundle]:
-    """The work of all groups, as it takes the slowest rank the least time: in bundles that share
-    what they begin with, none of several larger than `capacity`, or singly. Same groups, same
-    bundles."""
-    apart = singly([item for group in groups for item in group])
-    alike = [cluster for group in groups for cluster in _clusters(group)]
-    if not any(cluster.shared for cluster in alike):
+def unshared(items: Sequence[PackItem]) -> list[PrefixGroup]:
+    """Put each item into its own group."""
+    return [PrefixGroup((item,)) for item in items]
+
+
+def share_prefixes(
+    groups: Sequence[Sequence[PackItem]], *, ranks: int, capacity: int
+) -> list[PrefixGroup]:
+    """Choose the prefix groups that minimise the time of the slowest rank.
+
+    No group of several items exceeds `capacity`. Deterministic in its arguments.
+    """
+    apart = unshared([item for group in groups for item in group])
+    clusters = [cluster for group in groups for cluster in _clusters(group)]
+    if not any(cluster.shared for cluster in clusters):
         return apart
-    each = sum(bundle.tokens for bundle in apart) // ranks
-    limits = {min(capacity, int(size * whole)) for whole in (capacity, each) for size in SIZES}
+    per_rank = sum(one.tokens for one in apart) // ranks
+    limits = {min(capacity, int(size * whole)) for whole in (capacity, per_rank) for size in _SIZES}
     choices = [apart]
     for limit in sorted(limits):
-        choices.append([bundle for cluster in alike for bundle in _cut(cluster, limit)])
-    return min(choices, key=lambda bundles: _time(bundles, ranks, capacity))
+        choices.append([part for cluster in clusters for part in _cut(cluster, limit)])
+    return min(choices, key=lambda choice: _step_time(choice, ranks, capacity))
 
 
-def dealt(bundles: Sequence[Bundle], *, ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Their indices, as `balance` has them: what fits a micro-batch is a matter of memory, and how
-    long a rank takes one of tokens."""
-    sizes = [bundle.size for bundle in bundles]
-    tokens = [bundle.tokens for bundle in bundles]
+def assign(groups: Sequence[PrefixGroup], *, ranks: int, capacity: int) -> list[list[list[int]]]:
+    """Assign groups to micro-batches with `balance`: tokens measure time, sizes measure memory."""
+    sizes = [group.size for group in groups]
+    tokens = [group.tokens for group in groups]
     return balance(tokens, ranks=ranks, capacity=capacity, sizes=sizes)
 
 
 @lru_cache(maxsize=4096)  # a plan tries thousands of layouts
-def at_the_limits(
+def estimate_packing(
     groups: int, size: int, *, shared: int, own: int, ranks: int, capacity: int
 ) -> tuple[int, int]:
-    """Micro-batches of a rank, and tokens of the busiest, of so many groups of `size` trajectories:
-    `shared` tokens that those of a group begin with and that are packed once (0: none), and `own`
-    more of each. As `bundled` and `dealt` have it, by arithmetic: exactly where bundles are many
-    beside ranks, or alike."""
-    each = groups * size * (shared + own) // ranks
-    limits = {min(capacity, int(part * whole)) for whole in (capacity, each) for part in SIZES}
-    room = own + shared // COPIES + 1
-    together = {max(1, min(size, (limit - shared) // room)) for limit in limits if shared} | {1}
+    """Predict the micro-batches per rank and the tokens of the busiest rank.
+
+    Follows `share_prefixes` and `assign` arithmetically for `groups` groups of `size` trajectories,
+    each with `shared` prefix tokens (0: no sharing) and `own` more. Exact for equal prefix groups,
+    or for many more of them than ranks.
+    """
+    per_rank = groups * size * (shared + own) // ranks
+    limits = {min(capacity, int(part * whole)) for whole in (capacity, per_rank) for part in _SIZES}
+    room = own + shared // KV_COPIES_PER_TOKEN + 1
+    counts = {max(1, min(size, (limit - shared) // room)) for limit in limits if shared} | {1}
 
     def filled(count: int) -> tuple[float, int, int]:
-        """In bundles of `count`, and of what is left over in each group; first, how long that
-        takes (`_time`)."""
+        """Step time (`_step_time`), rows and slowest rank for prefix groups of `count` items, with
+        the remainder of each trajectory group in a smaller one."""
         rows = free = idle = slowest = 0
-        for items, bundles in ((count, groups * (size // count)), (size % count, groups)):
+        for items, parts in ((count, groups * (size // count)), (size % count, groups)):
             if items:
                 packed = shared + items * own
-                each_rank = -(-max(0, bundles - idle) // ranks)  # those that have nothing first
-                idle += each_rank * ranks - bundles
+                each_rank = -(-max(0, parts - idle) // ranks)  # idle ranks come first
+                idle += each_rank * ranks - parts
                 slowest += each_rank * packed
-                per = max(1, capacity // (packed + (items * shared // COPIES) * (items > 1)))
-                more = -(-max(0, bundles - free) // (per * ranks))
-                rows, free = rows + more, free + more * per * ranks - bundles
-        return slowest + STARTED * capacity * rows, rows, slowest
+                copies = (items * shared // KV_COPIES_PER_TOKEN) * (items > 1)
+                per = max(1, capacity // (packed + copies))
+                more = -(-max(0, parts - free) // (per * ranks))
+                rows, free = rows + more, free + more * per * ranks - parts
+        return slowest + _LAUNCH_COST * capacity * rows, rows, slowest
 
-    _, rows, slowest = min(map(filled, together))
+    _, rows, slowest = min(map(filled, counts))
     return rows, slowest
 
 
-def _time(bundles: Sequence[Bundle], ranks: int, capacity: int) -> float:
-    """Of a step, in tokens: in each round the rank with the most keeps the others waiting."""
-    tokens = [bundle.tokens for bundle in bundles]
-    plan = dealt(bundles, ranks=ranks, capacity=capacity)
-    filled = [[sum(tokens[i] for i in chosen) for chosen in bins] for bins in plan]
+def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> float:
+    """Time of a step, in tokens: in each round all ranks wait for the one with the most."""
+    tokens = [group.tokens for group in groups]
+    plan = assign(groups, ranks=ranks, capacity=capacity)
+    filled = [[sum(tokens[i] for i in members) for members in bins] for bins in plan]
     rounds = np.max(filled, axis=0)
-    return float(rounds.sum()) + STARTED * capacity * len(rounds)
+    return float(rounds.sum()) + _LAUNCH_COST * capacity * len(rounds)
 
 
-def _cut(cluster: Bundle, most: int) -> Iterator[Bundle]:
-    """A cluster in bundles of a size of `most`, as far as single ones are not larger."""
-    shared, together, size = cluster.shared, list[Work](), cluster.shared
-    for item in cluster.work:
-        own = item.tokens - shared + shared // COPIES + 1
-        if together and size + own > most:
-            yield _joined(together, shared)
-            together, size = [], shared
-        together.append(item)
+def _cut(cluster: PrefixGroup, limit: int) -> Iterator[PrefixGroup]:
+    """Cut a cluster into groups of at most `limit`, or of one item if that alone is larger."""
+    shared, members, size = cluster.shared, list[PackItem](), cluster.shared
+    for item in cluster.items:
+        own = item.tokens - shared + shared // KV_COPIES_PER_TOKEN + 1
+        if members and size + own > limit:
+            yield _group(members, shared)
+            members, size = [], shared
+        members.append(item)
         size += own
-    yield _joined(together, shared)
+    yield _group(members, shared)
 
 
-def bundle_size(count: int, shared: int, whole: int) -> int:
-    """What a bundle of so many trajectories of `whole` tokens fills, of which they share the first
-    `shared`."""
-    return shared + count * (whole - shared + shared // COPIES + 1)
+def _group(items: Sequence[PackItem], shared: int) -> PrefixGroup:
+    return PrefixGroup(tuple(items), shared if len(items) > 1 else 0)
 
 
-def _joined(work: Sequence[Work], shared: int) -> Bundle:
-    return Bundle(tuple(work), shared if len(work) > 1 else 0)
-
-
-def _clusters(group: Sequence[Work]) -> list[Bundle]:
-    """Trajectories of a group that begin alike, however large; each of the others by itself."""
-    found: list[Bundle] = []
+def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
+    """Cluster the trajectories of a group by common prefix, without a size limit."""
+    clusters: list[PrefixGroup] = []
     for item in group:
-        place, most = _home(found, item)
+        place, shared = _find_cluster(clusters, item)
         if place is None:
-            found.append(Bundle((item,), most))
+            clusters.append(PrefixGroup((item,), shared))
         else:
-            found[place] = Bundle((*found[place].work, item), most)
-    return [_joined(cluster.work, cluster.shared) for cluster in found]
+            clusters[place] = PrefixGroup((*clusters[place].items, item), shared)
+    return [_group(cluster.items, cluster.shared) for cluster in clusters]
 
 
-def _home(clusters: Sequence[Bundle], item: Work) -> tuple[int | None, int]:
-    """Which of the clusters it joins, and what all of that have in common then: one where both lose
-    little by it, since a single trajectory that went another way must not keep all others apart. Of
-    none: what it could share."""
+def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int | None, int]:
+    """Find a cluster that `item` can join, and the prefix length of the joint cluster.
+
+    Both sides must keep `_MIN_OVERLAP` of their prefix, so that one diverging trajectory does not
+    separate all the others. Without a match, returns None and the prefix that `item` can share.
+    """
     segment, *others = item.segments
-    if others or item.split >= 0:  # parts of it are elsewhere
+    if others or item.split >= 0:  # the trajectory has other segments
         return None, 0
     own = int(segment.trainable_T.argmax()) - 1
     for place, cluster in enumerate(clusters):
-        least, most = max(LEAST, int(KEPT * max(own, cluster.shared))), min(own, cluster.shared)
-        common = _alike(cluster.work[0].segments[0], segment, most) if most >= least else 0
+        least = max(MIN_PREFIX, int(_MIN_OVERLAP * max(own, cluster.shared)))
+        most = min(own, cluster.shared)
+        common = _common(cluster.items[0].segments[0], segment, most) if most >= least else 0
         if common >= least:
             return place, common
-    return None, own if own >= LEAST else 0
+    return None, own if own >= MIN_PREFIX else 0
 
 
-def _alike(one: Segment, other: Segment, most: int) -> int:
-    """Tokens, of the first `most`, that are the same and were sent to the same experts."""
+def _common(one: Segment, other: Segment, limit: int) -> int:
+    """Length of the common prefix, up to `limit`, with the same tokens and experts."""
     if one.selected_TLk is not None or other.selected_TLk is not None:
         return 0
-    most = _agreeing(one.token_ids_T[:most], other.token_ids_T[:most])
+    limit = _equal_rows(one.token_ids_T[:limit], other.token_ids_T[:limit])
     if one.routes_TLK is not None and other.routes_TLK is not None:
-        most = _agreeing(one.routes_TLK[:most], other.routes_TLK[:most])
-    return most
+        limit = _equal_rows(one.routes_TLK[:limit], other.routes_TLK[:limit])
+    return limit
 
 
-def _agreeing(one: NDArray[Any], other: NDArray[Any]) -> int:
-    """Leading rows that are equal."""
+def _equal_rows(one: NDArray[Any], other: NDArray[Any]) -> int:
+    """Number of leading rows that are equal."""
     differ = (one != other).any(axis=tuple(range(1, one.ndim)))
     return int(differ.argmax()) if differ.any() else len(differ)

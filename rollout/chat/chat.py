@@ -8,8 +8,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
-from keel.rl.thinking import THINK
-from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec
+from keel.rl.turns import THINK, Malformed, Message, Parsed, ToolCall, ToolSpec
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks, strings
 from keel.rollout.chat.formats import Format, format_of
 from keel.rollout.chat.parsing import Read, Written

@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from keel.rl import strict_json
-from keel.rl.thinking import THINK, ThinkingMarks
-from keel.rl.turns import ToolSpec
+from keel.rl.turns import THINK, ThinkingMarks, ToolSpec
 from keel.rollout.chat.thinking import HARMONY, NO_CALLS, Bounds, split_thinking
 
 _KINDS: dict[type, set[str]] = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.rl.thinking import THINK, ThinkingMarks
+from keel.rl.turns import THINK, ThinkingMarks
 
 HARMONY = ThinkingMarks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
 """gpt-oss. Its turns are several messages, which `keel.rollout.chat.parsing.read_harmony` reads."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.seeds import seed_of
-from keel.rl.thinking import THINK, ThinkingMarks
+from keel.rl.turns import THINK, ThinkingMarks
 from keel.rl.types import NO_ROUTE, FinishReason, Prompt, SamplingMasks, Segment, Trajectory
 from keel.rollout.chat.parsing import Broken, read_harmony
 from keel.rollout.chat.render import check_developers, render

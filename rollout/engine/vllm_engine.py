@@ -20,8 +20,7 @@ from vllm.platforms import current_platform
 from keel.configs.schema import SamplingConfig
 from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing.routers import is_moe
-from keel.rl.thinking import THINK
-from keel.rl.turns import TurnRequest
+from keel.rl.turns import THINK, TurnRequest
 from keel.rl.types import Prompt
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import (

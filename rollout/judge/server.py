@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util import get_node_ip_address
 
 from keel.configs.schema import JudgeConfig
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.rollout.judge.process import STOP_S, JudgeProcess
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
@@ -105,7 +105,7 @@ class JudgeServer:
                 self._url = ""
                 self._times.append(now)
                 log.warning("the judge's server died and is started again: %s", why)
-                ray_calls.kill(self._actor)
+                ray_timeouts.kill(self._actor)
                 self._launch()
             self._url = self._wait()
             return self._url
@@ -116,27 +116,27 @@ class JudgeServer:
             return
         self._stopped = True
         # If that fails, the server has ended, or does with its actor.
-        with contextlib.suppress(RayError, TimeoutError, ray_calls.RayLost):
-            asked = ray_calls.call(self._actor.__ray_ready__)
-            if ray_calls.wait([asked], seconds=PLACED_S)[0]:
-                ray_calls.get(ray_calls.call(self._actor.stop), seconds=STOP_S)
-        ray_calls.kill(self._actor)
+        with contextlib.suppress(RayError, TimeoutError, ray_timeouts.RayLost):
+            asked = ray_timeouts.call(self._actor.__ray_ready__)
+            if ray_timeouts.wait([asked], seconds=PLACED_S)[0]:
+                ray_timeouts.get(ray_timeouts.call(self._actor.stop), seconds=STOP_S)
+        ray_timeouts.kill(self._actor)
 
     def _launch(self) -> None:
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": 4}
         if self._gpu:
             options |= {"num_cpus": 1, "num_gpus": self._config.server.tensor_parallel}
-        self._actor = ray_calls.create(
+        self._actor = ray_timeouts.create(
             JudgeActor, "judge", {**options, **self._options}, self._config, self._gpu, self.key
         )
-        self._starting = ray_calls.call(self._actor.start)
+        self._starting = ray_timeouts.call(self._actor.start)
         if self._stopped:  # meanwhile, by another thread
-            ray_calls.kill(self._actor)
+            ray_timeouts.kill(self._actor)
 
     def _wait(self) -> str:
         limit = self._config.server.startup_timeout_s + REPLY_S
         try:
-            return str(ray_calls.get(self._starting, seconds=limit))
+            return str(ray_timeouts.get(self._starting, seconds=limit))
         except RayTaskError as error:
             raise RuntimeError(str(error.cause)) from error
         except RayActorError as error:
@@ -150,7 +150,7 @@ class JudgeServer:
 
     def _ended(self) -> str:
         try:
-            return str(ray_calls.get(ray_calls.call(self._actor.ended), seconds=REPLY_S))
+            return str(ray_timeouts.get(ray_timeouts.call(self._actor.ended), seconds=REPLY_S))
         except RayActorError as error:
             return f"its actor died: {error}"
         except GetTimeoutError:

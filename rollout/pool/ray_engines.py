@@ -12,7 +12,7 @@ from ray import ObjectRef
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from keel.configs.schema import SamplingConfig
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.model.ray_timeouts import GONE
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
@@ -43,38 +43,38 @@ class RayEngine:
             },
             **options,
         }
-        self.actor = ray_calls.create(RolloutWorker, f"rollout engine {index}", given, spec)
+        self.actor = ray_timeouts.create(RolloutWorker, f"rollout engine {index}", given, spec)
 
     def ready(self) -> Future[Started]:
-        return as_future(ray_calls.call(self.actor.ready))
+        return as_future(ray_timeouts.call(self.actor.ready))
 
     def generate(
         self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
     ) -> Future[Group]:
-        called = ray_calls.call(self.actor.generate, prompt, group_size, sampling, record, draw)
+        called = ray_timeouts.call(self.actor.generate, prompt, group_size, sampling, record, draw)
         return as_future(called, gone=(*GONE, ObjectLostError))
 
     def turn(
         self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[TurnResult]:
-        called = ray_calls.call(self.actor.turn, request, sampling, record)
+        called = ray_timeouts.call(self.actor.turn, request, sampling, record)
         return as_future(called, gone=(*GONE, ObjectLostError))
 
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
-        return as_future(ray_calls.call(self.actor.update, version, list(buckets)))
+        return as_future(ray_timeouts.call(self.actor.update, version, list(buckets)))
 
     def progress(self) -> Future[Progress]:
-        return as_future(ray_calls.call(self.actor.progress))
+        return as_future(ray_timeouts.call(self.actor.progress))
 
     def stats(self) -> Future[dict[str, float]]:
         """See `EngineThread.stats`."""
-        return as_future(ray_calls.call(self.actor.stats))
+        return as_future(ray_timeouts.call(self.actor.stats))
 
     def sleep(self) -> Future[None]:
-        return as_future(ray_calls.call(self.actor.sleep))
+        return as_future(ray_timeouts.call(self.actor.sleep))
 
     def kill(self) -> None:
-        ray_calls.kill(self.actor)
+        ray_timeouts.kill(self.actor)
 
 
 def ray_pool(
@@ -157,7 +157,7 @@ def _as_engine_error(
 
 def _reason(error: RayError) -> str:
     """Why an actor died, without the traceback of its constructor."""
-    text = (isinstance(error, RayActorError) and ray_calls.of_death(error)) or str(error)
+    text = (isinstance(error, RayActorError) and ray_timeouts.death_reason(error)) or str(error)
     if died := _DIED.search(text):  # then all that Ray has is guesses, a page of them
         return (
             f"its process {died[1]} has died: it was killed, by the kernel perhaps where memory is "

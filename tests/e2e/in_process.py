@@ -22,7 +22,7 @@ from keel.data.dataset import Dataset
 from keel.rewards.judge.service import JudgeService
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
-from keel.rl.sft.lessons import Lesson
+from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
@@ -60,7 +60,7 @@ class LocalLearner:
     def train(
         self,
         shares: Sequence[Sequence[TrainBatch]],
-        groups: Sequence[ScoredGroup | Lesson] = (),
+        groups: Sequence[ScoredGroup | SftExample] = (),
         *,
         examine: bool = False,
     ) -> StepResult:

@@ -1,4 +1,4 @@
-"""No call of Ray's is waited for without an end."""
+"""Every Ray call has a deadline."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.model.ray_timeouts import (
-    BEYOND_S,
-    Patience,
+    Deadline,
     RayLost,
+    Unanswered,
     awaited,
     bounded,
+    death_reason,
     get,
+    is_loss,
     joined,
     kill,
-    lose,
-    lost,
-    name_of,
-    of_a_loss,
-    of_death,
+    lost_reason,
+    mark_lost,
+    process_name,
     shut_down,
     start,
     wait,
@@ -39,215 +39,192 @@ from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
-def well() -> Iterator[None]:
+def healthy() -> Iterator[None]:
     joined()
     yield
     joined()
 
 
-def test_what_comes_back_is_handed_on() -> None:
-    assert bounded(lambda: 7, PATIENCE_S, "count") == 7
-    with pytest.raises(KeyError, match="absent"):
-        bounded(lambda: {}["absent"], PATIENCE_S, "look")
-
-
-def test_what_does_not_come_back_is_named() -> None:
-    never = threading.Event()
-    with pytest.raises(TimeoutError, match=r"waited 0\.01 s for Ray to list its nodes"):
-        bounded(never.wait, 0.01, "list its nodes")
-    never.set()
+@pytest.fixture
+def initialized(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Result of `ray.is_initialized`, as a list of one."""
+    state = [True]
+    monkeypatch.setattr("ray.is_initialized", lambda: state[0])
+    return state
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether Ray is."""
-    there = [True]
-    monkeypatch.setattr("ray.is_initialized", lambda: there[0])
-    return there
+def never() -> Iterator[threading.Event]:
+    """An event that is set only after the test, to release its threads."""
+    event = threading.Event()
+    yield event
+    event.set()
 
 
-def test_who_comes_after_the_end_of_ray_starts_no_other_one(there: list[bool]) -> None:
-    """Ray itself would: `ray.get` and all the others begin with a cluster where there is none."""
+def test_bounded_returns_results_and_errors(never: threading.Event) -> None:
+    assert bounded(lambda: 7, PATIENCE_S, "count") == 7
+    with pytest.raises(KeyError, match="absent"):
+        bounded(lambda: {}["absent"], PATIENCE_S, "look")
+    with pytest.raises(Unanswered, match="list its nodes"):
+        bounded(never.wait, 0.01, "list its nodes")
+    assert bounded(lambda: 7, PATIENCE_S, "answer") == 7, "a hanging call blocks no other"
+    threads = {bounded(threading.get_ident, PATIENCE_S, "name its thread") for _ in range(50)}
+    assert len(threads) <= 2
+
+
+def test_no_call_restarts_ray_after_shutdown(initialized: list[bool]) -> None:
     calls: list[str] = []
 
-    def shuts_down() -> None:
-        with pytest.raises(RayLost, match="has left its cluster"):
+    def stop() -> None:
+        with pytest.raises(RayLost):
             bounded(lambda: calls.append("meanwhile"), PATIENCE_S, "list its nodes")
-        there[0] = False
+        initialized[0] = False
 
-    shut_down(shuts_down, PATIENCE_S, "end")
-    with pytest.raises(RayLost, match="has left its cluster"):
+    shut_down(stop, PATIENCE_S, "end")
+    with pytest.raises(RayLost):
         bounded(lambda: calls.append("later"), PATIENCE_S, "list its nodes")
-    with pytest.raises(RayLost, match="has left its cluster"):
+    with pytest.raises(RayLost):
         awaited(Future())
-    assert not calls and not lost()
-    there[0] = True  # by somebody else
+    assert not calls and not lost_reason()
+    initialized[0] = True  # another component joined a cluster
     assert bounded(lambda: 7, PATIENCE_S, "count") == 7
-    there[0] = False
+    initialized[0] = False
     joined()
     assert bounded(lambda: 7, PATIENCE_S, "count") == 7
     shut_down(lambda: None, PATIENCE_S, "end")
-    assert bounded(lambda: 7, PATIENCE_S, "count") == 7, "there was none to leave"
+    assert bounded(lambda: 7, PATIENCE_S, "count") == 7, "there was no cluster to leave"
 
 
-def test_a_call_under_way_ends_with_ray(there: list[bool]) -> None:
-    never, left = threading.Event(), threading.Event()
+def test_shutdown_ends_pending_calls(initialized: list[bool], never: threading.Event) -> None:
+    left = threading.Event()
 
-    def shuts_down() -> None:
-        there[0] = False
-
-    def hangs() -> bool:
-        shut_down(shuts_down, PATIENCE_S, "end")
+    def hang() -> bool:
+        shut_down(lambda: initialized.__setitem__(0, False), PATIENCE_S, "end")
         left.set()
         return never.wait(PATIENCE_S)
 
-    with pytest.raises(RayLost, match="has left its cluster"):
-        bounded(hangs, PATIENCE_S, "say which calls are done")
+    with pytest.raises(RayLost):
+        bounded(hang, PATIENCE_S, "report which calls are done")
     assert left.wait(PATIENCE_S)
-    never.set()
 
 
-def test_a_lost_ray_ends_what_waits_for_it_and_is_asked_no_more() -> None:
-    never = threading.Event()
-
-    def hangs() -> bool:
-        lose("its raylet is gone")
+def test_mark_lost_ends_pending_and_later_calls(never: threading.Event) -> None:
+    def hang() -> bool:
+        mark_lost("its raylet is gone")
         return never.wait(PATIENCE_S)
 
     with pytest.raises(RayLost, match="its raylet is gone"):
-        bounded(hangs, PATIENCE_S, "take an object into its store")
-    never.set()
-    lose("so is the rest")
-    assert lost() == "its raylet is gone", "the first is the cause"
-    kill("an actor")  # gone with it
+        bounded(hang, PATIENCE_S, "store an object")
+    mark_lost("second")
+    kill("an actor")
     with pytest.raises(RayLost):
-        bounded(lambda: lose("called"), PATIENCE_S, "anything")
-    assert lost() == "its raylet is gone"
+        bounded(lambda: mark_lost("called"), PATIENCE_S, "anything")
+    assert lost_reason() == "its raylet is gone", "the first reason is kept"
     with pytest.raises(RayLost):
         awaited(Future())
 
 
-def test_who_was_stopped_has_not_waited() -> None:
+def test_deadline_caps_the_time_between_polls() -> None:
     now = 0.0
-    patience = Patience(10.0, 1.0, lambda: now)
-    assert patience.left() == 10.0
+    deadline = Deadline(10.0, 1.0, lambda: now)
+    assert deadline.remaining() == 10.0
     now += 3600.0
-    assert patience.left() == 8.0, "as for two turns"
+    assert deadline.remaining() == 8.0
     for _ in range(7):
         now += 1.0
-        assert patience.left() > 0
+        assert deadline.remaining() > 0
     now += 1.5
-    assert patience.left() == 0.0
+    assert deadline.remaining() == 0.0
 
 
-class World:
-    """In which a call is done after some turns, of `turn_s` seconds each."""
+def test_bounded_ignores_time_while_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, resumed = iter([0.0, 0.0]), threading.Event()
+    clock = lambda: next(times, 1000.0)  # noqa: E731
+    monkeypatch.setattr(ray_timeouts, "Deadline", lambda *of: Deadline(*of, clock))
+    threading.Timer(3 * ray_timeouts.POLL_S, resumed.set).start()
+    assert bounded(lambda: resumed.wait(PATIENCE_S), 60.0, "do something")
 
-    def __init__(self, patch: pytest.MonkeyPatch, turns: int, turn_s: float) -> None:
-        self.now, self._turns, self._turn_s = 0.0, turns, turn_s
-        self.asked, self.limits = list[float](), list[float]()
-        patch.setattr(ray_calls.ray, "wait", self.wait)
-        patch.setattr(ray_calls.ray, "get", lambda ref, timeout: "its result")
-        patch.setattr(ray_calls, "bounded", self._bounded)
+
+class FakeRay:
+    """Answers `ray.wait` after a number of polls of `poll_s` seconds each."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, polls: int, poll_s: float) -> None:
+        self.now, self._polls, self._poll_s = 0.0, polls, poll_s
+        self.timeouts, self.limits = list[float](), list[float]()
+        patch.setattr(ray_timeouts.ray, "wait", self._wait)
+        patch.setattr(ray_timeouts.ray, "get", lambda ref, timeout: "its result")
+        patch.setattr(ray_timeouts, "bounded", self._bounded)
+
+    def deadline(self, seconds: float) -> Deadline:
+        return Deadline(seconds, clock=lambda: self.now)
 
     def _bounded(self, call: Callable[[], Any], seconds: float, what: str) -> Any:
         self.limits.append(seconds)
         return call()
 
-    def patience(self, seconds: float) -> Patience:
-        return Patience(seconds, clock=lambda: self.now)
-
-    def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        self.asked.append(timeout)
-        self.now += min(self._turn_s, timeout) if self._turn_s < 60 else self._turn_s
-        return (refs, []) if len(self.asked) > self._turns else ([], refs)
+    def _wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        self.timeouts.append(timeout)
+        self.now += min(self._poll_s, timeout) if self._poll_s < 60 else self._poll_s
+        return (refs, []) if len(self.timeouts) > self._polls else ([], refs)
 
 
-def test_a_wait_is_made_in_turns_and_a_long_one_counts_as_two(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    well = World(monkeypatch, turns=100, turn_s=1.0)
-    assert wait(["a"], seconds=well.patience(2.5)) == ([], ["a"])
-    assert well.asked == [1.0, 1.0, 0.5]
-    assert well.limits == [left + BEYOND_S for left in (2.5, 1.5, 0.5)], "if Ray's own stand still"
-    stopped = World(monkeypatch, turns=4, turn_s=3600.0)
-    assert wait(["a"], seconds=stopped.patience(10.0)) == (["a"], [])
+def test_wait_polls_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = FakeRay(monkeypatch, polls=100, poll_s=1.0)
+    assert wait(["a"], seconds=slow.deadline(2.5)) == ([], ["a"])
+    assert slow.timeouts == [1.0, 1.0, 0.5]
+    assert slow.limits == [remaining + ray_timeouts._GRACE_S for remaining in (2.5, 1.5, 0.5)]
+    stopped = FakeRay(monkeypatch, polls=4, poll_s=3600.0)
+    assert wait(["a"], seconds=stopped.deadline(10.0)) == (["a"], [])
     assert get("a", seconds=1.0) == "its result"
-
-
-def test_what_is_not_there_in_time_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    World(monkeypatch, turns=10**6, turn_s=1.0)
-    with pytest.raises(GetTimeoutError, match=r"within 0\.01 s"):
+    FakeRay(monkeypatch, polls=10**6, poll_s=1.0)
+    with pytest.raises(GetTimeoutError):
         get("a", seconds=0.01)
 
 
-def test_each_start_knows_its_own_actors() -> None:
+def test_process_names_belong_to_one_start() -> None:
     first = start()
     mark = f"{first}/trainer rank 0"
-    assert name_of(mark, first) == "trainer rank 0"
+    assert process_name(mark, first) == "trainer rank 0"
     joined()
-    assert start() != first and name_of(mark, start()) == "" == name_of("", start())
+    assert start() != first and process_name(mark, start()) == "" == process_name("", start())
 
 
-def test_an_actor_that_cannot_be_ended_hides_no_error_and_is_waited_for_once(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_hanging_kill_is_awaited_once(
+    monkeypatch: pytest.MonkeyPatch, never: threading.Event
 ) -> None:
-    """With a GCS that hangs. The others are not asked to end, but nobody waits for them either."""
-    never, asked = threading.Event(), list[str]()
+    calls = list[str]()
 
-    def hangs(actor: str) -> None:
-        asked.append(actor)
+    def hang(actor: str) -> None:
+        calls.append(actor)
         never.wait(PATIENCE_S)
 
-    monkeypatch.setattr("ray.kill", hangs)
-    monkeypatch.setattr(ray_calls, "CALL_S", 0.01)
+    monkeypatch.setattr("ray.kill", hang)
+    monkeypatch.setattr(ray_timeouts, "CALL_S", 0.01)
     for actor in ("rank 0", "rank 1"):
         kill(actor)
-    never.set()
-    assert asked == ["rank 0"] and "waited 0.01 s for Ray to end an actor" in lost()
+    assert calls == ["rank 0"] and "end an actor" in lost_reason()
 
 
-def test_time_while_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, resumed = iter([0.0, 0.0]), threading.Event()
-    clock = lambda: next(times, 1000.0)  # noqa: E731
-    monkeypatch.setattr(ray_calls, "Patience", lambda *of: Patience(*of, clock))
-    threading.Timer(3 * ray_calls.LOOK_S, resumed.set).start()
-    assert bounded(lambda: resumed.wait(PATIENCE_S), 60.0, "do something")
-
-
-def test_calls_share_a_thread_that_returned() -> None:
-    threads = {bounded(threading.get_ident, PATIENCE_S, "say its thread") for _ in range(50)}
-    assert len(threads) <= 2
-
-
-def test_a_call_that_hangs_blocks_no_other() -> None:
-    release = threading.Event()
-    with pytest.raises(ray_calls.Unanswered):
-        bounded(lambda: release.wait(PATIENCE_S), 0.01, "hang")
-    assert bounded(lambda: 7, PATIENCE_S, "answer") == 7
-    release.set()
-
-
-def test_what_says_that_a_process_is_gone() -> None:
-    away = [ActorDiedError(), ObjectLostError("ref", "address", "put"), ray_calls.Unanswered()]
-    assert all(map(of_a_loss, away))
-    for there in (*away, RuntimeError("it is well")):
-        raised = RayTaskError("step", "traceback", there).as_instanceof_cause()
-        assert of_a_loss(raised) == (there in away), there
+def test_losses_are_recognized_in_remote_errors() -> None:
+    losses = [ActorDiedError(), ObjectLostError("ref", "address", "put"), Unanswered()]
+    assert all(map(is_loss, losses))
+    for error in (*losses, RuntimeError("a bug")):
+        raised = RayTaskError("step", "traceback", error).as_instanceof_cause()
+        assert is_loss(raised) == (error in losses), error
 
 
 class Died(ActorDiedError):
-    """As Ray words it."""
+    """An actor's death with Ray's message."""
 
-    def __init__(self, words: str) -> None:
-        self._words = words
+    def __init__(self, message: str) -> None:
+        self._message = message
 
     def __str__(self) -> str:
-        return self._words
+        return self._message
 
 
-def test_of_a_node_that_is_gone_its_address_is_said_and_not_all_of_rays_ids() -> None:
-    said = of_death(
+def test_death_reason_drops_ids_and_guesses() -> None:
+    reason = death_reason(
         Died(
             "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainerWorker\n"
             "\tactor_id: 19fb148bbfe210f178e5d07601000000\n\tpid: 4382\n\tip: 10.77.0.2\nThe actor "
@@ -255,13 +232,8 @@ def test_of_a_node_that_is_gone_its_address_is_said_and_not_all_of_rays_ids() ->
             "actor's node was terminated unexpectedly: health check failed due to no heartbeats"
         )
     )
-    assert said == "its node (10.77.0.2) is gone: health check failed due to no heartbeats"
-    assert of_death(Died("its worker process has died. Perhaps of: …")) == "", "guesses"
-    assert of_death(Died("no memory")) == "no memory"
-    reset = (
-        "RpcError: RPC error: recvmsg:Connection reset by peer rpc_code: 14. The task may or may"
-    )
-    broken = of_death(
-        ActorUnavailableError(f"temporarily unavailable: {reset} not have been", None)
-    )
-    assert broken == "the connection to it is lost (recvmsg:Connection reset by peer)"
+    assert "10.77.0.2" in reason and "no heartbeats" in reason and "5ee8" not in reason
+    assert death_reason(Died("its worker process has died. Perhaps of: …")) == ""
+    assert death_reason(Died("no memory")) == "no memory"
+    reset = "RpcError: RPC error: recvmsg:Connection reset by peer rpc_code: 14. The task may"
+    assert "reset by peer" in death_reason(ActorUnavailableError(reset, None))

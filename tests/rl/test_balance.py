@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rl.packing import balance, work
+from keel.rl.packing import balance, items
 
 
 @settings(deadline=None, max_examples=20)
@@ -50,13 +50,13 @@ def test_a_long_trajectory_sits_alone() -> None:
 def test_long_items_are_not_tried_in_bin_after_bin(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of which takes two of them: with thousands, that was seconds of each step."""
     tried: list[int] = []
-    fill = work._fill
+    fill = items._fill
 
     def counting(tokens: Any, sizes: Any, order: Any, count: int, capacity: int) -> Any:
         tried.append(count)
         return fill(tokens, sizes, order, count, capacity)
 
-    monkeypatch.setattr(work, "_fill", counting)
+    monkeypatch.setattr(items, "_fill", counting)
     tokens = [4200 + 37 * i % 3800 for i in range(400)]
     (bins,) = balance(tokens, ranks=1, capacity=8192)
     assert len(bins) == 400 and tried == [400]

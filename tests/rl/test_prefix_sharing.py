@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.packing import MicroBatch, pack
-from keel.rl.packing.prefix_sharing import COPIES, LEAST, at_the_limits
+from keel.rl.packing.prefix_sharing import KV_COPIES_PER_TOKEN, MIN_PREFIX, estimate_packing
 from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
 from tests.rl.packed import gradient, micro_batches
 from tests.rl.rollouts import (
@@ -83,7 +83,7 @@ def test_micro_batches_hold_what_they_may(seed: int, ranks: int, capacity: int) 
         contexts = contexts_of(batch)
         copied = sum(map(len, contexts)) - len(batch.token_ids_N)
         if len(contexts) > 1 and batch.split_S is None and len(batch.sequence_tokens_S) > 1:
-            assert len(batch.token_ids_N) + copied // COPIES <= capacity
+            assert len(batch.token_ids_N) + copied // KV_COPIES_PER_TOKEN <= capacity
     assert sum(len(b.token_ids_N) for b in shared) <= sum(len(b.token_ids_N) for b in plain)
 
 
@@ -124,7 +124,7 @@ def test_a_prompt_is_packed_once_but_for_the_token_that_predicts_the_first_answe
 
 
 def test_nothing_is_shared_unasked_or_where_there_is_little() -> None:
-    for batches in (packed(alike(), share_prompts=False), packed(alike(prompt=LEAST))):
+    for batches in (packed(alike(), share_prompts=False), packed(alike(prompt=MIN_PREFIX))):
         assert [batch.follows for batch in batches] == [None]
 
 
@@ -185,10 +185,10 @@ def test_a_batch_refuses_followers_of_what_cannot_be_followed() -> None:
     (batch,) = packed(alike())
     fields = {name: getattr(batch, name) for name in batch.__slots__}
     for follows, message in (
-        ([-1, 0, 0, 0], "follows must be 5 numbers of earlier segments"),
-        ([-1, 0, 2, 0, 0], "follows must be 5 numbers of earlier segments"),
-        ([-1, 0, 0, 1, 0], "trains nothing and follows none"),
-        ([-1, -1, 0, 0, 0], "from the end of the one that it follows"),
+        ([-1, 0, 0, 0], "follows"),
+        ([-1, 0, 2, 0, 0], "follows"),
+        ([-1, 0, 0, 1, 0], "follows"),
+        ([-1, -1, 0, 0, 0], "position_N"),
     ):
         with pytest.raises(ValueError, match=message):
             MicroBatch(**{**fields, "follows": np.array(follows)})
@@ -223,7 +223,7 @@ def test_a_plan_knows_how_trajectories_at_their_limits_are_packed(
         ]
         made.append(scored(group, [*range(size)]))
     batches = pack(made, ranks=ranks, micro_batch_tokens=capacity, share_prompts=shared > 0)
-    count, tokens = at_the_limits(
+    count, tokens = estimate_packing(
         groups, size, shared=shared, own=own, ranks=ranks, capacity=capacity
     )
     assert len(batches[0].micro_batches) == count

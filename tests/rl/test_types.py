@@ -1,4 +1,4 @@
-"""The types that flow between the stages refuse what does not fit, by name."""
+"""The types that flow between the stages validate themselves."""
 
 from __future__ import annotations
 
@@ -28,51 +28,39 @@ def test_sampling_masks_behave_like_lists_of_spans(first, second, data) -> None:
     start = data.draw(st.integers(0, stop))
     cut = both.slice(start, stop)
     assert [cut[t].tolist() for t in range(len(cut))] == spans[start:stop]
-
-
-def test_empty_kept_sets() -> None:
     assert SamplingMasks.empty(3).sizes().tolist() == [0, 0, 0]
     assert len(SamplingMasks.concat([])) == 0
 
 
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [
-        ([0, 1], r"offsets must run from 0 to len\(ids\) = 2"),
-        ([1, 2], "offsets must run from 0"),
-        ([], "offsets must run from 0"),
-        ([[0, 2]], "offsets must run from 0"),
-        ([0, 2, 1, 2], "offsets must not decrease"),
-    ],
-)
-def test_sampling_masks_police_their_offsets(offsets: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("offsets", [[0, 1], [1, 2], [], [[0, 2]], [0, 2, 1, 2]])
+def test_sampling_masks_validate_their_offsets(offsets: list[Any]) -> None:
+    with pytest.raises(ValueError, match="offsets"):
         SamplingMasks(ids=np.zeros(2, np.int32), offsets=np.asarray(offsets, np.int64))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version_T": np.zeros(3, np.int32)}, "version_T has 3 entries for 4 tokens"),
-        ({"sampling_mask": SamplingMasks.empty(5)}, "sampling_mask has 5 entries for 4 tokens"),
-        ({"routes_TLK": np.zeros((4, 2), np.int16)}, r"routes_TLK must be \[T, L, K\]"),
-        ({"trainable_T": np.ones(4, np.bool_)}, "first token has nothing before it"),
-        ({"logp_old_T": np.full(4, -np.inf, np.float32)}, "logp_old_T .* finite and <= 0"),
-        ({"logp_old_T": np.full(4, 0.5, np.float32)}, "logp_old_T .* finite and <= 0"),
+        ({"version_T": np.zeros(3, np.int32)}, "version_T"),
+        ({"sampling_mask": SamplingMasks.empty(5)}, "sampling_mask"),
+        ({"routes_TLK": np.zeros((4, 2), np.int16)}, "routes_TLK"),
+        ({"trainable_T": np.ones(4, np.bool_)}, "trainable"),
+        ({"logp_old_T": np.full(4, -np.inf, np.float32)}, "logp_old_T"),
+        ({"logp_old_T": np.full(4, 0.5, np.float32)}, "logp_old_T"),
     ],
 )
-def test_a_segment_names_its_prompt(change: dict[str, Any], message: str) -> None:
+def test_invalid_segments_name_prompt_and_field(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"segment of q: .*{message}"):
         replace(segment(name="q"), **change)
 
 
-def test_prompts_and_trajectories_refuse_nothing_to_do() -> None:
-    with pytest.raises(ValueError, match="prompt q: messages is empty"):
+def test_invalid_prompts_and_trajectories_are_named() -> None:
+    with pytest.raises(ValueError, match="prompt q: messages"):
         prompt("q", messages=())
     for kl_coef in (-0.1, float("nan")):
-        with pytest.raises(ValueError, match=r"prompt q: kl_coef is .*must be >= 0"):
+        with pytest.raises(ValueError, match=r"prompt q: kl_coef"):
             prompt("q", kl_coef=kl_coef)
-    with pytest.raises(ValueError, match="trajectory q/3: no sampled token"):
+    with pytest.raises(ValueError, match="trajectory q/3"):
         trajectory(segment(name="q", context=4), sibling=3)
 
 
@@ -81,11 +69,11 @@ def test_a_trajectory_counts_over_its_segments() -> None:
     assert (both.sampled_tokens, both.total_tokens) == (4, 7)
 
 
-def test_a_scored_group_fits_its_group() -> None:
+def test_invalid_scored_groups_name_the_field() -> None:
     group = scored([trajectory(segment(name="q"))], [1.0])
-    with pytest.raises(ValueError, match="group of q: rewards_G has 2 entries for 1"):
+    with pytest.raises(ValueError, match="group of q: rewards_G"):
         replace(group, rewards_G=np.zeros(2, np.float32))
-    with pytest.raises(ValueError, match="group of q: advantages_G must be finite"):
+    with pytest.raises(ValueError, match="group of q: advantages_G"):
         replace(group, advantages_G=np.full(1, np.nan, np.float32))
 
 

@@ -14,11 +14,11 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
 from keel.configs.schema import Config, ConfigError, ModelConfig
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.model.batch_invariant import VARIABLE
 from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch, pack
-from keel.rl.sft.lessons import Lesson, pack_lessons, shown
+from keel.rl.sft import SftExample, pack_sft, supervised_segment
 from keel.rollout.spec import EngineError
 from keel.trainer.learner import STEP, Learner
 from keel.trainer.placement.step_deadlines import Limit, Limits
@@ -43,10 +43,10 @@ class Ranks:
         self.now, self.fetched_s, self._answers = 0.0, 60.0, dict(enumerate(answers))
         """fetched_s: patience that fetching a result needs."""
         self._actors = [Rank(number) for number in self._answers]
-        patch.setattr(ray_calls, "wait", self._wait)
-        patch.setattr(ray_calls, "get", self._get)
-        patience = ray_calls.Patience
-        patch.setattr(ray_calls, "Patience", lambda s, *_: patience(s, 1e9, lambda: self.now))
+        patch.setattr(ray_timeouts, "wait", self._wait)
+        patch.setattr(ray_timeouts, "get", self._get)
+        patience = ray_timeouts.Deadline
+        patch.setattr(ray_timeouts, "Deadline", lambda s, *_: patience(s, 1e9, lambda: self.now))
 
     def learner(self, config: Config, *, direct: bool = False) -> Learner:
         learner = object.__new__(Learner)
@@ -61,10 +61,10 @@ class Ranks:
         return learner._all("step", limit=Limit("a step", seconds, "trainer.timeout_s"))
 
     def _wait(
-        self, refs: Sequence[int], *, seconds: ray_calls.Patience
+        self, refs: Sequence[int], *, seconds: ray_timeouts.Deadline
     ) -> tuple[list[int], list[int]]:
         first = min(refs, key=lambda ref: self._answers[ref][0])
-        until, self.now = self.now + seconds.left(), max(self.now, self._answers[first][0])
+        until, self.now = self.now + seconds.remaining(), max(self.now, self._answers[first][0])
         if self.now <= until:
             return [first], []
         self.now = until
@@ -156,8 +156,8 @@ def test_no_thread_waits_for_a_ray_that_ends(monkeypatch: pytest.MonkeyPatch) ->
         killed.wait(PATIENCE_S)
         return list(refs), []
 
-    monkeypatch.setattr(ray_calls, "wait", wait)
-    monkeypatch.setattr(ray_calls, "kill", lambda _: killed.set())
+    monkeypatch.setattr(ray_timeouts, "wait", wait)
+    monkeypatch.setattr(ray_timeouts, "kill", lambda _: killed.set())
     engine: Any = SimpleNamespace(index=0, actor=None)
     (sent,) = learner.send([engine])
     (sender,) = learner._senders
@@ -191,8 +191,8 @@ def test_steps_in_one_call_have_the_deadline_of_each(monkeypatch: pytest.MonkeyP
     learner = Ranks(monkeypatch, (1, StepReport(version=3, metrics={}))).learner(config)
     learner._config = replace(config, trainer=replace(config.trainer, ranks=1))
     learner._warming = []
-    monkeypatch.setattr(ray_calls, "put", lambda value: value)
-    monkeypatch.setattr(ray_calls, "call", lambda *_, **__: 0)
+    monkeypatch.setattr(ray_timeouts, "put", lambda value: value)
+    monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: 0)
     wait = Learner._wait
 
     def noted(self: Learner, refs: Sequence[Any], limit: Limit) -> list[Any]:
@@ -213,8 +213,8 @@ def test_a_step_that_did_not_fit_says_nothing_of_how_long_one_takes(
     short = StepReport(version=0, metrics={}, out_of_memory="CUDA out of memory")
     learner = Ranks(monkeypatch, (1, short)).learner(config)
     learner._warming = []
-    monkeypatch.setattr(ray_calls, "put", lambda value: value)
-    monkeypatch.setattr(ray_calls, "call", lambda *_, **__: 0)
+    monkeypatch.setattr(ray_timeouts, "put", lambda value: value)
+    monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: 0)
     before = learner._limits.likely(STEP, 1)
     with pytest.raises(OutOfMemory, match="did not fit"):
         learner.train([[one_batch()]])
@@ -307,10 +307,13 @@ def test_a_held_out_set_of_any_size_has_a_steps_deadline_for_each_micro_batch(
     monkeypatch.setattr(Learner, "_deal", deal)
     said = [False, *[True] * 3]
     sets = {
-        name: [Lesson(prompt_id=f"{n}", segments=(shown("c", [0, n, n, n], said),)) for n in of]
+        name: [
+            SftExample(prompt_id=f"{n}", segments=(supervised_segment("c", [0, n, n, n], said),))
+            for n in of
+        ]
         for name, of in {"few": range(1, 3), "many": range(1, 9)}.items()
     }
-    packed = {name: pack_lessons(of, ranks=2, micro_batch_tokens=8) for name, of in sets.items()}
+    packed = {name: pack_sft(of, ranks=2, micro_batch_tokens=8) for name, of in sets.items()}
     groups = [{name: batches[rank] for name, batches in packed.items()} for rank in (0, 1)]
     found = values(Learner.score(object.__new__(Learner), groups))
     assert dealt == [[("few", 1)] * 2, *[[("many", 1)] * 2] * 2]
@@ -332,14 +335,14 @@ def test_a_driver_that_was_stopped_has_not_waited_for_its_ranks(
         ready = answers.pop(0) if answers else []
         return ready, [ref for ref in refs if ref not in ready]
 
-    class Patience(ray_calls.Patience):
+    class Deadline(ray_timeouts.Deadline):
         def __init__(self, seconds: float) -> None:
             super().__init__(seconds, clock=lambda: now)
 
-    monkeypatch.setattr(ray_calls, "Patience", Patience)
-    monkeypatch.setattr(ray_calls, "bounded", lambda call, seconds, what: call())
+    monkeypatch.setattr(ray_timeouts, "Deadline", Deadline)
+    monkeypatch.setattr(ray_timeouts, "bounded", lambda call, seconds, what: call())
     monkeypatch.setattr(ray, "wait", stopped)
-    monkeypatch.setattr(ray_calls, "get", lambda ref, seconds: f"{ref}'s")
+    monkeypatch.setattr(ray_timeouts, "get", lambda ref, seconds: f"{ref}'s")
     learner = Learner.__new__(Learner)
     learner._whereabouts = []
     limit = Limit("a step", 20.0, "trainer.timeout_s")
@@ -360,8 +363,8 @@ def test_ranks_are_told_of_the_engines_kernels_before_they_import_anything(
         given.append(options)
         return SimpleNamespace(prepare=None, read=None)
 
-    monkeypatch.setattr(ray_calls, "create", create)
-    monkeypatch.setattr(ray_calls, "call", lambda *_, **__: None)
+    monkeypatch.setattr(ray_timeouts, "create", create)
+    monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: None)
     config = make_config(ranks=2, stage=1)
     if wanted:
         config = replace(config, model=ModelConfig(path="a/model", batch_invariant=True))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.rl.packing import MicroBatch, pack
-from keel.rl.sft.lessons import Lesson, shown
+from keel.rl.sft import SftExample, supervised_segment
 from keel.trainer.nonfinite import Finding, Look, Skips, _finding, said_of, sound
 from tests.rl.rollouts import prompted_groups, scored, segment, trajectory
 
@@ -124,7 +124,9 @@ def test_a_loss_without_a_gradient_through_log_probabilities() -> None:
 
 def test_a_conversation_is_named() -> None:
     ids = np.array([4, 5], np.int32)
-    lesson = Lesson(prompt_id="chats/3", segments=(shown("c", ids, [False, True]),))
+    lesson = SftExample(
+        prompt_id="chats/3", segments=(supervised_segment("c", ids, [False, True]),)
+    )
     finding = Finding(what="nan", token=1, token_ids_T=ids)
     assert said_of([finding], [lesson]) == ("conversation chats/3, token 1 (id 5): nan",)
 

@@ -20,7 +20,7 @@ from keel.model.tiny.cache import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
-from keel.rl.sft.lessons import Lesson, shown
+from keel.rl.sft import SftExample, supervised_segment
 from keel.rl.types import StepResult
 from keel.trainer.placement.oom_recovery import Lowering, Repeating
 from keel.trainer.run.folder import RunFolder
@@ -30,17 +30,19 @@ from keel.trainer.sft import loop as sft
 from keel.trainer.sft.wiring import prepare_sft, run_lessons
 
 
-def lessons(*lengths: int) -> list[Lesson]:
+def lessons(*lengths: int) -> list[SftExample]:
     return [
-        Lesson(
+        SftExample(
             prompt_id=f"c{number}",
-            segments=(shown("c", list(range(length)), [False, *[True] * (length - 1)]),),
+            segments=(
+                supervised_segment("c", list(range(length)), [False, *[True] * (length - 1)]),
+            ),
         )
         for number, length in enumerate(lengths)
     ]
 
 
-def stream(given: Sequence[Lesson]) -> Stream[Lesson]:
+def stream(given: Sequence[SftExample]) -> Stream[SftExample]:
     return Stream({"s": given}, weights={"s": 1.0}, seed=0, content=lambda lesson: lesson.prompt_id)
 
 
@@ -61,7 +63,7 @@ class Ranks:
         self.scored: Callable[[int], object] = lambda version: None
 
     def train(
-        self, shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[Lesson], /
+        self, shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[SftExample], /
     ) -> StepResult:
         self.named.append([lesson.prompt_id for lesson in lessons])
         rows = [row for share in shares for batch in share for row in batch.micro_batches]
@@ -81,7 +83,9 @@ class Ranks:
 class Run:
     """A whole run, and what it wrote."""
 
-    def __init__(self, given: Sequence[Lesson], config: Config, *, stop_after: int = 99) -> None:
+    def __init__(
+        self, given: Sequence[SftExample], config: Config, *, stop_after: int = 99
+    ) -> None:
         self.ranks, self.config, self.stop_after = Ranks(), config, stop_after
         self.batches = sft.Batches(stream(given), config.sft, epoch=len(given))
         self.steps: dict[int, dict[str, float]] = {}
@@ -114,7 +118,7 @@ class Run:
     def hurry(self) -> bool:
         return self.ranks.version >= self.hurry_after
 
-    def fit(self, heldout: Sequence[Lesson] = (), *, start: int = 0) -> int:
+    def fit(self, heldout: Sequence[SftExample] = (), *, start: int = 0) -> int:
         parts = sft.Parts(
             batches=self.batches,
             learner=self.ranks,
@@ -235,7 +239,7 @@ def test_a_step_that_did_not_fit_is_taken_once_more_in_smaller_micro_batches(
     run = Run(lessons(*range(3, 13)), config_of(**{"trainer.micro_batch_tokens": 512}))
     config, rows, said = run.config, list[list[int]](), list[str]()
 
-    def train(shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[Lesson]) -> StepResult:
+    def train(shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[SftExample]) -> StepResult:
         rows.append(
             [len(m.token_ids_N) for share in shares for b in share for m in b.micro_batches]
         )

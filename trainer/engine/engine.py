@@ -1,7 +1,7 @@
 """One rank of the trainer: GRPO or supervised steps on a DeepSpeed engine. Knows nothing of Ray.
 
 The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`), or of the mean negative
-log-likelihood (`keel.rl.sft.loss`): shares add up over micro-batches and ranks. DeepSpeed
+log-likelihood (`keel.rl.sft`): shares add up over micro-batches and ranks. DeepSpeed
 adds gradients up over micro-batches (it is told to accumulate over one, so it divides by one) and
 averages them over ranks, hence the factor `world_size` on each share. Ranks of a sequence-parallel
 group have the loss of one micro-batch, each with the gradient through its own tokens, so theirs add
@@ -217,7 +217,7 @@ class TrainerEngine:
         self._network.recompute(keep_attention=keep_attention)
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
-        """`nll` of a batch of conversations (see `keel.rl.sft.loss`), and `indexer/held` in
+        """`nll` of a batch of conversations (see `keel.rl.sft`), and `indexer/held` in
         a warm-up of indexers; the weights stay as they are."""
         self._offload.load()
         scored = [self._scored(micro_batch)[1:] for micro_batch in batch.micro_batches]

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.configs.schema import ConfigError
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.model.download import Download, download_of
 from keel.model.hub import is_hub_name
 from keel.trainer.run.progress import waiting
@@ -83,7 +83,7 @@ def fetch_on_others(path: str, *, timeout_s: float, nodes: Collection[str] = ())
 
     def answer(node: str, asked: Any, seconds: float) -> Any:
         try:
-            return ray_calls.get(asked, seconds=seconds)
+            return ray_timeouts.get(asked, seconds=seconds)
         except (RayError, TimeoutError) as error:
             raise RuntimeError(
                 f"node {hosts[node]} does not say how far its download of {path} is "
@@ -92,19 +92,19 @@ def fetch_on_others(path: str, *, timeout_s: float, nodes: Collection[str] = ())
             ) from error
 
     try:
-        asked = {node: ray_calls.call(each.begin, path) for node, each in fetchers.items()}
+        asked = {node: ray_timeouts.call(each.begin, path) for node, each in fetchers.items()}
         sizes = {node: answer(node, ref, timeout_s) for node, ref in asked.items()}
         wanted = {node: size for node, size in sizes.items() if size[0]}
 
         def look() -> dict[str, Progress]:
-            asked = {node: ray_calls.call(fetchers[node].progress) for node in wanted}
-            return {node: answer(node, ref, ray_calls.CALL_S) for node, ref in asked.items()}
+            asked = {node: ray_timeouts.call(fetchers[node].progress) for node in wanted}
+            return {node: answer(node, ref, ray_timeouts.CALL_S) for node, ref in asked.items()}
 
         if wanted:
             follow(path, hosts, wanted, look)
     finally:
         for fetcher in fetchers.values():
-            ray_calls.kill(fetcher)
+            ray_timeouts.kill(fetcher)
 
 
 def follow(
@@ -145,7 +145,7 @@ def follow(
 def others(nodes: Collection[str]) -> dict[str, str]:
     """Nodes that are alive, by Ray's id, with their hosts, but for the one that this is."""
     own = ray.get_runtime_context().get_node_id()
-    alive = ray_calls.bounded(ray.nodes, ray_calls.CALL_S, "list its nodes")
+    alive = ray_timeouts.bounded(ray.nodes, ray_timeouts.CALL_S, "list its nodes")
     return {
         node["NodeID"]: node["NodeManagerHostname"]
         for node in alive
@@ -155,4 +155,4 @@ def others(nodes: Collection[str]) -> dict[str, str]:
 
 def _fetcher(node: str) -> Any:
     where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    return ray_calls.create(Fetcher, NAME, {"num_cpus": 0, "scheduling_strategy": where})
+    return ray_timeouts.create(Fetcher, NAME, {"num_cpus": 0, "scheduling_strategy": where})

@@ -4,7 +4,7 @@ A process that is busy for long is not frozen: the kernel counts how often its t
 processor. One that was stopped (SIGSTOP) says so, and of one that its machine does not run any more
 (a hanging driver, a frozen container) no thread gets on. One in a debugger is meant to stand still.
 
-Seconds are those between looks, and few of them (`Turns`): whoever looks may have been stopped,
+Seconds are those between looks, and few of them (`PollClock`): whoever looks may have been stopped,
 too, together with all the rest, and have gone on with it.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from keel.model.ray_timeouts import NAME, Turns, name_of
+from keel.model.ray_timeouts import NAME, PollClock, process_name
 from keel.trainer.placement.processes import (
     GONE,
     Thread,
@@ -126,18 +126,18 @@ class Looker:
         self._raylet, self._start, self._most = raylet, start, hang_timeout_s
         self._rays = {name: Seen(psutil.Process(pid)) for name, pid in rays.items()}
         self._children: dict[int, Seen] = {}
-        self._turns = Turns(LOOK_S, clock)
+        self._turns = PollClock(LOOK_S, clock)
         self._host = socket.gethostname()
 
     def look(self) -> Sight:
         """Ends what of the run has stood still for too long."""
-        passed = self._turns.passed()
+        passed = self._turns.elapsed()
         said: list[str] = []
         lost = [self._look_at_ray(name, seen, passed, said) for name, seen in self._rays.items()]
         self._children = living(self._children, children(self._raylet))
         here: dict[str, int] = {}
         for pid, seen in self._children.items():
-            seen.name = seen.name or name_of(_mark(seen.process), self._start)
+            seen.name = seen.name or process_name(_mark(seen.process), self._start)
             if seen.name:
                 here[seen.name] = pid
                 self._look_at(seen, passed, said)
@@ -155,7 +155,7 @@ class Looker:
         end(list(_there(pid for tree in trees for pid in tree)))
 
     def _is_actor(self, seen: Seen) -> bool:
-        return bool(seen.name or name_of(_mark(seen.process), self._start))
+        return bool(seen.name or process_name(_mark(seen.process), self._start))
 
     def _look_at_ray(self, name: str, seen: Seen, passed: float, said: list[str]) -> str:
         """Why nothing goes on without it; "" while it does."""
@@ -202,7 +202,7 @@ class Looker:
     def _ours(self, seen: Seen) -> bool:
         """What an actor has started may be another run, whose processes have marks of their own."""
         mark = _mark(seen.process)
-        return not mark or bool(name_of(mark, self._start))
+        return not mark or bool(process_name(mark, self._start))
 
 
 def living(known: Mapping[int, Seen], pids: Iterable[int]) -> dict[int, Seen]:

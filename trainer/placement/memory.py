@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
 from keel.model.load import ModelFacts
-from keel.rl.packing.prefix_sharing import at_the_limits
+from keel.rl.packing.prefix_sharing import estimate_packing
 from keel.trainer.placement.families import learned_parameters
 
 GIB = 2**30
@@ -93,7 +93,7 @@ def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]
     groups = -(-a.prompts_per_step // a.updates_per_batch)
     shared = config.data.max_prompt_tokens if config.trainer.share_prompts else 0
     ranks = ranks or config.trainer.groups
-    count, tokens = at_the_limits(
+    count, tokens = estimate_packing(
         groups,
         a.group_size,
         shared=shared,

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.trainer.placement.hang_detector import RAYLET, Looker, Sight
 from keel.trainer.placement.ray_internals import leave
 
@@ -66,11 +66,15 @@ class Away:
     def __init__(
         self, reaches: Callable[[], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._reaches, self._turns, self._lost_s = reaches, ray_calls.Turns(2 * TRY_S, clock), 0.0
+        self._reaches, self._turns, self._lost_s = (
+            reaches,
+            ray_timeouts.PollClock(2 * TRY_S, clock),
+            0.0,
+        )
 
     def cut_off(self) -> bool:
         """To be called every few seconds."""
-        reached, passed = self._reaches(), self._turns.passed()
+        reached, passed = self._reaches(), self._turns.elapsed()
         self._lost_s = 0.0 if reached else self._lost_s + passed
         return self._lost_s >= CUT_OFF_S
 
@@ -101,12 +105,12 @@ class _Node:
         asked nothing more until it has answered: no look is lost, and a slow node does not get them
         all at once."""
         try:
-            self.last = ray_calls.get(self.asked, seconds=seconds)
+            self.last = ray_timeouts.get(self.asked, seconds=seconds)
         except TimeoutError:
             return "no answer"
         except RayError as error:  # Ray starts the actor again
             self.asked = None
-            said = ray_calls.of_death(error).strip() or type(error).__name__
+            said = ray_timeouts.death_reason(error).strip() or type(error).__name__
             return said.splitlines()[-1]
         self.asked = None
         return ""
@@ -146,12 +150,12 @@ class Lookouts:
         self._nodes: dict[str, _Node] = {}
         self._dead: dict[str, str] = {}
         self._question: Question | None = None
-        self._unasked_s, self._turns = 0.0, ray_calls.Turns(ANSWER_S, clock)
+        self._unasked_s, self._turns = 0.0, ray_timeouts.PollClock(ANSWER_S, clock)
         self._hang_timeout_s = hang_timeout_s
         self._place(self._hosts())
 
     def look(self) -> Sight:
-        passed, end = self._turns.passed(), time.monotonic() + ANSWER_S
+        passed, end = self._turns.elapsed(), time.monotonic() + ANSWER_S
         for there in self._nodes.values():
             there.asked = there.asked or there.actor.look.remote()
         here: dict[str, int] = {}
@@ -198,7 +202,7 @@ class Lookouts:
 
     def _hosts(self) -> Mapping[str, str]:
         """Nodes that are alive, by id, with their hosts."""
-        nodes = ray_calls.bounded(ray.nodes, ray_calls.CALL_S, "list its nodes")
+        nodes = ray_timeouts.bounded(ray.nodes, ray_timeouts.CALL_S, "list its nodes")
         return {n["NodeID"]: n["NodeManagerHostname"] for n in nodes if n["Alive"]}
 
 
@@ -224,4 +228,4 @@ def _heard(there: _Node, silence: str, passed: float) -> list[str]:
 def _lookout(node: str, hang_timeout_s: float) -> Any:
     where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     options = {"num_cpus": 0, "scheduling_strategy": where, "max_restarts": -1}
-    return ray_calls.create(Lookout, NAME, options, ray_calls.start(), hang_timeout_s)
+    return ray_timeouts.create(Lookout, NAME, options, ray_timeouts.start(), hang_timeout_s)

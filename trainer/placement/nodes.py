@@ -22,7 +22,15 @@ import torch
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
-from keel.model.ray_timeouts import CALL_S, Unanswered, bounded, joined, lose, lost, shut_down
+from keel.model.ray_timeouts import (
+    CALL_S,
+    Unanswered,
+    bounded,
+    joined,
+    lost_reason,
+    mark_lost,
+    shut_down,
+)
 from keel.trainer.placement.gpus import Machine
 from keel.trainer.placement.hang_detector import RAYS
 from keel.trainer.placement.hardware import (
@@ -103,7 +111,7 @@ def start_ray() -> None:
                     "take this process into the cluster",
                 )
         except Unanswered as error:
-            lose(str(error))
+            mark_lost(str(error))
             raise ConfigError(f"RAY_ADDRESS = {address}: {error}") from error
         except (OSError, ValueError, RayError) as error:
             raise ConfigError(
@@ -168,16 +176,16 @@ def end_ray() -> None:
         check_own()
         with ended_by_force():
             shut_down(ray.shutdown, END_S, "end")
-        if lost():
+        if lost_reason():
             atexit.unregister(ray.shutdown)
 
 
 def check_own() -> None:
-    """`lose` Ray where a process of the cluster that was started here has ended: Ray itself would
+    """Mark Ray as lost if a process of the local cluster has ended: Ray itself would
     end this one."""
     for kind, pids in own_processes().items():
         if kind in RAYS and any(gone_by(pid) for pid in pids):
-            lose(f"{RAYS[kind]} (process {pids[0]}) is gone")
+            mark_lost(f"{RAYS[kind]} (process {pids[0]}) is gone")
 
 
 def _bring_a_token() -> None:

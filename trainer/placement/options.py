@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from keel.configs.schema import Config, ConfigError, RolloutConfig, TrainerConfig
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
-from keel.rl.packing.prefix_sharing import bundle_size
+from keel.rl.packing.prefix_sharing import prefix_group_size
 from keel.trainer.placement.families import no_sharing
 from keel.trainer.placement.hardware import Hardware, place
 from keel.trainer.placement.memory import GIB, kv_token_bytes, packed
@@ -288,7 +288,7 @@ class Options:
         shares = with_values(self.config, self.sharing).trainer.share_prompts
         units = {longest: 1}
         while self.config.data.sources and shares and count > 1:
-            size = bundle_size(count, self.config.data.max_prompt_tokens, longest)
+            size = prefix_group_size(count, self.config.data.max_prompt_tokens, longest)
             if size <= MOST_TOKENS * self.config.trainer.sequence_parallel:
                 units[size] = count
             count //= 2

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from keel.configs.schema import Config, ConfigError
-from keel.model.ray_timeouts import CALL_S, bounded, tidy
+from keel.model.ray_timeouts import CALL_S, attempt, bounded
 from keel.trainer.placement.hardware import SHARED, Placement, Seat, allowed, place
 from keel.trainer.placement.nodes import cluster_nodes
 
@@ -88,7 +88,7 @@ def _group(placement: Placement) -> PlacementGroup:
 
 
 def _give_back(group: PlacementGroup) -> None:
-    tidy(lambda: remove_placement_group(group), CALL_S, "give up a reservation")
+    attempt(lambda: remove_placement_group(group), CALL_S, "give up a reservation")
 
 
 def _owners(placement: Placement) -> list[Seat]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.model.ray_timeouts import Patience
+from keel.model.ray_timeouts import Deadline
 from keel.rl.packing import TrainBatch
 
 MANY, AT_LEAST_S = 10.0, 300.0
@@ -21,7 +21,7 @@ class Limit:
     what: str
     seconds: float
     knob: str
-    left: Patience | None = None
+    left: Deadline | None = None
     """Where several waits share it."""
 
 

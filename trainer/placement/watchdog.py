@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.trainer.placement.hang_detector import LOOK_S, RAYS, Looker, Sight
 from keel.trainer.placement.node_monitor import ANSWER_S, Lookouts
 from keel.trainer.placement.ray_internals import own_processes
@@ -50,8 +50,8 @@ class Watch:
 
     def check(self) -> None:
         """Raise `RayLost` if a Ray process died or hangs, `WorkerLost` if a rank or node did."""
-        if ray_calls.lost():
-            raise ray_calls.RayLost(ray_calls.lost())
+        if ray_timeouts.lost_reason():
+            raise ray_timeouts.RayLost(ray_timeouts.lost_reason())
         if self._failure:
             raise WorkerLost(self._failure)
 
@@ -69,7 +69,7 @@ class Watch:
             try:
                 if not self._note(self._look()):
                     return
-            except ray_calls.RayLost:  # which somebody else has found, and says
+            except ray_timeouts.RayLost:  # which somebody else has found, and says
                 return
             except Exception as error:  # whatever it is, the next look may be better
                 self._fail(error)
@@ -77,7 +77,7 @@ class Watch:
     def _note(self, sight: Sight) -> bool:
         """Whether to look again."""
         if sight.lost:
-            ray_calls.lose(f"{sight.lost}. Nothing on Ray goes on without it")
+            ray_timeouts.mark_lost(f"{sight.lost}. Nothing on Ray goes on without it")
         ranks = {name for name in sight.here if name.startswith(RANK)}
         if gone := sorted(self._ranks - ranks):
             self._failure = self._failure or f"{gone[0]} is gone"
@@ -111,7 +111,7 @@ def watched(
     if own:
         (raylet,) = own["raylet"]
         rays = {words: own[kind][0] for kind, words in RAYS.items() if kind in own}
-        start = ray_calls.start()
+        start = ray_timeouts.start()
         looker = Looker(raylet, rays, start=start, hang_timeout_s=hang_timeout_s)
         watch = Watch(looker.look, say, *rays.values())
     else:

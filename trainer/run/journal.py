@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.rl.metrics import Metric, values
-from keel.rl.sft.records import records_of
+from keel.rl.records import scored_record
 from keel.rl.types import ScoredGroup, Trajectory
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.batches import FOLDER as BATCHES
@@ -162,7 +162,7 @@ class Journal:
 
     def _write_records(self, step: int, chosen: Sequence[tuple[ScoredGroup, int]]) -> None:
         lines = [
-            json.dumps({"step": step, **records_of(group, i, tokenizer=self._tokenizer)}) + "\n"
+            json.dumps({"step": step, **scored_record(group, i, tokenizer=self._tokenizer)}) + "\n"
             for group, i in chosen
         ]
         fresh = self._trajectories / f"step_{step:06d}.tmp"

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
-from keel.model.ray_timeouts import RayLost, lost, of_a_loss
+from keel.model.ray_timeouts import RayLost, is_loss, lost_reason
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
@@ -170,11 +170,11 @@ def export_at_least(folder: RunFolder, system: Started, error: SaveError) -> Non
 def again_after(raised: WorkerLost | RayError, restarts: Restarts) -> WorkerLost:
     """What another start mends. Raises what there is to say, with what to do, where it would mend
     nothing, or nobody wants it."""
-    if lost():
-        raise RayLost(lost()) from raised
+    if lost_reason():
+        raise RayLost(lost_reason()) from raised
     if isinstance(raised, WorkerLost):
         error = raised
-    elif of_a_loss(raised):  # weights, say, that went with the rank that held them
+    elif is_loss(raised):  # weights, say, that went with the rank that held them
         said = str(raised).strip().partition("\n")[0]
         error = WorkerLost(f"a process or a node is gone with what others need of it: {said}")
         error.__cause__ = raised

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from keel.configs.schema import Config, SftConfig
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import TrainBatch
-from keel.rl.sft.lessons import Lesson, pack_lessons
+from keel.rl.sft import SftExample, pack_sft
 from keel.rl.types import StepResult
 from keel.trainer.batch_stream import never
 from keel.trainer.loop import Clock, Journal, Save, Saver, evaluation_due
@@ -27,9 +27,9 @@ MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
 class Stream(Protocol):
     """An endless, seeded order of conversations."""
 
-    def take(self, n: int) -> list[Lesson]: ...
+    def take(self, n: int) -> list[SftExample]: ...
 
-    def state(self, unfinished: Sequence[Lesson] = ()) -> dict[str, Any]:
+    def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]:
         """The position in it; `unfinished` ones, taken already, come first again."""
         ...
 
@@ -41,7 +41,7 @@ class Learner(Protocol):
     def version(self) -> int: ...
 
     def train(
-        self, shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[Lesson], /
+        self, shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[SftExample], /
     ) -> StepResult:
         """lessons: of which they were packed, to name what is found in them."""
         ...
@@ -59,7 +59,7 @@ class Parts:
     batches: Batches
     learner: Learner
     journal: Journal
-    heldout: Mapping[str, Sequence[Lesson]]
+    heldout: Mapping[str, Sequence[SftExample]]
     save: Save
     stop: Callable[[], bool]
     """Whether the user asked to stop after the current step."""
@@ -77,13 +77,13 @@ class Batches:
     def __init__(self, stream: Stream, config: SftConfig, *, epoch: float) -> None:
         """epoch: conversations in one."""
         self._stream, self._config, self._epoch = stream, config, epoch
-        self._next: Lesson | None = None
+        self._next: SftExample | None = None
         """Taken, and too long for the step before."""
         self._drawn = 0
 
-    def take(self) -> list[Lesson]:
+    def take(self) -> list[SftExample]:
         """The last step of `sft.epochs` has what is left of them."""
-        taken: list[Lesson] = []
+        taken: list[SftExample] = []
         room, left = self._config.tokens_per_step, self._left
         if not room:
             taken = self._stream.take(min(left, self._config.conversations_per_step))
@@ -132,7 +132,7 @@ class Batches:
         """How often the conversations have been seen, on average."""
         return self._drawn / self._epoch
 
-    def _peek(self) -> Lesson:
+    def _peek(self) -> SftExample:
         if self._next is None:
             (self._next,) = self._stream.take(1)
         return self._next
@@ -164,9 +164,9 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
         parts.journal.begin("training")
         lessons = parts.batches.take()
 
-        def learn(config: Config, lessons: Sequence[Lesson] = lessons) -> StepResult:
+        def learn(config: Config, lessons: Sequence[SftExample] = lessons) -> StepResult:
             trainer = config.trainer
-            shares = pack_lessons(
+            shares = pack_sft(
                 lessons,
                 ranks=trainer.groups,
                 micro_batch_tokens=trainer.micro_batch_tokens,
@@ -196,14 +196,12 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
 
 
 def packed_apart(
-    heldout: Mapping[str, Sequence[Lesson]], config: Config
+    heldout: Mapping[str, Sequence[SftExample]], config: Config
 ) -> list[dict[str, TrainBatch]]:
     """The share of each group of ranks in the held-out sets, by name; none without any."""
     trainer = config.trainer
     packed = {
-        name: pack_lessons(
-            lessons, ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
-        )
+        name: pack_sft(lessons, ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens)
         for name, lessons in heldout.items()
     }
     return [
@@ -227,7 +225,7 @@ def measured(scored: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def seen(
-    lessons: Sequence[Lesson], shares: Sequence[TrainBatch], capacity: int
+    lessons: Sequence[SftExample], shares: Sequence[TrainBatch], capacity: int
 ) -> dict[str, Metric]:
     """What a step is made of. `sft/packed` is how full its micro-batches are."""
     rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]

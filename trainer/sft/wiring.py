@@ -30,7 +30,7 @@ from keel.model.tiny.cache import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.model.tiny.solutions import TAUGHT
 from keel.model.trainable import check_ids
-from keel.rl.sft.lessons import shown
+from keel.rl.sft import supervised_segment
 from keel.rl.turns import ToolSpec
 from keel.rl.types import Segment
 from keel.rollout.chat.chat import TemplateChat
@@ -288,7 +288,9 @@ def renderer(chat: TemplateChat) -> Render:
         contexts = taught(
             chat, example.messages, tools, thinking=example.thinking, trained=example.trained
         )
-        return [shown(example.origin, context.ids, context.said) for context in contexts]
+        return [
+            supervised_segment(example.origin, context.ids, context.said) for context in contexts
+        ]
 
     return render
 

@@ -13,7 +13,7 @@ import pytest
 from keel.agents.endpoint.record import Finished
 from keel.data.conversations.files import read_trajectories
 from keel.data.eval_store import asked_of
-from keel.rl.sft.records import record_of
+from keel.rl.records import trajectory_record
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 from keel.trainer.sft.wiring import renderer
 from tests.agents.endpoint.kit import TOOLS, Policy, as_sent, ask, play, recording, result, user
@@ -59,7 +59,11 @@ def rendered(
     prompt = Prompt(
         prompt_id="p", domain="d", messages=(user("?"),), environment="e", thinking=thinking
     )
-    line = {**record_of(prompt, trajectory, tokenizer="mine"), "reward": 1, "parts": {"correct": 1}}
+    line = {
+        **trajectory_record(prompt, trajectory, tokenizer="mine"),
+        "reward": 1,
+        "parts": {"correct": 1},
+    }
     if evaluated:
         scored = ScoredGroup(
             group=Group(prompt=prompt, trajectories=(trajectory,)),

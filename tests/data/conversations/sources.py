@@ -10,7 +10,7 @@ from typing import Any
 from keel.configs.schema import ConversationsConfig, SftConfig
 from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.types import Example
-from keel.rl.sft.lessons import shown
+from keel.rl.sft import supervised_segment
 from keel.rl.types import Segment
 
 
@@ -37,7 +37,7 @@ def letters(example: Example) -> list[Segment]:
     said = str(example.messages[-1]["content"])
     asked = "".join(str(m["content"]) for m in example.messages[:-1])
     ids = [ord(letter) for letter in asked + said]
-    return [shown(example.origin, ids, [i >= len(asked) for i in range(len(ids))])]
+    return [supervised_segment(example.origin, ids, [i >= len(asked) for i in range(len(ids))])]
 
 
 def solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:

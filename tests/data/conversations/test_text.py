@@ -14,7 +14,7 @@ from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.text import Encoded
 from keel.data.text.retrieval import answers, retrieval_texts
-from keel.rl.sft.lessons import Lesson
+from keel.rl.sft import SftExample
 
 BEGIN, END = 1, 2
 
@@ -91,7 +91,7 @@ def test_windows_of_a_document_are_held_out_together(tmp_path: Path) -> None:
     lessons = load(tmp_path, holdout=4)
     assert lessons.report["s"].heldout == 4 and lessons.report["s"].learned == 8
 
-    def letters(some: list[Lesson]) -> set[int]:
+    def letters(some: list[SftExample]) -> set[int]:
         return {int(np.median(lesson.segments[0].token_ids_T)) for lesson in some}
 
     held = letters(list(lessons.heldout["s"]))

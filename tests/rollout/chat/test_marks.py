@@ -10,7 +10,7 @@ import pytest
 from keel.configs.schema import Config, ConfigError, DataConfig, ModelConfig, SourceConfig
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import answer_in, final_text, raw_text, thinking_text
-from keel.rl.thinking import THINK, ThinkingMarks
+from keel.rl.turns import THINK, ThinkingMarks
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import decode_all, render_prompt, split_message

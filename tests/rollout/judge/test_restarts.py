@@ -18,7 +18,7 @@ def test_deaths_that_are_hours_apart_end_no_run(monkeypatch: pytest.MonkeyPatch)
         self._actor = actor
 
     monkeypatch.setattr(server.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(server.ray_calls, "kill", lambda _: None)
+    monkeypatch.setattr(server.ray_timeouts, "kill", lambda _: None)
     monkeypatch.setattr(JudgeServer, "_launch", launch)
     monkeypatch.setattr(JudgeServer, "_wait", lambda _: "http://somewhere")
     monkeypatch.setattr(JudgeServer, "_ended", lambda _: "it died")

@@ -9,7 +9,7 @@ import numpy as np
 
 from keel.configs.schema import AlgorithmConfig, Config
 from keel.rl.metrics import values
-from keel.rl.sft.lessons import Lesson, pack_lessons, shown
+from keel.rl.sft import SftExample, pack_sft, supervised_segment
 from tests.trainer.engine.batches import VOCABULARY
 from tests.trainer.engine.scenarios import STAGES, TIGHT, Ranks, Result, Scenario, make_config
 
@@ -20,7 +20,7 @@ WARM_UP: Mapping[str, str] = {"model": "sparse", "attention": "warm-up"}
 """Only indexers learn."""
 
 
-def lessons(seed: int) -> list[Lesson]:
+def lessons(seed: int) -> list[SftExample]:
     """Five, of one to three contexts; the policy speaks more than once in most."""
     random = np.random.default_rng(seed)
 
@@ -28,10 +28,10 @@ def lessons(seed: int) -> list[Lesson]:
         length = int(random.integers(4, 14))
         said = random.random(length) < 0.6
         said[0], said[-1] = False, True
-        return shown(name, random.integers(0, VOCABULARY, length), said)
+        return supervised_segment(name, random.integers(0, VOCABULARY, length), said)
 
     return [
-        Lesson(
+        SftExample(
             prompt_id=f"c{number}",
             segments=tuple(segment(f"c{number}") for _ in range(random.integers(1, 4))),  # pyright: ignore
         )
@@ -55,7 +55,7 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
         mine = ranks.rank // trainer.sequence_parallel
 
         def packed(seed: int):
-            return pack_lessons(
+            return pack_sft(
                 lessons(seed), ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
             )[mine]
 

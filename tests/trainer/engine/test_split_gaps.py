@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keel.rl.packing import TrainBatch, pack
-from keel.rl.sft.lessons import Lesson, pack_lessons
+from keel.rl.sft import SftExample, pack_sft
 from keel.trainer.engine.objectives import SplitGaps
 from keel.trainer.engine.policy import Inputs
 from tests.trainer.engine.batches import Rollouts
@@ -33,10 +33,10 @@ def test_conversations_that_are_given_have_no_gap_to_what_sampled_them(
     trajectories = [trajectory for group in groups for trajectory in group.group.trajectories]
     (sampled,) = pack(groups, ranks=1, micro_batch_tokens=16, sequence_mask=False)
     lessons = [
-        Lesson(prompt_id=str(number), segments=trajectory.segments)
+        SftExample(prompt_id=str(number), segments=trajectory.segments)
         for number, trajectory in enumerate(trajectories)
     ]
-    (given,) = pack_lessons(lessons, ranks=1, micro_batch_tokens=16)
+    (given,) = pack_sft(lessons, ranks=1, micro_batch_tokens=16)
     assert sampled.split_sequences == given.split_sequences > 0
     assert metrics_of(sampled) == ["mask/logp_gap_max"]
     assert metrics_of(given) == []

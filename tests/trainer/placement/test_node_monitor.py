@@ -8,7 +8,7 @@ import threading
 import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.trainer.placement import node_monitor as lookouts
 from keel.trainer.placement.hang_detector import LOOK_S, Sight
 from keel.trainer.placement.node_monitor import (
@@ -57,7 +57,7 @@ class Cluster:
 
         patch.setattr(Lookouts, "_hosts", hosts)
         patch.setattr(lookouts, "_lookout", lambda node, seconds: self.nodes[node])
-        patch.setattr(ray_calls, "get", answer)
+        patch.setattr(ray_timeouts, "get", answer)
         self.lookouts = Lookouts(100.0, lambda: self.now)
 
     def look(self, seconds: float = ANSWER_S) -> Sight:

@@ -30,7 +30,7 @@ from keel.configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.trainer.placement import nodes, reservation
 from keel.trainer.placement.hardware import Hardware, idle_nodes
 from keel.trainer.placement.memory import GIB
@@ -65,7 +65,7 @@ SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", siz
 @pytest.fixture(autouse=True)
 def well() -> Iterator[None]:
     yield
-    ray_calls.joined()
+    ray_timeouts.joined()
 
 
 def test_a_signal_does_not_leave_a_cluster_half_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_cluster_that_lets_nobody_in_is_waited_for_no_longer_than_that(
         with pytest.raises(ConfigError, match=r"RAY_ADDRESS = .*: waited 0\.01 s for Ray to take "):
             start_ray()
     never.set()
-    assert "take this process into the cluster" in ray_calls.lost()
+    assert "take this process into the cluster" in ray_timeouts.lost_reason()
 
 
 def test_gpus_that_ray_does_not_take_back_hide_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +141,11 @@ def test_gpus_that_ray_does_not_take_back_hide_no_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(reservation, "_reserve", lambda *_: seats)
     monkeypatch.setattr(reservation, "remove_placement_group", lambda _: never.wait())
     monkeypatch.setattr(reservation, "CALL_S", 0.01)
-    ray_calls.joined()
+    ray_timeouts.joined()
     with pytest.raises(KeyError, match="first"), reservation.reserved(recipe(), timeout_s=1):
         raise KeyError("first")
     never.set()
-    assert "give up a reservation" in ray_calls.lost()
+    assert "give up a reservation" in ray_timeouts.lost_reason()
 
 
 def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

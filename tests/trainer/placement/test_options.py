@@ -12,7 +12,7 @@ from keel.configs.auto import KNOBS
 from keel.configs.schema import Config, ConfigError, RewardsConfig
 from keel.configs.sections.rewards import JudgeConfig, JudgeServerConfig
 from keel.model.load import ModelFacts, facts_of
-from keel.rl.packing.prefix_sharing import bundle_size
+from keel.rl.packing.prefix_sharing import prefix_group_size
 from keel.trainer.placement.choose import choose
 from keel.trainer.placement.hardware import Hardware, idle_nodes, place
 from keel.trainer.placement.layouts import Search
@@ -68,7 +68,7 @@ def test_a_micro_batch_is_as_large_as_the_groups_that_share_their_prompts_in_it(
     choice = choose(recipe(), KNOBS, facts("0.6b"), machine(8, 79.0)).config
     a, whole = choice.algorithm, choice.max_context
     assert choice.trainer.share_prompts and a.prompts_per_step == 2 * choice.trainer.ranks
-    two = 2 * bundle_size(a.group_size, choice.data.max_prompt_tokens, whole)
+    two = 2 * prefix_group_size(a.group_size, choice.data.max_prompt_tokens, whole)
     assert choice.trainer.micro_batch_tokens == two
 
 

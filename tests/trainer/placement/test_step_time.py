@@ -22,7 +22,7 @@ from keel.configs.schema import (
 )
 from keel.configs.sections.algorithm import PROBES
 from keel.model.load import ModelFacts, facts_of
-from keel.rl.packing.prefix_sharing import bundle_size
+from keel.rl.packing.prefix_sharing import prefix_group_size
 from keel.trainer.placement.gpus import Machine, machine_of
 from keel.trainer.placement.hardware import Hardware, idle_nodes
 from keel.trainer.placement.memory import (
@@ -123,7 +123,7 @@ def test_a_prompt_that_is_shared_is_computed_once_a_group(moe: ModelFacts) -> No
     assert packed(plain) == (math.ceil(64 / (16_384 // each)), 64 * each)
     assert packed(made(each)) == (64, 64 * each)
     assert packed(shared)[1] == 8 * 512 + 64 * (each - 512)
-    halves = bundle_size(4, 512, each)
+    halves = prefix_group_size(4, 512, each)
     assert packed(made(halves)) == (16, 2 * 8 * 512 + 64 * (each - 512))
     times = [step_time(one, moe, micro_batches=4).compute for one in (plain, shared)]
     assert times[1] < times[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.trainer.placement import watchdog as watch
 from keel.trainer.placement.hang_detector import RAYLET, Sight
 from keel.trainer.placement.watchdog import Watch, watched
@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE_S, wait_for
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(watch, "LOOK_S", 0.001)
     yield
-    ray_calls.joined()
+    ray_timeouts.joined()
 
 
 def watching(*sights: Sight) -> tuple[Watch, list[str]]:
@@ -70,8 +70,10 @@ def test_a_node_on_which_gpus_were_reserved_is_such_a_loss_and_no_other_node_is(
 
 def test_rays_own_loss_ends_all_calls_of_ray() -> None:
     looking, _ = watching(Sight(here={}, lost="Ray's node process (process 7 on here) is gone"))
-    wait_for(ray_calls.lost)
-    with pytest.raises(ray_calls.RayLost, match=r"^Ray's node process \(process 7 on here\) is go"):
+    wait_for(ray_timeouts.lost_reason)
+    with pytest.raises(
+        ray_timeouts.RayLost, match=r"^Ray's node process \(process 7 on here\) is go"
+    ):
         looking.check()
     looking.stop()
 
@@ -173,7 +175,10 @@ def test_who_looks_knows_the_knob_and_whose_run_it_is(
     monkeypatch.setattr(watch, "Lookouts", Looks)
     with watched(print, 7.0):
         pass
-    here = ((raylet.pid, {RAYLET: raylet.pid}), {"start": ray_calls.start(), "hang_timeout_s": 7.0})
+    here = (
+        (raylet.pid, {RAYLET: raylet.pid}),
+        {"start": ray_timeouts.start(), "hang_timeout_s": 7.0},
+    )
     assert given == [((7.0,), {}) if joined else here]
     raylet.kill()
     raylet.wait()

@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import ObjectLostError, RayTaskError
 
 from keel.configs.load import load_config
-from keel.model import ray_timeouts as ray_calls
+from keel.model import ray_timeouts
 from keel.trainer.run import session
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
@@ -27,9 +27,9 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """By a signal, or a Ray, that another test's command has had or lost; nor are others."""
     monkeypatch.setattr(session, "preempted", lambda: "")
     monkeypatch.setattr(session, "asked", lambda: False)
-    ray_calls.joined()
+    ray_timeouts.joined()
     yield
-    ray_calls.joined()
+    ray_timeouts.joined()
 
 
 def test_losses_are_counted_as_a_rate() -> None:
@@ -223,10 +223,10 @@ def test_without_ray_no_process_can_start_again(tmp_path: Path) -> None:
     world = World(tmp_path)
 
     def drive(*_: Any) -> int:
-        ray_calls.lose("the raylet is gone")
+        ray_timeouts.mark_lost("the raylet is gone")
         raise WorkerLost("trainer rank 0 died")  # as it does then
 
-    with pytest.raises(ray_calls.RayLost, match="the raylet is gone"):
+    with pytest.raises(ray_timeouts.RayLost, match="the raylet is gone"):
         world.run(drive)
     assert len(world.starts) == 1
 

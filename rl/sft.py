@@ -1,0 +1,169 @@
+"""Supervised fine-tuning: examples, their packing and their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from keel.rl.checks import checked_weight, require, require_log_probs, require_sequences
+from keel.rl.metrics import Mean, Metric, Sum
+from keel.rl.packing.batch import TrainBatch
+from keel.rl.packing.items import PackItem, split_long
+from keel.rl.packing.pack import BatchFormat, assemble
+from keel.rl.packing.prefix_sharing import unshared
+from keel.rl.types import Segment
+
+Average = Literal["tokens", "conversations"]
+"""Unit that the loss averages over."""
+_FORMAT = BatchFormat(routes=None, sampling_mask=False, loss="nll")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftExample:
+    """A conversation to learn from, as one or more contexts like those of a `Trajectory`."""
+
+    prompt_id: str
+    """Unique within a run and stable across restarts."""
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        if self.learned_tokens == 0:
+            raise ValueError(f"conversation {self.prompt_id}: no token to learn")
+
+    @property
+    def learned_tokens(self) -> int:
+        """|o_i|, over all segments."""
+        return sum(int(segment.trainable_T.sum()) for segment in self.segments)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(len(segment.token_ids_T) for segment in self.segments)
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens in the longest segment."""
+        return max(len(segment.token_ids_T) for segment in self.segments)
+
+
+def supervised_segment(
+    prompt_id: str,
+    ids: Sequence[int] | NDArray[np.int32],
+    learned: Sequence[bool] | NDArray[np.bool_],
+) -> Segment:
+    """Build a segment that no policy sampled; `learned` marks the tokens with a loss."""
+    count = len(ids)
+    return Segment(
+        prompt_id=prompt_id,
+        token_ids_T=np.asarray(ids, np.int32),
+        trainable_T=np.asarray(learned, np.bool_),
+        # The loss ignores both fields, so one broadcast number is enough.
+        logp_old_T=np.broadcast_to(np.float32(0), count),
+        version_T=np.broadcast_to(np.int32(-1), count),
+    )
+
+
+def pack_sft(
+    examples: Sequence[SftExample],
+    *,
+    ranks: int,
+    micro_batch_tokens: int,
+    mean: Average = "tokens",
+) -> list[TrainBatch]:
+    """Pack one optimizer step on `examples` into one `TrainBatch` per rank.
+
+    An example has the weight |o_i| B / Σ |o_j| for a mean over tokens, and 1 for a mean over
+    conversations (see `nll_loss`). The segments of an example that exceeds a micro-batch are
+    packed separately.
+
+    Raises `ValueError` for an empty `examples`.
+    """
+    if not examples:
+        raise ValueError("examples is empty: an optimizer step needs at least one")
+    tokens = sum(example.learned_tokens for example in examples)
+    whole = [
+        PackItem(
+            example.segments,
+            example.learned_tokens,
+            advantage=0.0,
+            kl_coef=0.0,
+            weight=example.learned_tokens * len(examples) / tokens if mean == "tokens" else 1.0,
+        )
+        for example in examples
+    ]
+    (items,), split = split_long([whole], micro_batch_tokens)
+    shares = assemble(unshared(items), _FORMAT, ranks=ranks, capacity=micro_batch_tokens)
+    return [
+        TrainBatch(
+            micro_batches=micro_batches,
+            total_sequences=len(examples),
+            total_tokens=sum(item.tokens for item in items),
+            split_sequences=split,
+        )
+        for micro_batches in shares
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NllOutput:
+    """A share of the loss with its metrics."""
+
+    loss: Tensor
+    """Scalar; carries the gradient."""
+    totals: Tensor
+    """[3] float64 on the loss's device: the loss, Σ −log p, the number of tokens."""
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """`loss` and `nll`, the unweighted mean over tokens in nats.
+
+        Read them after the backward pass: reading synchronises with the device.
+        """
+        loss, total, count = (float(number) for number in self.totals.cpu())
+        return {"loss": Sum(loss), "nll": Mean(total, count)}
+
+
+def nll_loss(
+    logp: Tensor,
+    sequence: Tensor,
+    *,
+    sequence_tokens: Tensor,
+    total_sequences: int,
+    sequence_weight: Tensor | None = None,
+) -> NllOutput:
+    r"""Compute this part's share of the negated mean log-likelihood.
+
+        −1/B Σ_i w_i/|o_i| Σ_t log π_θ(o_{i,t})
+
+    w_i = |o_i| B / Σ_j |o_j| gives the mean over the tokens of the step, the loss of transformers
+    and TRL. w_i = 1 gives the mean over conversations of each conversation's mean.
+
+    Shapes (N learned tokens of S conversations, which may have more tokens in other calls):
+        logp              [N] float32 or float64, natural-log probabilities
+        sequence          [N] int64, 0 … S−1, in any order
+        sequence_tokens   [S] integer, |o_i|: all learned tokens of the conversation
+        total_sequences   B, conversations in the whole optimizer step
+        sequence_weight   [S] w, 1 on average over the step; None: all ones
+
+    The denominators are global, so the shares and gradients of any split of a step add up. N = 0
+    gives a loss of 0. Raises `ValueError` naming the argument.
+    """
+    require_log_probs(logp)
+    require_sequences(sequence, torch.zeros_like(logp), len(sequence_tokens))
+    require(
+        total_sequences >= max(1, len(sequence_tokens)),
+        f"total_sequences = {total_sequences}: must be at least 1 and count the "
+        f"{len(sequence_tokens)} sequences of this call",
+    )
+    weight_S = checked_weight(sequence_weight, sequence_tokens, logp)
+    weight = weight_S[sequence] / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
+    loss = -(weight * logp).sum()
+    with torch.no_grad():
+        count = torch.full_like(loss, len(logp)).double()
+        totals = torch.stack([loss.double(), -logp.double().sum(), count])
+    return NllOutput(loss, totals)

@@ -1,1 +1,0 @@
-"""Learning from conversations that are given: what they are, their loss, their batches."""
