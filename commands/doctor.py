@@ -255,7 +255,7 @@ def ray() -> Iterator[Finding]:
     from ray import __version__  # noqa: PLC0415  (seconds)
 
     from keel.model import ray_timeouts  # noqa: PLC0415
-    from keel.trainer.placement.nodes import end_ray, start_ray  # noqa: PLC0415
+    from keel.trainer.placement.nodes import start_ray, stop_ray  # noqa: PLC0415
 
     begun = time.monotonic()
     start_ray()
@@ -263,7 +263,7 @@ def ray() -> Iterator[Finding]:
         actor = ray_timeouts.create(_Here, "doctor", {"num_cpus": 0})
         ray_timeouts.get(ray_timeouts.call(actor.pid), seconds=ray_timeouts.CALL_S)
     finally:
-        end_ray()
+        stop_ray()
     where = os.environ.get("RAY_ADDRESS", "of this machine's own")
     yield fine(f"Ray {__version__}, a cluster {where}: up in {time.monotonic() - begun:.0f} s")
 

@@ -21,9 +21,9 @@ from keel.rl.metrics import values
 from keel.trainer.launch import start_of
 from keel.trainer.learner import Learner
 from keel.trainer.placement.hardware import RANK
-from keel.trainer.placement.nodes import end_ray, hardware_here, start_ray
-from keel.trainer.placement.reservation import reserved
-from keel.trainer.placement.watchdog import watched
+from keel.trainer.placement.nodes import detect_hardware, start_ray, stop_ray
+from keel.trainer.placement.reservation import reserve_gpus
+from keel.trainer.placement.watchdog import start_watchdog
 from keel.trainer.prepare import Found, found_model, prompts_of
 from keel.trainer.run import checkpoint
 from keel.trainer.run.batches import FOLDER, list_batches, read_batch, step_of
@@ -38,7 +38,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
     disable_progress_bar()
     recipe = folder / "config.yaml"
     model = found_model(
-        *load_recipe(str(recipe), [f"run.dir={folder}", *overrides]), hardware_here, chats=False
+        *load_recipe(str(recipe), [f"run.dir={folder}", *overrides]), detect_hardware, chats=False
     )
     config, gpu = model.choice.config, model.hardware.gpu
     deadline = config.run.startup_timeout_s
@@ -50,11 +50,11 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
         print(f"then: {line}")
     with ExitStack() as stack:
         start_ray()
-        stack.callback(end_ray)
+        stack.callback(stop_ray)
         seats = None
         if gpu:  # nothing is sampled: engines need none
-            seats = stack.enter_context(reserved(config, timeout_s=deadline, only=RANK))
-        stack.enter_context(watched(print, config.run.hang_timeout_s))
+            seats = stack.enter_context(reserve_gpus(config, timeout_s=deadline, only=RANK))
+        stack.enter_context(start_watchdog(print, config.run.hang_timeout_s))
         learner = Learner(
             base,
             config,

@@ -29,12 +29,12 @@ from keel.rollout.judge.server import JudgeServer
 from keel.trainer import loop
 from keel.trainer.launch import System, fetch, running
 from keel.trainer.nonfinite import SAID
-from keel.trainer.placement.cached_choice import remember
-from keel.trainer.placement.elastic import Layouts, layouts
-from keel.trainer.placement.nodes import end_ray, hardware_said, seating, start_ray
-from keel.trainer.placement.oom_recovery import Repeating
-from keel.trainer.placement.ray_internals import leave
-from keel.trainer.placement.watchdog import watched
+from keel.trainer.placement.cached_choice import save_choice
+from keel.trainer.placement.elastic import ElasticLayouts, elastic_layouts
+from keel.trainer.placement.nodes import planned_hardware, seat_lines, start_ray, stop_ray
+from keel.trainer.placement.oom_recovery import RetryOnOom
+from keel.trainer.placement.ray_internals import exit_now
+from keel.trainer.placement.watchdog import start_watchdog
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run import checkpoint
 from keel.trainer.run.batches import save_batch
@@ -82,7 +82,7 @@ def train(
         drive=drive or run_loop,
         again=again,
         tokenizer=task.tokenizer_digest,
-        chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
+        chosen=partial(save_choice, values=task.choice.values, now=task.hardware.signature),
     )
 
 
@@ -115,12 +115,12 @@ def _learn(
         lowered=laid_out.lowering.after,
         drive=run_lessons,
         tokenizer=task.tokenizer,
-        chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
+        chosen=partial(save_choice, values=task.choice.values, now=task.hardware.signature),
     )
 
 
-def layouts_of(task: Task | SftTask) -> Layouts:
-    return layouts(
+def layouts_of(task: Task | SftTask) -> ElasticLayouts:
+    return elastic_layouts(
         task.config,
         Path(task.config.run.dir).expanduser(),
         facts=task.facts,
@@ -137,14 +137,14 @@ def check(recipe: str, overrides: Sequence[str]) -> int:
     tasks: list[Task | SftTask] = []
     with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
         if config.sft.sources:
-            tasks.append(prepare_sft(recipe, overrides, hardware=hardware_said))
+            tasks.append(prepare_sft(recipe, overrides, hardware=planned_hardware))
         if config.data.sources:
-            tasks.append(prepare(recipe, overrides, hardware=hardware_said))
+            tasks.append(prepare(recipe, overrides, hardware=planned_hardware))
     said = ""
     for task in tasks:
         if len(tasks) > 1:
             print(f"{said}keel {task.command if isinstance(task, SftTask) else 'train'}")
-        print(task.text(seats=seating(task.config, task.hardware) if task.gpu else ()))
+        print(task.text(seats=seat_lines(task.config, task.hardware) if task.gpu else ()))
         said = "\n"
     elsewhere = check_place(tasks)
     # The folder is one run's: of whichever of the two is there.
@@ -216,8 +216,8 @@ def judge(options: argparse.Namespace) -> None:
             settings.check_used(judged=True, gpu=gpu)
             fetch(settings.model)
             start_ray()
-            stack.callback(end_ray)
-            stack.enter_context(watched(print, hang_timeout_s))
+            stack.callback(stop_ray)
+            stack.enter_context(start_watchdog(print, hang_timeout_s))
             server = JudgeServer(settings, gpu=gpu)
             stack.callback(server.stop)
         failed = judge_answers(
@@ -250,7 +250,7 @@ def run(command: str, *arguments: Any) -> int:
 
     def ended(status: int) -> int:
         if lost_reason() or has_abandoned_threads():  # their threads would block exit
-            leave(status)
+            exit_now(status)
         return status
 
     def said(text: object, status: int) -> int:
@@ -372,7 +372,7 @@ def run_loop(
         trained: loop.Learner = learner
         if (lowering := system.lowering) is not None:
             say = partial(journal.say, "out of memory")
-            trained = Repeating(learner=learner, lowering=lowering, say=say)
+            trained = RetryOnOom(learner=learner, lowering=lowering, say=say)
         audit = PromptAudit(dataset.train, partial(journal.say, "ledger"), since=start)
         parts = loop.Parts(
             prompts=dataset.train,

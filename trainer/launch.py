@@ -40,14 +40,14 @@ from keel.rollout.spec import EngineError, EngineSpec
 from keel.trainer.batch_stream import wait_for
 from keel.trainer.build_agents import episode_runner
 from keel.trainer.learner import Learner
-from keel.trainer.placement.downloads import fetch_on_others
-from keel.trainer.placement.elastic import Layouts
+from keel.trainer.placement.downloads import download_on_nodes
+from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import ENGINE, JUDGE, RANK
-from keel.trainer.placement.nodes import end_ray, start_ray
-from keel.trainer.placement.oom_recovery import Lowering
-from keel.trainer.placement.reservation import Reservation, reserved
-from keel.trainer.placement.time_sharing import certain_cache, start_together
-from keel.trainer.placement.watchdog import Watch, watched
+from keel.trainer.placement.nodes import start_ray, stop_ray
+from keel.trainer.placement.oom_recovery import OomRecovery
+from keel.trainer.placement.reservation import Reservation, reserve_gpus
+from keel.trainer.placement.time_sharing import can_start_together, guaranteed_cache_bytes
+from keel.trainer.placement.watchdog import Watchdog, start_watchdog
 from keel.trainer.prepare import Task, length_rules
 from keel.trainer.run.progress import Wait, waiting
 from keel.trainer.run.restarts import WorkerLost
@@ -64,8 +64,8 @@ class System:
     """None where nothing is trained and the engines have their weights from files."""
     scorer: Scorer
     agents: EpisodeRunner | None = None
-    watch: Watch | None = None
-    lowering: Lowering | None = None
+    watch: Watchdog | None = None
+    lowering: OomRecovery | None = None
     """What to do about steps that do not fit; None: they end the run."""
 
     def attended(self, hurry: Callable[[], bool]) -> Callable[[], bool]:
@@ -151,7 +151,7 @@ def running(
     log: Path | None = None,
     *,
     learner: bool = True,
-    layouts: Layouts | None = None,
+    layouts: ElasticLayouts | None = None,
 ) -> Iterator[System]:
     """Start everything `task` needs, and end it all at exit, whatever happened. log: folder for
     what reward functions print. learner: whether trainer ranks are wanted; engines that sleep have
@@ -167,20 +167,20 @@ def running(
             judge.check_reachable()
         with waiting("starting Ray", "Ray"):
             start_ray()
-        stack.callback(end_ray)
+        stack.callback(stop_ray)
         if layouts is not None:
             config = layouts.next()
             task = replace(task, config=config)
         seats = None
         if task.gpu:
-            seats = stack.enter_context(reserved(config, timeout_s=deadline))
+            seats = stack.enter_context(reserve_gpus(config, timeout_s=deadline))
             for line in seats.placement.lines():
                 say(line)
         fetch_elsewhere(config.model.path, seats, (RANK, ENGINE), deadline)
         if task.judged and config.rewards.judge.serve:
             fetch_elsewhere(config.rewards.judge.model, seats, (JUDGE,), deadline)
         nodes = {seat.node.id for seat in seats.placement.seats} if seats else set[str]()
-        watch = stack.enter_context(watched(say, config.run.hang_timeout_s, nodes))
+        watch = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s, nodes))
         if config.rewards.judge.serve:
             where = seats.options(JUDGE, 0) if seats else {}
             server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=where)
@@ -190,9 +190,9 @@ def running(
         scorer = stack.enter_context(scorer_of(config, judge, say, log))
         shared = bool(seats and seats.placement.shared)
         of, taken = (config, task.facts, task.hardware.gpu_gib), task.hardware.taken_gib
-        together = shared and start_together(*of, taken)
-        roomy = not shared or start_together(*of, taken, stepping=True)
-        cache = certain_cache(*of) if together else 0
+        together = shared and can_start_together(*of, taken)
+        roomy = not shared or can_start_together(*of, taken, stepping=True)
+        cache = guaranteed_cache_bytes(*of) if together else 0
         spec = EngineSpec.of(config, model, cache_bytes=cache)
         pool = ray_pool(
             spec,
@@ -251,7 +251,7 @@ def start_both(
     pool: RolloutPool,
     ranks: Learner | None,
     both: ThreadPoolExecutor,
-    watch: Watch,
+    watch: Watchdog,
     wait: Wait,
     *,
     engines_first: bool,
@@ -278,7 +278,7 @@ def start_both(
     return [*_up(engines, watch), *trained]
 
 
-def _up(engines: Future[tuple[str, ...]], watch: Watch) -> tuple[str, ...]:
+def _up(engines: Future[tuple[str, ...]], watch: Watchdog) -> tuple[str, ...]:
     """What they warn of. One that does not come up, where all have before, is a loss as any."""
     try:
         return wait_for(engines, watch.well)
@@ -356,7 +356,7 @@ def fetch_elsewhere(
         return
     seated = seats.placement.seats if seats else ()
     nodes = {seat.node.id for seat in seated if seat.kind in kinds}
-    fetch_on_others(path, timeout_s=timeout_s, nodes=nodes)
+    download_on_nodes(path, timeout_s=timeout_s, nodes=nodes)
 
 
 def model_folder(task: Task) -> str:

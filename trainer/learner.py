@@ -26,7 +26,7 @@ from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.batch_stream import never
 from keel.trainer.nonfinite import said_of
 from keel.trainer.placement import hardware
-from keel.trainer.placement.step_deadlines import Limit, Limits, work_of
+from keel.trainer.placement.step_deadlines import StepDeadline, StepDeadlines, micro_batch_count
 from keel.trainer.run.checkpoint import SaveError
 from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
@@ -99,7 +99,7 @@ class Learner:
         self._whereabouts: list[Whereabouts] = []
         self._version = 0
         sending_s = config.sending_timeout_s if self.direct else 0.0
-        self._limits = Limits(trainer.timeout_s, sending_s)
+        self._limits = StepDeadlines(trainer.timeout_s, sending_s)
         self.tokens: Mapping[int, TokenNumbers] = {}
         """What the ranks saw in the last step of the segments that `saved` chose, by number."""
 
@@ -113,7 +113,7 @@ class Learner:
 
         That takes seconds and no GPU, so a run can end here before an engine is up."""
         seconds = self._config.run.startup_timeout_s
-        limit = Limit("loading the trainer's libraries", seconds, "run.startup_timeout_s")
+        limit = StepDeadline("loading the trainer's libraries", seconds, "run.startup_timeout_s")
         self._wait(self._prepared, limit)
 
     def start(self, timeout_s: float | None = None) -> list[str]:
@@ -124,13 +124,13 @@ class Learner:
         """
         seconds = timeout_s or self._config.run.startup_timeout_s
         left = ray_timeouts.Deadline(seconds)
-        limit = Limit("the trainer's start", seconds, "run.startup_timeout_s", left)
+        limit = StepDeadline("the trainer's start", seconds, "run.startup_timeout_s", left)
         self._whereabouts = self._all("whereabouts", limit=limit)
         self._check_folder(limit)
         (rendezvous,) = self._wait([ray_timeouts.call(self._ranks[0].listen)], limit)
         return self._all("start", self._model_path, self._config, rendezvous, limit=limit)[0]
 
-    def _check_folder(self, limit: Limit) -> None:
+    def _check_folder(self, limit: StepDeadline) -> None:
         """Raises ConfigError unless all ranks see the folder of the run, if this is one: else that
         would come out with the first checkpoint."""
         mark = Path(self._config.run.dir).expanduser().absolute() / MARK
@@ -219,7 +219,7 @@ class Learner:
             for refs in self._warming:
                 self._wait(refs, self._limits.of("compiling kernels"))
             self._warming = []
-        began, work = time.monotonic(), work_of(shares[0])
+        began, work = time.monotonic(), micro_batch_count(shares[0])
         # One object a group of ranks: each fetches its own share and nothing else.
         shipped = [ray_timeouts.put(share) for share in shares]
         with self._order:
@@ -312,7 +312,7 @@ class Learner:
         for sender in self._senders:  # or Ray would end while they wait for it
             sender.join(GRACE_S)
 
-    def _all(self, method: str, *arguments: object, limit: Limit) -> list[Any]:
+    def _all(self, method: str, *arguments: object, limit: StepDeadline) -> list[Any]:
         """Call a method of every rank; the results by rank."""
         with self._order:
             refs = [ray_timeouts.call(getattr(rank, method), *arguments) for rank in self._ranks]
@@ -321,7 +321,7 @@ class Learner:
     def _wait(
         self,
         refs: Sequence[ray.ObjectRef[Any]],
-        limit: Limit,
+        limit: StepDeadline,
         note: Callable[[Any], object] = lambda _: None,
     ) -> list[Any]:
         """Results in the order of `refs`, the first of which is rank 0's. note: told of each as
@@ -355,7 +355,7 @@ class Learner:
             raise self._late(limit, list(waiting.values()))
         return [results[rank] for rank in range(len(refs))]
 
-    def _late(self, limit: Limit, ranks: Sequence[int]) -> WorkerLost:
+    def _late(self, limit: StepDeadline, ranks: Sequence[int]) -> WorkerLost:
         """Of ranks that have not answered in time."""
         places = [self._whereabouts[rank] for rank in ranks if rank < len(self._whereabouts)]
         where = ", ".join(f"process {place.pid} on {place.host}" for place in places)

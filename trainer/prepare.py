@@ -50,7 +50,7 @@ from keel.rollout.chat.render import name_of
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
-from keel.trainer.placement.cached_choice import Remembered, remembered
+from keel.trainer.placement.cached_choice import SavedChoice, load_choice
 from keel.trainer.placement.choose import Choice, choose
 from keel.trainer.placement.cpus import cpu_time, slow_dtype, with_dtype
 from keel.trainer.placement.families import (
@@ -60,9 +60,9 @@ from keel.trainer.placement.families import (
     check_residual,
 )
 from keel.trainer.placement.hardware import Hardware
-from keel.trainer.placement.lint import unusual
+from keel.trainer.placement.lint import lint_recipe
 from keel.trainer.placement.memory import GIB
-from keel.trainer.placement.nodes import hardware_here, memory_gib, with_missing
+from keel.trainer.placement.nodes import detect_hardware, memory_gib, with_missing_nodes
 from keel.trainer.placement.plan import Plan, describe
 from keel.trainer.run.folder import check_recipe
 from keel.trainer.run.manifest import MANIFEST, check_exported
@@ -163,7 +163,7 @@ def prepare(
     recipe: str,
     overrides: Sequence[str],
     *,
-    hardware: Callable[[Config], Hardware] = hardware_here,
+    hardware: Callable[[Config], Hardware] = detect_hardware,
 ) -> Task:
     """Read and check everything that needs no engine. Raises ConfigError.
 
@@ -270,7 +270,7 @@ class Found:
     hardware: Hardware
     choice: Choice
     """Of what the recipe leaves open, with the plan."""
-    before: Remembered
+    before: SavedChoice
     lacking: str
     """Of the model's weights here."""
 
@@ -304,14 +304,14 @@ def found_model(
             check_invariant(model, config.model.path, gpu=machine.gpu)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
-    before = remembered(config, machine.signature)
+    before = load_choice(config, machine.signature)
     try:
         choice = choose(config, left, facts, machine, before.values)
     except ConfigError:
-        machine = with_missing(machine, config)
+        machine = with_missing_nodes(machine, config)
         if not machine.missing:
             raise
-        before = remembered(config, machine.signature)
+        before = load_choice(config, machine.signature)
         choice = choose(config, left, facts, machine, before.values)
     lacking = "" if config.model.path == TINY_MODEL else missing_weights(config.model.path)
     if lacking and machine.found:
@@ -388,7 +388,7 @@ def warning_lines(config: Config, found: Found) -> list[str]:
         *([UNKNOWN_GIB] if unknown else []),
         *missing_lines(config, found.hardware),
         *([found.before.changed] if found.before.changed else []),
-        *unusual(config, found.facts),
+        *lint_recipe(config, found.facts),
         *literal_lines(config),
         *thinking_lines(config, found.tokenizer),
         *([where] if lacking else []),

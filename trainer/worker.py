@@ -21,7 +21,7 @@ from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup, TokenNumbers
 from keel.trainer.nonfinite import Finding
-from keel.trainer.placement.memory import readers
+from keel.trainer.placement.memory import reading_ranks
 from keel.trainer.placement.processes import available_cores
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.trajectory_files import saved
@@ -169,7 +169,7 @@ class TrainerWorker:
         from keel.trainer.engine.zero import compute_dtype  # noqa: PLC0415
 
         dtype = compute_dtype(config, torch.device("cuda" if self._gpu else "cpu"))
-        if self._rank < readers(config.trainer):
+        if self._rank < reading_ranks(config.trainer):
             torch.manual_seed(config.run.seed)  # for weights that are not in the folder
             with suppress(Exception):  # `start` then reads it, and says what is wrong
                 self._model = load_policy(model_path, dtype)

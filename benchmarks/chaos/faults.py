@@ -18,7 +18,7 @@ from benchmarks.chaos.disk import Disk
 from benchmarks.chaos.preload import Preload
 from benchmarks.chaos.run import ROLES, TIMEOUT_S, Run, marked, words_of
 from keel.rollout.pool.engine_supervisor import MAX_RESTARTS
-from keel.trainer.placement.processes import gone
+from keel.trainer.placement.processes import has_exited
 from keel.trainer.run.signals import PREEMPTED
 
 # fmt: off
@@ -236,7 +236,7 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
 
     def over() -> bool:
         return undo is None and not (
-            fault.action == "freeze" and struck.victim and not gone(struck.victim)
+            fault.action == "freeze" and struck.victim and not has_exited(struck.victim)
         )
 
     try:

@@ -75,8 +75,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     for name, value in {
         "start_ray": lambda: None,
-        "end_ray": lambda: None,
-        "watched": lambda say, hang_timeout_s: nullcontext(),
+        "stop_ray": lambda: None,
+        "start_watchdog": lambda say, hang_timeout_s: nullcontext(),
         "found_model": found_model,
         "Learner": FakeLearner,
     }.items():
@@ -131,7 +131,7 @@ def test_an_overflow_that_nothing_explains_is_not_called_finite(
         return model
 
     monkeypatch.setattr(module, "found_model", on_gpu)
-    monkeypatch.setattr(module, "reserved", reserved)
+    monkeypatch.setattr(module, "reserve_gpus", reserved)
     save_batch(run, 3, GROUPS, [])
     assert main(["replay", str(run)]) == 0
     said = capsys.readouterr().out

@@ -32,7 +32,7 @@ from keel.trainer.batch_stream import never
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.launch import System, episodes, model_folder, scorer_of
 from keel.trainer.nonfinite import said_of
-from keel.trainer.placement.nodes import end_ray, start_ray
+from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.prepare import Task
 from keel.trainer.run.manifest import Entry
 from keel.trainer.sft.wiring import SftTask, Teaching, starting_model
@@ -192,5 +192,5 @@ def in_this_process() -> Iterator[None]:
         finally:
             engines.close()
             if ray.is_initialized():
-                end_ray()
+                stop_ray()
             torch.set_num_threads(threads)

@@ -54,6 +54,6 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
             "keel.trainer.placement.reservation.remove_placement_group", lambda group: None
         )
         patch.setattr("keel.trainer.launch.start_ray", lambda: None)
-        patch.setattr("keel.trainer.launch.watched", lambda *_: contextlib.nullcontext())
+        patch.setattr("keel.trainer.launch.start_watchdog", lambda *_: contextlib.nullcontext())
         patch.setattr("keel.trainer.launch.model_folder", accept)
         yield patch

@@ -21,7 +21,7 @@ from keel.rl.packing import TrainBatch, pack
 from keel.rl.sft import SftExample, pack_sft, supervised_segment
 from keel.rollout.spec import EngineError
 from keel.trainer.learner import STEP, Learner
-from keel.trainer.placement.step_deadlines import Limit, Limits
+from keel.trainer.placement.step_deadlines import StepDeadline, StepDeadlines
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.worker import (
@@ -53,12 +53,12 @@ class Ranks:
         learner._config, learner.direct, learner._ranks = config, direct, self._actors
         learner._order, learner._whereabouts = threading.Lock(), []
         sending_s = config.sending_timeout_s if direct else 0.0
-        learner._limits = Limits(config.trainer.timeout_s, sending_s)
+        learner._limits = StepDeadlines(config.trainer.timeout_s, sending_s)
         learner._senders = []
         return learner
 
     def ask(self, learner: Learner, seconds: float) -> list[Any]:
-        return learner._all("step", limit=Limit("a step", seconds, "trainer.timeout_s"))
+        return learner._all("step", limit=StepDeadline("a step", seconds, "trainer.timeout_s"))
 
     def _wait(
         self, refs: Sequence[int], *, seconds: ray_timeouts.Deadline
@@ -187,7 +187,7 @@ def one_batch() -> TrainBatch:
 
 def test_steps_in_one_call_have_the_deadline_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(2, 1)
-    waited: list[Limit] = []
+    waited: list[StepDeadline] = []
     learner = Ranks(monkeypatch, (1, StepReport(version=3, metrics={}))).learner(config)
     learner._config = replace(config, trainer=replace(config.trainer, ranks=1))
     learner._warming = []
@@ -195,13 +195,13 @@ def test_steps_in_one_call_have_the_deadline_of_each(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: 0)
     wait = Learner._wait
 
-    def noted(self: Learner, refs: Sequence[Any], limit: Limit) -> list[Any]:
+    def noted(self: Learner, refs: Sequence[Any], limit: StepDeadline) -> list[Any]:
         waited.append(limit)
         return wait(self, refs, limit)
 
     monkeypatch.setattr(Learner, "_wait", noted)
     for steps in (1, 4):
-        learner._limits = Limits(600.0, 0.0)
+        learner._limits = StepDeadlines(600.0, 0.0)
         assert learner.train([[one_batch()] * steps]).version == 3
     assert [limit.seconds for limit in waited] == [600, 2400]
 
@@ -232,13 +232,13 @@ def test_ranks_that_do_not_see_the_runs_folder_are_found_at_the_start(
     asked: list[Path] = []
 
     def seen(own: str | None) -> None:
-        def all_(_: Learner, method: str, path: str, *, limit: Limit) -> list[str]:
+        def all_(_: Learner, method: str, path: str, *, limit: StepDeadline) -> list[str]:
             asked.append(Path(path))
             read = TrainerWorker.sees(object.__new__(TrainerWorker), path)
             return [read, read if own is None else own]
 
         monkeypatch.setattr(Learner, "_all", all_)
-        learner._check_folder(Limit("the start", 1.0, ""))
+        learner._check_folder(StepDeadline("the start", 1.0, ""))
 
     seen(None)
     assert not asked, "nothing of a run is there"
@@ -254,7 +254,7 @@ def test_ranks_that_do_not_see_the_runs_folder_are_found_at_the_start(
 
 
 def test_a_step_of_more_work_is_waited_for_longer() -> None:
-    limits = Limits(10_000.0, 0.0)
+    limits = StepDeadlines(10_000.0, 0.0)
     limits.took("a step", 2, 40.0)
     limits.took("a step", 1, 35.0)  # loading, the optimizer's step
     assert limits.likely("a step", 1).seconds == 400
@@ -345,7 +345,7 @@ def test_a_driver_that_was_stopped_has_not_waited_for_its_ranks(
     monkeypatch.setattr(ray_timeouts, "get", lambda ref, seconds: f"{ref}'s")
     learner = Learner.__new__(Learner)
     learner._whereabouts = []
-    limit = Limit("a step", 20.0, "trainer.timeout_s")
+    limit = StepDeadline("a step", 20.0, "trainer.timeout_s")
     assert learner._wait(["rank 0", "rank 1"], limit) == ["rank 0's", "rank 1's"]
     with pytest.raises(
         WorkerLost, match="waited 20 s for a step: no answer from trainer rank 0, 1 "

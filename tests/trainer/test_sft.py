@@ -22,7 +22,7 @@ from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, supervised_segment
 from keel.rl.types import StepResult
-from keel.trainer.placement.oom_recovery import Lowering, Repeating
+from keel.trainer.placement.oom_recovery import OomRecovery, RetryOnOom
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import OutOfMemory
 from keel.trainer.run.view import PlainView
@@ -254,8 +254,8 @@ def test_a_step_that_did_not_fit_is_taken_once_more_in_smaller_micro_batches(
     run.ranks = Lowered()
     learner: Any = run.ranks
     learner.train = train
-    lowering = Lowering(config=config, folder=tmp_path)
-    run.attempt = Repeating(learner=learner, lowering=lowering, say=said.append).attempt
+    lowering = OomRecovery(config=config, folder=tmp_path)
+    run.attempt = RetryOnOom(learner=learner, lowering=lowering, say=said.append).attempt
     assert run.fit() == 6
     assert len(rows) == 7 and sum(rows[1]) == sum(rows[2]), "the same conversations"
     assert run.steps[2]["train/out_of_memory"] == 1 and "train/out_of_memory" not in run.steps[3]

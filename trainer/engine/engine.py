@@ -68,7 +68,7 @@ from keel.trainer.engine.zero import (
     zero_stage,
 )
 from keel.trainer.nonfinite import Finding, Look, Skips, sound
-from keel.trainer.placement.memory import readers, summed_apart
+from keel.trainer.placement.memory import reading_ranks, sums_in_float32
 from keel.trainer.run.checkpoint import layout_of
 from keel.trainer.run.manifest import Entry
 from keel.weights.buckets import Bucket, FlatBucket, in_host_memory
@@ -119,7 +119,7 @@ class TrainerEngine:
         self._part = Slice.join(trainer.sequence_parallel)
 
         load = partial(self._load, model_path, dtype)
-        model, written = read_once(load, dtype, readers=readers(trainer), read=read)
+        model, written = read_once(load, dtype, readers=reading_ranks(trainer), read=read)
         network = self._network = self._made_of(model)
         self._note(check_transformers(network.model))
         routers = router_modules(network.model)
@@ -149,7 +149,7 @@ class TrainerEngine:
                 copy_weights(network, frozen, stage=self._stage)
             if trainer.compile:
                 compile_layers(frozen.model)
-        summed = self._summed = dtype == torch.bfloat16 and summed_apart("bfloat16", trainer)
+        summed = self._summed = dtype == torch.bfloat16 and sums_in_float32("bfloat16", trainer)
         self._note(sum_in_one_pass(made.optimizer) if summed else sums_missed(made))
         of = (self._engine, frozen, self._device, config)
         self._offload, note = make_offload(*of, stage=self._stage, sums=summed)

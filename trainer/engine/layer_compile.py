@@ -22,7 +22,7 @@ from keel.model.ulysses import Slice
 from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference, recorded_routes
-from keel.trainer.placement.memory import rank_tokens, summed_apart
+from keel.trainer.placement.memory import rank_tokens, sums_in_float32
 
 _LOG = logging.getLogger(__name__)
 BACKEND = "inductor"
@@ -158,7 +158,7 @@ def warm_up(
                 if scores_apart(config):
                     with torch.no_grad():
                         network(inputs=inputs)
-        if device.type == "cuda" and summed_apart(config.model.dtype, config.trainer):
+        if device.type == "cuda" and sums_in_float32(config.model.dtype, config.trainer):
             from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415  (Triton: on GPUs)
 
             sums = torch.zeros(1024, device=device)

@@ -31,7 +31,7 @@ from keel.trainer.engine.deepspeed_internals import (
     other_state,
     weights_of,
 )
-from keel.trainer.placement.memory import OF_A_STEP, copied_bytes, trainer_memory
+from keel.trainer.placement.memory import STEP_PARTS, trainer_memory, update_copy_bytes
 
 MIB, GIB = 2**20, 2**30
 LEAST = 2**12
@@ -287,8 +287,8 @@ def make_offload(
         of = {
             "room": room(config, device),
             "limit": limit,
-            "activations": sum(planned.parts.get(name, 0.0) for name in (*OF_A_STEP, "gathered")),
-            "copied": copied_bytes(config, planned.parts, gpu=gpu),
+            "activations": sum(planned.parts.get(name, 0.0) for name in (*STEP_PARTS, "gathered")),
+            "copied": update_copy_bytes(config, planned.parts, gpu=gpu),
         }
         return Offload(engine, reference, device, **of), ""
     if gpu:

@@ -196,11 +196,11 @@ def room_to_update(config: Config) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise UpdateOutOfMemory(
             f"there is no room to update the weights ({error}). Smaller micro-batches do not help "
-            f"there; what may: {makes_room_to_update(config)}"
+            f"there; what may: {update_memory_knobs(config)}"
         ) from None
 
 
-def makes_room_to_update(config: Config) -> str:
+def update_memory_knobs(config: Config) -> str:
     """Knobs that free memory for an optimizer step, when activations are already gone."""
     trainer, rollout = config.trainer, config.rollout
     ways: list[str] = []

@@ -16,14 +16,14 @@ CHOSEN = "chosen.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remembered:
+class SavedChoice:
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Knob → what was chosen when the run began, where that still holds."""
     changed: str = ""
     """How the hardware is another than then."""
 
 
-def remembered(config: Config, now: Mapping[str, Any]) -> Remembered:
+def load_choice(config: Config, now: Mapping[str, Any]) -> SavedChoice:
     """Of the run in `run.dir` that this one would go on with. now: what the hardware is like."""
     folder = Path(config.run.dir).expanduser()
     latest = checkpoint.latest(folder / "checkpoints")
@@ -31,19 +31,19 @@ def remembered(config: Config, now: Mapping[str, Any]) -> Remembered:
         saved = json.loads((folder / CHOSEN).read_text())
         values, then = dict(saved["values"]), dict(saved["hardware"])
     except (OSError, ValueError, KeyError, TypeError):  # none, or not one of ours
-        return Remembered()
+        return SavedChoice()
     if latest is None or config.run.resume == "never":
-        return Remembered()
+        return SavedChoice()
     differences = [
         f"{what} {then.get(what)} → {now[what]}" for what in now if then.get(what) != now[what]
     ]
     if not differences:
-        return Remembered(values=values)
+        return SavedChoice(values=values)
     said = f"the hardware is not what it was ({', '.join(differences)}): the layout is chosen anew"
-    return Remembered(changed=said)
+    return SavedChoice(changed=said)
 
 
-def remember(folder: Path, values: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def save_choice(folder: Path, values: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Whole or not at all; where nothing was left open, nothing. now: as of `remembered`."""
     if not values:
         return
@@ -53,7 +53,7 @@ def remember(folder: Path, values: Mapping[str, Any], now: Mapping[str, Any]) ->
     fresh.replace(folder / CHOSEN)
 
 
-def lower(folder: Path, values: Mapping[str, Any]) -> None:
+def update_choice(folder: Path, values: Mapping[str, Any]) -> None:
     """Put others in the place of values that were chosen, for when the run goes on."""
     try:
         saved = json.loads((folder / CHOSEN).read_text())

@@ -67,7 +67,7 @@ class Fetcher:
             self._fault = str(error)
 
 
-def fetch_on_others(path: str, *, timeout_s: float, nodes: Collection[str] = ()) -> None:
+def download_on_nodes(path: str, *, timeout_s: float, nodes: Collection[str] = ()) -> None:
     """The model `path` of the hub onto all nodes but this one. nodes: Ray's ids of those that want
     it; none: all. timeout_s: until each says how much there is to fetch.
 

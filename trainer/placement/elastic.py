@@ -24,7 +24,7 @@ from keel.trainer.placement.choose import choose, said
 from keel.trainer.placement.hardware import Hardware, Node, allowed, place
 from keel.trainer.placement.node_monitor import reached
 from keel.trainer.placement.nodes import cluster_nodes
-from keel.trainer.placement.oom_recovery import LOWERED, Lowering
+from keel.trainer.placement.oom_recovery import LOWERED, OomRecovery
 from keel.trainer.placement.options import Values, with_values
 from keel.trainer.run import checkpoint
 from keel.trainer.run.journal import note
@@ -48,10 +48,10 @@ CURES = (
 
 
 @dataclass(kw_only=True)
-class Layouts:
+class ElasticLayouts:
     """Of a run, each time that it starts."""
 
-    lowering: Lowering
+    lowering: OomRecovery
     """Has the recipe as it is by now, and is told what it becomes here."""
     whole: Config
     """As the run began."""
@@ -227,7 +227,7 @@ class Layouts:
         self.say(f"warning: {line}")
 
 
-def layouts(
+def elastic_layouts(
     config: Config,
     folder: Path,
     *,
@@ -235,10 +235,10 @@ def layouts(
     hardware: Hardware,
     chosen: Values,
     say: Callable[[str], object] = print,
-) -> Layouts:
+) -> ElasticLayouts:
     """Of a run that begins, on the cluster that it is on by then."""
-    return Layouts(
-        lowering=Lowering(config=config, folder=folder),
+    return ElasticLayouts(
+        lowering=OomRecovery(config=config, folder=folder),
         whole=config,
         facts=facts,
         hardware=hardware,

@@ -121,7 +121,7 @@ def check_warm_up(config: Config, *, architecture: str, top_k: int) -> None:
     )
 
 
-def check_selects(config: Config, *, top_k: int, longest: int) -> None:
+def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
     """Raise `ConfigError` for text that is too short to learn a selection from. `longest` window of
     it, in tokens."""
     if not top_k or longest > top_k or config.trainer.attention == "dense":

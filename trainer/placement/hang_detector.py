@@ -26,8 +26,8 @@ from keel.trainer.placement.processes import (
     below,
     children,
     end,
-    gone,
     gone_by,
+    has_exited,
     thread,
     threads,
 )
@@ -48,7 +48,7 @@ node with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class NodeHealth:
     """What a look has found."""
 
     here: Mapping[str, int]
@@ -63,7 +63,7 @@ class Sight:
 
 
 @dataclass(slots=True)
-class Seen:
+class ProcessHealth:
     """A process, as looks have found it."""
 
     process: psutil.Process
@@ -74,7 +74,7 @@ class Seen:
     still: float = 0.0
     """Seconds for which no look has found that it got on."""
     said: bool = False
-    below: dict[int, Seen] = field(default_factory=dict[int, "Seen"])
+    below: dict[int, ProcessHealth] = field(default_factory=dict[int, "ProcessHealth"])
     """What it has started, by number."""
     _threads: dict[int, Thread] = field(default_factory=dict[int, Thread])
     _awake: int = 0
@@ -107,7 +107,7 @@ class Seen:
         return bool(moved)
 
 
-class Looker:
+class HangDetector:
     """Looks at the actors that a raylet has started, with all below them, and at Ray's own
     processes."""
 
@@ -124,12 +124,12 @@ class Looker:
         whose actors these are (`keel.model.ray_timeouts.start`). hang_timeout_s: the knob of
         `run`."""
         self._raylet, self._start, self._most = raylet, start, hang_timeout_s
-        self._rays = {name: Seen(psutil.Process(pid)) for name, pid in rays.items()}
-        self._children: dict[int, Seen] = {}
+        self._rays = {name: ProcessHealth(psutil.Process(pid)) for name, pid in rays.items()}
+        self._children: dict[int, ProcessHealth] = {}
         self._turns = PollClock(LOOK_S, clock)
         self._host = socket.gethostname()
 
-    def look(self) -> Sight:
+    def look(self) -> NodeHealth:
         """Ends what of the run has stood still for too long."""
         passed = self._turns.elapsed()
         said: list[str] = []
@@ -144,7 +144,7 @@ class Looker:
         why = next(filter(None, lost), "")
         if why and gone_by(self._raylet):
             self.end_all()
-        return Sight(host=self._host, here=here, said=tuple(said), lost=why)
+        return NodeHealth(host=self._host, here=here, said=tuple(said), lost=why)
 
     def end_all(self) -> None:
         """Every actor of the run here, with all below them, but for this process; those whose
@@ -154,20 +154,20 @@ class Looker:
         trees = [[pid, *below(pid)] for pid in own if pid != os.getpid()]
         end(list(_there(pid for tree in trees for pid in tree)))
 
-    def _is_actor(self, seen: Seen) -> bool:
+    def _is_actor(self, seen: ProcessHealth) -> bool:
         return bool(seen.name or process_name(_mark(seen.process), self._start))
 
-    def _look_at_ray(self, name: str, seen: Seen, passed: float, said: list[str]) -> str:
+    def _look_at_ray(self, name: str, seen: ProcessHealth, passed: float, said: list[str]) -> str:
         """Why nothing goes on without it; "" while it does."""
         who = f"{name} (process {seen.process.pid} on {self._host})"
         with suppress(*GONE):
-            if not gone(seen.process):
+            if not has_exited(seen.process):
                 seen.look(passed)
                 most = min(self._most, RAYS_S)
                 return self._too_long(seen, who, most, "it is given up", said)
         return f"{who} is gone"
 
-    def _look_at(self, actor: Seen, passed: float, said: list[str]) -> None:
+    def _look_at(self, actor: ProcessHealth, passed: float, said: list[str]) -> None:
         """It stands still, too, where a process does that it has started and waits for."""
         actor.below = living(actor.below, below(actor.process.pid))
         who = f"{actor.name} (process {actor.process.pid} on {self._host})"
@@ -186,7 +186,9 @@ class Looker:
             for seen in tree:  # what is not gone is tried again, in time
                 seen.stopped = seen.still = 0.0
 
-    def _too_long(self, seen: Seen, who: str, most: float, then: str, said: list[str]) -> str:
+    def _too_long(
+        self, seen: ProcessHealth, who: str, most: float, then: str, said: list[str]
+    ) -> str:
         """How it has stood still for too long, in words. What has not yet is spoken of once, with
         what comes `then`."""
         how, seconds, most = seen.how(most)
@@ -199,20 +201,20 @@ class Looker:
         seen.said = seconds >= SAID_S
         return ""
 
-    def _ours(self, seen: Seen) -> bool:
+    def _ours(self, seen: ProcessHealth) -> bool:
         """What an actor has started may be another run, whose processes have marks of their own."""
         mark = _mark(seen.process)
         return not mark or bool(process_name(mark, self._start))
 
 
-def living(known: Mapping[int, Seen], pids: Iterable[int]) -> dict[int, Seen]:
+def living(known: Mapping[int, ProcessHealth], pids: Iterable[int]) -> dict[int, ProcessHealth]:
     """Those of `pids`, and those known that live yet: the kernel may have left them out."""
     found = dict(known)
     for pid in pids:
         if pid not in found:
             with suppress(psutil.NoSuchProcess):
-                found[pid] = Seen(psutil.Process(pid))
-    return {pid: seen for pid, seen in found.items() if not gone(seen.process)}
+                found[pid] = ProcessHealth(psutil.Process(pid))
+    return {pid: seen for pid, seen in found.items() if not has_exited(seen.process)}
 
 
 def _there(pids: Iterable[int]) -> Iterator[psutil.Process]:

@@ -21,7 +21,7 @@ READ = ("run", "model", "trainer", "alarms", "sft")
 NAMED = 3
 
 
-def unusual(config: Config, facts: ModelFacts) -> list[str]:
+def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
     """One line for each knob far outside of what is used, and for knobs that do not go together."""
     return [
         *(
@@ -37,7 +37,7 @@ def unusual(config: Config, facts: ModelFacts) -> list[str]:
     ]
 
 
-def unread(given: Config, left: Set[str], overrides: Sequence[str] = ()) -> Iterator[str]:
+def ignored_knobs(given: Config, left: Set[str], overrides: Sequence[str] = ()) -> Iterator[str]:
     """Knobs of `keel train` in a recipe for supervised training alone, and `run.steps` among the
     overrides of one whose epochs are counted. left: those whose values are chosen."""
     steps = any(each.partition("=")[0].strip() == "run.steps" for each in spelled_apart(overrides))

@@ -23,7 +23,7 @@ TRAINER_PROCESS_GIB = 1.2
 ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
 """GPU: context, kernels and NCCL, and an engine's CUDA graphs. Assumed for an engine; of a rank
 what the driver had given away beside PyTorch's allocator, the same in every measured step."""
-OF_A_STEP = ("activations", "experts' tokens", "support head", "new gradients")
+STEP_PARTS = ("activations", "experts' tokens", "support head", "new gradients")
 """Parts of a rank's memory that it has not before its first step, nor in an update."""
 JOINED = "gradients joined"
 """What an update needs for gradients in one piece beyond the place that activations leave."""
@@ -238,7 +238,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         "experts' tokens": experts * width * tokens,
         "support head": support_head_bytes(config, facts, width),
     }
-    if ranks > 1 or (stage >= 1 and not summed_apart(config.model.dtype, trainer)):
+    if ranks > 1 or (stage >= 1 and not sums_in_float32(config.model.dtype, trainer)):
         buckets = ZERO_2_BUCKETS if stage == 2 else 1
         parts["buckets"] = 4 * buckets * min(own, bucket_elements(trainer))
         # One gradient on its way to host memory, at most as large as the embeddings.
@@ -251,8 +251,8 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     elif mixed:
         # Of one layer, before they join the float32 sum.
         parts["new gradients"] = width * min(own, largest)
-    of_a_step = sum(parts.get(name, 0.0) for name in (*OF_A_STEP, "gathered"))
-    parts[JOINED] = max(0.0, copied_bytes(config, parts, gpu=gpu) - of_a_step)
+    of_a_step = sum(parts.get(name, 0.0) for name in (*STEP_PARTS, "gathered"))
+    parts[JOINED] = max(0.0, update_copy_bytes(config, parts, gpu=gpu) - of_a_step)
     if gpu:
         parts["unused"] = TRAINER_UNUSED_GIB * GIB
         parts["CUDA"] = TRAINER_CUDA_GIB * GIB
@@ -261,21 +261,21 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     return Memory(parts=parts)
 
 
-def copied_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> float:
+def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> float:
     """In an update: a rank's gradients once more, joined to one piece, under ZeRO-3 those of a few
     layers at a time. They are one as they are where bfloat16 is summed apart, and in 16 bits under
     ZeRO-2. (DeepSpeed 0.19.8: its optimizer for bfloat16, `_build_compact_grad_partition_buffer`
     and `flatten_dense_tensors_aligned` of that for stages 1 and 2.)"""
     trainer, stage = config.trainer, stage_in_use(config, gpu=gpu)
     dtype = config.model.dtype if gpu else "float32"
-    if stage == 0 or summed_apart(dtype, trainer) or (stage == 2 and dtype != "float32"):
+    if stage == 0 or sums_in_float32(dtype, trainer) or (stage == 2 and dtype != "float32"):
         return 0.0
     if stage == 3:
         return min(parts["gradients"], SUB_GROUP_BYTES)
     return parts["gradients"] / (trainer.ranks if stage == 1 else 1)
 
 
-def readers(trainer: TrainerConfig) -> int:
+def reading_ranks(trainer: TrainerConfig) -> int:
     """Number of ranks that read the model: DeepSpeed broadcasts rank 0's weights, but below ZeRO-3
     each expert's weights come from the first rank that holds it."""
     return 1 if trainer.zero_stage == 3 else trainer.expert_parallel
@@ -287,7 +287,7 @@ def bucket_elements(trainer: TrainerConfig) -> int:
     return LONE_BUCKET_ELEMENTS if lone else BUCKET_ELEMENTS
 
 
-def summed_apart(dtype: str, trainer: TrainerConfig) -> bool:
+def sums_in_float32(dtype: str, trainer: TrainerConfig) -> bool:
     """Whether DeepSpeed's optimizer for bfloat16 adds gradients up in float32
     (trainer/engine/deepspeed_internals.py)."""
     return dtype == "bfloat16" and trainer.zero_stage <= 1 and not trainer.offload_optimizer

@@ -16,8 +16,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.model import ray_timeouts
-from keel.trainer.placement.hang_detector import RAYLET, Looker, Sight
-from keel.trainer.placement.ray_internals import leave
+from keel.trainer.placement.hang_detector import RAYLET, HangDetector, NodeHealth
+from keel.trainer.placement.ray_internals import exit_now
 
 NAME = "lookout"
 ANSWER_S = 5.0
@@ -38,29 +38,31 @@ NODES_S = 5.0
 """Between two questions to Ray which nodes it takes for dead."""
 
 
-class Lookout:
+class NodeMonitor:
     """A node's own `Looker`: a Ray actor. It ends with all of the run there once the node is cut
     off: Ray leaves alone what runs on a node whose network is gone, with all its memory."""
 
     def __init__(self, start: str, hang_timeout_s: float) -> None:
         raylet = os.getppid()
-        self._looker = Looker(raylet, {RAYLET: raylet}, start=start, hang_timeout_s=hang_timeout_s)
+        self._looker = HangDetector(
+            raylet, {RAYLET: raylet}, start=start, hang_timeout_s=hang_timeout_s
+        )
         if hang_timeout_s:
             address: str = ray.get_runtime_context().gcs_address
-            away = Away(lambda: reached(address))
+            away = PartitionTimer(lambda: reached(address))
             threading.Thread(target=self._leave, args=(away,), daemon=True).start()
 
-    def look(self) -> Sight:
+    def look(self) -> NodeHealth:
         return self._looker.look()
 
-    def _leave(self, away: Away) -> None:
+    def _leave(self, away: PartitionTimer) -> None:
         while not away.cut_off():
             time.sleep(TRY_S)
         self._looker.end_all()
-        leave(1)
+        exit_now(1)
 
 
-class Away:
+class PartitionTimer:
     """For how long a node has not reached Ray's control service."""
 
     def __init__(
@@ -93,7 +95,7 @@ def reached(address: str) -> bool:
 class _Node:
     host: str
     actor: Any
-    last: Sight
+    last: NodeHealth
     asked: Any = None
     """What it has not answered yet."""
     silent_s: float = 0.0
@@ -142,7 +144,7 @@ class Question:
             self._answer.set_exception(error)
 
 
-class Lookouts:
+class ClusterMonitor:
     """What is seen on all nodes together."""
 
     def __init__(self, hang_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -154,7 +156,7 @@ class Lookouts:
         self._hang_timeout_s = hang_timeout_s
         self._place(self._hosts())
 
-    def look(self) -> Sight:
+    def look(self) -> NodeHealth:
         passed, end = self._turns.elapsed(), time.monotonic() + ANSWER_S
         for there in self._nodes.values():
             there.asked = there.asked or there.actor.look.remote()
@@ -167,7 +169,7 @@ class Lookouts:
         if self._question is None and self._unasked_s >= NODES_S:
             self._question, passed, self._unasked_s = Question(self._hosts), 0.0, 0.0
         lost = self._ask_ray(here, passed, said) if self._question else ""
-        return Sight(here=here, said=tuple(said), lost=lost, dead=dict(self._dead))
+        return NodeHealth(here=here, said=tuple(said), lost=lost, dead=dict(self._dead))
 
     def _ask_ray(self, here: dict[str, int], passed: float, said: list[str]) -> str:
         """Forget what was on nodes that Ray takes for dead, and look at new ones, too; why Ray is
@@ -198,7 +200,7 @@ class Lookouts:
         for node, host in nodes.items():
             if node not in self._nodes:
                 actor = _lookout(node, self._hang_timeout_s)
-                self._nodes[node] = _Node(host, actor, Sight(here={}, host=host))
+                self._nodes[node] = _Node(host, actor, NodeHealth(here={}, host=host))
 
     def _hosts(self) -> Mapping[str, str]:
         """Nodes that are alive, by id, with their hosts."""
@@ -228,4 +230,4 @@ def _heard(there: _Node, silence: str, passed: float) -> list[str]:
 def _lookout(node: str, hang_timeout_s: float) -> Any:
     where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     options = {"num_cpus": 0, "scheduling_strategy": where, "max_restarts": -1}
-    return ray_timeouts.create(Lookout, NAME, options, ray_timeouts.start(), hang_timeout_s)
+    return ray_timeouts.create(NodeMonitor, NAME, options, ray_timeouts.start(), hang_timeout_s)

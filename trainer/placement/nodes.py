@@ -166,7 +166,7 @@ def _begin_ray() -> None:
         )
 
 
-def end_ray() -> None:
+def stop_ray() -> None:
     """Leave the cluster; one that was started here is ended with everything in it.
 
     A cluster that does not answer, or has lost a process, is not asked: Ray would wait for it for
@@ -292,7 +292,7 @@ def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def hardware_here(config: Config) -> Hardware:
+def detect_hardware(config: Config) -> Hardware:
     """What a run that starts now has: in the cluster that RAY_ADDRESS names or on this machine, and
     no more of it than the recipe says."""
     if not uses_gpus(config):
@@ -315,7 +315,7 @@ def hardware_here(config: Config) -> Hardware:
     )
 
 
-def with_missing(found: Hardware, config: Config) -> Hardware:
+def with_missing_nodes(found: Hardware, config: Config) -> Hardware:
     """And as many more nodes, like the largest, as a recipe needs that may start with fewer ranks
     (`trainer.min_ranks`): it is planned as a whole, and the start sees what there is."""
     trainer, run = config.trainer, config.run
@@ -337,10 +337,10 @@ def with_missing(found: Hardware, config: Config) -> Hardware:
     return found
 
 
-def hardware_said(config: Config) -> Hardware:
+def planned_hardware(config: Config) -> Hardware:
     """What `keel check` plans on: what the recipe says the run will have, what it leaves open as it
     is found, and where nothing is found nodes enough."""
-    found, run = hardware_here(config), config.run
+    found, run = detect_hardware(config), config.run
     size, nodes = run.gpu_gib or found.gpu_gib, found.nodes
     as_said = not run.gpus_per_node or [n.gpus for n in nodes] == [run.gpus_per_node] * run.nodes
     if not found.gpu or (nodes and as_said and size == found.gpu_gib):
@@ -388,7 +388,7 @@ def _nodes_found() -> list[Node]:
     try:
         return cluster_nodes()
     finally:
-        end_ray()
+        stop_ray()
 
 
 def _place_found() -> str:
@@ -396,7 +396,7 @@ def _place_found() -> str:
     return f"the cluster at {address}" if address else "this machine"
 
 
-def seating(config: Config, hardware: Hardware) -> list[str]:
+def seat_lines(config: Config, hardware: Hardware) -> list[str]:
     """Who would sit where. Raises ConfigError if they do not fit."""
     idle = list(place(config, hardware.idle).lines())
     try:

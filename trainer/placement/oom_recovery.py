@@ -10,7 +10,7 @@ from typing import Protocol
 from keel.configs.schema import Config
 from keel.rl.metrics import Sum
 from keel.rl.types import ScoredGroup, StepResult
-from keel.trainer.placement.cached_choice import lower
+from keel.trainer.placement.cached_choice import update_choice
 from keel.trainer.run.restarts import OutOfMemory
 
 LOWERED = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
@@ -27,7 +27,7 @@ class Learner(Protocol):
 
 
 @dataclass(kw_only=True)
-class Lowering:
+class OomRecovery:
     """The recipe of a run, and how often it had to be lowered."""
 
     config: Config
@@ -44,7 +44,7 @@ class Lowering:
             raise error
         before, self.config, self.times = self.config, smaller, self.times + 1
         trainer = smaller.trainer
-        lower(self.folder, {f"trainer.{name}": getattr(trainer, name) for name in LOWERED})
+        update_choice(self.folder, {f"trainer.{name}": getattr(trainer, name) for name in LOWERED})
         if trainer.micro_batch_tokens < before.trainer.micro_batch_tokens:
             was = before.trainer.micro_batch_tokens
             change = (
@@ -58,12 +58,12 @@ class Lowering:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeating:
+class RetryOnOom:
     """Trains like a `keel.trainer.learner.Learner`, and a step that did not fit once more, in
     smaller micro-batches."""
 
     learner: Learner
-    lowering: Lowering
+    lowering: OomRecovery
     say: Callable[[str], object]
 
     @property

@@ -26,7 +26,7 @@ from keel.trainer.placement.memory import (
     engine_sequences,
     gib,
     packed,
-    readers,
+    reading_ranks,
     stage_in_use,
     trainer_memory,
     within,
@@ -103,7 +103,7 @@ def plan_on(
 def check_machines(config: Config, facts: ModelFacts, waits: Waiting, placement: Placement) -> None:
     """Raises DoesNotFit where a machine's memory is too small for what its ranks keep there, or for
     the model where several of them read it at the same time."""
-    each, reading = host_bytes(config, facts, waits), readers(config.trainer)
+    each, reading = host_bytes(config, facts, waits), reading_ranks(config.trainer)
     whole = facts.parameters * BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
         here = min(ranks, reading)

@@ -83,7 +83,7 @@ def end(processes: Sequence[psutil.Process]) -> str:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     until = time.monotonic() + GONE_S
-    while left := [process.pid for process in processes if not gone(process)]:
+    while left := [process.pid for process in processes if not has_exited(process)]:
         if time.monotonic() >= until:
             return f", but process {left[0]} is not gone within {GONE_S:g} s"
         time.sleep(0.02)
@@ -93,12 +93,12 @@ def end(processes: Sequence[psutil.Process]) -> str:
 def gone_by(pid: int) -> bool:
     """As `gone`, of a child of this process."""
     try:
-        return gone(psutil.Process(pid))
+        return has_exited(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return True
 
 
-def gone(process: psutil.Process) -> bool:
+def has_exited(process: psutil.Process) -> bool:
     """One that only waits to be reaped holds no memory any more."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

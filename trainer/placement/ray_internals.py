@@ -90,7 +90,7 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
         return {node["NodeID"]: node["Resources"] for node in ray.nodes()}
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """End this process without waiting for threads: Ray's own crash where their cluster is gone, a
     tracker's may hang."""
     sys.stdout.flush()

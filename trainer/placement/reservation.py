@@ -40,7 +40,7 @@ class Reservation:
 
 
 @contextmanager
-def reserved(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
+def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
     """All GPUs of a run (only: of its actors of this kind), held until exit. The actors on them
     must be gone by then.
 

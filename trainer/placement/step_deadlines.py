@@ -15,7 +15,7 @@ and no sooner than this; the first time after `trainer.timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class StepDeadline:
     """Of one wait."""
 
     what: str
@@ -25,7 +25,7 @@ class Limit:
     """Where several waits share it."""
 
 
-class Limits:
+class StepDeadlines:
     """Of all that ranks are asked for."""
 
     def __init__(self, timeout_s: float, sending_s: float) -> None:
@@ -40,11 +40,11 @@ class Limits:
         self._pace: dict[str, float] = {}
         """Most seconds that anything took so far, and that a part of its work did."""
 
-    def of(self, what: str, times: int = 1) -> Limit:
+    def of(self, what: str, times: int = 1) -> StepDeadline:
         """times: that `trainer.timeout_s` counts, as for optimizer steps in one call."""
-        return Limit(what, times * self._timeout_s + self._sending_s, self._knobs)
+        return StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
-    def likely(self, what: str, work: int, times: int = 1) -> Limit:
+    def likely(self, what: str, work: int, times: int = 1) -> StepDeadline:
         """As `of`, and no longer than what has been done before makes likely of as much work."""
         most = self.of(what, times)
         if what not in self._longest:
@@ -54,7 +54,7 @@ class Limits:
         if seconds >= most.seconds:
             return most
         more = f", and this one likely {for_this:.0f} s" * (for_this > longest)
-        return Limit(
+        return StepDeadline(
             what, seconds, f"the longest so far took {longest:.0f} s{more}; at most {self._knobs}"
         )
 
@@ -64,7 +64,7 @@ class Limits:
         self._pace[what] = max(self._pace.get(what, 0.0), seconds / max(1, work))
 
 
-def work_of(share: Sequence[TrainBatch] | Mapping[str, TrainBatch]) -> int:
+def micro_batch_count(share: Sequence[TrainBatch] | Mapping[str, TrainBatch]) -> int:
     """Micro-batches that a group of ranks is given at once: as many as any other group."""
     batches: Sequence[Any] = list(share.values()) if isinstance(share, Mapping) else share
     return sum(len(batch.micro_batches) + len(batch.scored_first) for batch in batches)

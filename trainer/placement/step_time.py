@@ -23,7 +23,7 @@ from keel.trainer.placement.memory import (
     normed_elements,
     packed,
     read_together,
-    summed_apart,
+    sums_in_float32,
 )
 
 MIB = 2**20
@@ -338,7 +338,7 @@ def compute_seconds(
     if config.rollout.sampling.truncated:
         head *= probed_share(config, tokens)
     held = facts.parameters - facts.expert_parameters * (1 - 1 / trainer.expert_parallel)
-    one_pass = summed_apart(config.model.dtype, trainer)
+    one_pass = sums_in_float32(config.model.dtype, trainer)
     weights = (rates.summed_bytes if one_pass else rates.gradient_bytes) * held * micro_batches
     owned = facts.parameters / trainer.ranks
     updates = updates_of(config)

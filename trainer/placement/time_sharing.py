@@ -18,17 +18,17 @@ from keel.trainer.placement.memory import (
     ENGINE_SPARE_GIB,
     GIB,
     JOINED,
-    OF_A_STEP,
     RANK_SPARE,
+    STEP_PARTS,
     TRAINER_CUDA_GIB,
     DoesNotFit,
     Memory,
-    copied_bytes,
     engine_memory,
     gib,
     largest_first,
     stage_in_use,
     trainer_memory,
+    update_copy_bytes,
 )
 
 IN_PIECES = 0.08
@@ -78,7 +78,7 @@ def _of_update(config: Config, memory: Memory) -> float:
     """Without activations and without a reference."""
     names = ("weights", "gradients", "optimizer", "unused", "CUDA")
     held = sum(memory.parts[name] for name in names)
-    return held + copied_bytes(config, memory.parts, gpu=True)
+    return held + update_copy_bytes(config, memory.parts, gpu=True)
 
 
 def waiting_of(
@@ -153,7 +153,7 @@ def host_bytes(config: Config, facts: ModelFacts, waits: Waiting) -> float:
     return optimizer + waits.host
 
 
-def certain_cache(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
+def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
     """Bytes that an engine's share of such a GPU leaves its KV cache for certain; 0 where that does
     not hold all its answers, so that vLLM has to find out how much it can have."""
     memory = engine_memory(config, facts, gpu=True)
@@ -163,17 +163,17 @@ def certain_cache(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
     return int(left) if left >= cache else 0
 
 
-def start_together(
+def can_start_together(
     config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float, *, stepping: bool = False
 ) -> bool:
     """Whether an engine and a rank that share a GPU have room there while both start: an engine
     wants all of its share free, and none that measures what is left for its cache may be disturbed
     (`certain_cache`). `taken_gib`: by processes of others. stepping: also while the rank computes
     on a whole micro-batch."""
-    if config.rollout.time_share or not certain_cache(config, facts, gpu_gib):
+    if config.rollout.time_share or not guaranteed_cache_bytes(config, facts, gpu_gib):
         return False
     rank = trainer_memory(config, facts, gpu=True)
-    later = () if stepping else (*OF_A_STEP, JOINED)
+    later = () if stepping else (*STEP_PARTS, JOINED)
     holds = rank.total - sum(rank.parts.get(name, 0.0) for name in later)
     share = config.rollout.gpu_memory_utilization * gpu_gib
     return share + RANK_SPARE * holds / GIB <= gpu_gib - taken_gib

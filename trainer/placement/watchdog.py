@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from keel.model import ray_timeouts
-from keel.trainer.placement.hang_detector import LOOK_S, RAYS, Looker, Sight
-from keel.trainer.placement.node_monitor import ANSWER_S, Lookouts
+from keel.trainer.placement.hang_detector import LOOK_S, RAYS, HangDetector, NodeHealth
+from keel.trainer.placement.node_monitor import ANSWER_S, ClusterMonitor
 from keel.trainer.placement.ray_internals import own_processes
 from keel.trainer.run.restarts import WorkerLost
 
@@ -25,10 +25,12 @@ RANK = "trainer rank"
 STOP_S = 2 * ANSWER_S
 
 
-class Watch:
+class Watchdog:
     """What the processes of a run are at, from a thread that looks every second."""
 
-    def __init__(self, look: Callable[[], Sight], say: Callable[[str], Any], *needed: int) -> None:
+    def __init__(
+        self, look: Callable[[], NodeHealth], say: Callable[[str], Any], *needed: int
+    ) -> None:
         """look: at all nodes; needed: processes here at whose end it looks at once."""
         self.say = say
         """Told, on the thread, of what stands still, and of what was ended."""
@@ -74,7 +76,7 @@ class Watch:
             except Exception as error:  # whatever it is, the next look may be better
                 self._fail(error)
 
-    def _note(self, sight: Sight) -> bool:
+    def _note(self, sight: NodeHealth) -> bool:
         """Whether to look again."""
         if sight.lost:
             ray_timeouts.mark_lost(f"{sight.lost}. Nothing on Ray goes on without it")
@@ -102,9 +104,9 @@ class Watch:
 
 
 @contextmanager
-def watched(
+def start_watchdog(
     say: Callable[[str], Any], hang_timeout_s: float, nodes: Set[str] = frozenset()
-) -> Iterator[Watch]:
+) -> Iterator[Watchdog]:
     """Watch over what runs on Ray, from here on to the end. hang_timeout_s: the knob of `run`;
     nodes: as `Watch.nodes`."""
     own = own_processes()
@@ -112,10 +114,10 @@ def watched(
         (raylet,) = own["raylet"]
         rays = {words: own[kind][0] for kind, words in RAYS.items() if kind in own}
         start = ray_timeouts.start()
-        looker = Looker(raylet, rays, start=start, hang_timeout_s=hang_timeout_s)
-        watch = Watch(looker.look, say, *rays.values())
+        looker = HangDetector(raylet, rays, start=start, hang_timeout_s=hang_timeout_s)
+        watch = Watchdog(looker.look, say, *rays.values())
     else:
-        watch = Watch(Lookouts(hang_timeout_s).look, say)
+        watch = Watchdog(ClusterMonitor(hang_timeout_s).look, say)
     watch.nodes = nodes
     try:
         yield watch

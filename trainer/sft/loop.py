@@ -68,7 +68,7 @@ class Parts:
     """Whether there is no time for anything but a checkpoint."""
     attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
     """Takes a step by the recipe as it is by now, and once more by a smaller one where it did not
-    fit (`keel.trainer.placement.oom_recovery.Repeating`)."""
+    fit (`keel.trainer.placement.oom_recovery.RetryOnOom`)."""
 
 
 class Batches:

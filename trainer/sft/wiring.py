@@ -40,15 +40,15 @@ from keel.rollout.chat.template_checks import check_prefix_law
 from keel.trainer.launch import counted, fetch, fetch_elsewhere, start_of
 from keel.trainer.learner import Learner
 from keel.trainer.placement.choose import Choice
-from keel.trainer.placement.elastic import Layouts
-from keel.trainer.placement.families import check_selects
+from keel.trainer.placement.elastic import ElasticLayouts
+from keel.trainer.placement.families import check_indexer_length
 from keel.trainer.placement.hardware import RANK, Hardware
-from keel.trainer.placement.lint import unread
-from keel.trainer.placement.nodes import end_ray, hardware_here, start_ray
-from keel.trainer.placement.oom_recovery import Lowering, Repeating
+from keel.trainer.placement.lint import ignored_knobs
+from keel.trainer.placement.nodes import detect_hardware, start_ray, stop_ray
+from keel.trainer.placement.oom_recovery import OomRecovery, RetryOnOom
 from keel.trainer.placement.plan import Plan, model_line, ranks_line
-from keel.trainer.placement.reservation import reserved
-from keel.trainer.placement.watchdog import Watch, watched
+from keel.trainer.placement.reservation import reserve_gpus
+from keel.trainer.placement.watchdog import Watchdog, start_watchdog
 from keel.trainer.prepare import (
     ending_lines,
     found_model,
@@ -138,16 +138,16 @@ class Teaching:
 
     task: SftTask
     learner: Learner
-    lowering: Lowering | None = None
+    lowering: OomRecovery | None = None
     """What a step that does not fit makes of the recipe."""
-    watch: Watch | None = None
+    watch: Watchdog | None = None
 
 
 def prepare_sft(
     recipe: str,
     overrides: Sequence[str],
     *,
-    hardware: Callable[[Config], Hardware] = hardware_here,
+    hardware: Callable[[Config], Hardware] = detect_hardware,
 ) -> SftTask:
     """Read and check everything that needs no ranks. Raises ConfigError."""
     disable_progress_bar()  # transformers' own bars would cut through the view
@@ -195,7 +195,7 @@ def prepare_sft(
         config = replace(config, run=replace(config.run, steps=steps_in_all(config, batches)))
     if config.sft.only_text:
         longest = max(report.longest for report in lessons.report.values())
-        check_selects(config, top_k=found.facts.index_top_k, longest=longest)
+        check_indexer_length(config, top_k=found.facts.index_top_k, longest=longest)
     return SftTask(
         config=config,
         lessons=lessons,
@@ -208,7 +208,7 @@ def prepare_sft(
         given=given,
         prompts=prompts,
         format=chat.format.name if chat and not config.sft.only_text else "",
-        warnings=[*warning_lines(config, found), *unread(given, left, overrides)],
+        warnings=[*warning_lines(config, found), *ignored_knobs(given, left, overrides)],
     )
 
 
@@ -316,7 +316,9 @@ def reserved_ids(dataset: Dataset | None) -> set[str]:
 
 
 @contextmanager
-def teaching(task: SftTask, say: Callable[[str], None], *, layouts: Layouts) -> Iterator[Teaching]:
+def teaching(
+    task: SftTask, say: Callable[[str], None], *, layouts: ElasticLayouts
+) -> Iterator[Teaching]:
     """Start the ranks that `task` needs, and end them at exit, whatever happened. layouts: has the
     recipe as it is by now."""
     config, deadline = task.config, task.config.run.startup_timeout_s
@@ -324,16 +326,16 @@ def teaching(task: SftTask, say: Callable[[str], None], *, layouts: Layouts) -> 
     with ExitStack() as stack:
         with waiting("starting Ray", "Ray"):
             start_ray()
-        stack.callback(end_ray)
+        stack.callback(stop_ray)
         config = layouts.next()
         task = replace(task, config=config)
         seats = None
         if task.gpu:
-            seats = stack.enter_context(reserved(config, timeout_s=deadline))
+            seats = stack.enter_context(reserve_gpus(config, timeout_s=deadline))
             for line in seats.placement.lines():
                 say(line)
         fetch_elsewhere(config.model.path, seats, (RANK,), deadline)
-        watch = stack.enter_context(watched(say, config.run.hang_timeout_s))
+        watch = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s))
         learner = Learner(
             starting_model(task),
             config,
@@ -379,7 +381,7 @@ def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> 
         attempt = None
         if (lowering := system.lowering) is not None:
             say = partial(journal.say, "out of memory")
-            attempt = Repeating(learner=learner, lowering=lowering, say=say).attempt
+            attempt = RetryOnOom(learner=learner, lowering=lowering, say=say).attempt
         parts = sft.Parts(
             batches=task.batches,
             learner=learner,

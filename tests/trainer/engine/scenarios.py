@@ -125,7 +125,7 @@ def reading(stage: int, **changes: Any) -> Scenario:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
         from keel.trainer.engine.expert_parallel import ExpertLayers  # noqa: PLC0415
         from keel.trainer.engine.weights import Weights  # noqa: PLC0415
-        from keel.trainer.placement.memory import readers  # noqa: PLC0415
+        from keel.trainer.placement.memory import reading_ranks  # noqa: PLC0415
         from keel.weights import meta_model as sent  # noqa: PLC0415
 
         config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
@@ -165,7 +165,7 @@ def reading(stage: int, **changes: Any) -> Scenario:
             assert engine._reference is not None
             times = of_all(len(read))
             same = of_all((equal(engine._network), equal(engine._reference.network)))
-            blind += range(readers(config.trainer))[-1:]  # the last that reads
+            blind += range(reading_ranks(config.trainer))[-1:]  # the last that reads
             with pytest.raises((ConfigError, OSError, RuntimeError)) as error:
                 ranks.engine(config, model)
         return {"times": times, "same": same, "refused": of_all(repr(error.value))}

@@ -15,16 +15,16 @@ from keel.configs.schema import Config
 from keel.rl.futures import done
 from keel.rl.metrics import values
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.engine.zero import makes_room_to_update
+from keel.trainer.engine.zero import update_memory_knobs
 from keel.trainer.learner import Learner
 from keel.trainer.placement.cached_choice import CHOSEN
 from keel.trainer.placement.oom_recovery import (
     MOST,
-    Lowering,
-    Repeating,
+    OomRecovery,
+    RetryOnOom,
     lowered,
 )
-from keel.trainer.placement.step_deadlines import Limits
+from keel.trainer.placement.step_deadlines import StepDeadlines
 from keel.trainer.run.restarts import OutOfMemory, UpdateOutOfMemory
 from keel.trainer.worker import TrainerWorker
 from tests.trainer.engine.batches import Rollouts, write_model
@@ -38,7 +38,7 @@ class Local(Learner):
 
     def __init__(self, model: Path, config: Config) -> None:
         self._config, self._make_room, self._direct = config, done, False
-        self._limits = Limits(config.trainer.timeout_s, 0.0)
+        self._limits = StepDeadlines(config.trainer.timeout_s, 0.0)
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
 
@@ -102,9 +102,9 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_smaller_micro_batches(
         json.dumps({"values": {"trainer.micro_batch_tokens": 96}, "hardware": {}})
     )
     said: list[str] = []
-    lowering = Lowering(config=roomy, folder=tmp_path)
+    lowering = OomRecovery(config=roomy, folder=tmp_path)
     learner = Local(model, roomy)
-    repeating = Repeating(learner=learner, lowering=lowering, say=said.append)
+    repeating = RetryOnOom(learner=learner, lowering=lowering, say=said.append)
     made = runs_out(monkeypatch, "_accumulate", {1})  # in the second micro-batch of the first step
     results = [repeating.step(each) for each in groups]
 
@@ -131,12 +131,12 @@ def test_at_the_floor_activations_are_computed_again(
 ) -> None:
     config = short(make_config(1, 0, tokens=24))
     groups, said = Rollouts(0, model).groups(4, 3), list[str]()
-    lowering = Lowering(config=config, folder=tmp_path)
+    lowering = OomRecovery(config=config, folder=tmp_path)
     learner = Local(model, config)
     plain = Local(model, config)
     plain.step(groups)
     runs_out(monkeypatch, "_accumulate", {0})
-    Repeating(learner=learner, lowering=lowering, say=said.append).step(groups)
+    RetryOnOom(learner=learner, lowering=lowering, say=said.append).step(groups)
     assert "trainer.activation_checkpointing is now on" in said[0]
     assert learner.worker.engine._network.model.is_gradient_checkpointing
     wanted = plain.weights()
@@ -170,8 +170,8 @@ def test_where_weights_are_updated_nothing_smaller_is_tried(
 ) -> None:
     config = short(make_config(1, stage, tokens=96))
     learner, said = Local(model, config), list[str]()
-    lowering = Lowering(config=config, folder=tmp_path)
-    repeating = Repeating(learner=learner, lowering=lowering, say=said.append)
+    lowering = OomRecovery(config=config, folder=tmp_path)
+    repeating = RetryOnOom(learner=learner, lowering=lowering, say=said.append)
 
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.50 GiB.")
@@ -184,22 +184,22 @@ def test_where_weights_are_updated_nothing_smaller_is_tried(
 
 def test_the_cures_of_an_update_are_those_that_are_left() -> None:
     config = make_config(1, 1, tokens=96)
-    assert makes_room_to_update(config) == (
+    assert update_memory_knobs(config) == (
         "trainer.offload_optimizer: true, trainer.zero_stage: 2 or 3, more trainer.ranks"
     )
     beside = replace(config, rollout=replace(config.rollout, colocated=True))
-    assert makes_room_to_update(beside).startswith(
+    assert update_memory_knobs(beside).startswith(
         "rollout.time_share: true, a smaller rollout.gpu_"
     )
     trainer = replace(config.trainer, zero_stage=2, offload_optimizer=True)
-    assert makes_room_to_update(replace(config, trainer=trainer)) == (
+    assert update_memory_knobs(replace(config, trainer=trainer)) == (
         "trainer.zero_stage: 3, more trainer.ranks"
     )
 
 
 def test_a_run_is_lowered_a_few_times_and_no_more(tmp_path: Path) -> None:
     config = short(make_config(1, 0, tokens=4096))
-    lowering, error = Lowering(config=config, folder=tmp_path), OutOfMemory("too small")
+    lowering, error = OomRecovery(config=config, folder=tmp_path), OutOfMemory("too small")
     for _ in range(MOST):
         assert "trainer.micro_batch_tokens is now" in lowering.after(error)
     assert lowering.config.trainer.micro_batch_tokens == 4096 // 2**MOST

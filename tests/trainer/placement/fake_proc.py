@@ -10,7 +10,7 @@ import pytest
 
 from keel.model.ray_timeouts import NAME
 from keel.trainer.placement import hang_detector as looks
-from keel.trainer.placement.hang_detector import LOOK_S, Looker, Sight
+from keel.trainer.placement.hang_detector import LOOK_S, HangDetector, NodeHealth
 
 START = "this"
 """The start whose actors are looked at."""
@@ -27,12 +27,12 @@ class Machine:
         patch.setattr(looks, "end", self._end)
         self.add(RAYLET, below=0)
 
-    def looker(self, hang_timeout_s: float, **rays: int) -> Looker:
-        return Looker(
+    def looker(self, hang_timeout_s: float, **rays: int) -> HangDetector:
+        return HangDetector(
             RAYLET, rays, start=START, hang_timeout_s=hang_timeout_s, clock=lambda: self.now
         )
 
-    def look(self, looker: Looker, seconds: float = LOOK_S) -> Sight:
+    def look(self, looker: HangDetector, seconds: float = LOOK_S) -> NodeHealth:
         """So long after the last."""
         self.now += seconds
         return looker.look()

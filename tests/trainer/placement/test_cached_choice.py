@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from keel.configs.schema import Config, DataConfig, RunConfig, SourceConfig
-from keel.trainer.placement.cached_choice import Remembered, lower, remember, remembered
+from keel.trainer.placement.cached_choice import (
+    SavedChoice,
+    load_choice,
+    save_choice,
+    update_choice,
+)
 from keel.trainer.placement.hardware import Hardware, idle_nodes
 from keel.trainer.placement.nodes import most_taken
 from keel.trainer.run.checkpoint import STATE
@@ -24,25 +29,25 @@ def config(tmp_path: Path) -> Config:
     saved = tmp_path / "checkpoints" / "step_000002"
     saved.mkdir(parents=True)
     (saved / STATE).write_text("{}")
-    remember(tmp_path, VALUES, FOUR)
+    save_choice(tmp_path, VALUES, FOUR)
     return Config(run=RunConfig(dir=str(tmp_path)), data=DataConfig(sources=(SOURCE,)))
 
 
 def test_it_is_kept_on_the_same_hardware_and_as_it_was_lowered(
     config: Config, tmp_path: Path
 ) -> None:
-    assert remembered(config, FOUR) == Remembered(values=VALUES)
-    lower(tmp_path, {"trainer.micro_batch_tokens": 9216, "trainer.compile": True})
-    assert remembered(config, FOUR).values == {**VALUES, "trainer.micro_batch_tokens": 9216}
+    assert load_choice(config, FOUR) == SavedChoice(values=VALUES)
+    update_choice(tmp_path, {"trainer.micro_batch_tokens": 9216, "trainer.compile": True})
+    assert load_choice(config, FOUR).values == {**VALUES, "trainer.micro_batch_tokens": 9216}
     started_over = replace(config, run=replace(config.run, resume="never"))
-    assert remembered(started_over, FOUR) == Remembered()
+    assert load_choice(started_over, FOUR) == SavedChoice()
 
 
 def test_other_hardware_is_chosen_for_anew_and_what_changed_is_said(
     config: Config, tmp_path: Path
 ) -> None:
     eight = Hardware(gpu=True, nodes=tuple(idle_nodes(1, 8)), gpu_gib=79.2, taken_gib=12.0)
-    found = remembered(config, eight.signature)
+    found = load_choice(config, eight.signature)
     assert not found.values
     assert found.changed == (
         "the hardware is not what it was (GPUs of each node [4] → [8], GiB of a GPU 140 → 79, GiB "
@@ -54,11 +59,11 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_file_has_no_choice(
     config: Config, tmp_path: Path
 ) -> None:
     (tmp_path / "chosen.json").write_text('{"values": 3')
-    assert remembered(config, FOUR) == Remembered()
-    lower(tmp_path, {"trainer.micro_batch_tokens": 1})  # no error
-    remember(tmp_path, VALUES, FOUR)
+    assert load_choice(config, FOUR) == SavedChoice()
+    update_choice(tmp_path, {"trainer.micro_batch_tokens": 1})  # no error
+    save_choice(tmp_path, VALUES, FOUR)
     (tmp_path / "checkpoints" / "step_000002" / STATE).unlink()
-    assert remembered(config, FOUR) == Remembered()
+    assert load_choice(config, FOUR) == SavedChoice()
 
 
 def test_what_others_hold_is_read_of_the_gpus_that_are_visible() -> None:

@@ -87,4 +87,4 @@ def test_a_node_fetches_beside_its_answers(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_folder_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "others", lambda _: pytest.fail("asked"))
     for path in (str(tmp_path), "./here"):
-        downloads.fetch_on_others(path, timeout_s=1)
+        downloads.download_on_nodes(path, timeout_s=1)

@@ -22,9 +22,9 @@ from keel.configs.schema import (
 )
 from keel.model.load import ModelFacts, facts_of
 from keel.trainer.placement.choose import choose
-from keel.trainer.placement.elastic import Layouts, smaller
+from keel.trainer.placement.elastic import ElasticLayouts, smaller
 from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
-from keel.trainer.placement.oom_recovery import Lowering
+from keel.trainer.placement.oom_recovery import OomRecovery
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import OutOfMemory
 
@@ -62,7 +62,7 @@ class Cluster:
         *,
         gib: float = 79.0,
         left: frozenset[str] = frozenset(),
-    ) -> Layouts:
+    ) -> ElasticLayouts:
         gpu = bool(gib)
         hardware = Hardware(gpu=gpu, nodes=tuple(BOTH) if gpu else (), gpu_gib=gib)
         choice = choose(config, left, facts, hardware)
@@ -70,8 +70,8 @@ class Cluster:
         def pause(seconds: float) -> None:
             self.now += seconds
 
-        return Layouts(
-            lowering=Lowering(config=choice.config, folder=folder),
+        return ElasticLayouts(
+            lowering=OomRecovery(config=choice.config, folder=folder),
             whole=choice.config,
             facts=facts,
             hardware=hardware,
@@ -82,7 +82,7 @@ class Cluster:
             pause=pause,
         )
 
-    def begun(self, layouts: Layouts) -> Config:
+    def begun(self, layouts: ElasticLayouts) -> Config:
         """What it started on when all was there."""
         at, self._at = self._at, lambda _: BOTH
         config = layouts.next()

@@ -13,7 +13,7 @@ from keel.model.load import facts_of
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.placement.hardware import Node, place
-from keel.trainer.placement.nodes import hardware_said, seating
+from keel.trainer.placement.nodes import planned_hardware, seat_lines
 from keel.trainer.prepare import prepare
 
 GPUS = {
@@ -65,8 +65,8 @@ def test_check_plans_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             max_position_embeddings=40_960,
         ).save_pretrained(tmp_path)
         overrides += [f"model.path={tmp_path}", "data.max_prompt_tokens=1024"]
-    task = prepare(name, overrides, hardware=hardware_said)
-    assert f"node 0: {SEATS[name]}" in seating(task.config, task.hardware)
+    task = prepare(name, overrides, hardware=planned_hardware)
+    assert f"node 0: {SEATS[name]}" in seat_lines(task.config, task.hardware)
     text = task.text()
     assert "KV cache holds all" in text
     assert "OFF" not in text

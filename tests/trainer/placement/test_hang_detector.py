@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from keel.model.ray_timeouts import NAME
-from keel.trainer.placement.hang_detector import LOOK_S, RAYS_S, SAID_S, STILL_S, Looker
+from keel.trainer.placement.hang_detector import LOOK_S, RAYS_S, SAID_S, STILL_S, HangDetector
 from tests.trainer.placement.fake_proc import RAYLET, START, Machine
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -32,7 +32,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def through(machine: Machine, looker: Looker, seconds: float) -> list[str]:
+def through(machine: Machine, looker: HangDetector, seconds: float) -> list[str]:
     """What is said in so many seconds, in which every thread that is not stopped gets on."""
     said: list[str] = []
     for turn in range(round(seconds / LOOK_S)):
@@ -230,7 +230,7 @@ def test_real_processes_stopped_still_and_at_work(begin: Begin) -> None:
         return status.read_text().partition("voluntary_ctxt_switches")[2]
 
     counted = bool(switches())
-    looker = Looker(os.getpid(), {}, start=START, hang_timeout_s=5.0, clock=lambda: now)
+    looker = HangDetector(os.getpid(), {}, start=START, hang_timeout_s=5.0, clock=lambda: now)
     said: list[str] = []
     assert looker.look().here == {"stopped": stopped.pid, "still": still.pid, "busy": busy.pid}
     while now < 2 * STILL_S:
@@ -259,7 +259,7 @@ def test_a_node_that_is_cut_off_ends_all_of_the_run_and_nothing_else() -> None:
     try:
         below = wait_for(psutil.Process(ours.pid).children)
         wait_for(psutil.Process(others.pid).children)
-        Looker(os.getpid(), {}, start=START, hang_timeout_s=LONG_S).end_all()
+        HangDetector(os.getpid(), {}, start=START, hang_timeout_s=LONG_S).end_all()
         assert ours.wait(timeout=PATIENCE_S) == -signal.SIGKILL
         psutil.wait_procs(below, timeout=PATIENCE_S)
         assert not any(process.is_running() for process in below) and others.poll() is None
@@ -278,7 +278,9 @@ def test_a_frozen_actor_does_not_outlive_its_raylet() -> None:
     )
     (actor,) = wait_for(psutil.Process(raylet.pid).children)
     try:
-        looker = Looker(raylet.pid, {"Ray's node": raylet.pid}, start=START, hang_timeout_s=LONG_S)
+        looker = HangDetector(
+            raylet.pid, {"Ray's node": raylet.pid}, start=START, hang_timeout_s=LONG_S
+        )
         assert wait_for(lambda: looker.look().here) == {"engine 0": actor.pid}
         actor.suspend()
         raylet.kill()

@@ -13,7 +13,7 @@ from keel.configs.schema import Config, ConversationsConfig, SftConfig
 from keel.model.load import facts_of
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.trainer.placement.lint import unread, unusual
+from keel.trainer.placement.lint import ignored_knobs, lint_recipe
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.plan import make_plan
 from keel.trainer.placement.suggestions import with_knob
@@ -31,7 +31,7 @@ def test_no_recipe_of_ours_is_unusual(name: str) -> None:
     made = [f"{load_config(stage).run.dir}/model" for stage in stages]
     tiny = config.model.path in ("tiny", *made)
     shape = model_config(config.model.tiny, build_tokenizer()) if tiny else None
-    assert unusual(config, facts_of(shape) if shape else DENSE) == []
+    assert lint_recipe(config, facts_of(shape) if shape else DENSE) == []
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,16 @@ def test_no_recipe_of_ours_is_unusual(name: str) -> None:
 )
 def test_a_value_that_nobody_uses_is_warned_about(knob: str, value: Any) -> None:
     usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
-    assert unusual(usual, DENSE) == []
-    assert unusual(with_knob(usual, ["run", "hang_timeout_s"], 0.0), DENSE) == [], "never"
-    (line,) = unusual(with_knob(usual, knob.split("."), value), DENSE)
+    assert lint_recipe(usual, DENSE) == []
+    assert lint_recipe(with_knob(usual, ["run", "hang_timeout_s"], 0.0), DENSE) == [], "never"
+    (line,) = lint_recipe(with_knob(usual, knob.split("."), value), DENSE)
     assert line.startswith(f"{knob} = {value:g} is far from what is used")
 
 
 def test_a_small_model_may_learn_faster() -> None:
     config = with_knob(recipe(), ["trainer", "lr"], 1e-3)
-    assert unusual(config, replace(DENSE, parameters=400_000)) == []
-    assert "data.sources[sums].kl_coef = 3 is" in unusual(recipe(beta=3.0), DENSE)[0]
+    assert lint_recipe(config, replace(DENSE, parameters=400_000)) == []
+    assert "data.sources[sums].kl_coef = 3 is" in lint_recipe(recipe(beta=3.0), DENSE)[0]
 
 
 def test_supervised_runs_have_rates_of_their_own_and_reach_them() -> None:
@@ -67,7 +67,7 @@ def test_supervised_runs_have_rates_of_their_own_and_reach_them() -> None:
 
     def said(lr: float, **trainer: Any) -> list[str]:
         changed = replace(supervised.trainer, lr=lr, **trainer)
-        return unusual(replace(supervised, trainer=changed), DENSE)
+        return lint_recipe(replace(supervised, trainer=changed), DENSE)
 
     assert said(3e-4) == said(1e-3) == said(1e-3, attention="warm-up") == []
     (line,) = said(5e-3)
@@ -81,15 +81,15 @@ def test_knobs_that_a_supervised_run_does_not_read_are_named() -> None:
     source: dict[str, Any] = {"name": "a", "source": "jsonl", "path": "a"}
     sources = (ConversationsConfig(**source),)
     config = Config(sft=SftConfig(sources=sources, max_context_tokens=256))
-    assert [*unread(config, frozenset())] == []
+    assert [*ignored_knobs(config, frozenset())] == []
     algorithm = replace(config.algorithm, prompts_per_step=4)
     engines = replace(config.rollout, engines=3)
     changed = replace(config, algorithm=algorithm, rollout=engines)
-    (line,) = unread(changed, {"rollout.engines"})
+    (line,) = ignored_knobs(changed, {"rollout.engines"})
     assert line.startswith("algorithm.prompts_per_step: not read by `keel sft`")
-    (line,) = unread(changed, frozenset())
+    (line,) = ignored_knobs(changed, frozenset())
     assert line.startswith("rollout.engines, algorithm.prompts_per_step: not read")
-    assert [*unread(load_config("sft-quickstart"), frozenset())] == [], "what comes after it"
+    assert [*ignored_knobs(load_config("sft-quickstart"), frozenset())] == [], "what comes after it"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_knobs_that_a_supervised_run_does_not_read_are_named() -> None:
 )
 def test_steps_that_epochs_decide_are_no_override(overrides: list[str], said: int) -> None:
     config = load_config("sft-quickstart", overrides)
-    lines = [*unread(config, frozenset(), overrides)]
+    lines = [*ignored_knobs(config, frozenset(), overrides)]
     assert len(lines) == said
     assert all(
         line.startswith("run.steps = 60: does not count, since sft.epochs") for line in lines
@@ -113,11 +113,11 @@ def test_steps_that_epochs_decide_are_no_override(overrides: list[str], said: in
 def test_old_completions_under_masks_whose_mass_nobody_holds_are_warned_about() -> None:
     usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
     old = replace(usual.algorithm, publish_every=4, max_lag=1, updates_per_batch=4)
-    (line,) = unusual(replace(usual, algorithm=old), DENSE)
+    (line,) = lint_recipe(replace(usual, algorithm=old), DENSE)
     assert line.startswith("algorithm.kept_mass_coef = 0: completions are up to 16 optimizer steps")
-    assert unusual(replace(usual, algorithm=replace(old, kept_mass_coef=1.0)), DENSE) == []
-    assert unusual(replace(usual, algorithm=replace(old, updates_per_batch=2)), DENSE) == []
-    assert unusual(replace(recipe(), algorithm=old), DENSE) == [], "sampled from the whole"
+    assert lint_recipe(replace(usual, algorithm=replace(old, kept_mass_coef=1.0)), DENSE) == []
+    assert lint_recipe(replace(usual, algorithm=replace(old, updates_per_batch=2)), DENSE) == []
+    assert lint_recipe(replace(recipe(), algorithm=old), DENSE) == [], "sampled from the whole"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_batches_that_cannot_be_shared_evenly_are_warned_about(
         base.algorithm, prompts_per_step=prompts, updates_per_batch=updates, group_size=group
     )
     trainer = replace(base.trainer, ranks=ranks)
-    lines = unusual(replace(base, algorithm=algorithm, trainer=trainer), DENSE)
+    lines = lint_recipe(replace(base, algorithm=algorithm, trainer=trainer), DENSE)
     assert len(lines) == bool(named)
     assert all(part in lines[0] for part in named)
 
@@ -145,7 +145,7 @@ def test_batches_that_cannot_be_shared_evenly_are_warned_about(
 def test_rewards_for_what_is_wrong_are_warned_about() -> None:
     config = load_config("quickstart", ["data.sources[spelling].rewards={correct: -1}"])
     shape = facts_of(model_config(config.model.tiny, build_tokenizer()))
-    (line,) = unusual(config, shape)
+    (line,) = lint_recipe(config, shape)
     assert (
         line == "the rewards of domain 'spelling' have correct: -1: the policy learns to be wrong"
     )
@@ -167,5 +167,5 @@ def test_more_than_a_machine_without_a_gpu_has_is_warned_about(
 def test_epochs_of_a_recipe_that_has_nothing_for_them() -> None:
     config = load_config("quickstart", ["sft.epochs=3"])
     shape = facts_of(model_config(config.model.tiny, build_tokenizer()))
-    (line,) = unusual(config, shape)
+    (line,) = lint_recipe(config, shape)
     assert line.startswith("sft.epochs = 3: counts with sft.sources alone")

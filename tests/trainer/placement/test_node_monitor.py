@@ -10,14 +10,14 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from keel.model import ray_timeouts
 from keel.trainer.placement import node_monitor as lookouts
-from keel.trainer.placement.hang_detector import LOOK_S, Sight
+from keel.trainer.placement.hang_detector import LOOK_S, NodeHealth
 from keel.trainer.placement.node_monitor import (
     ANSWER_S,
     CUT_OFF_S,
     SILENT_S,
     TRY_S,
-    Away,
-    Lookouts,
+    ClusterMonitor,
+    PartitionTimer,
     reached,
 )
 from tests.waiting import PATIENCE_S
@@ -30,7 +30,7 @@ class Node:
 
     def __init__(self, name: str, rank: int) -> None:
         self.look, self.asked = self, 0
-        self.sight = Sight(here={f"trainer rank {rank}": rank + 1, "lookout": 9}, host=name)
+        self.sight = NodeHealth(here={f"trainer rank {rank}": rank + 1, "lookout": 9}, host=name)
         self.error: Exception | None = None
 
     def remote(self) -> Node:
@@ -43,7 +43,7 @@ class Cluster:
         self.nodes = {"a": Node("host-a", 0), "b": Node("host-b", 1)}
         self.alive, self.now = {"a": "host-a", "b": "host-b"}, 0.0
 
-        def answer(node: Node, *, seconds: float) -> Sight:
+        def answer(node: Node, *, seconds: float) -> NodeHealth:
             if node.error:
                 raise node.error
             return node.sight
@@ -51,16 +51,16 @@ class Cluster:
         self.gcs = threading.Event()
         self.gcs.set()
 
-        def hosts(_: Lookouts) -> dict[str, str]:
+        def hosts(_: ClusterMonitor) -> dict[str, str]:
             self.gcs.wait(PATIENCE_S)
             return dict(self.alive)
 
-        patch.setattr(Lookouts, "_hosts", hosts)
+        patch.setattr(ClusterMonitor, "_hosts", hosts)
         patch.setattr(lookouts, "_lookout", lambda node, seconds: self.nodes[node])
         patch.setattr(ray_timeouts, "get", answer)
-        self.lookouts = Lookouts(100.0, lambda: self.now)
+        self.lookouts = ClusterMonitor(100.0, lambda: self.now)
 
-    def look(self, seconds: float = ANSWER_S) -> Sight:
+    def look(self, seconds: float = ANSWER_S) -> NodeHealth:
         self.now += seconds
         return self.lookouts.look()
 
@@ -70,7 +70,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch)
 
 
-def ranks(sight: Sight) -> list[str]:
+def ranks(sight: NodeHealth) -> list[str]:
     return sorted(name for name in sight.here if name != "lookout")
 
 
@@ -80,9 +80,9 @@ def test_a_slow_node_has_one_look_to_answer_and_no_answer_is_lost(cluster: Clust
     for _ in range(3):
         assert cluster.look(1.0).said == ()
     assert (cluster.nodes["a"].asked, slow.asked) == (3, 1)
-    slow.error, slow.sight = None, Sight(here=slow.sight.here, said=("engine 3 was ended",))
+    slow.error, slow.sight = None, NodeHealth(here=slow.sight.here, said=("engine 3 was ended",))
     assert cluster.look().said == ("engine 3 was ended",) and slow.asked == 1
-    slow.sight = Sight(here=slow.sight.here)
+    slow.sight = NodeHealth(here=slow.sight.here)
     assert cluster.look().said == () and slow.asked == 2
 
 
@@ -109,7 +109,10 @@ def test_a_node_that_is_silent_is_said_and_one_that_is_dead_takes_its_ranks_with
 
 def test_a_raylet_that_stands_still_is_said_once_and_not_the_end_of_all(cluster: Cluster) -> None:
     there = cluster.nodes["b"]
-    well, frozen = there.sight, Sight(here=there.sight.here, lost="its raylet has been stopped")
+    well, frozen = (
+        there.sight,
+        NodeHealth(here=there.sight.here, lost="its raylet has been stopped"),
+    )
     for _ in range(2):
         there.sight = frozen
         sights = [cluster.look() for _ in range(3)]
@@ -151,7 +154,7 @@ def test_a_node_that_joins_later_is_looked_at_too(cluster: Cluster) -> None:
 
 def test_a_node_is_cut_off_when_no_try_in_a_row_has_come_through() -> None:
     now, reaches = 0.0, False
-    away = Away(lambda: reaches, lambda: now)
+    away = PartitionTimer(lambda: reaches, lambda: now)
 
     def tries(seconds: float) -> bool:
         nonlocal now
@@ -167,7 +170,7 @@ def test_a_node_is_cut_off_when_no_try_in_a_row_has_come_through() -> None:
     reaches = False
     assert not tries(CUT_OFF_S - TRY_S), "counted anew"
     now += 3600.0  # its machine slept: one try has failed, and no hour of them
-    assert not Away(lambda: False, lambda: now).cut_off()
+    assert not PartitionTimer(lambda: False, lambda: now).cut_off()
     assert tries(TRY_S)
 
 

@@ -35,11 +35,11 @@ from keel.trainer.placement import nodes, reservation
 from keel.trainer.placement.hardware import Hardware, idle_nodes
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.nodes import (
-    hardware_here,
-    hardware_said,
-    seating,
+    detect_hardware,
+    planned_hardware,
+    seat_lines,
     start_ray,
-    with_missing,
+    with_missing_nodes,
 )
 from keel.trainer.placement.processes import available_cores
 from keel.trainer.placement.ray_internals import (
@@ -78,7 +78,7 @@ def test_a_signal_does_not_leave_a_cluster_half_ended(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(nodes, "shut_down", leave)
     with watching(), pytest.raises(Preempted):
-        nodes.end_ray()
+        nodes.stop_ray()
     assert ended == ["Ray"]
 
 
@@ -88,7 +88,7 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=rf"^RAY_ADDRESS = {address}: no Ray cluster answers"):
-            hardware_said(recipe())
+            planned_hardware(recipe())
     assert not ray.is_initialized()
 
 
@@ -142,7 +142,7 @@ def test_gpus_that_ray_does_not_take_back_hide_no_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(reservation, "remove_placement_group", lambda _: never.wait())
     monkeypatch.setattr(reservation, "CALL_S", 0.01)
     ray_timeouts.joined()
-    with pytest.raises(KeyError, match="first"), reservation.reserved(recipe(), timeout_s=1):
+    with pytest.raises(KeyError, match="first"), reservation.reserve_gpus(recipe(), timeout_s=1):
         raise KeyError("first")
     never.set()
     assert "give up a reservation" in ray_timeouts.lost_reason()
@@ -220,19 +220,19 @@ def sizes(hardware: Hardware) -> tuple[list[int], float]:
 def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, gpus=0, gib=0.0)
     with pytest.raises(ConfigError, match=r"run\.device = gpu: this machine has no GPU"):
-        hardware_said(recipe())
+        planned_hardware(recipe())
     wide = recipe(replace(GPUS, gpu_gib=80.0), engines=2, tensor_parallel=8)
-    rule = hardware_said(wide)
+    rule = planned_hardware(wide)
     assert "by rule, as no GPU is here and no RAY_ADDRESS" in str(rule)
     assert not rule.found
-    assert seating(wide, rule) == [
+    assert seat_lines(wide, rule) == [
         "node 0: engine 0 on GPUs 0–7",
         "node 1: engine 1 on GPUs 0–7",
         "node 2: trainer rank 0 on GPU 0",
     ]
     here(monkeypatch, gpus=4, gib=80.0)
     with pytest.raises(ConfigError, match=r"needs 17 GPU\(s\) .* has 4"):
-        seating(wide, hardware_said(wide))
+        seat_lines(wide, planned_hardware(wide))
 
 
 def test_a_part_of_a_core_that_is_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,18 +248,18 @@ def test_what_may_start_on_fewer_ranks_is_planned_as_a_whole(
     here(monkeypatch, gpus=4, gib=80.0)
     monkeypatch.setattr("keel.trainer.placement.nodes.available_cores", lambda: 8)
     whole = replace(recipe(engines=4), trainer=TrainerConfig(ranks=4, min_ranks=2))
-    here_now = hardware_here(whole)
-    found = with_missing(here_now, whole)
+    here_now = detect_hardware(whole)
+    found = with_missing_nodes(here_now, whole)
     assert found.missing.startswith("the recipe needs 8 GPU(s)")
     assert str(found).endswith("this machine; 1 of these nodes not there now")
-    assert seating(whole, found)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
+    assert seat_lines(whole, found)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
     (line,) = missing_lines(whole, found)
     assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks)" in line
     one_node = replace(whole, run=replace(GPUS, gpus_per_node=4))
     others = [replace(whole, trainer=TrainerConfig(ranks=4, min_ranks=m)) for m in (0, 4)]
     enough = replace(whole, rollout=RolloutConfig(engines=4, colocated=True))
     for config in (one_node, *others, enough):
-        assert with_missing(here_now, config) == here_now
+        assert with_missing_nodes(here_now, config) == here_now
 
 
 @pytest.mark.parametrize(
@@ -289,12 +289,12 @@ def test_what_a_check_plans_on_and_what_a_run_has(
     here(monkeypatch, gpus=found[0], gib=found[1])
     device, gib, gpus, nodes = said
     wanted = recipe(RunConfig(device=device, gpu_gib=gib, gpus_per_node=gpus, nodes=nodes))
-    for hardware, expected in ((hardware_said(wanted), check), (hardware_here(wanted), train)):
+    for hardware, expected in ((planned_hardware(wanted), check), (detect_hardware(wanted), train)):
         assert hardware.gpu == (expected is not None)
         if expected:
             assert sizes(hardware) == expected
     if check == train:
-        assert hardware_said(wanted) == hardware_here(wanted)
+        assert planned_hardware(wanted) == detect_hardware(wanted)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_what_others_hold_and_what_a_gpu_has(
     monkeypatch.setattr(f"{module}._nodes_found", lambda: idle_nodes(max(1, nodes), 2))
     monkeypatch.setattr(f"{module}._place_found", lambda: "here")
     monkeypatch.setattr(f"{module}.taken_gib", lambda *, every: min(taken) if every else max(taken))
-    found = hardware_here(recipe(RunConfig(gpu_gib=said)))
+    found = detect_hardware(recipe(RunConfig(gpu_gib=said)))
     assert (found.gpu_gib, found.gpu_gib - found.taken_gib) == (size, left)
 
 

@@ -28,18 +28,18 @@ from keel.configs.schema import (
 from keel.model.load import facts_of
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.trainer.placement.downloads import fetch_on_others
-from keel.trainer.placement.elastic import layouts
+from keel.trainer.placement.downloads import download_on_nodes
+from keel.trainer.placement.elastic import elastic_layouts
 from keel.trainer.placement.hardware import ENGINE, RANK, Hardware
 from keel.trainer.placement.nodes import (
     QUOTED_PYTHON,
     cluster_nodes,
-    hardware_here,
-    hardware_said,
-    seating,
+    detect_hardware,
+    planned_hardware,
+    seat_lines,
 )
 from keel.trainer.placement.ray_internals import without_unused_processes
-from keel.trainer.placement.reservation import Reservation, reserved
+from keel.trainer.placement.reservation import Reservation, reserve_gpus
 from tests.model.hub import SIZES, Hub
 from tests.waiting import PATIENCE_S, patiently, wait_for
 
@@ -141,7 +141,7 @@ def outside(two_nodes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
     large, small = cluster_nodes()
     assert (large.gpus, small.gpus) == (4, 2)
-    with reserved(config(engines=1, width=3, ranks=3), timeout_s=PATIENCE_S) as reservation:
+    with reserve_gpus(config(engines=1, width=3, ranks=3), timeout_s=PATIENCE_S) as reservation:
         planned = {(s.kind, s.index): (s.node.id, s.ids) for s in reservation.placement.seats}
         assert planned == {
             (ENGINE, 0): (large.id, (0, 1, 2)),
@@ -159,10 +159,10 @@ def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
 
 def test_a_model_is_fetched_where_actors_have_seats(two_nodes: str, cache: Path) -> None:
     large, small = cluster_nodes()
-    fetch_on_others("owner/model", timeout_s=PATIENCE_S, nodes=[small.id])  # where this runs
+    download_on_nodes("owner/model", timeout_s=PATIENCE_S, nodes=[small.id])  # where this runs
     assert not list(cache.iterdir())
     for _ in range(2):  # the second time all is there
-        fetch_on_others("owner/model", timeout_s=PATIENCE_S, nodes=[large.id, small.id])
+        download_on_nodes("owner/model", timeout_s=PATIENCE_S, nodes=[large.id, small.id])
         (folder,) = cache.glob("models--owner--model/snapshots/*")
         there = {path.name: path.stat().st_size for path in folder.iterdir()}
         assert there == {name: size for name, size in SIZES.items() if "/" not in name}
@@ -174,20 +174,20 @@ def test_what_no_node_can_hold_is_refused_at_once_and_holds_nothing(two_nodes: s
         ({"ranks": 6}, r"needs 7 GPU\(s\) .* the cluster has 6"),
     ):
         recipe = config(**shape)
-        with pytest.raises(ConfigError, match=message), reserved(recipe, timeout_s=600):
+        with pytest.raises(ConfigError, match=message), reserve_gpus(recipe, timeout_s=600):
             pass
     wait_for(lambda: not placement_groups())
 
 
 def test_gpus_that_others_use_are_waited_for_until_the_deadline(two_nodes: str) -> None:
-    with reserved(config(ranks=5), timeout_s=PATIENCE_S):
+    with reserve_gpus(config(ranks=5), timeout_s=PATIENCE_S):
         with (
             pytest.raises(TimeoutError, match=r"waited 1 s \(run\.startup_timeout_s\) for GPUs"),
-            reserved(config(), timeout_s=1),
+            reserve_gpus(config(), timeout_s=1),
         ):
             pass
         wait_for(lambda: len(placement_groups()) == 1)
-    with reserved(config(), timeout_s=PATIENCE_S) as reservation:
+    with reserve_gpus(config(), timeout_s=PATIENCE_S) as reservation:
         assert len(reservation.placement.seats) == 2
 
 
@@ -200,14 +200,14 @@ def test_a_run_that_has_lost_a_node_has_the_gpus_of_the_others(
     recipe = replace(recipe, trainer=replace(recipe.trainer, min_ranks=2))
     said: list[str] = []
     facts = facts_of(model_config(TinyModelConfig(), build_tokenizer()))
-    start = layouts(
+    start = elastic_layouts(
         recipe, tmp_path, facts=facts, hardware=Hardware(gpu=True), chosen={}, say=said.append
     )
-    with reserved(start.next(), timeout_s=PATIENCE_S) as reservation:
+    with reserve_gpus(start.next(), timeout_s=PATIENCE_S) as reservation:
         assert len({seat.node.id for seat in reservation.placement.seats}) == 3
     cluster.remove_node(third, allow_graceful=False)
     wait_until_free(6)
-    with reserved(start.next(), timeout_s=PATIENCE_S) as reservation:
+    with reserve_gpus(start.next(), timeout_s=PATIENCE_S) as reservation:
         seats = reservation.placement.seats
         assert [sum(s.kind == kind for s in seats) for kind in (RANK, ENGINE)] == [3, 3]
         sit(reservation, RANK, 3)
@@ -215,20 +215,20 @@ def test_a_run_that_has_lost_a_node_has_the_gpus_of_the_others(
         "rollout.engines is now 3, not 4, trainer.ranks is now 3, not 4" in said[-1]
     )
     wait_until_free(6)
-    later = layouts(
+    later = elastic_layouts(
         recipe, tmp_path, facts=facts, hardware=Hardware(gpu=True), chosen={}, say=said.append
     )
-    with reserved(later.next(), timeout_s=PATIENCE_S) as reservation:
+    with reserve_gpus(later.next(), timeout_s=PATIENCE_S) as reservation:
         assert len(reservation.placement.seats) == 6, "a first start, too"
 
 
 def test_check_asks_the_cluster(outside: str) -> None:
     recipe = replace(config(engines=1, width=2, ranks=4), run=RunConfig(device="gpu"))
-    hardware = hardware_said(recipe)
-    assert hardware == hardware_here(recipe)
+    hardware = planned_hardware(recipe)
+    assert hardware == detect_hardware(recipe)
     assert not ray.is_initialized()
     assert f"the cluster at {outside}" in str(hardware)
-    assert [line.split(": ")[1] for line in seating(recipe, hardware)] == [
+    assert [line.split(": ")[1] for line in seat_lines(recipe, hardware)] == [
         "trainer ranks 0–3 on GPUs 0–3",
         "engine 0 on GPUs 0–1",
     ]
@@ -271,6 +271,6 @@ def test_an_engine_and_a_rank_share_a_single_gpu(
 ) -> None:
     single = replace(cluster_nodes()[1], gpus=1, free_gpus=1)
     monkeypatch.setattr("keel.trainer.placement.reservation.cluster_nodes", lambda: [single])
-    with reserved(config(), timeout_s=PATIENCE_S) as reservation:
+    with reserve_gpus(config(), timeout_s=PATIENCE_S) as reservation:
         options = [reservation.options(kind, 0) for kind in (ENGINE, RANK)]
         assert report(options) == [(single.id, (0,))] * 2

@@ -14,20 +14,20 @@ from keel.trainer.placement.memory import (
     RANK_SPARE,
     DoesNotFit,
     Memory,
-    copied_bytes,
     engine_memory,
     trainer_memory,
+    update_copy_bytes,
 )
 from keel.trainer.placement.time_sharing import (
     IN_PIECES,
     Waiting,
-    certain_cache,
+    can_start_together,
     check_trainer_fits,
+    guaranteed_cache_bytes,
     held_bytes,
     least_bytes,
     needed_bytes,
     peak_bytes,
-    start_together,
     waiting_of,
 )
 from tests.trainer.placement.test_memory import DENSE, recipe
@@ -136,7 +136,7 @@ def test_the_reference_makes_way_for_an_update() -> None:
 def test_what_an_update_copies(dtype: Any, stage: int, ranks: int, copied: float) -> None:
     config = turns(0.5, zero_stage=stage, ranks=ranks)
     config = replace(config, model=replace(config.model, dtype=dtype))
-    assert copied_bytes(config, memory(config).parts, gpu=True) == pytest.approx(copied)
+    assert update_copy_bytes(config, memory(config).parts, gpu=True) == pytest.approx(copied)
 
 
 def test_a_share_with_room_for_every_answer_leaves_the_cache_what_nobody_has_to_measure() -> None:
@@ -144,11 +144,11 @@ def test_a_share_with_room_for_every_answer_leaves_the_cache_what_nobody_has_to_
     config = recipe(rollout={"gpu_memory_utilization": 0.5})
     parts = engine_memory(config, DENSE, gpu=True).parts
     beside = sum(size for name, size in parts.items() if name != "KV cache")
-    whole = certain_cache(config, DENSE, 80.0)
+    whole = guaranteed_cache_bytes(config, DENSE, 80.0)
     assert whole == pytest.approx(40 * GIB - 1.1 * beside - GIB, abs=1)
     just = (parts["KV cache"] + 1.1 * beside + GIB) / GIB / 0.5
-    assert certain_cache(config, DENSE, just + 0.01) >= parts["KV cache"]
-    assert certain_cache(config, DENSE, just - 0.01) == 0
+    assert guaranteed_cache_bytes(config, DENSE, just + 0.01) >= parts["KV cache"]
+    assert guaranteed_cache_bytes(config, DENSE, just - 0.01) == 0
 
 
 def test_engine_and_rank_start_together_where_neither_takes_what_the_other_wants() -> None:
@@ -159,13 +159,15 @@ def test_engine_and_rank_start_together_where_neither_takes_what_the_other_wants
     there = 1.06 * sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
     enough = 2 * there / GIB
     assert enough > 40  # so that the engine's cache is certain
-    assert start_together(config, DENSE, enough + 0.1, 0.0)
-    assert not start_together(config, DENSE, enough - 0.1, 0.0)
-    assert not start_together(config, DENSE, enough + 0.1, 1.0)
-    assert start_together(config, DENSE, enough + 2.1, 1.0)
+    assert can_start_together(config, DENSE, enough + 0.1, 0.0)
+    assert not can_start_together(config, DENSE, enough - 0.1, 0.0)
+    assert not can_start_together(config, DENSE, enough + 0.1, 1.0)
+    assert can_start_together(config, DENSE, enough + 2.1, 1.0)
     of_a_step = 2 * 1.06 * trainer_memory(config, DENSE, gpu=True).total / GIB
     assert of_a_step > enough + 0.2
-    assert start_together(config, DENSE, of_a_step + 0.1, 0.0, stepping=True)
-    assert not start_together(config, DENSE, of_a_step - 0.1, 0.0, stepping=True)
-    assert not start_together(recipe(rollout={**rollout, "time_share": True}), DENSE, 80.0, 0.0)
-    assert not start_together(recipe(rollout={"gpu_memory_utilization": 0.05}), DENSE, 80.0, 0.0)
+    assert can_start_together(config, DENSE, of_a_step + 0.1, 0.0, stepping=True)
+    assert not can_start_together(config, DENSE, of_a_step - 0.1, 0.0, stepping=True)
+    assert not can_start_together(recipe(rollout={**rollout, "time_share": True}), DENSE, 80.0, 0.0)
+    assert not can_start_together(
+        recipe(rollout={"gpu_memory_utilization": 0.05}), DENSE, 80.0, 0.0
+    )

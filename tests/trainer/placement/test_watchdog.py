@@ -11,8 +11,8 @@ import pytest
 
 from keel.model import ray_timeouts
 from keel.trainer.placement import watchdog as watch
-from keel.trainer.placement.hang_detector import RAYLET, Sight
-from keel.trainer.placement.watchdog import Watch, watched
+from keel.trainer.placement.hang_detector import RAYLET, NodeHealth
+from keel.trainer.placement.watchdog import Watchdog, start_watchdog
 from keel.trainer.run.restarts import WorkerLost
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -24,22 +24,22 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray_timeouts.joined()
 
 
-def watching(*sights: Sight) -> tuple[Watch, list[str]]:
+def watching(*sights: NodeHealth) -> tuple[Watchdog, list[str]]:
     """A watch that sees these, and then the last of them for good."""
     left, said, all_seen = list(sights), list[str](), threading.Event()
 
-    def look() -> Sight:
+    def look() -> NodeHealth:
         if len(left) == 1:
             all_seen.set()
         return left.pop(0) if len(left) > 1 else left[0]
 
-    looking = Watch(look, said.append)
+    looking = Watchdog(look, said.append)
     assert all_seen.wait(PATIENCE_S)
     return looking, said
 
 
 def test_what_was_ended_is_said_once_and_is_no_end_of_the_run() -> None:
-    looking, said = watching(Sight(here={}, said=("engine 0 was ended",)), Sight(here={}))
+    looking, said = watching(NodeHealth(here={}, said=("engine 0 was ended",)), NodeHealth(here={}))
     looking.check()
     looking.stop()
     assert said == ["engine 0 was ended"] and looking.well() is False
@@ -47,7 +47,7 @@ def test_what_was_ended_is_said_once_and_is_no_end_of_the_run() -> None:
 
 def test_a_rank_that_is_gone_is_a_loss_that_a_new_start_mends() -> None:
     both = {"trainer rank 0": 7, "trainer rank 1": 8, "rollout engine 0": 9}
-    looking, _ = watching(Sight(here=both), Sight(here={"trainer rank 0": 7}))
+    looking, _ = watching(NodeHealth(here=both), NodeHealth(here={"trainer rank 0": 7}))
     wait_for(lambda: looking._failure)
     with pytest.raises(WorkerLost, match="trainer rank 1 is gone"):
         looking.well()
@@ -55,9 +55,9 @@ def test_a_rank_that_is_gone_is_a_loss_that_a_new_start_mends() -> None:
 
 
 def test_a_node_on_which_gpus_were_reserved_is_such_a_loss_and_no_other_node_is() -> None:
-    sights = [Sight(here={}, dead={"b": "host-b"}), Sight(here={}, dead={"a": "host-a"})]
-    seen: list[Sight] = []
-    looking = Watch(lambda: (seen.append(sights[0]), sights[0])[1], print)
+    sights = [NodeHealth(here={}, dead={"b": "host-b"}), NodeHealth(here={}, dead={"a": "host-a"})]
+    seen: list[NodeHealth] = []
+    looking = Watchdog(lambda: (seen.append(sights[0]), sights[0])[1], print)
     looking.nodes = {"a"}
     wait_for(lambda: len(seen) >= 2, "two looks")
     looking.check()
@@ -69,7 +69,9 @@ def test_a_node_on_which_gpus_were_reserved_is_such_a_loss_and_no_other_node_is(
 
 
 def test_rays_own_loss_ends_all_calls_of_ray() -> None:
-    looking, _ = watching(Sight(here={}, lost="Ray's node process (process 7 on here) is gone"))
+    looking, _ = watching(
+        NodeHealth(here={}, lost="Ray's node process (process 7 on here) is gone")
+    )
     wait_for(ray_timeouts.lost_reason)
     with pytest.raises(
         ray_timeouts.RayLost, match=r"^Ray's node process \(process 7 on here\) is go"
@@ -83,11 +85,11 @@ def test_the_end_of_a_needed_process_is_seen_at_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(watch, "LOOK_S", PATIENCE_S)
     needed, looked = subprocess.Popen(["sleep", "600"]), threading.Event()
 
-    def look() -> Sight:
+    def look() -> NodeHealth:
         looked.set()
-        return Sight(here={}, lost="gone")
+        return NodeHealth(here={}, lost="gone")
 
-    looking = Watch(look, print, needed.pid)
+    looking = Watchdog(look, print, needed.pid)
     needed.kill()
     assert looked.wait(PATIENCE_S / 2), "without a look in between"
     looking.stop()
@@ -97,15 +99,15 @@ def test_the_end_of_a_needed_process_is_seen_at_once(monkeypatch: pytest.MonkeyP
 def test_a_look_that_fails_is_said_once_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     said, looks, enough = list[str](), list[int](), threading.Event()
 
-    def look() -> Sight:
+    def look() -> NodeHealth:
         looks.append(1)
         if len(looks) in (1, 3):
             raise OSError("too many open files")
         if len(looks) == 5:
             enough.set()
-        return Sight(here={}, said=("engine 0 was ended",) if len(looks) == 4 else ())
+        return NodeHealth(here={}, said=("engine 0 was ended",) if len(looks) == 4 else ())
 
-    looking = Watch(look, said.append)
+    looking = Watchdog(look, said.append)
     assert enough.wait(PATIENCE_S)
     looking.stop()
     first, second = said
@@ -115,10 +117,14 @@ def test_a_look_that_fails_is_said_once_and_not_the_last(monkeypatch: pytest.Mon
 
 def test_who_cannot_be_told_loses_no_rank() -> None:
     both = {"trainer rank 0": 7, "trainer rank 1": 8}
-    sights = [Sight(here=both), Sight(here={}, said=("engine 0 was ended",)), Sight(here={})]
+    sights = [
+        NodeHealth(here=both),
+        NodeHealth(here={}, said=("engine 0 was ended",)),
+        NodeHealth(here={}),
+    ]
     enough = threading.Event()
 
-    def look() -> Sight:
+    def look() -> NodeHealth:
         if len(sights) == 1:
             enough.set()
         return sights.pop(0) if len(sights) > 1 else sights[0]
@@ -126,7 +132,7 @@ def test_who_cannot_be_told_loses_no_rank() -> None:
     def say(line: str) -> None:
         raise ValueError("the terminal is closed")
 
-    looking = Watch(look, say)
+    looking = Watchdog(look, say)
     assert enough.wait(PATIENCE_S)
     with pytest.raises(WorkerLost, match="trainer rank 0 is gone"):
         looking.check()
@@ -146,7 +152,7 @@ def test_a_needed_process_that_has_ended_is_no_reason_to_look_without_a_rest(
         return ([], waking[1:], waking[:1])[min(len(asked), 3) - 1], [], []
 
     monkeypatch.setattr(watch.select, "select", select)
-    looking = Watch(lambda: Sight(here={}), print, needed.pid)
+    looking = Watchdog(lambda: NodeHealth(here={}), print, needed.pid)
     looking._thread.join(PATIENCE_S)
     assert [len(waking) for waking in asked] == [2, 2, 1]
     looking.stop()
@@ -166,14 +172,14 @@ def test_who_looks_knows_the_knob_and_whose_run_it_is(
         def __init__(self, *given_: Any, **named: Any) -> None:
             given.append((given_, named))
 
-        def look(self) -> Sight:
-            return Sight(here={})
+        def look(self) -> NodeHealth:
+            return NodeHealth(here={})
 
     own = {} if joined else {"raylet": [raylet.pid]}
     monkeypatch.setattr(watch, "own_processes", lambda: own)
-    monkeypatch.setattr(watch, "Looker", Looks)
-    monkeypatch.setattr(watch, "Lookouts", Looks)
-    with watched(print, 7.0):
+    monkeypatch.setattr(watch, "HangDetector", Looks)
+    monkeypatch.setattr(watch, "ClusterMonitor", Looks)
+    with start_watchdog(print, 7.0):
         pass
     here = (
         (raylet.pid, {RAYLET: raylet.pid}),

@@ -26,7 +26,7 @@ from keel.data.pass_rates import PassRate, read_pass_rates
 from keel.model.load import load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.trainer.placement.cached_choice import lower, remember, remembered
+from keel.trainer.placement.cached_choice import load_choice, save_choice, update_choice
 from keel.trainer.run.batches import read_batch, save_batch
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
@@ -118,7 +118,7 @@ def write_whole_run(folder: Path) -> None:
     (folder / "filter" / "rates.jsonl").write_text(json.dumps(rate.line()) + "\n")
     (folder / "trackers").mkdir()
     (folder / "trackers" / "wandb.json").write_text('{"id": "x"}')
-    remember(folder, {"trainer.ranks": 2}, {"gpu": 1})
+    save_choice(folder, {"trainer.ranks": 2}, {"gpu": 1})
     save_batch(folder, 1, [episode()], ["found"])
     tokenizer = build_tokenizer()
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (takes a second)
@@ -141,8 +141,8 @@ def test_files_that_the_driver_reads_run_nothing(tmp_path: Path) -> None:
         lambda: RunFolder(config).chosen("eval.checkpoint", "1"),
         lambda: RunFolder(config).check_model(),
         lambda: load_config(run / "config.yaml"),
-        lambda: remembered(config, {}),
-        lambda: lower(run, {}),
+        lambda: load_choice(config, {}),
+        lambda: update_choice(run, {}),
         lambda: steps_of(run / "metrics.jsonl"),
         lambda: read_batch(chosen(run, 1)),
         lambda: nearest(run / "checkpoints", 2),

@@ -155,7 +155,7 @@ def test_a_ray_that_is_lost_at_the_very_end_changes_no_status(
     """Its threads would crash at exit."""
     left: list[int] = []
     monkeypatch.setattr(commands, "lost", lambda: "its raylet is gone")
-    monkeypatch.setattr(commands, "leave", left.append)
+    monkeypatch.setattr(commands, "exit_now", left.append)
     monkeypatch.setitem(commands.COMMANDS, "check", lambda *_: None)
     assert main(["check", "quickstart"]) == 0 and left == [0]
 

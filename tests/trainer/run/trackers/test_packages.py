@@ -26,7 +26,7 @@ RUN = """
 import sys, threading, time
 from pathlib import Path
 from keel.trainer.run.trackers.known import check_trackers, maker
-from keel.trainer.placement.ray_internals import leave
+from keel.trainer.placement.ray_internals import exit_now
 from keel.trainer.run.trackers.sender import TrackerThread, Trackers, has_abandoned_threads
 names = ["wandb", "mlflow", "trackio"]
 check_trackers(names)
@@ -44,7 +44,7 @@ for _ in range(50):
 trackers.close("finished", 3, seconds=1.0)
 Path(sys.argv[1], "longest").write_text(str(longest))
 assert has_abandoned_threads()
-leave(0)  # as `keel.commands.train.run` does
+exit_now(0)  # as `keel.commands.train.run` does
 """
 
 

@@ -217,7 +217,7 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_the_process_ends_without_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
-    monkeypatch.setattr(main, "leave", left.append)
+    monkeypatch.setattr(main, "exit_now", left.append)
     monkeypatch.setitem(main.COMMANDS, "check", lambda *_: None)
     assert main.run("check") == 0 and not left
     run.tracker.released.clear()
