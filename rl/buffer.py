@@ -1,6 +1,6 @@
-"""Between sampling and training: how far ahead to sample, and what is worth training on.
+"""The buffer between sampling and training: limits sampling ahead and filters groups.
 
-No threads and no clocks: `keel.trainer.batch_stream` brings those. All back-pressure is in
+It has no threads and no clocks; `keel.trainer.batch_stream` adds those. All back-pressure is in
 `GroupBuffer.room`.
 """
 
@@ -21,21 +21,21 @@ Filter = Literal["none", "reward", "correct"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one step trains on, and what it cost to come by."""
+    """Groups to train on in one step."""
 
     groups: tuple[ScoredGroup, ...]
-    """In the order of their prompts."""
+    """Groups in the order of their prompts."""
     discarded: tuple[ScoredGroup, ...] = ()
-    """Filtered groups that were sampled among them, and are not trained on."""
+    """Groups that were sampled for this batch and filtered out."""
     metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """How much older than the trainer's weights those that sampled may be.
+    """Maximum age of the weights that sample, relative to the trainer's.
 
-    batches: batches sampled ahead; publish_every: steps between new weights; updates: optimizer
-    steps, each of which makes a version, on one batch.
+    batches: batches sampled ahead; publish_every: steps between weight updates; updates: optimizer
+    steps on one batch; each creates a version.
     """
 
     batches: int = 0
@@ -44,51 +44,44 @@ class Lag:
 
     @property
     def versions(self) -> int:
-        """Largest difference in versions of a token that is trained on."""
+        """Largest age, in versions, of a token that is trained on."""
         return (self.batches + self.publish_every - 1) * self.updates
 
 
 @dataclass(slots=True)
 class _Place:
-    """A prompt that has been submitted and whose group is in no batch yet."""
+    """A submitted prompt whose group is in no batch yet."""
 
     prompt: Prompt
     group: ScoredGroup | None = None
-    why: str | None = None
-    """Why its group teaches nothing."""
+    reason: str | None = None
+    """Reason to filter the group out."""
     freed: bool = False
-    """Its group will be discarded, whatever comes of those before it: its slot is free already."""
+    """The group will certainly be discarded, so its slot is already free."""
 
 
 class GroupBuffer:
-    """Which groups have been submitted, have arrived, and may be trained on.
+    """Tracks submitted and finished groups, and forms batches from them.
 
-    A group takes a slot from when its prompt is submitted until the engines have adopted weights
-    that were trained on it. With `Lag.batches = 0` there is one batch of slots (so that each is
-    sampled from the weights it trains), with n there are n + 1. A group that is filtered frees its
-    slot for another prompt, sampled from newer weights, which goes to the end of the queue.
+    A group occupies a slot from the submission of its prompt until the engines have adopted weights
+    trained on it. There are `Lag.batches` + 1 batches of slots, so with a lag of 0 every group is
+    sampled from the weights that it trains. A filtered group frees its slot for a new prompt, which
+    is sampled from newer weights and goes to the end of the queue.
 
-    Groups train in the order of their prompts, and a step waits for each of its own: taking what is
-    ready first would train on short completions and let the long ones grow old. The wait keeps
-    `Lag.versions` too, without looking at a version: while the engines are at step a, there is room
-    for the groups of the steps up to a + `publish_every` + n alone, and so none is trained later
-    than that. Nor would another order wait less. With new weights at every step, all that are
-    submitted by then are due by that step and fill all steps up to it: whatever overtakes puts
-    something else beyond the bound. (Between steps with the same weights there is a choice; those
-    steps would get the short ones first and the long ones last.)
+    Groups train in the order of their prompts, and a step waits for all of its groups. Taking
+    finished groups first would train on short completions and let the long ones age. The order also
+    enforces `Lag.versions` without comparing versions: while the engines are at step a, there is
+    room only for the groups of steps up to a + `publish_every` + `batches`, so none trains later
+    than that. No other order waits less: with new weights at every step, the submitted groups fill
+    all steps up to the bound, so a group that overtakes pushes another one beyond it.
 
-    That is the whole rule for trajectories of many turns too, and nothing is ever dropped for its
-    age. With weights in flight, later turns are sampled from newer weights than the first, and the
-    first token is the oldest: its weights are at least those that the engines had when its prompt
-    was submitted, from which the bound counts. So a trajectory sees at most `Lag.versions` new
-    versions, however many turns it has; after that the trainer waits for it, as long as its
-    deadlines allow. A rule by its median or mean token would promise less than `max_lag` says, and
-    one that drops by its oldest would drop just the long ones. What a bad completion's age does to
-    the loss is for the sequence mask, which takes the mean over all of its tokens, each against the
-    weights that sampled it.
+    The same rule covers trajectories of many turns, and nothing is dropped for its age. The first
+    token of a trajectory is its oldest, and its weights are no older than those at the submission
+    of its prompt. So a trajectory spans at most `Lag.versions` new versions, however many turns it
+    has; then the trainer waits for it. Dropping by the oldest token would drop exactly the long
+    trajectories. The sequence mask deals with the effect of age on a bad completion.
 
-    Whether a group is filtered, with what is left of the budget, is decided in the same order, and
-    so depends on nothing that arrives sooner or later.
+    Filtering is decided in the same order, so it does not depend on arrival times.
     """
 
     def __init__(
@@ -101,40 +94,45 @@ class GroupBuffer:
         filter_by: Filter = "none",
         max_refills: float = 0.0,
     ) -> None:
-        """batch: groups per step; start, steps: the last step done, and the last to be done;
-        max_refills: the most groups discarded for one batch, as a multiple of it."""
+        """Create a buffer for steps `start` + 1 … `steps`.
+
+        batch: groups per step; max_refills: maximum number of groups discarded for one batch, as a
+        multiple of `batch`.
+        """
         self._batch, self._lag, self._steps = batch, lag, steps
         self._filter: Filter = filter_by
         self._budget = int(max_refills * batch)
         self._adopted = start
         self._submitted = start * batch
-        """Prompts submitted and not discarded, from the first step on."""
+        """Prompts submitted since step 1, without discarded ones."""
         self._numbers = 0
         self._queue: dict[int, _Place] = {}
-        """In the order of their numbers. The first has not arrived."""
+        """Groups by number, in order. The first one is not finished."""
         self._members: list[ScoredGroup] = []
         self._discarded: list[ScoredGroup] = []
         self._counts: Counter[str] = Counter()
         self._batches: deque[Batch] = deque()
 
     def room(self) -> int:
-        """How many prompts to submit now: up to the next of the regular publications, whose version
-        a run that was not resumed would sample from."""
+        """Return how many prompts to submit now.
+
+        Counts up to the next regular weight update, like a run that was not resumed.
+        """
         every = self._lag.publish_every
         ahead = (self._adopted // every + 1) * every + self._lag.batches
         return max(0, min(ahead, self._steps) * self._batch - self._submitted)
 
     def submitted(self, prompt: Prompt) -> int:
-        """Note a prompt whose completions are about to be sampled; the number of its group."""
+        """Register a prompt and return the number of its group."""
         self._submitted += 1
         self._numbers += 1
         self._queue[self._numbers] = _Place(prompt)
         return self._numbers
 
     def arrived(self, number: int, group: ScoredGroup) -> None:
-        """A group is sampled and scored."""
+        """Add a sampled and scored group."""
         place = self._queue[number]
-        place.group, place.why = group, uninformative(group, self._filter)
+        place.group, place.reason = group, uninformative(group, self._filter)
         for first, place in list(self._queue.items()):
             if place.group is None:
                 break
@@ -143,42 +141,41 @@ class GroupBuffer:
         self._free_early()
 
     def awaited(self) -> list[int]:
-        """Numbers of the groups that the next batch waits for, as far as can be told."""
+        """Return the numbers of the groups that the next batch is known to wait for."""
         missing = 0 if self._batches else self._batch - len(self._members)
         return [n for n, place in islice(self._queue.items(), missing) if place.group is None]
 
     def ready(self) -> bool:
-        """Whether there is a batch."""
+        """Return whether a batch is complete."""
         return bool(self._batches)
 
     def take(self) -> Batch:
-        """The batch that `ready` has promised."""
+        """Remove and return the next batch; requires `ready`."""
         return self._batches.popleft()
 
     def adopted(self, step: int) -> None:
-        """The engines have the weights of after `step`: the slots of its groups are free."""
+        """Free the slots of the groups of `step`, whose weights the engines now have."""
         self._adopted = max(self._adopted, step)
 
     def unfinished(self) -> tuple[Prompt, ...]:
-        """Prompts that were submitted and not trained on, in their order: a resumed run submits
-        them again."""
+        """Return untrained prompts in order, for a resumed run to submit again."""
         groups = [*(group for batch in self._batches for group in batch.groups), *self._members]
         queue = (place.prompt for place in self._queue.values() if not place.freed)
         return (*(group.group.prompt for group in groups), *queue)
 
     def discarding(self) -> tuple[Prompt, ...]:
-        """Prompts whose groups are filtered out, of batches that have not been taken yet."""
+        """Return prompts whose groups were filtered out of batches not taken yet."""
         ready = (group for batch in self._batches for group in batch.discarded)
         groups = [*ready, *self._discarded]
         freed = (place.prompt for place in self._queue.values() if place.freed)
         return (*(group.group.prompt for group in groups), *freed)
 
     def _decide(self, place: _Place, group: ScoredGroup) -> None:
-        """Keep or discard `group`; all groups before it have been decided about."""
-        if place.why is not None and len(self._discarded) < self._budget:
+        """Keep or discard `group`; all groups before it are decided."""
+        if place.reason is not None and len(self._discarded) < self._budget:
             self._free(place)
             self._discarded.append(group)
-            self._counts[f"rollout/filtered_{place.why}"] += 1
+            self._counts[f"rollout/filtered_{place.reason}"] += 1
             return
         self._members.append(group)
         if len(self._members) == self._batch:
@@ -191,14 +188,16 @@ class GroupBuffer:
             self._members, self._discarded, self._counts = [], [], Counter()
 
     def _free_early(self) -> None:
-        """Free the slots of groups that the budget lasts for, even if all that may be discarded
-        before them is (a batch that is full by then only brings a new budget)."""
+        """Free slots of groups that the budget covers even if all undecided ones before them fail.
+
+        A batch that fills up before only resets the budget.
+        """
         discarded = len(self._discarded)
         for place in self._queue.values():
-            discarded += place.group is None or place.why is not None
+            discarded += place.group is None or place.reason is not None
             if discarded > self._budget:
                 return
-            if place.why is not None:
+            if place.reason is not None:
                 self._free(place)
 
     def _free(self, place: _Place) -> None:
@@ -209,11 +208,11 @@ class GroupBuffer:
 def uninformative(
     group: ScoredGroup, by: Filter
 ) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
-    """Why a group teaches nothing, or None: it does, or `by` is none.
+    """Return the reason to filter out a group, or None.
 
-    `reward`: all advantages are 0. `correct`: all of its `correct` parts are equal, though length
-    or format may tell its completions apart. `empty`, `lone`: it has lost all of its completions,
-    or all but one.
+    `by="reward"` filters groups whose advantages are all 0, `by="correct"` those whose `correct`
+    parts are all equal, even if length or format differ. A group that lost all of its completions
+    is `empty`, one that lost all but one is `lone`.
     """
     if by == "none":
         return None
@@ -229,12 +228,12 @@ def uninformative(
 
 
 def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
-    """The groups of `updates` optimizer steps, with equally many each (±1), and of those that teach
-    anything (`ScoredGroup.idle`), too.
+    """Split groups into `updates` optimizer steps with equal numbers of groups (±1).
 
-    Groups without completions are left out, so that no step is empty, and steps in which none
-    teaches: an optimizer's momentum would move the weights for nothing. Then there are fewer steps,
-    at least one for any completions. Raises `ValueError` for `updates` below 1.
+    Groups with a gradient (not `ScoredGroup.idle`) are also split evenly. There are fewer steps if
+    some would have none of them, because momentum would move the weights without a gradient, but at
+    least one if there are completions. Groups without completions are omitted. Raises `ValueError`
+    for `updates` below 1.
     """
     if updates < 1:
         raise ValueError(f"updates = {updates}: must be at least 1")

@@ -1,8 +1,7 @@
-"""Refusals shared by the loss and the mask: each names the argument, and the row if there is one.
+"""Argument checks of the losses. Errors name the argument and, for values, the row.
 
-Shapes and dtypes are always checked. Values are checked on the CPU only: on a GPU every such check
-would stall the device once a micro-batch, and `keel.rl.packing.MicroBatch` has checked the same
-facts on the host before the tensors went there.
+Shapes and dtypes are always checked. Values are checked on the CPU only: on a GPU each check would
+stall the device, and `keel.rl.packing.MicroBatch` has made the same checks on the host.
 """
 
 from __future__ import annotations
@@ -10,18 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-EXACT = (torch.float32, torch.float64)
-"""Half precision has no room for a log-probability: bfloat16 steps by 0.06 at 10 nats."""
-
 
 def require(ok: bool, message: str) -> None:
-    """Raise a `ValueError` with `message` unless `ok`."""
+    """Raise `ValueError` with `message` unless `ok`."""
     if not ok:
         raise ValueError(message)
 
 
 def require_rows(name: str, value: Tensor, ok: Tensor, rule: str) -> None:
-    """Raise a `ValueError` naming the first row of `value` where `ok` is False; CPU only."""
+    """Raise `ValueError` naming the first row of `value` where `ok` is False; CPU only."""
     if value.is_cpu and not bool(ok.all()):
         row = tuple(int(i) for i in (~ok).nonzero()[0])
         index = ", ".join(map(str, row))
@@ -29,22 +25,23 @@ def require_rows(name: str, value: Tensor, ok: Tensor, rule: str) -> None:
 
 
 def require_log_probs(logp: Tensor, **others: Tensor) -> None:
-    """`logp` and all `others` are float32 or float64 vectors of one length."""
+    """Require float32 or float64 vectors of one length.
+
+    Half precision is too coarse for log-probabilities: bfloat16 has steps of 0.06 at 10 nats.
+    """
     for name, value in {"logp": logp, **others}.items():
         require(value.ndim == 1, f"{name} has shape {list(value.shape)}: must be 1-D, [N]")
         require(
-            value.dtype in EXACT,
-            f"{name} is {value.dtype}: must be float32 or float64, cast it first",
+            value.dtype in (torch.float32, torch.float64),
+            f"{name} is {value.dtype}: must be float32 or float64",
         )
         require(len(value) == len(logp), f"{name} has {len(value)} rows for {len(logp)} of logp")
 
 
 def require_sequences(sequence: Tensor, advantage: Tensor, num_sequences: int) -> None:
-    """`sequence` maps each row to one of `num_sequences`, and `advantage` is a number in each."""
+    """Require `sequence` to index `num_sequences` sequences, and `advantage` to be finite."""
     require(num_sequences >= 0, f"num_sequences = {num_sequences}: must not be negative")
-    require(
-        sequence.dtype == torch.int64, f"sequence is {sequence.dtype}: must be int64, cast it first"
-    )
+    require(sequence.dtype == torch.int64, f"sequence is {sequence.dtype}: must be int64")
     require(
         sequence.shape == advantage.shape,
         f"sequence has shape {list(sequence.shape)} for {len(advantage)} rows of advantage",
@@ -59,13 +56,13 @@ def require_sequences(sequence: Tensor, advantage: Tensor, num_sequences: int) -
 
 
 def checked_weight(weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor) -> Tensor:
-    """`sequence_weight` [S] in the type of `logp`; None: 1 for each."""
+    """Validate `sequence_weight` [S] and cast it to the dtype of `logp`; None gives ones."""
     if weight is None:
         return torch.ones_like(sequence_tokens, dtype=logp.dtype)
     require(
         weight.shape == sequence_tokens.shape and weight.is_floating_point(),
         f"sequence_weight is {weight.dtype} {list(weight.shape)}: must be floating point, "
-        f"{list(sequence_tokens.shape)} as sequence_tokens",
+        f"{list(sequence_tokens.shape)}",
     )
     fits = weight.isfinite() & (weight >= 0)
     require_rows("sequence_weight", weight, fits, "must be finite and not negative")

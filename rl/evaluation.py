@@ -1,4 +1,4 @@
-"""What counts as a pass, and what an evaluation says of the completions to its prompts."""
+"""Evaluation metrics, and the definition of a pass."""
 
 from __future__ import annotations
 
@@ -9,45 +9,46 @@ from keel.rl.metrics import Mean, Metric, Sum, mean_of
 from keel.rl.types import FUNCTIONS, ScoredGroup
 
 ERROR = "error"
-"""Part of a reward that is not 0 where something that scores a completion failed."""
+"""Reward part that is above 0 if scoring the completion failed."""
 PASS = 1 - 1e-9
-"""`correct` of a completion that is wholly right is 1, up to the rounding of a mean or of weights
-that add up to 1. Whoever gives credit keeps partial credit well below
-(`keel.rewards.rules.reasoning_gym.MOST_PARTIAL`)."""
+"""Lowest `correct` of a completely right completion: 1, up to rounding of a weighted mean. Rewards
+keep partial credit well below (`keel.rewards.rules.reasoning_gym`)."""
 FAIL = 1e-9
-"""`correct` of one that has no credit at all, to the same rounding."""
+"""Highest `correct` of a completion without any credit: 0, up to rounding."""
 
 
 def passed(correct: float) -> bool:
-    """Whether a completion is wholly right: the one rule of evaluations, filters and comparisons.
-    Partial credit is no pass, and neither is NaN."""
+    """Return whether a completion is completely right; partial credit and NaN are not.
+
+    Evaluations, filters and comparisons all use this rule.
+    """
     return correct >= PASS
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k completions passes, from `samples` of which
-    `passes` do: 1 − C(n−c, k) / C(n, k) (Chen et al., 2021, Eq. 1). Raises ValueError unless
-    1 ≤ k ≤ samples."""
+    """Estimate the probability that one of k completions passes, without bias.
+
+    1 − C(n−c, k) / C(n, k) for n `samples` with c `passes` (Chen et al., 2021, Eq. 1). Raises
+    ValueError unless 1 ≤ k ≤ samples.
+    """
     if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} of {samples} completions: k must be from 1 to their number")
+        raise ValueError(f"pass@{k} of {samples} completions: k must be between 1 and {samples}")
     return 1 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
 def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
-    """Metrics of one held-out set, by any number of completions to each of its prompts.
+    """Compute the metrics of a held-out set, with one or more completions per prompt.
 
-    pass@1    share of the completions asked for that are wholly right (`passed`). One that came
-              late, failed or could not be judged counts as wrong. An unbiased estimate with one
-              completion per prompt or many (Chen et al., 2021, k = 1).
-    score     mean of `correct`, partial credit included, over the completions that are there.
-              What a verifier failed at has 0.
-    unscored  number of completions that are missing, or of which what says whether they are right
-              failed: what `pass@1` counts as wrong without having seen that it is.
+    pass@1    fraction of the requested completions that are completely right (`passed`), where
+              missing and unscored ones count as wrong (Chen et al., 2021, k = 1)
+    score     mean of `correct` over the present completions, including partial credit; 0 if the
+              verifier failed
+    unscored  number of completions that are missing or whose `correct` could not be determined
     """
     correct = [parts["correct"] for group in groups for parts in group.parts_G]
     missing = sum(len(group.group.dropped) for group in groups)
     failed = sum(
-        parts.get(ERROR, 0.0) > 0 and not passed(parts["correct"]) and _of_correct(group, index)
+        parts.get(ERROR, 0.0) > 0 and not passed(parts["correct"]) and _correct_failed(group, index)
         for group in groups
         for index, parts in enumerate(group.parts_G)
     )
@@ -58,8 +59,8 @@ def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
     }
 
 
-def _of_correct(group: ScoredGroup, index: int) -> bool:
-    """Whether what failed was about `correct`, and not a function beside it."""
+def _correct_failed(group: ScoredGroup, index: int) -> bool:
+    """Return whether the failed part determines `correct`."""
     if not group.notes_G or group.group.prompt.reward.get("kind") == FUNCTIONS:
         return True
     return "correct" in group.notes_G[index]

@@ -1,4 +1,4 @@
-"""Futures that come of other futures. Standard library only."""
+"""Combinators for `concurrent.futures.Future`."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ U = TypeVar("U")
 
 
 def failed(error: BaseException) -> Future[Any]:
-    """A future that has failed already."""
+    """Return a failed future."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
 
 
 def done() -> Future[None]:
-    """A future of nothing, which is there already."""
+    """Return a completed future without a value."""
     future: Future[None] = Future()
     future.set_result(None)
     return future
 
 
 def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]:
-    """The result of `make`, called once all `futures` are done, in the thread that ends the last.
+    """Return a future of `make()`, called in the thread that completes the last of `futures`.
 
-    Fails with what `make` raises; `make` meets their failures when it asks for their results.
+    `make` sees their errors when it requests their results. Its own errors fail the future.
     """
     made: Future[T] = Future()
-    left, gate = len(futures), threading.Lock()
+    pending, lock = len(futures), threading.Lock()
 
     def one_is_done(_: Future[Any]) -> None:
-        nonlocal left
-        with gate:
-            left -= 1
-            if left > 0:
+        nonlocal pending
+        with lock:
+            pending -= 1
+            if pending > 0:
                 return
         _settle(made, make)
 
@@ -49,10 +49,10 @@ def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]
     return made
 
 
-def then(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:
-    """The result of the future that `go_on` makes of the result of `first`.
+def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
+    """Chain `first` with the future that `start` makes from its result.
 
-    Fails as the one or the other does. Cancelling it cancels `first`.
+    Fails if either fails. Cancelling the result cancels `first`.
     """
     last: Future[U] = Future()
 
@@ -63,7 +63,7 @@ def then(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:
         if last.cancelled():
             return
         try:
-            go_on(first.result()).add_done_callback(second_is_done)
+            start(first.result()).add_done_callback(second_is_done)
         except BaseException as error:
             with suppress(InvalidStateError):
                 last.set_exception(error)
@@ -78,11 +78,11 @@ def then(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:
 
 
 def _settle(future: Future[T], make: Callable[[], T]) -> None:
-    """Set the result of `make`, or what it raises (a cancelled future's too)."""
+    """Set the result of `make`, or its error."""
     try:
         result = make()
     except BaseException as error:
-        with suppress(InvalidStateError):  # cancelled meanwhile
+        with suppress(InvalidStateError):  # cancelled in the meantime
             future.set_exception(error)
     else:
         with suppress(InvalidStateError):

@@ -1,4 +1,4 @@
-"""Metrics that merge: averaging over ranks or micro-batches cannot be done wrongly."""
+"""Metrics that merge correctly over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import reduce
 
 MEASURES = ("/pass@1", "/loss", "/indexer/held")
-"""Ends of the names of what is said of each held-out set, in a word: when a command ends, and at
-the head of its report."""
+"""Suffixes of the headline metrics of a held-out set, for summaries and reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A sum with the number of things summed."""
+    """A sum and a count."""
 
     total: float
     count: float
@@ -25,13 +24,13 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """The mean; NaN where nothing was counted."""
+        """The mean; NaN if the count is 0."""
         return self.total / self.count if self.count else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A count or a duration that adds up."""
+    """A total, such as a count or a duration."""
 
     total: float
 
@@ -46,13 +45,13 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A largest value; NaN if any was."""
+    """A maximum; NaN if any value is NaN."""
 
     largest: float
 
     def merge(self, other: Metric) -> Max:
         assert isinstance(other, Max)
-        if math.isnan(self.largest) or math.isnan(other.largest):  # max() would drop one of them
+        if math.isnan(self.largest) or math.isnan(other.largest):  # max() could drop NaN
             return Max(math.nan)
         return Max(max(self.largest, other.largest))
 
@@ -65,10 +64,7 @@ Metric = Mean | Sum | Max
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """One mapping from many: values of the same name are merged.
-
-    Raises `ValueError` naming a metric that is a mean in one part and a sum or maximum in another.
-    """
+    """Merge the values of each name. Raises `ValueError` if their types differ."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -83,10 +79,10 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Plain numbers, for writing down."""
+    """Return the metrics as plain numbers."""
     return {name: metric.value for name, metric in metrics.items()}
 
 
 def mean_of(items: Iterable[float]) -> Mean:
-    """The mean of plain numbers."""
+    """Return the mean of plain numbers."""
     return reduce(lambda acc, x: Mean(acc.total + x, acc.count + 1), items, Mean(0.0, 0.0))

@@ -69,7 +69,7 @@ def _conversations(prompt: Prompt, trajectory: Trajectory) -> list[dict[str, Any
     """Return `messages` and `tools` of each conversation, those with sampled messages first."""
     dialogues = sorted(trajectory.dialogues, key=lambda dialogue: not dialogue.sampled)
     if not dialogues:
-        # With an environment, the transcript already contains the prompt.
+        # The transcript of an environment already contains the prompt.
         question = () if prompt.environment else prompt.messages
         messages = (*question, *trajectory.messages)
         opening = len(question) or trajectory.opening

@@ -1,4 +1,4 @@
-"""Seeds from what they are for: the same in every process and every run."""
+"""Deterministic seeds, equal in every process and run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from hashlib import blake2b
 
 
 def seed_of(*of: object) -> int:
-    """A seed in [0, 2⁶³) from the texts of its parts; a text that may hold a slash comes last."""
+    """Hash the parts into a seed in [0, 2⁶³). Only the last part may contain a slash."""
     key = "/".join(map(str, of)).encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1

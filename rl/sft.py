@@ -26,7 +26,7 @@ _FORMAT = BatchFormat(routes=None, sampling_mask=False, loss="nll")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftExample:
-    """A conversation to learn from, as one or more contexts like those of a `Trajectory`."""
+    """A conversation to learn from, as one or more contexts, like a `Trajectory`."""
 
     prompt_id: str
     """Unique within a run and stable across restarts."""

@@ -1,4 +1,4 @@
-"""Strict JSON for untrusted text. Values can be serialised again, and their nesting is bounded."""
+"""Strict JSON for untrusted text: bounded nesting and only values that can be serialised again."""
 
 from __future__ import annotations
 
@@ -8,52 +8,55 @@ from collections.abc import Collection
 from math import isfinite
 from typing import Any, NoReturn, cast
 
-MOST_DEEP = 100
-"""Levels of nesting."""
-MOST_DIGITS = 4300
-"""Digits of an integer, which is also CPython's default."""
-LONG = 50_000
-"""Digits of an integer in data and in the results of programs. Parsing them takes about 50 ms, and
-the time grows with their square."""
+MAX_DEPTH = 100
+"""Maximum nesting depth."""
+MAX_DIGITS = 4300
+"""Maximum digits of an integer; CPython's default."""
+LONG_DIGITS = 50_000
+"""Maximum digits of an integer in data and in results of programs. Parsing takes about 50 ms and
+grows with the square of the digits."""
 
 
 def allow_long_integers() -> None:
-    """Raise this process's limit on the digits of integers in text from 4,300 to `LONG`."""
-    sys.set_int_max_str_digits(LONG)
+    """Raise this process's limit on integer digits from 4,300 to `LONG_DIGITS`."""
+    sys.set_int_max_str_digits(LONG_DIGITS)
 
 
-def load(text: str | bytes, *, most_deep: int = MOST_DEEP) -> Any:
-    """Parse JSON. Raises ValueError for any fault, also for NaN, numbers beyond floating point,
-    more than MOST_DIGITS digits and deep nesting."""
+def load(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+    """Parse JSON.
+
+    Raises ValueError if it is malformed, and for NaN, floating-point overflow, more than
+    `MAX_DIGITS` digits or deep nesting.
+    """
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_short)
     except RecursionError as error:
-        raise ValueError("nested too deep") from error
+        raise ValueError("nested too deeply") from error
     level = [value]
-    for _ in range(most_deep):
-        level = [item for value in level for item in _inside(value)]
+    for _ in range(max_depth):
+        level = [item for value in level for item in _children(value)]
         if not level:
             return value
-    raise ValueError(f"nested too deep, more than {most_deep} levels")
+    raise ValueError(f"nested too deeply: more than {max_depth} levels")
 
 
-def _inside(value: Any) -> Collection[Any]:
+def _children(value: Any) -> Collection[Any]:
     if isinstance(value, dict):
         return cast(dict[str, Any], value).values()
     return cast(list[Any], value) if isinstance(value, list) else ()
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _short(text: str) -> int:
-    if len(text) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits; {MOST_DIGITS} are the most")
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits: the limit is {MAX_DIGITS}")
     return int(text)
 
 
 def _finite(text: str) -> float:
     if not isfinite(number := float(text)):
-        raise ValueError(f"{text[:20]} is too large a number")
+        raise ValueError(f"{text[:20]} is too large for a float")
     return number

@@ -88,7 +88,7 @@ class Parsed:
     """Text of the thinking block. Calls in it are ignored, except with `tools_in_thinking`, where
     they are the only ones that count."""
     closed: bool
-    """Whether the turn ended with a stop token. Calls of a truncated turn are never executed."""
+    """True if the turn ended with a stop token. Calls of a truncated turn are never executed."""
     calls: tuple[ToolCall | Malformed, ...] = ()
     """Calls in the order of the text."""
     inside: bool = False

@@ -308,7 +308,7 @@ class Trajectory:
 
     @property
     def cut(self) -> bool:
-        """Whether a limit or a crash ended the trajectory; rewards treat all of them alike."""
+        """True if a limit or a crash ended the trajectory; rewards treat all of them alike."""
         return self.finish_reason != "stop"
 
     @property
@@ -368,12 +368,12 @@ class ScoredGroup:
 
     @property
     def uniform(self) -> bool:
-        """Whether the group has completions and all of them have an advantage of 0."""
+        """True if the group has completions and all of them have an advantage of 0."""
         return len(self.advantages_G) > 0 and not self.advantages_G.any()
 
     @property
     def idle(self) -> bool:
-        """Whether the group adds no gradient to the loss: uniform, and without a KL term."""
+        """True if the group adds no gradient to the loss: uniform, and without a KL term."""
         return self.uniform and self.group.prompt.kl_coef == 0
 
 

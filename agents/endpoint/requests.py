@@ -317,7 +317,7 @@ def load(text: bytes | str) -> Any:
     raw = text.encode(errors="replace") if isinstance(text, str) else text
     if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise TooMuch(f"more than {MOST_VALUES:,} values do not fit the model's context")
-    return sound(strict_json.load(text, most_deep=MOST_DEEP))
+    return sound(strict_json.load(text, max_depth=MOST_DEEP))
 
 
 def load_object(body: bytes) -> dict[str, Any]:

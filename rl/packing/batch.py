@@ -120,7 +120,7 @@ class MicroBatch:
     def context_rows(self, segment: int) -> NDArray[np.int64]:
         """Rows of the whole context of a segment: the prefix that it follows, then the segment.
 
-        For a shared prefix, the context of the first segment that follows it.
+        A shared prefix gets the context of the first segment that follows it.
         """
         if self.follows is not None:
             followers = np.flatnonzero(self.follows == segment)
@@ -166,8 +166,8 @@ class TrainBatch:
     gradient before `micro_batches`, because the mask depends on the whole trajectory
     (`keel.rl.offpolicy.GapTotals`). All ranks have the same number."""
     signal: bool = True
-    """Whether the loss of the whole optimizer step, over all ranks, has a gradient: any group has
-    a nonzero advantage or a KL term."""
+    """True if the loss of the whole optimizer step has a gradient: some group on some rank has a
+    nonzero advantage or a KL term."""
 
     def __post_init__(self) -> None:
         numbers = [

@@ -12,7 +12,7 @@ import torch
 from keel.rl.metrics import merge
 from keel.rl.offpolicy import GapTotals
 from tests.gpu.marks import GPU
-from tests.rl.batches import Batch
+from tests.rl.batches import LossInputs
 
 pytestmark = GPU
 
@@ -27,13 +27,13 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def on_gpu(batch: Batch) -> Batch:
-    return Batch(**{field.name: getattr(batch, field.name).cuda() for field in fields(batch)})
+def on_gpu(batch: LossInputs) -> LossInputs:
+    return LossInputs(**{field.name: getattr(batch, field.name).cuda() for field in fields(batch)})
 
 
 @pytest.mark.parametrize("kl_coef", [None, 0.0, 0.1])
 def test_the_gpu_agrees_and_is_not_waited_for(kl_coef: float | None) -> None:
-    batch = Batch.random(0, [3, 1, 400, 20], drift=1.0)
+    batch = LossInputs.random(0, [3, 1, 400, 20], drift=1.0)
     coef = {} if kl_coef is None else {"kl_coef": kl_coef}
     expected, expected_gradient = batch.loss(mask_delta=0.2, **coef)
     moved = on_gpu(batch)
@@ -45,7 +45,7 @@ def test_the_gpu_agrees_and_is_not_waited_for(kl_coef: float | None) -> None:
 
 
 def test_parts_of_sequences_with_their_gaps_are_the_whole_and_wait_for_nothing() -> None:
-    batch = Batch.random(3, [3, 1, 40, 20], drift=1.0)
+    batch = LossInputs.random(3, [3, 1, 40, 20], drift=1.0)
     expected, expected_gradient = batch.loss(mask_delta=0.2)
     assert 0 < expected.metrics["mask/sequence_fraction"].value < 1
     parts = [torch.arange(start, len(batch.logp), 2) for start in (0, 1)]

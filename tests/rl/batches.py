@@ -1,4 +1,4 @@
-"""Random inputs of `keel.rl.losses.grpo_loss`, and ways to cut them up."""
+"""Random inputs of `keel.rl.losses.grpo_loss`, and parts of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.rl.reference_grpo import Answer, Token
 
 
 @dataclass(frozen=True)
-class Batch:
-    """N tokens of S sequences in no particular order, float64."""
+class LossInputs:
+    """N tokens of S sequences in random order, float64."""
 
     logp: Tensor
     logp_old: Tensor
@@ -28,9 +28,11 @@ class Batch:
     @staticmethod
     def random(
         seed: int, lengths: Sequence[int], *, drift: float = 0.5, kl_coef: float = 0.3
-    ) -> Batch:
-        """`drift`: how far π_old and π_ref are from π_θ, in nats. About half of the sequences have
-        a KL coefficient, and about half a negative advantage."""
+    ) -> LossInputs:
+        """Draw a batch; π_old and π_ref are about `drift` nats from π_θ.
+
+        About half of the sequences have a KL coefficient, and about half a negative advantage.
+        """
         rng = torch.Generator().manual_seed(seed)
         count, tokens = len(lengths), sum(lengths)
 
@@ -40,9 +42,9 @@ class Batch:
         order = torch.randperm(tokens, generator=rng)
         sequence = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))[order]
         logp = -normal(tokens).abs() - 0.1
-        # A shift for the whole sequence makes some of them go beyond δ.
+        # A shift per sequence moves some of them beyond δ.
         logp_old = logp + drift * (normal(tokens) + normal(count)[sequence])
-        return Batch(
+        return LossInputs(
             logp=logp,
             logp_old=logp_old,
             logp_ref=logp + drift * normal(tokens),
@@ -52,10 +54,10 @@ class Batch:
             sequence_tokens=torch.tensor(lengths),
         )
 
-    def rows(self, rows: Tensor) -> Batch:
-        """The part that holds these tokens, its sequences numbered anew."""
+    def rows(self, rows: Tensor) -> LossInputs:
+        """Return the part with these tokens, with renumbered sequences."""
         owners, sequence = torch.unique(self.sequence[rows], return_inverse=True)
-        return Batch(
+        return LossInputs(
             logp=self.logp[rows],
             logp_old=self.logp_old[rows],
             logp_ref=self.logp_ref[rows],
@@ -66,7 +68,7 @@ class Batch:
         )
 
     def loss(self, **knobs: Any) -> tuple[LossOutput, Tensor]:
-        """The share of the loss, and its gradient to `logp`."""
+        """Return the share of the loss and its gradient with respect to `logp`."""
         logp = self.logp.clone().requires_grad_()
         knobs = {
             "total_sequences": max(1, len(self.sequence_tokens)),
@@ -87,7 +89,7 @@ class Batch:
         return output, logp.grad
 
     def answers(self) -> tuple[list[Answer], Tensor]:
-        """The same for the oracle, and the leaf whose gradient it fills."""
+        """Return the oracle's input, and the leaf that gets its gradient."""
         leaf = self.logp.double().clone().requires_grad_()
         answers: list[Answer] = []
         for index in range(len(self.sequence_tokens)):

@@ -1,5 +1,4 @@
-"""Training on packed batches, of a policy that is a table of logits by token id, under every term
-of the loss; and what the oracle makes of the same groups."""
+"""Loss of packed batches for a policy that is a table of logits by token id, and its oracle."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def trained(
     *,
     mask_delta: float | None = MASK_DELTA,
 ) -> dict[str, float]:
-    """Adds the gradient of a step up in `table`; its metrics. As `keel.trainer.engine` does it."""
+    """Accumulate the gradient of a step in `table`, like `keel.trainer.engine`; return metrics."""
     split, seen = (GapTotals(batches[0].split_sequences) for _ in range(2))
     for micro_batch in (first for batch in batches for first in batch.scored_first):
         Rows(micro_batch, table).add_to(split)
@@ -84,7 +83,7 @@ def trained(
 
 
 def gradient(batches: Sequence[TrainBatch], **how: Any) -> tuple[float, Tensor]:
-    """Loss and gradient."""
+    """Return loss and gradient."""
     table = fresh_table()
     loss = trained(batches, table, **how)["loss"]
     assert table.grad is not None
@@ -94,7 +93,7 @@ def gradient(batches: Sequence[TrainBatch], **how: Any) -> tuple[float, Tensor]:
 def oracle(
     groups: Sequence[ScoredGroup], table: Tensor, *, mask_delta: float | None = MASK_DELTA
 ) -> Result:
-    """Loss and metrics of the same policy, from the definition alone."""
+    """Return the oracle's loss and metrics for the same policy."""
     answers: list[Answer] = []
     owners: list[int] = []
     for index, group in enumerate(groups):

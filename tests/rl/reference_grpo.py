@@ -1,9 +1,7 @@
-"""The method of DeepSeek-V3.2 (2025), section 3.1, one token at a time: the oracle for
-`keel.rl.losses`.
+"""Oracle for `keel.rl.losses`: DeepSeek-V3.2 (2025), section 3.1, one token at a time.
 
-Written from the paper's equations with Python loops over scalars, sharing no code with `rl/`.
-Gradients come from autograd on those scalars. Exponentials are not bounded here, so it only serves
-for log-ratios that a float64 survives.
+Written from the paper's equations with Python loops over scalars; shares no code with `rl/`.
+Exponentials are not bounded, so log-ratios must be moderate.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """o_i: everything the policy sampled for one reward, all its segments together."""
+    """o_i: all sampled tokens of one trajectory."""
 
     tokens: Sequence[Token]
     advantage: float
@@ -81,14 +79,13 @@ def reference_grpo(
     mask_delta: float | None = None,
     kl: str = "unbiased_k3",
 ) -> Result:
-    """The negated objective over all answers of an optimizer step, and its metrics.
+    """Return the negated objective over all answers of an optimizer step, with its metrics.
 
-    `groups` says which group each answer belongs to: Eq. 5 is a mean over the groups of the mean
-    over each one's answers. None: all groups are equally large, so that one mean over all answers
-    is the same.
+    `groups` has the group of each answer: Eq. 5 averages over groups the mean over answers. None:
+    one group, which gives the same result as groups of equal size.
     """
-    of_group: dict[int, list[Tensor]] = {}
-    masked_of_group: dict[int, list[float]] = {}
+    by_group: dict[int, list[Tensor]] = {}
+    masked_by_group: dict[int, list[float]] = {}
     ratios: list[float] = []
     gaps: list[float] = []
     mismatch_kl: list[float] = []
@@ -98,7 +95,7 @@ def reference_grpo(
     for answer, group in zip(answers, groups or [0] * len(answers), strict=True):
         far.append(mean([token.logp_old - token.logp.item() for token in answer.tokens]))
         mask = sequence_mask(answer, mask_delta)
-        masked_of_group.setdefault(group, []).append(mask == 0)
+        masked_by_group.setdefault(group, []).append(mask == 0)
         inner = torch.zeros((), dtype=torch.float64)
         for token in answer.tokens:
             ratio = torch.exp(token.logp - token.logp_old)
@@ -114,8 +111,8 @@ def reference_grpo(
             mismatch_kl.append(ratio.item() + gap - 1)
             reference_kl.append(estimate.item())
             clipped.append(mask == 1 and limited.item() < free.item())
-        of_group.setdefault(group, []).append(inner / len(answer.tokens))
-    group_means = [torch.stack(parts).mean() for parts in of_group.values()]
+        by_group.setdefault(group, []).append(inner / len(answer.tokens))
+    group_means = [torch.stack(parts).mean() for parts in by_group.values()]
     loss = -torch.stack(group_means).mean()
     return Result(
         loss=loss,
@@ -127,7 +124,7 @@ def reference_grpo(
             "mismatch/ratio_mean": mean(ratios),
             "mismatch/ratio_outside_fraction": mean([not 0.9 <= ratio <= 1.1 for ratio in ratios]),
             "mismatch/ratio_max": max(ratios),
-            "mask/sequence_fraction": mean([mean(part) for part in masked_of_group.values()]),
+            "mask/sequence_fraction": mean([mean(part) for part in masked_by_group.values()]),
             **({} if mask_delta is None else {"mask/logp_gap_max": max(far)}),
             "clip/fraction": mean(clipped),
         },

@@ -1,5 +1,4 @@
-"""Scored groups whose every token can be told apart: all that is recorded about a token follows
-from its id, so that any slip of alignment shows."""
+"""Scored groups whose per-token data is a function of the token id, to expose misalignment."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def segment(
     kept: bool = False,
     version: int = 0,
 ) -> Segment:
-    """Ids `first`, `first + 1`, …; all but the first `context` were sampled."""
+    """Build ids `first`, `first + 1`, …; all but the first `context` are sampled."""
     ids = np.arange(first, first + tokens, dtype=np.int32)
     trainable = np.arange(tokens) >= context
     routes_TLK = np.full((tokens, LAYERS, EXPERTS), NO_ROUTE, np.int16)
@@ -91,7 +90,7 @@ def finished(
     versions: tuple[int, ...] = (0,),
     rewards: tuple[float, ...] | None = None,
 ) -> ScoredGroup:
-    """A group of completions of as many tokens as there are versions."""
+    """Build a group of completions with one token per version."""
     tokens = len(versions)
     segment = Segment(
         prompt_id=name,
@@ -125,10 +124,12 @@ def random_groups(
     routes: bool = True,
     kept: bool = True,
 ) -> list[ScoredGroup]:
-    """Groups of one or two segments an answer, ids counted on through all of them. About `uniform`
-    of the groups have equal rewards, and about half of all have a KL coefficient."""
+    """Draw groups with one or two segments per answer and unique token ids.
+
+    A fraction `uniform` of the groups have equal rewards, and about half a KL coefficient.
+    """
     random = np.random.default_rng(seed)
-    made: list[ScoredGroup] = []
+    result: list[ScoredGroup] = []
     first = 0
     for index in range(groups):
         answers: list[Trajectory] = []
@@ -150,43 +151,45 @@ def random_groups(
             answers.append(trajectory(*segments, sibling=sibling))
         rewards = np.arange(size) * float(random.random() > uniform)
         kl_coef = 0.25 * float(random.random() > 0.5)
-        made.append(scored(answers, rewards.tolist(), kl_coef=kl_coef))
-    return made
+        result.append(scored(answers, rewards.tolist(), kl_coef=kl_coef))
+    return result
 
 
 def prompted_groups(
     seed: int, *, groups: int = 3, size: int = 5, routes: bool = True, kept: bool = True
 ) -> list[ScoredGroup]:
-    """Groups whose answers begin with up to 60 tokens alike; about one in six has a second segment.
-    Ids beside those of the prompts are all different."""
+    """Draw groups with a common prompt of up to 60 tokens and otherwise unique token ids.
+
+    About one answer in six has a second segment.
+    """
     random = np.random.default_rng(seed)
-    made: list[ScoredGroup] = []
+    result: list[ScoredGroup] = []
     first = 0
     for index in range(groups):
-        begun = np.arange(first, first := first + int(random.integers(1, 60)), dtype=np.int32)
+        prefix = np.arange(first, first := first + int(random.integers(1, 60)), dtype=np.int32)
         answers: list[Trajectory] = []
         for sibling in range(size):
             segments: list[Segment] = []
             for _ in range(1 + (random.random() < 1 / 6)):
                 own = int(random.integers(1, 30))
-                made_alone = segment(
-                    *(first - len(begun), len(begun) + own),
+                whole = segment(
+                    *(first - len(prefix), len(prefix) + own),
                     name=f"p{index}",
-                    context=len(begun),
+                    context=len(prefix),
                     routes=routes,
                     kept=kept,
                 )
                 first += own
-                segments.append(begun_with(made_alone, begun))
+                segments.append(with_prefix(whole, prefix))
             answers.append(trajectory(*segments, sibling=sibling))
         rewards = random.integers(0, 2, size).tolist()
-        made.append(scored(answers, rewards, kl_coef=0.25 * float(random.random() > 0.5)))
-    return made
+        result.append(scored(answers, rewards, kl_coef=0.25 * float(random.random() > 0.5)))
+    return result
 
 
-def begun_with(whole: Segment, begun: NDArray[np.int32]) -> Segment:
-    """Other ids, and their routes, at its beginning."""
-    ids = np.concatenate([begun, whole.token_ids_T[len(begun) :]])
+def with_prefix(whole: Segment, prefix: NDArray[np.int32]) -> Segment:
+    """Replace the first ids of a segment and their routes."""
+    ids = np.concatenate([prefix, whole.token_ids_T[len(prefix) :]])
     routes_TLK = whole.routes_TLK
     if routes_TLK is not None:
         rows = np.broadcast_to(ids[:, None, None] % 8, routes_TLK.shape).astype(np.int16)

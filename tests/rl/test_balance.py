@@ -1,4 +1,4 @@
-"""How trajectories are dealt to ranks and micro-batches."""
+"""Assignment of trajectories to ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_balance_places_every_item_once(tokens, ranks, capacity) -> None:
         assert len(chosen) <= 1 or sum(tokens[i] for i in chosen) <= capacity
 
 
-def test_balance_is_even_over_ranks_and_over_each_micro_batch() -> None:
+def test_balance_is_even() -> None:
     random = np.random.default_rng(0)
     tokens = random.lognormal(6, 0.8, 512).astype(int).clip(1, 4096).tolist()
     plan = balance(tokens, ranks=8, capacity=8192)
@@ -34,29 +34,29 @@ def test_balance_is_even_over_ranks_and_over_each_micro_batch() -> None:
     assert np.ptp(loads, axis=0).max() < 0.05 * loads.mean()
 
 
-def test_balance_deals_uneven_bins_back_and_forth() -> None:
+def test_uneven_bins_alternate_over_ranks() -> None:
     plan = balance([10, 9, 8, 7], ranks=2, capacity=10)
     assert plan == [[[0], [3]], [[1], [2]]]
 
 
-def test_a_micro_batch_may_be_full_to_the_last_token() -> None:
+def test_bins_may_be_exactly_full() -> None:
     assert balance([6, 4], ranks=1, capacity=10) == [[[0, 1]]]
 
 
-def test_a_long_trajectory_sits_alone() -> None:
+def test_oversized_items_get_their_own_bin() -> None:
     assert balance([3, 100, 3, 3], ranks=1, capacity=10) == [[[1], [0, 2, 3]]]
 
 
-def test_long_items_are_not_tried_in_bin_after_bin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of which takes two of them: with thousands, that was seconds of each step."""
-    tried: list[int] = []
+def test_large_items_need_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying more bins one by one would take seconds with thousands of items."""
+    counts: list[int] = []
     fill = items._fill
 
     def counting(tokens: Any, sizes: Any, order: Any, count: int, capacity: int) -> Any:
-        tried.append(count)
+        counts.append(count)
         return fill(tokens, sizes, order, count, capacity)
 
     monkeypatch.setattr(items, "_fill", counting)
     tokens = [4200 + 37 * i % 3800 for i in range(400)]
     (bins,) = balance(tokens, ranks=1, capacity=8192)
-    assert len(bins) == 400 and tried == [400]
+    assert len(bins) == 400 and counts == [400]

@@ -1,4 +1,4 @@
-"""Futures of futures: results, failures, cancelling."""
+"""Future combinators: results, errors, cancellation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def done(value: int) -> Future[int]:
     return future
 
 
-def test_when_all_waits_for_the_last_and_runs_once() -> None:
+def test_when_all_runs_once_after_the_last() -> None:
     parts, calls = [Future[int](), Future[int]()], []
     both = when_all(parts, lambda: calls.append(1) or sum(part.result() for part in parts))
     parts[1].set_result(3)
@@ -25,7 +25,7 @@ def test_when_all_waits_for_the_last_and_runs_once() -> None:
     assert when_all([], lambda: 5).result(timeout=1) == 5
 
 
-def test_when_all_fails_with_a_part_and_with_its_own_error() -> None:
+def test_when_all_propagates_errors() -> None:
     parts = [done(1), failed(ValueError("no"))]
     with pytest.raises(ValueError, match="no"):
         when_all(parts, lambda: [part.result() for part in parts]).result(timeout=1)
@@ -36,7 +36,7 @@ def test_when_all_fails_with_a_part_and_with_its_own_error() -> None:
         whole.result(timeout=1)
 
 
-def test_then_goes_on_with_the_result_and_fails_as_either_does() -> None:
+def test_then_chains_results_and_errors() -> None:
     assert then(done(2), lambda two: done(two + 1)).result(timeout=1) == 3
     for broken in (
         then(failed(KeyError("first")), done),
@@ -47,7 +47,7 @@ def test_then_goes_on_with_the_result_and_fails_as_either_does() -> None:
             broken.result(timeout=1)
 
 
-def test_cancelling_what_comes_then_cancels_what_comes_first() -> None:
+def test_cancelling_then_cancels_the_first() -> None:
     first: Future[int] = Future()
     last = then(first, done)
     assert last.cancel() and first.cancelled()

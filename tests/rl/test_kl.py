@@ -1,4 +1,4 @@
-"""The estimators against the KL itself, by adding up a whole vocabulary."""
+"""KL estimators against the exact KL, by enumeration of a vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keel.rl.kl import BOUND, bounded, k3, unbiased_k3
 
-POLICIES = range(40)
+POLICIES = range(20)
 
 
 def policies(seed: int, vocabulary: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,7 +28,7 @@ def kl_and_gradient(theta: Tensor, logp_ref: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", POLICIES)
-def test_value_and_gradient_of_unbiased_k3_are_unbiased_off_policy(seed: int) -> None:
+def test_unbiased_k3_is_unbiased_off_policy(seed: int) -> None:
     theta, logp_old, logp_ref = policies(seed)
     logp = theta.log_softmax(-1)
     expected = (logp_old.exp() * unbiased_k3(logp, logp_old, logp_ref)).sum()
@@ -38,43 +38,43 @@ def test_value_and_gradient_of_unbiased_k3_are_unbiased_off_policy(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", POLICIES)
-def test_plain_k3_has_an_unbiased_value_on_policy_but_another_gradient(seed: int) -> None:
+def test_k3_is_unbiased_only_in_value(seed: int) -> None:
     theta, _, logp_ref = policies(seed)
     logp = theta.log_softmax(-1)
     expected = (logp.detach().exp() * k3(logp, logp_ref)).sum()
     kl, gradient = kl_and_gradient(theta, logp_ref)
     torch.testing.assert_close(expected.detach(), kl)
-    (found,) = torch.autograd.grad(expected, theta)
-    # Its expectation is π_θ − π_ref: the gradient of the KL the other way round.
-    torch.testing.assert_close(found, (logp.exp() - logp_ref.exp()).detach())
-    assert (found - gradient).norm() > 0.01 * gradient.norm()
+    (actual,) = torch.autograd.grad(expected, theta)
+    # Its expectation is π_θ − π_ref, the gradient of the reverse KL.
+    torch.testing.assert_close(actual, (logp.exp() - logp_ref.exp()).detach())
+    assert (actual - gradient).norm() > 0.01 * gradient.norm()
 
 
-def test_the_derivative_of_unbiased_k3_is_ratio_times_log_ratio() -> None:
+def test_unbiased_k3_derivative() -> None:
     rng = torch.Generator().manual_seed(0)
     logp, logp_old, logp_ref = torch.randn(3, 200, generator=rng, dtype=torch.float64) * 3 - 5
     logp.requires_grad_()
-    (found,) = torch.autograd.grad(unbiased_k3(logp, logp_old, logp_ref).sum(), logp)
-    torch.testing.assert_close(found, ((logp - logp_old).exp() * (logp - logp_ref)).detach())
+    (actual,) = torch.autograd.grad(unbiased_k3(logp, logp_old, logp_ref).sum(), logp)
+    torch.testing.assert_close(actual, ((logp - logp_old).exp() * (logp - logp_ref)).detach())
     assert torch.autograd.gradcheck(unbiased_k3, (logp, logp_old, logp_ref))
 
 
-def test_unbiased_k3_has_no_gradient_to_the_data() -> None:
+def test_unbiased_k3_treats_old_and_reference_as_data() -> None:
     logp, logp_old, logp_ref = (torch.randn(4, requires_grad=True) for _ in range(3))
     unbiased_k3(logp, logp_old, logp_ref).sum().backward()
     assert logp.grad is not None
-    assert logp_old.grad is None  # and not that of the part of Eq. 7 that is differentiated
+    assert logp_old.grad is None
     assert logp_ref.grad is None
 
 
-def test_the_derivative_of_k3_is_that_of_its_value() -> None:
+def test_k3_derivative() -> None:
     rng = torch.Generator().manual_seed(0)
     logp, logp_ref = torch.randn(2, 50, generator=rng, dtype=torch.float64)
     assert torch.autograd.gradcheck(k3, (logp.requires_grad_(), logp_ref.requires_grad_()))
 
 
 @pytest.mark.parametrize("log_rho", [-1000.0, -25.0, -19.0, 14.0, 18.0, 19.9, 20.1, 30.0, 1000.0])
-def test_a_large_kl_keeps_its_gradient_in_float32(log_rho: float) -> None:
+def test_large_kl_keeps_its_gradient_in_float32(log_rho: float) -> None:
     logp = torch.tensor([-2.0], requires_grad=True)
     logp_old, logp_ref = torch.tensor([-2.5]), torch.tensor([-2.0 + log_rho])
     value = unbiased_k3(logp, logp_old, logp_ref)
@@ -86,7 +86,7 @@ def test_a_large_kl_keeps_its_gradient_in_float32(log_rho: float) -> None:
 
 
 @pytest.mark.parametrize("log_ratio", [-1000.0, -21.0, 21.0, 1000.0])
-def test_an_extreme_ratio_stays_at_its_bound_with_its_gradient(log_ratio: float) -> None:
+def test_extreme_ratios_are_bounded_with_gradient(log_ratio: float) -> None:
     logp = torch.tensor([-3.0], requires_grad=True)
     value = unbiased_k3(logp, torch.tensor([-3.0 - log_ratio]), torch.tensor([-1.0]))
     value.sum().backward()
@@ -97,7 +97,7 @@ def test_an_extreme_ratio_stays_at_its_bound_with_its_gradient(log_ratio: float)
 
 
 @pytest.mark.parametrize("gap", [25.0, 1000.0])
-def test_plain_k3_pulls_back_from_any_distance(gap: float) -> None:
+def test_k3_gradient_at_large_distance(gap: float) -> None:
     logp = torch.tensor([-gap - 1], requires_grad=True)
     value = k3(logp, torch.tensor([-1.0]))
     value.sum().backward()
@@ -106,7 +106,7 @@ def test_plain_k3_pulls_back_from_any_distance(gap: float) -> None:
     assert logp.grad.item() == pytest.approx(1 - math.exp(BOUND), rel=1e-6)
 
 
-def test_a_small_kl_keeps_its_digits_and_its_sign_in_float32() -> None:
+def test_small_kl_keeps_digits_and_sign() -> None:
     log_rho = torch.tensor([1e-4, -1e-4, 3e-4])
     values = k3(torch.zeros(3), log_rho)
     torch.testing.assert_close(values, log_rho**2 / 2, rtol=2e-3, atol=0)
@@ -116,10 +116,10 @@ def test_a_small_kl_keeps_its_digits_and_its_sign_in_float32() -> None:
         assert (unbiased_k3(logp, logp + 0.3, logp + step) >= 0).all()
 
 
-def test_bounded_is_exact_inside_and_shows_what_is_not_a_log_ratio() -> None:
+def test_bounded_is_exact_inside_and_propagates_nan() -> None:
     inside = torch.linspace(-BOUND, BOUND, 1001)
     assert torch.equal(bounded(inside), inside)
     huge = torch.tensor([-1e30, 1e30])
     assert bounded(huge).tolist() == [-BOUND, BOUND]
-    strange = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    assert bounded(strange).isnan().all()
+    invalid = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    assert bounded(invalid).isnan().all()

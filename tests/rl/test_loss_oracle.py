@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keel.rl.losses import KL
 from keel.rl.metrics import Metric, merge, values
-from tests.rl.batches import Batch
+from tests.rl.batches import LossInputs
 from tests.rl.reference_grpo import reference_grpo
 
 MASKS_SOME = {"seed": 3, "lengths": [3, 1, 4, 2], "drift": 1.0, "kl": "unbiased_k3", "delta": 0.2}
@@ -29,7 +29,7 @@ MASKS_SOME = {"seed": 3, "lengths": [3, 1, 4, 2], "drift": 1.0, "kl": "unbiased_
     kl=st.sampled_from(["unbiased_k3", "k3"]),
 )
 @example(**MASKS_SOME, clip_low=0.2, clip_high=0.2)
-def test_agrees_with_the_oracle(
+def test_loss_matches_the_oracle(
     seed: int,
     lengths: list[int],
     drift: float,
@@ -38,7 +38,7 @@ def test_agrees_with_the_oracle(
     delta: float | None,
     kl: KL,
 ) -> None:
-    batch = Batch.random(seed, lengths, drift=drift)
+    batch = LossInputs.random(seed, lengths, drift=drift)
     answers, leaf = batch.answers()
     knobs = {"clip_low": clip_low, "clip_high": clip_high, "mask_delta": delta, "kl": kl}
     expected = reference_grpo(answers, **knobs)
@@ -46,8 +46,8 @@ def test_agrees_with_the_oracle(
     output, gradient = batch.loss(**knobs)
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(gradient, leaf.grad)
-    found = {name: metric.value for name, metric in output.metrics.items()}
-    assert found == pytest.approx(expected.metrics, abs=1e-12)
+    actual = {name: metric.value for name, metric in output.metrics.items()}
+    assert actual == pytest.approx(expected.metrics, abs=1e-12)
 
 
 @settings(deadline=None, max_examples=30)
@@ -58,14 +58,13 @@ def test_agrees_with_the_oracle(
     kl=st.sampled_from(["unbiased_k3", "k3"]),
     cuts=st.integers(1, 3),
 )
-def test_groups_count_alike_whatever_they_have_lost(
+def test_group_weights_match_the_oracle(
     seed: int, sizes: list[int], delta: float | None, kl: KL, cuts: int
 ) -> None:
-    """The oracle has no weights: it takes the mean over groups of the mean inside each. Any split
-    into micro-batches gives the same, in its metrics too."""
+    """The oracle averages within groups, then over groups; it has no weights."""
     random = Random(seed)
     groups = [group for group, size in enumerate(sizes) for _ in range(size)]
-    batch = Batch.random(seed, [random.randint(1, 4) for _ in groups])
+    batch = LossInputs.random(seed, [random.randint(1, 4) for _ in groups])
     answers, leaf = batch.answers()
     expected = reference_grpo(answers, groups=groups, mask_delta=delta, kl=kl)
     expected.loss.backward()
@@ -77,29 +76,28 @@ def test_groups_count_alike_whatever_they_have_lost(
     for index in range(cuts):
         rows = (part == index).nonzero()[:, 0]
         owners = torch.unique(batch.sequence[rows])
-        output, found = batch.rows(rows).loss(
+        output, part_gradient = batch.rows(rows).loss(
             mask_delta=delta, kl=kl, total_sequences=total, sequence_weight=weight[owners]
         )
         loss += output.loss.item()
-        gradient[rows] += found
+        gradient[rows] += part_gradient
         metrics.append(output.metrics)
     torch.testing.assert_close(loss, expected.loss.item())
     torch.testing.assert_close(gradient, leaf.grad)
     assert values(merge(metrics)) == pytest.approx(expected.metrics, abs=1e-6)
 
 
-def test_a_weight_of_one_changes_no_bit() -> None:
-    batch = Batch.random(5, [3, 1, 4, 2], drift=1.0)
+def test_unit_weights_are_bit_identical() -> None:
+    batch = LossInputs.random(5, [3, 1, 4, 2], drift=1.0)
     without, gradient = batch.loss(mask_delta=0.2)
     ones, same = batch.loss(mask_delta=0.2, sequence_weight=torch.ones(4))
     assert torch.equal(without.totals, ones.totals) and torch.equal(gradient, same)
 
 
-def test_the_examples_reach_every_branch() -> None:
-    """Otherwise agreement would prove little."""
+def test_examples_reach_every_branch() -> None:
     seen = {"mask": 0.0, "clip": 0.0, "kl": 0.0}
     for seed in range(20):
-        metrics = Batch.random(seed, [3, 1, 4, 2], drift=1.0).loss(mask_delta=0.2)[0].metrics
+        metrics = LossInputs.random(seed, [3, 1, 4, 2], drift=1.0).loss(mask_delta=0.2)[0].metrics
         seen["mask"] += metrics["mask/sequence_fraction"].value
         seen["clip"] += metrics["clip/fraction"].value
         seen["kl"] += metrics["kl/ref"].value

@@ -1,4 +1,4 @@
-"""Laws of the loss: what it must do whatever the numbers."""
+"""Laws of the GRPO loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from keel.rl.losses import grpo_loss
 from keel.rl.metrics import Max, Mean, Sum, merge
-from tests.rl.batches import Batch
+from tests.rl.batches import LossInputs
 
 INF, NAN = float("inf"), float("nan")
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -43,7 +43,7 @@ def one_token(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_on_policy_the_gradient_is_that_of_reinforce(seed: int) -> None:
+def test_on_policy_gradient_equals_reinforce(seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     logits = torch.randn(7, 6, generator=rng, dtype=torch.float64, requires_grad=True)
     chosen = torch.randint(6, (7,), generator=rng)
@@ -64,24 +64,24 @@ def test_on_policy_the_gradient_is_that_of_reinforce(seed: int) -> None:
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient"),
     [
-        (1.5, 2.0, -2 * 1.3, 0.0),  # a good token that has gained enough
-        (0.5, -2.0, 2 * 0.9, 0.0),  # a bad token that has lost enough
-        (1.5, -2.0, 2 * 1.5, 2 * 1.5),  # the wrong way: pulled back in full
+        (1.5, 2.0, -2 * 1.3, 0.0),  # a good token above the range
+        (0.5, -2.0, 2 * 0.9, 0.0),  # a bad token below the range
+        (1.5, -2.0, 2 * 1.5, 2 * 1.5),  # moved the wrong way
         (0.5, 2.0, -2 * 0.5, -2 * 0.5),
         (1.2, 2.0, -2 * 1.2, -2 * 1.2),  # inside the range
         (0.95, -2.0, 2 * 0.95, 2 * 0.95),
         (7.0, 0.0, 0.0, 0.0),
     ],
 )
-def test_the_clip_stops_only_what_has_gone_far_enough(ratio, advantage, loss, gradient) -> None:
-    found = one_token(math.log(ratio), advantage, dtype=torch.float64, clip_low=0.1, clip_high=0.3)
-    assert found == pytest.approx((loss, gradient))
+def test_clip_table(ratio, advantage, loss, gradient) -> None:
+    actual = one_token(math.log(ratio), advantage, dtype=torch.float64, clip_low=0.1, clip_high=0.3)
+    assert actual == pytest.approx((loss, gradient))
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 2**31), LENGTHS)
-def test_clipped_tokens_have_no_gradient_and_no_others_lack_one(seed, lengths) -> None:
-    batch = Batch.random(seed, lengths, drift=1.0)
+def test_exactly_clipped_tokens_have_no_gradient(seed, lengths) -> None:
+    batch = LossInputs.random(seed, lengths, drift=1.0)
     output, gradient = batch.loss(kl_coef=0.0)
     ratio = (batch.logp - batch.logp_old).exp()
     clipped = ((ratio > 1.2) & (batch.advantage > 0)) | ((ratio < 0.8) & (batch.advantage < 0))
@@ -89,7 +89,7 @@ def test_clipped_tokens_have_no_gradient_and_no_others_lack_one(seed, lengths) -
     assert output.metrics["clip/fraction"].value == pytest.approx(clipped.double().mean().item())
 
 
-def test_tokens_of_a_sequence_may_have_advantages_of_their_own() -> None:
+def test_advantages_may_vary_within_a_sequence() -> None:
     # Beyond the clip on either side, with either sign; mean gap 0, so the mask keeps them all.
     log_ratio = torch.tensor([0.5, 0.5, -0.5, -0.5], dtype=torch.float64)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
@@ -111,8 +111,8 @@ def test_tokens_of_a_sequence_may_have_advantages_of_their_own() -> None:
     assert output.metrics["mask/sequence_fraction"] == Mean(0, 1)
 
 
-def test_gradient_flows_to_the_policy_alone() -> None:
-    batch = Batch.random(0, [2, 3])
+def test_gradient_flows_to_the_policy_only() -> None:
+    batch = LossInputs.random(0, [2, 3])
     leaves: list[Tensor] = [
         x.clone().requires_grad_()
         for x in (batch.logp, batch.logp_old, batch.advantage, batch.logp_ref, batch.kl_coef)
@@ -134,9 +134,9 @@ def test_gradient_flows_to_the_policy_alone() -> None:
 # --- the sequence mask ----------------------------------------------------------------------------
 
 
-def far_and_near() -> Batch:
-    """Sequence 0 is a bad answer the policy has left by 3 nats; sequence 1 a bad one it has not."""
-    batch = Batch.random(1, [3, 2], drift=0.05)
+def far_and_near() -> LossInputs:
+    """Two bad answers: the policy has moved away from sequence 0 by 3 nats, not from 1."""
+    batch = LossInputs.random(1, [3, 2], drift=0.05)
     far = (batch.sequence == 0).double()
     return replace(
         batch,
@@ -146,7 +146,7 @@ def far_and_near() -> Batch:
     )
 
 
-def test_the_mask_leaves_kl_and_denominators_alone() -> None:
+def test_mask_affects_neither_kl_nor_denominators() -> None:
     batch = far_and_near()
     far = batch.sequence == 0
     masked, gradient = batch.loss(mask_delta=2.0, clip_low=1.0)
@@ -161,7 +161,7 @@ def test_the_mask_leaves_kl_and_denominators_alone() -> None:
     torch.testing.assert_close(unmasked.loss - masked.loss, surrogate)
 
 
-def test_the_mask_carries_no_gradient_and_none_means_none() -> None:
+def test_mask_carries_no_gradient() -> None:
     batch = far_and_near()
     just_masked, just_kept = 2.0, 10.0
     assert batch.loss(mask_delta=just_kept)[0].loss == batch.loss(mask_delta=None)[0].loss
@@ -176,10 +176,9 @@ def test_the_mask_carries_no_gradient_and_none_means_none() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**31), LENGTHS, st.integers(1, 4), st.booleans())
-def test_any_split_gives_the_same_loss_gradient_and_metrics(seed, lengths, parts, inside) -> None:
-    """Sequences over ranks and micro-batches; without the sequence mask, also tokens of a sequence
-    (`inside`), as segments packed apart."""
-    batch = Batch.random(seed, lengths, drift=1.0)
+def test_shares_of_any_split_add_up(seed, lengths, parts, inside) -> None:
+    """Splits between sequences; with `inside`, and without the mask, also within sequences."""
+    batch = LossInputs.random(seed, lengths, drift=1.0)
     knobs: dict[str, Any] = {
         "total_sequences": len(lengths) + 1,
         "mask_delta": None if inside else 0.3,
@@ -203,18 +202,18 @@ def test_any_split_gives_the_same_loss_gradient_and_metrics(seed, lengths, parts
     torch.testing.assert_close(pieces, gradient)
     merged, expected = merge(metrics), whole.metrics
     for name in expected:
-        if not (inside and name == "mask/sequence_fraction"):  # a sequence counts once a part
+        if not (inside and name == "mask/sequence_fraction"):  # counted in each part
             assert merged[name].value == pytest.approx(expected[name].value, nan_ok=True)
 
 
-def test_a_token_weighs_one_over_its_sequence_and_all_sequences() -> None:
-    batch = Batch.random(0, [1, 4], drift=0.0)
+def test_token_weights() -> None:
+    batch = LossInputs.random(0, [1, 4], drift=0.0)
     _, gradient = batch.loss(kl_coef=0.0, total_sequences=10)
     weight = torch.tensor([1.0, 1 / 4], dtype=torch.float64)[batch.sequence] / 10
     torch.testing.assert_close(gradient, -weight * batch.advantage)
 
 
-def test_no_tokens_are_a_loss_of_zero_with_a_graph() -> None:
+def test_no_tokens_give_a_differentiable_zero() -> None:
     hidden = torch.ones(3, requires_grad=True)
     nothing = torch.zeros(0)
     output = grpo_loss(
@@ -232,7 +231,7 @@ def test_no_tokens_are_a_loss_of_zero_with_a_graph() -> None:
     assert output.loss.item() == 0
     assert hidden.grad is not None
     assert hidden.grad.tolist() == [0.0] * 3
-    full = Batch.random(0, [2, 3]).loss(mask_delta=2.0)[0].metrics
+    full = LossInputs.random(0, [2, 3]).loss(mask_delta=2.0)[0].metrics
     assert merge([output.metrics, full]) == full
 
 
@@ -241,32 +240,31 @@ def test_no_tokens_are_a_loss_of_zero_with_a_graph() -> None:
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("kl", ["unbiased_k3", "k3"])
-def test_the_reference_is_not_looked_at_where_beta_is_zero(poison: float, kl: str) -> None:
-    batch = Batch.random(4, [3, 2, 4])
+def test_reference_is_ignored_where_beta_is_zero(poison: float, kl: str) -> None:
+    batch = LossInputs.random(4, [3, 2, 4])
     free = batch.kl_coef == 0
     assert 0 < free.sum() < len(free)
     clean, gradient = batch.loss(kl=kl)
     poisoned = replace(batch, logp_ref=torch.where(free, poison, batch.logp_ref))
-    output, found = poisoned.loss(kl=kl)
+    output, actual = poisoned.loss(kl=kl)
     assert output.loss == clean.loss
-    assert torch.equal(found, gradient)
-    # Finite once more where a scalar β of 0 says that nothing is looked at.
+    assert torch.equal(actual, gradient)
     assert poisoned.loss(kl=kl, kl_coef=0.0)[0].loss.isfinite()
     assert (
         not replace(batch, logp_ref=torch.full_like(batch.logp, poison)).loss()[0].loss.isfinite()
     )
 
 
-def test_a_scalar_tensor_is_a_coefficient_for_all_tokens() -> None:
-    batch = Batch.random(0, [3, 1, 4])
+def test_scalar_tensor_coefficient() -> None:
+    batch = LossInputs.random(0, [3, 1, 4])
     number, gradient = batch.loss(kl_coef=0.3)
     scalar, same = batch.loss(kl_coef=torch.tensor(0.3, dtype=torch.float64))
     assert torch.equal(number.loss, scalar.loss)
     assert torch.equal(gradient, same)
 
 
-def test_unknown_references_are_left_out_of_the_mean_kl() -> None:
-    batch = Batch.random(4, [3, 2, 4])
+def test_mean_kl_skips_nan_references() -> None:
+    batch = LossInputs.random(4, [3, 2, 4])
     free = batch.kl_coef == 0
     poisoned = replace(batch, logp_ref=torch.where(free, NAN, batch.logp_ref))
     kl = poisoned.loss()[0].metrics["kl/ref"]
@@ -275,16 +273,15 @@ def test_unknown_references_are_left_out_of_the_mean_kl() -> None:
     assert math.isfinite(kl.total)
 
 
-def test_an_infinite_log_ratio_under_the_sequence_mask_is_harmless() -> None:
+def test_masked_infinite_log_ratio_is_harmless() -> None:
     batch = replace(far_and_near(), kl_coef=torch.zeros(5, dtype=torch.float64))
     row = int((batch.sequence == 0).nonzero()[0])
     logp = batch.logp.clone()
     logp[row] = -INF
     clean, gradient = batch.loss(mask_delta=2.0)
-    output, found = replace(batch, logp=logp).loss(mask_delta=2.0)
+    output, actual = replace(batch, logp=logp).loss(mask_delta=2.0)
     assert output.loss == clean.loss
-    assert torch.equal(found, gradient)
-    # The KL term is not under that mask.
+    assert torch.equal(actual, gradient)
     beta = torch.ones_like(logp)
     assert replace(batch, logp=logp, kl_coef=beta).loss(mask_delta=2.0)[0].loss.isnan()
 
@@ -293,10 +290,12 @@ def test_an_infinite_log_ratio_under_the_sequence_mask_is_harmless() -> None:
     ("field", "value", "advantage", "edge"),
     [("logp_old", -INF, 1.0, 1.2), ("logp", -INF, -1.0, 0.8)],
 )
-def test_an_infinite_log_ratio_of_a_clipped_token_is_harmless(
+def test_clipped_infinite_log_ratio_is_harmless(
     field: str, value: float, advantage: float, edge: float
 ) -> None:
-    batch = replace(Batch.random(0, [3], drift=0.0), advantage=torch.full((3,), advantage).double())
+    batch = replace(
+        LossInputs.random(0, [3], drift=0.0), advantage=torch.full((3,), advantage).double()
+    )
     changed = getattr(batch, field).clone()
     changed[1] = value
     output, gradient = replace(batch, **{field: changed}).loss(kl_coef=0.0)
@@ -316,8 +315,10 @@ def test_an_infinite_log_ratio_of_a_clipped_token_is_harmless(
     ],
 )
 @pytest.mark.parametrize("mask_delta", [None, 2.0])
-def test_a_non_finite_token_that_counts_is_not_hidden(field, value, advantage, mask_delta) -> None:
-    batch = replace(Batch.random(0, [3], drift=0.0), advantage=torch.full((3,), advantage).double())
+def test_non_finite_tokens_reach_the_loss(field, value, advantage, mask_delta) -> None:
+    batch = replace(
+        LossInputs.random(0, [3], drift=0.0), advantage=torch.full((3,), advantage).double()
+    )
     changed = getattr(batch, field).clone()
     changed[1] = value
     output, _ = replace(batch, **{field: changed}).loss(kl_coef=0.0, mask_delta=mask_delta)
@@ -326,16 +327,16 @@ def test_a_non_finite_token_that_counts_is_not_hidden(field, value, advantage, m
 
 
 @pytest.mark.parametrize("log_ratio", [21.0, 50.0, 1000.0, 1e30])
-def test_extreme_ratios_stay_finite_and_keep_their_gradient(log_ratio: float) -> None:
+def test_extreme_ratios_keep_a_finite_gradient(log_ratio: float) -> None:
     largest = math.exp(20)
-    # A bad token the policy has come to love: the one gradient that must not vanish.
+    # A bad token with a large ratio must keep its gradient.
     assert one_token(log_ratio, -1.0) == pytest.approx((largest, largest), rel=1e-6)
     assert one_token(log_ratio, 1.0) == pytest.approx((-1.2, 0.0))
     assert one_token(-log_ratio, -1.0) == pytest.approx((0.8, 0.0))
     assert one_token(-log_ratio, 1.0) == pytest.approx((-1 / largest, -1 / largest), rel=1e-6)
 
 
-def test_a_large_kl_keeps_its_gradient_through_the_loss() -> None:
+def test_large_kl_keeps_its_gradient() -> None:
     for gap in (15.0, 19.0, 40.0, 300.0):
         loss, gradient = one_token(0.0, 0.0, logp_ref=torch.tensor([-2.0 + gap]), kl_coef=0.1)
         assert math.isfinite(loss)
@@ -368,26 +369,118 @@ def test_metrics_by_hand() -> None:
         "mismatch/ratio_outside_fraction": Mean(2, 3),
         "mismatch/ratio_max": Max(math.e),
         "mask/sequence_fraction": Mean(1, 2),
-        "mask/logp_gap_max": Max(3.0),  # of the second; the first has moved the other way
+        "mask/logp_gap_max": Max(3.0),  # sequence 1; sequence 0 moved the other way
         "clip/fraction": Mean(1, 3),
     }
-    found = output.metrics
-    assert found.keys() == expected.keys()
+    actual = output.metrics
+    assert actual.keys() == expected.keys()
     for name, metric in expected.items():
-        assert type(found[name]) is type(metric)
-        assert found[name].value == pytest.approx(metric.value)
+        assert type(actual[name]) is type(metric)
+        assert actual[name].value == pytest.approx(metric.value)
     assert not output.totals.requires_grad
     with pytest.raises(FrozenInstanceError):
         output.loss = logp  # type: ignore[misc]
 
 
-def test_a_sequence_without_tokens_here_counts_elsewhere() -> None:
-    batch = Batch.random(0, [2, 3])
+def test_absent_sequences_do_not_count_as_masked() -> None:
+    batch = LossInputs.random(0, [2, 3])
     extended = replace(batch, sequence_tokens=torch.tensor([2, 3, 4]))
     metrics = extended.loss(mask_delta=2.0)[0].metrics
     assert metrics["mask/sequence_fraction"] == Mean(0.0, 2.0)
 
 
-def test_without_a_reference_no_kl_is_counted() -> None:
-    metrics = Batch.random(0, [2, 3]).loss(logp_ref=None, kl_coef=0.0)[0].metrics
+def test_no_reference_counts_no_kl() -> None:
+    metrics = LossInputs.random(0, [2, 3]).loss(logp_ref=None, kl_coef=0.0)[0].metrics
     assert metrics["kl/ref"] == Mean(0.0, 0.0)
+
+
+# --- validation -----------------------------------------------------------------------------------
+
+
+def validate(**change: Any) -> None:
+    """Call the loss with two sequences of one and two tokens."""
+    zeros = torch.zeros(3)
+    arguments: dict[str, Any] = {
+        "logp": zeros,
+        "logp_old": zeros,
+        "advantage": zeros,
+        "sequence": torch.tensor([0, 1, 1]),
+        "sequence_tokens": torch.tensor([1, 2]),
+        "total_sequences": 2,
+        "logp_ref": zeros,
+        "kl_coef": 0.1,
+        **change,
+    }
+    positional = [arguments.pop(name) for name in ("logp", "logp_old", "advantage", "sequence")]
+    grpo_loss(*positional, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"logp": torch.zeros(3, 1)}, r"^logp\b"),
+        ({"logp": torch.zeros(3).bfloat16()}, r"^logp\b"),
+        ({"logp_old": torch.zeros(2)}, r"^logp_old\b"),
+        ({"logp_old": torch.zeros(3).half()}, r"^logp_old\b"),
+        ({"advantage": torch.zeros(1)}, r"^advantage\b"),
+        ({"advantage": torch.tensor([0.0, NAN, NAN])}, r"^advantage\[1\]"),
+        ({"sequence": torch.tensor([0.0, 1.0, 1.0])}, r"^sequence\b"),
+        ({"sequence": torch.tensor([0, 1])}, r"^sequence\b"),
+        ({"sequence": torch.tensor([0, 1, 2])}, r"^sequence\[2\]"),
+        ({"sequence": torch.tensor([0, -1, 1])}, r"^sequence\[1\]"),
+        ({"sequence_tokens": torch.tensor([[1, 2]])}, r"^sequence_tokens\b"),
+        ({"sequence_tokens": torch.tensor([1.0, 2.0])}, r"^sequence_tokens\b"),
+        ({"sequence_tokens": torch.tensor([0, 2])}, r"^sequence_tokens\[0\]"),
+        ({"sequence_tokens": torch.tensor([1, -2])}, r"^sequence_tokens\[1\]"),
+        ({"sequence_tokens": torch.tensor([1, 1])}, r"^sequence_tokens\[1\]"),
+        ({"total_sequences": 1}, r"^total_sequences\b"),
+        ({"total_sequences": 0}, r"^total_sequences\b"),
+        ({"sequence_weight": torch.ones(3)}, r"^sequence_weight\b"),
+        ({"sequence_weight": torch.ones(2).long()}, r"^sequence_weight\b"),
+        ({"sequence_weight": torch.tensor([1.0, -1.0])}, r"^sequence_weight\b"),
+        ({"sequence_weight": torch.tensor([1.0, torch.nan])}, r"^sequence_weight\b"),
+        ({"logp_ref": torch.zeros(4)}, r"^logp_ref\b"),
+        ({"logp_ref": None}, r"^logp_ref\b"),
+        ({"logp_ref": None, "kl_coef": torch.tensor([0.0, 0.0, 0.1])}, r"^logp_ref\b"),
+        ({"kl_coef": -0.1}, r"^kl_coef\b"),
+        ({"kl_coef": INF}, r"^kl_coef\b"),
+        ({"kl_coef": NAN}, r"^kl_coef\b"),
+        ({"kl_coef": torch.zeros(2)}, r"^kl_coef\b"),
+        ({"kl_coef": torch.tensor(-0.1)}, r"^kl_coef\[0\]"),
+        ({"kl_coef": torch.full((3, 1), 0.1)}, r"^kl_coef\b"),
+        ({"kl_coef": torch.tensor([0.0, 0.1, -0.1])}, r"^kl_coef\[2\]"),
+        ({"kl_coef": torch.tensor([0.0, NAN, 0.0])}, r"^kl_coef\[1\]"),
+        ({"clip_low": -0.1}, r"^clip_low\b"),
+        ({"clip_low": 1.5}, r"^clip_low\b"),
+        ({"clip_low": NAN}, r"^clip_low\b"),
+        ({"clip_high": -0.1}, r"^clip_high\b"),
+        ({"clip_high": NAN}, r"^clip_high\b"),
+        ({"mask_delta": NAN}, r"^delta\b"),
+        (
+            {"kl": "unbiased"},
+            r"^kl\b",
+        ),
+        ({"kl": "k2"}, r"^kl\b"),
+    ],
+)
+def test_invalid_arguments_are_named(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        validate(**change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"logp_ref": None, "kl_coef": 0.0},
+        {"logp_ref": None, "kl_coef": torch.zeros(3)},
+        {"logp_old": torch.zeros(3, dtype=torch.float64)},
+        {"sequence_tokens": torch.tensor([5, 9], dtype=torch.int32)},
+        {"total_sequences": 100},
+        {"clip_low": 1.0, "clip_high": INF},
+        {"mask_delta": 0.0},
+        {"advantage": torch.tensor([0.5, 1.0, -0.75])},
+    ],
+)
+def test_boundary_arguments_are_accepted(change: dict[str, Any]) -> None:
+    validate(**change)

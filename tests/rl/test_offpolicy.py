@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keel.rl.offpolicy import kept_mass_shortfall, off_policy_sequence_mask
-from tests.rl.batches import Batch
+from tests.rl.batches import LossInputs
 from tests.rl.reference_grpo import sequence_mask
 
 INF = float("inf")
@@ -35,8 +35,8 @@ def mask(gap: list[float], advantage: list[float], sequence: list[int], delta: f
 @given(
     st.integers(0, 2**31), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.floats(0, 1.5)
 )
-def test_agrees_with_the_oracle(seed: int, lengths: list[int], delta: float) -> None:
-    batch = Batch.random(seed, lengths, drift=1.0)
+def test_mask_matches_the_oracle(seed: int, lengths: list[int], delta: float) -> None:
+    batch = LossInputs.random(seed, lengths, drift=1.0)
     keep = off_policy_sequence_mask(
         batch.logp,
         batch.logp_old,
@@ -50,18 +50,18 @@ def test_agrees_with_the_oracle(seed: int, lengths: list[int], delta: float) -> 
     assert torch.equal(keep, expected[batch.sequence])
 
 
-def test_only_bad_answers_that_the_policy_left_are_dropped() -> None:
+def test_only_bad_distant_answers_are_dropped() -> None:
     gap = [3.0, 3.0, 3.0, -3.0]
     assert mask(gap, [-1.0, 1.0, 0.0, -1.0], [0, 1, 2, 3], 2.0) == [False, True, True, True]
 
 
-def test_a_gap_of_exactly_delta_is_kept() -> None:
+def test_a_gap_equal_to_delta_is_kept() -> None:
     assert mask([2.0, 2.0], [-1.0, -1.0], [0, 0], 2.0) == [True, True]
     assert mask([2.0, 2.0], [-1.0, -1.0], [0, 0], 1.9999) == [False, False]
 
 
 @pytest.mark.parametrize("delta", [0.1, 0.3, 1.1])
-def test_a_gap_that_float32_rounds_up_from_delta_is_kept(delta: float) -> None:
+def test_delta_is_compared_in_float32(delta: float) -> None:
     keep = off_policy_sequence_mask(
         torch.full((7,), -delta),
         torch.zeros(7),
@@ -73,7 +73,7 @@ def test_a_gap_that_float32_rounds_up_from_delta_is_kept(delta: float) -> None:
     assert keep.all()
 
 
-def test_the_sum_does_not_drift_over_a_long_sequence() -> None:
+def test_long_sums_do_not_drift() -> None:
     gap = float(torch.tensor(0.3))
     below = float(torch.nextafter(torch.tensor(0.3), torch.tensor(0.0)))
     tokens = 20_000
@@ -91,13 +91,13 @@ def test_the_sum_does_not_drift_over_a_long_sequence() -> None:
         assert bool(keep.any()) == kept
 
 
-def test_advantages_may_differ_inside_a_sequence() -> None:
+def test_advantages_may_vary_within_a_sequence() -> None:
     # Â_{i,t}: the gap is the sequence's, the sign each token's own.
     assert mask([3.0, 1.0, 2.0], [-1.0, 1.0, 0.0], [0, 0, 0], 1.5) == [False, True, True]
     assert mask([3.0, 1.0, 2.0], [-1.0, 1.0, 0.0], [0, 0, 0], 2.0) == [True, True, True]
 
 
-def test_the_mean_runs_over_the_tokens_of_all_segments() -> None:
+def test_the_mean_runs_over_all_segments() -> None:
     # Sequence 0 has segments of 1 and 3 tokens around sequence 1: mean 1, mean of means 2.
     gap = [4.0, 9.0, 0.0, 0.0, 0.0]
     advantage = [-1.0, -1.0, -1.0, -1.0, -1.0]
@@ -106,7 +106,7 @@ def test_the_mean_runs_over_the_tokens_of_all_segments() -> None:
     assert mask(gap, advantage, sequence, 0.5) == [False] * 5
 
 
-def test_it_is_boolean_and_carries_no_gradient() -> None:
+def test_mask_is_boolean_without_gradient() -> None:
     logp = torch.tensor([-5.0], requires_grad=True)
     keep = off_policy_sequence_mask(
         logp,
@@ -120,13 +120,13 @@ def test_it_is_boolean_and_carries_no_gradient() -> None:
     assert not keep.requires_grad
 
 
-def test_an_infinite_gap_drops_and_a_nan_gap_does_not() -> None:
+def test_infinite_gaps_drop_and_nan_does_not() -> None:
     assert mask([INF, 0.0], [-1.0, -1.0], [0, 0], 2.0) == [False, False]
     assert mask([INF, 0.0], [1.0, 1.0], [0, 0], 2.0) == [True, True]
     assert mask([float("nan"), 9.0], [-1.0, -1.0], [0, 0], 2.0) == [True, True]
 
 
-def test_sequences_without_tokens_and_no_tokens_at_all() -> None:
+def test_empty_sequences() -> None:
     assert mask([3.0], [-1.0], [4], 2.0) == [False]
     nothing = torch.zeros(0)
     keep = off_policy_sequence_mask(
@@ -138,20 +138,20 @@ def test_sequences_without_tokens_and_no_tokens_at_all() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logp": torch.zeros(2, 1)}, r"logp has shape \[2, 1\]: must be 1-D"),
-        ({"logp": torch.zeros(2, dtype=torch.bfloat16)}, r"logp is torch.bfloat16"),
-        ({"logp_old": torch.zeros(3)}, r"logp_old has 3 rows for 2 of logp"),
-        ({"advantage": torch.zeros(2, dtype=torch.int64)}, r"advantage is torch.int64"),
-        ({"sequence": torch.zeros(2, dtype=torch.int32)}, r"sequence is torch.int32"),
-        ({"sequence": torch.zeros(2, 1, dtype=torch.int64)}, r"sequence has shape \[2, 1\]"),
-        ({"sequence": torch.tensor([0, 2])}, r"sequence\[1\] = 2: out of range for 2 sequences"),
-        ({"sequence": torch.tensor([-1, 0])}, r"sequence\[0\] = -1: out of range"),
-        ({"advantage": torch.tensor([0.0, INF])}, r"advantage\[1\] = inf: must be finite"),
-        ({"num_sequences": -1}, r"num_sequences = -1"),
-        ({"delta": float("nan")}, r"delta is NaN"),
+        ({"logp": torch.zeros(2, 1)}, r"logp"),
+        ({"logp": torch.zeros(2, dtype=torch.bfloat16)}, r"logp"),
+        ({"logp_old": torch.zeros(3)}, r"logp_old"),
+        ({"advantage": torch.zeros(2, dtype=torch.int64)}, r"advantage"),
+        ({"sequence": torch.zeros(2, dtype=torch.int32)}, r"sequence"),
+        ({"sequence": torch.zeros(2, 1, dtype=torch.int64)}, r"sequence"),
+        ({"sequence": torch.tensor([0, 2])}, r"sequence\[1\]"),
+        ({"sequence": torch.tensor([-1, 0])}, r"sequence\[0\]"),
+        ({"advantage": torch.tensor([0.0, INF])}, r"advantage\[1\]"),
+        ({"num_sequences": -1}, r"num_sequences"),
+        ({"delta": float("nan")}, r"delta"),
     ],
 )
-def test_refusals(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_named(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
         "logp": torch.zeros(2),
         "logp_old": torch.zeros(2),
@@ -168,7 +168,7 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
         off_policy_sequence_mask(*positional, **arguments)
 
 
-def test_a_mass_that_has_sunk_is_short_by_what_is_missing_in_nats() -> None:
+def test_shortfall_in_nats() -> None:
     mass = torch.tensor([0.99, 0.81, 0.405, 0.081], dtype=torch.float64)
     log_mass = mass.log().requires_grad_()
     short = kept_mass_shortfall(log_mass, top_p=0.9)
@@ -179,14 +179,14 @@ def test_a_mass_that_has_sunk_is_short_by_what_is_missing_in_nats() -> None:
 
 
 @pytest.mark.parametrize("rounding", [0.0, 0.1])
-def test_of_what_was_just_sampled_nothing_is_missing(rounding: float) -> None:
-    """Not where the trainer's logits differ from the engine's by what bfloat16 makes of them."""
+def test_fresh_samples_have_no_shortfall(rounding: float) -> None:
+    """Also if trainer and engine differ by bfloat16 rounding."""
     logits = torch.randn(2000, 30, dtype=torch.float64) * 2
     ordered, ids = logits.softmax(-1).sort(-1, descending=True)
     first = ordered.cumsum(-1) - ordered < 0.8
     kept = torch.zeros_like(first).scatter(-1, ids, first)
     noisy = (logits + rounding * torch.randn_like(logits)).softmax(-1)
-    mass = (noisy * kept).sum(-1)  # of the likeliest that reach 0.8 together
+    mass = (noisy * kept).sum(-1)
     assert (mass < 0.8).any() == (rounding > 0)
     assert not kept_mass_shortfall(mass.log(), top_p=0.8).any()
 
@@ -194,12 +194,12 @@ def test_of_what_was_just_sampled_nothing_is_missing(rounding: float) -> None:
 @pytest.mark.parametrize(
     ("log_mass", "top_p", "message"),
     [
-        (torch.zeros(2, 2), 0.9, r"log_mass has shape \[2, 2\]"),
-        (torch.zeros(2, dtype=torch.long), 0.9, "log_mass is torch.int64"),
-        (torch.zeros(2), 0.0, "top_p = 0.0"),
-        (torch.zeros(2), 1.5, "top_p = 1.5"),
+        (torch.zeros(2, 2), 0.9, "log_mass"),
+        (torch.zeros(2, dtype=torch.long), 0.9, "log_mass"),
+        (torch.zeros(2), 0.0, "top_p"),
+        (torch.zeros(2), 1.5, "top_p"),
     ],
 )
-def test_a_shortfall_of_nonsense_is_refused(log_mass: Tensor, top_p: float, message: str) -> None:
+def test_invalid_masses_are_named(log_mass: Tensor, top_p: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kept_mass_shortfall(log_mass, top_p=top_p)

@@ -1,4 +1,4 @@
-"""Packing: nothing is lost, shifted, torn apart or counted twice, nor is the gradient changed."""
+"""Packing keeps every token aligned with its data and does not change the gradient."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEEDS = st.integers(0, 2**31)
 
 @settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
-def test_every_token_arrives_once_with_all_that_was_recorded_of_it(seed, ranks, capacity) -> None:
+def test_every_token_arrives_once_with_its_data(seed, ranks, capacity) -> None:
     groups = random_groups(seed)
     batches = pack(groups, ranks=ranks, micro_batch_tokens=capacity)
     expected = {
@@ -60,8 +60,8 @@ def test_every_token_arrives_once_with_all_that_was_recorded_of_it(seed, ranks, 
     assert sorted(seen) == sorted(expected)
 
 
-def thinned(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGroup]:
-    """Groups that have lost some of their trajectories, or all; the first keeps one at least."""
+def with_losses(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGroup]:
+    """Drop some or all trajectories of each group; the first group keeps at least one."""
     made: list[ScoredGroup] = []
     for index, group in enumerate(groups):
         size = len(group.rewards_G)
@@ -74,18 +74,16 @@ def thinned(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGroup]:
 
 @settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60), st.integers(1, 3), st.booleans())
-def test_each_group_counts_alike_over_ranks_micro_batches_and_updates(
-    seed, ranks, capacity, updates, skip
-) -> None:
-    groups = thinned(random_groups(seed), Random(seed))
+def test_groups_have_equal_weight(seed, ranks, capacity, updates, skip) -> None:
+    groups = with_losses(random_groups(seed), Random(seed))
     for part in split_updates(groups, updates):
         table = fresh_table()
         expected = oracle(part, table).loss
         expected.backward()
         packed = pack(part, ranks=ranks, micro_batch_tokens=capacity, skip_uniform_groups=skip)
-        loss, found = gradient(packed)
+        loss, actual = gradient(packed)
         assert table.grad is not None
-        np.testing.assert_allclose(found, table.grad, rtol=1e-5, atol=1e-9)
+        np.testing.assert_allclose(actual, table.grad, rtol=1e-5, atol=1e-9)
         np.testing.assert_allclose(loss, expected.item(), rtol=1e-5, atol=1e-9)
         batches = pack(part, ranks=ranks, micro_batch_tokens=capacity)
         weights = [
@@ -98,10 +96,9 @@ def test_each_group_counts_alike_over_ranks_micro_batches_and_updates(
         assert sum(weights) == pytest.approx(batches[0].total_sequences)
 
 
-def test_a_lone_survivor_counts_as_a_group_and_has_no_advantage() -> None:
-    """Of 4 + 1 trajectories it has half of the weight; a group that lost all has none."""
+def test_a_group_of_one_counts_fully() -> None:
     whole = random_groups(1, groups=1, size=4, uniform=0.0)[0]
-    alone = thinned(random_groups(2, groups=1, size=1), Random(0))[0]
+    alone = with_losses(random_groups(2, groups=1, size=1), Random(0))[0]
     gone = scored([], [])
     assert alone.advantages_G.tolist() == [0.0]
     (batch,) = pack([whole, gone, alone], ranks=1, micro_batch_tokens=10_000)
@@ -111,8 +108,8 @@ def test_a_lone_survivor_counts_as_a_group_and_has_no_advantage() -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 40), st.integers(1, 40))
-def test_equal_groups_have_a_weight_of_exactly_one(groups, size) -> None:
-    """So that their loss has the bits that it had without weights."""
+def test_equal_groups_have_weight_one(groups, size) -> None:
+    """Their loss is then bit-identical to one without weights."""
     answer = trajectory(segment())
     made = [scored([answer] * size, [0.0] * size) for _ in range(groups)]
     for batch in pack(made, ranks=1, micro_batch_tokens=10_000):
@@ -122,9 +119,7 @@ def test_equal_groups_have_a_weight_of_exactly_one(groups, size) -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
-def test_trajectories_that_fit_stay_whole_and_micro_batches_within_bounds(
-    seed, ranks, capacity
-) -> None:
+def test_trajectories_stay_whole_within_capacity(seed, ranks, capacity) -> None:
     groups = random_groups(seed)
     batches = pack(groups, ranks=ranks, micro_batch_tokens=capacity)
     assert len(batches) == ranks
@@ -151,25 +146,23 @@ def test_trajectories_that_fit_stay_whole_and_micro_batches_within_bounds(
         alone = len(set(one.segment_N.tolist())) == 1
         assert alone or len(one.token_ids_N) <= capacity
     for sizes in pieces.values():
-        assert sizes == [0] or (len(sizes) > 1 and sum(sizes) > capacity), "one piece, or too long"
+        assert sizes == [0] or (len(sizes) > 1 and sum(sizes) > capacity)
     assert batches[0].split_sequences == sum(sizes != [0] for sizes in pieces.values())
 
 
 @settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 5), st.integers(1, 80), st.booleans())
-def test_ranks_capacity_and_skipping_do_not_change_the_gradient(
-    seed, ranks, capacity, skip
-) -> None:
+def test_packing_does_not_change_the_gradient(seed, ranks, capacity, skip) -> None:
     groups = random_groups(seed)
     loss, expected = gradient(pack(groups, ranks=1, micro_batch_tokens=10**6))
     batches = pack(groups, ranks=ranks, micro_batch_tokens=capacity, skip_uniform_groups=skip)
-    found_loss, found = gradient(batches)
+    found_loss, actual = gradient(batches)
     assert found_loss == pytest.approx(loss, abs=1e-12)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     assert expected.any() or not any(g.advantages_G.any() for g in groups)
 
 
-def test_skipping_leaves_out_only_groups_that_teach_nothing() -> None:
+def test_skipping_omits_only_idle_groups() -> None:
     def group(first: int, rewards: list[float], kl_coef: float) -> ScoredGroup:
         both = [trajectory(segment(first + 4 * i), sibling=i) for i in range(2)]
         return scored(both, rewards, kl_coef=kl_coef)
@@ -186,7 +179,7 @@ def test_skipping_leaves_out_only_groups_that_teach_nothing() -> None:
     assert gradient(batches)[0] == 0
 
 
-def test_a_group_without_trajectories_gives_no_signal() -> None:
+def test_signal() -> None:
     uniform = scored([trajectory(segment(4 * i), sibling=i) for i in range(2)], [1, 1])
     better = scored([trajectory(segment(8 + 4 * i), sibling=i) for i in range(2)], [0, 1])
     for groups, signal in (([uniform, scored([], [])], False), ([uniform, better], True)):
@@ -194,7 +187,7 @@ def test_a_group_without_trajectories_gives_no_signal() -> None:
         assert batch.signal is signal
 
 
-def test_ranks_without_work_get_padding_that_the_loss_survives() -> None:
+def test_idle_ranks_get_padding_with_zero_loss() -> None:
     group = scored([trajectory(segment(0, 9, routes=True, kept=True))], [1.0], kl_coef=0.1)
     batches = pack([group], ranks=3, micro_batch_tokens=4)
     assert [len(b.micro_batches) for b in batches] == [1, 1, 1]
@@ -212,14 +205,14 @@ def test_ranks_without_work_get_padding_that_the_loss_survives() -> None:
     assert not grad.any()
 
 
-def test_packing_twice_gives_the_same_batches() -> None:
+def test_packing_is_deterministic() -> None:
     first, second = (pack(random_groups(7), ranks=2, micro_batch_tokens=30) for _ in range(2))
     for a, b in zip(micro_batches(first), micro_batches(second), strict=True):
         assert a.token_ids_N.tolist() == b.token_ids_N.tolist()
         assert a.sequence_N.tolist() == b.sequence_N.tolist()
 
 
-def test_positions_and_segments_count_from_zero() -> None:
+def test_positions_and_segments() -> None:
     two = trajectory(segment(0, 3), segment(10, 2))
     (batch,) = pack(
         [scored([two, trajectory(segment(20, 2), sibling=1)], [0, 1])],
@@ -245,8 +238,7 @@ def test_updates_are_contiguous_and_even() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 14))
-def test_groups_that_teach_nothing_make_no_update_of_their_own(count: int) -> None:
-    """They are spread over those there are, where they count in the denominators."""
+def test_idle_groups_are_spread_over_updates(count: int) -> None:
     same = finished("same", (1.0, 1.0))
     taught = [finished(f"g{index}") for index in range(count)]
     assert same.idle and not any(group.idle for group in taught)
@@ -257,16 +249,16 @@ def test_groups_that_teach_nothing_make_no_update_of_their_own(count: int) -> No
         assert sum(sizes) == count + idle and max(sizes) - min(sizes) <= 1
         teaching = [sum(not group.idle for group in part) for part in parts]
         assert min(teaching) >= 1 and max(teaching) - min(teaching) <= 1
-    assert split_updates([same] * 2, 3) == [[same] * 2], "a step there is, for its metrics"
+    assert split_updates([same] * 2, 3) == [[same] * 2]
 
 
-def test_groups_without_answers_do_not_make_empty_updates() -> None:
+def test_empty_groups_make_no_updates() -> None:
     first, second = random_groups(0, groups=2)
     lost = scored([], [], dropped=("late",))
     assert split_updates([lost, first, lost, second], 3) == [[first], [second]]
     assert split_updates([lost], 2) == []
 
 
-def test_updates_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="updates = 0: must be at least 1"):
+def test_no_updates_are_refused() -> None:
+    with pytest.raises(ValueError, match="updates"):
         split_updates([], 0)

@@ -1,4 +1,4 @@
-"""What a group begins with alike is packed once, and the gradient stays the same."""
+"""Shared prefixes are packed once and do not change the gradient."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from keel.rl.packing.prefix_sharing import KV_COPIES_PER_TOKEN, MIN_PREFIX, esti
 from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
 from tests.rl.packed import gradient, micro_batches
 from tests.rl.rollouts import (
-    begun_with,
     kept_of,
     logp_old_of,
     prompted_groups,
     scored,
     segment,
     trajectory,
+    with_prefix,
 )
 
 SEEDS = st.integers(0, 2**31)
 
 
 def contexts_of(batch: MicroBatch) -> list[list[int]]:
-    """Rows of the packed row that each context has, a beginning by itself left out."""
+    """Return the rows of each context, prefix included."""
     count = int(batch.segment_N[-1]) + 1
     rows = [np.flatnonzero(batch.segment_N == number) for number in range(count)]
     follows = np.full(count, -1) if batch.follows is None else batch.follows
@@ -50,30 +50,30 @@ def segments_of(groups: list[ScoredGroup]) -> list[Segment]:
 
 @settings(deadline=None, max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 400))
-def test_every_context_is_there_whole_and_once(seed: int, ranks: int, capacity: int) -> None:
+def test_every_context_is_packed_once(seed: int, ranks: int, capacity: int) -> None:
     groups = prompted_groups(seed)
     batches = pack(groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=True)
-    found: list[tuple[int, ...]] = []
+    actual: list[tuple[int, ...]] = []
     for batch in micro_batches(batches):
         if not len(batch.sequence_tokens_S):
             continue
         assert batch.routes_NLK is not None and batch.sampling_mask is not None
         for rows in contexts_of(batch):
             assert batch.position_N[rows].tolist() == list(range(len(rows)))
-            found.append(tuple(batch.token_ids_N[rows].tolist()))
+            actual.append(tuple(batch.token_ids_N[rows].tolist()))
             for place, row in enumerate(rows):
                 token, sampled = int(batch.token_ids_N[row]), bool(batch.trainable_N[row])
                 assert batch.logp_old_N[row] == np.float32(logp_old_of(token) if sampled else 0)
                 assert batch.sampling_mask[row].tolist() == (kept_of(token) if sampled else [])
                 expected = NO_ROUTE if place == len(rows) - 1 else token % 8
                 assert (batch.routes_NLK[row] == expected).all()
-    assert sorted(found) == sorted(tuple(one.token_ids_T.tolist()) for one in segments_of(groups))
+    assert sorted(actual) == sorted(tuple(one.token_ids_T.tolist()) for one in segments_of(groups))
 
 
 @settings(deadline=None, max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 400))
-def test_micro_batches_hold_what_they_may(seed: int, ranks: int, capacity: int) -> None:
-    """And never more tokens than without."""
+def test_capacity_includes_key_value_copies(seed: int, ranks: int, capacity: int) -> None:
+    """Sharing also never packs more tokens than no sharing."""
     groups = prompted_groups(seed)
     plain, shared = (
         micro_batches(pack(groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=on))
@@ -89,7 +89,7 @@ def test_micro_batches_hold_what_they_may(seed: int, ranks: int, capacity: int) 
 
 @settings(deadline=None, max_examples=12)
 @given(SEEDS, st.integers(1, 3), st.integers(20, 400))
-def test_the_gradient_is_the_same(seed: int, ranks: int, capacity: int) -> None:
+def test_sharing_does_not_change_the_gradient(seed: int, ranks: int, capacity: int) -> None:
     groups = prompted_groups(seed)
     (loss, plain), (other, shared) = (
         gradient(pack(groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=on))
@@ -99,10 +99,10 @@ def test_the_gradient_is_the_same(seed: int, ranks: int, capacity: int) -> None:
     np.testing.assert_allclose(shared.numpy(), plain.numpy(), atol=1e-12)
 
 
-def alike(*, own: int = 10, prompt: int = 40, size: int = 4, **fields: Any) -> list[Segment]:
-    begun = np.arange(1000, 1000 + prompt, dtype=np.int32)
+def same_prompt(*, own: int = 10, prompt: int = 40, size: int = 4, **fields: Any) -> list[Segment]:
+    prefix = np.arange(1000, 1000 + prompt, dtype=np.int32)
     return [
-        begun_with(segment(100 * i, prompt + own, context=prompt, **fields), begun)
+        with_prefix(segment(100 * i, prompt + own, context=prompt, **fields), prefix)
         for i in range(size)
     ]
 
@@ -114,8 +114,8 @@ def packed(segments: list[Segment], **options: Any) -> list[MicroBatch]:
     return micro_batches(pack([group], **options))
 
 
-def test_a_prompt_is_packed_once_but_for_the_token_that_predicts_the_first_answer() -> None:
-    (batch,) = packed(alike())
+def test_prefix_excludes_the_last_prompt_token() -> None:
+    (batch,) = packed(same_prompt())
     assert np.bincount(batch.segment_N).tolist() == [39, 11, 11, 11, 11]
     assert batch.follows is not None and batch.follows.tolist() == [-1, 0, 0, 0, 0]
     assert batch.sequence_N[np.flatnonzero(batch.trainable_N)].tolist() == [
@@ -123,13 +123,16 @@ def test_a_prompt_is_packed_once_but_for_the_token_that_predicts_the_first_answe
     ]
 
 
-def test_nothing_is_shared_unasked_or_where_there_is_little() -> None:
-    for batches in (packed(alike(), share_prompts=False), packed(alike(prompt=MIN_PREFIX))):
+def test_short_prefixes_are_not_shared() -> None:
+    for batches in (
+        packed(same_prompt(), share_prompts=False),
+        packed(same_prompt(prompt=MIN_PREFIX)),
+    ):
         assert [batch.follows for batch in batches] == [None]
 
 
 def changed(one: Segment, what: str, at: int) -> Segment:
-    """In a token, in an expert, or in what has been sampled already."""
+    """Change the segment from position `at`: a token, an expert or the first sampled token."""
     if what == "token":
         ids = one.token_ids_T.copy()
         ids[at] += 1
@@ -144,45 +147,44 @@ def changed(one: Segment, what: str, at: int) -> Segment:
 
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("what", ["token", "route", "sampled"])
-def test_it_ends_where_two_differ(what: str, place: int) -> None:
-    """Late, for all of them; early, for the one that differs."""
+def test_prefix_ends_at_the_first_difference(what: str, place: int) -> None:
+    """A late difference shortens the prefix; an early one excludes the segment."""
     for at, lengths in ((33, [33, 17, 17, 17, 17]), (25, [11, 11, 11, 39, 50])):
-        segments = alike(routes=True)
+        segments = same_prompt(routes=True)
         segments[place] = changed(segments[place], what, at)
         (batch,) = packed(segments)
         assert sorted(np.bincount(batch.segment_N)) == sorted(lengths)
 
 
-def test_a_group_with_two_kinds_of_routes_shares_in_both() -> None:
-    """From two engines, or weights that changed in between."""
-    one, other = alike(routes=True, size=6), alike(routes=True, size=6)
+def test_two_kinds_of_routes_form_two_clusters() -> None:
+    """As sampled by two engines or weight versions."""
+    one, other = same_prompt(routes=True, size=6), same_prompt(routes=True, size=6)
     mixed = [changed(other[i], "route", 3) if i % 2 else one[i] for i in range(6)]
     (batch,) = packed(mixed)
     assert sorted(np.bincount(batch.segment_N)) == [11] * 6 + [39, 39]
     assert len(contexts_of(batch)) == 6
 
 
-def test_answers_to_another_prompt_are_left_out() -> None:
-    one, *others = alike(routes=True)
-    (batch,) = packed([begun_with(one, np.array([7], np.int32)), *others])
+def test_other_prompts_are_not_shared() -> None:
+    one, *others = same_prompt(routes=True)
+    (batch,) = packed([with_prefix(one, np.array([7], np.int32)), *others])
     assert sorted(np.bincount(batch.segment_N)) == [11, 11, 11, 39, 50]
 
 
-def test_a_recorded_selection_is_of_its_own_context() -> None:
+def test_recorded_selections_prevent_sharing() -> None:
     chosen = np.full((50, 2, 3), -1, np.int32)
-    (batch,) = packed([replace(one, selected_TLk=chosen) for one in alike()])
+    (batch,) = packed([replace(one, selected_TLk=chosen) for one in same_prompt()])
     assert batch.follows is None
 
 
-def test_ranks_are_as_full_as_each_other() -> None:
-    """A group in one piece would keep three of four ranks waiting."""
-    batches = packed(alike(size=8, own=60, prompt=30), ranks=4)
+def test_groups_are_split_to_balance_ranks() -> None:
+    batches = packed(same_prompt(size=8, own=60, prompt=30), ranks=4)
     assert len(batches) == 4
     assert {len(contexts_of(batch)) for batch in batches} == {2}
 
 
-def test_a_batch_refuses_followers_of_what_cannot_be_followed() -> None:
-    (batch,) = packed(alike())
+def test_invalid_follows_are_refused() -> None:
+    (batch,) = packed(same_prompt())
     fields = {name: getattr(batch, name) for name in batch.__slots__}
     for follows, message in (
         ([-1, 0, 0, 0], "follows"),
@@ -197,32 +199,36 @@ def test_a_batch_refuses_followers_of_what_cannot_be_followed() -> None:
 @pytest.mark.parametrize(
     ("groups", "size", "shared", "own", "ranks", "capacity"),
     [
-        (8, 8, 800, 896, 1, 18_656),  # a whole group does not go twice into it
+        (8, 8, 800, 896, 1, 18_656),
         (8, 8, 800, 896, 1, 20_352),
         (8, 8, 800, 896, 2, 4_000),
         (16, 16, 64, 500, 4, 3_000),
-        (4, 6, 300, 200, 2, 2_500),  # four and two of each
+        (4, 6, 300, 200, 2, 2_500),
         (2, 8, 200, 100, 8, 4_000),  # fewer groups than ranks
         (2, 16, 1_024, 512, 3, 12_588),
         (3, 2, 100, 100, 4, 150),  # longer than a micro-batch
-        (4, 8, 0, 900, 2, 2_000),  # nothing is shared
+        (4, 8, 0, 900, 2, 2_000),  # no sharing
     ],
 )
-def test_a_plan_knows_how_trajectories_at_their_limits_are_packed(
+def test_estimate_packing_matches_pack(
     groups: int, size: int, shared: int, own: int, ranks: int, capacity: int
 ) -> None:
-    made: list[ScoredGroup] = []
+    scored_groups: list[ScoredGroup] = []
     for number in range(groups):
-        begun = np.arange(shared, dtype=np.int32) + 10_000 * number
+        prefix = np.arange(shared, dtype=np.int32) + 10_000 * number
         group = [
             trajectory(
-                begun_with(segment(200_000 * answer, shared + own, context=max(1, shared)), begun),
+                with_prefix(
+                    segment(200_000 * answer, shared + own, context=max(1, shared)), prefix
+                ),
                 sibling=answer,
             )
             for answer in range(1, size + 1)
         ]
-        made.append(scored(group, [*range(size)]))
-    batches = pack(made, ranks=ranks, micro_batch_tokens=capacity, share_prompts=shared > 0)
+        scored_groups.append(scored(group, [*range(size)]))
+    batches = pack(
+        scored_groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=shared > 0
+    )
     count, tokens = estimate_packing(
         groups, size, shared=shared, own=own, ranks=ranks, capacity=capacity
     )

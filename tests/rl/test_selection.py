@@ -1,4 +1,4 @@
-"""Recorded selections of sparse attention, packed with the tokens that they are about."""
+"""Packing of recorded sparse attention selections."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.rl.rollouts import scored, segment, trajectory
 
 
 def recorded(first: int, tokens: int, width: int) -> Segment:
-    """Whose rows hold the token's own id, so that any slip shows."""
-    own = segment(first, tokens)
-    rows = np.tile(own.token_ids_T[:, None, None], (1, 2, width))
-    return replace(own, selected_TLk=rows)
+    """Build a segment whose selections repeat the token id, to expose misalignment."""
+    plain = segment(first, tokens)
+    rows = np.tile(plain.token_ids_T[:, None, None], (1, 2, width))
+    return replace(plain, selected_TLk=rows)
 
 
-def test_rows_go_with_their_tokens_and_are_filled_up() -> None:
+def test_selections_stay_aligned_and_padded() -> None:
     longer, shorter, none = recorded(10, 6, 4), recorded(30, 5, 3), segment(50, 3)
     group = scored([trajectory(longer, none), trajectory(shorter, sibling=1)], [1.0, 0.0])
     for capacity in (100, 9):
@@ -37,13 +37,13 @@ def test_rows_go_with_their_tokens_and_are_filled_up() -> None:
     assert plain.micro_batches[0].selected_NLk is None
 
 
-def test_another_number_of_layers_or_tokens_is_refused() -> None:
+def test_invalid_selections_are_refused() -> None:
     one = recorded(0, 4, 2)
     other = replace(one, selected_TLk=np.zeros((4, 3, 2), np.int32))
     group = scored([trajectory(one), trajectory(other, sibling=1)], [1.0, 0.0])
-    with pytest.raises(ValueError, match=r"selected_TLk has \(L, k\) = \(3, 2\), others have"):
+    with pytest.raises(ValueError, match="selected_TLk"):
         pack([group], ranks=1, micro_batch_tokens=9)
-    with pytest.raises(ValueError, match="selected_TLk has 3 entries for 4 tokens"):
+    with pytest.raises(ValueError, match="selected_TLk"):
         replace(one, selected_TLk=np.zeros((3, 2, 2), np.int32))
-    with pytest.raises(ValueError, match=r"selected_TLk must be \[T, L, k\]"):
+    with pytest.raises(ValueError, match="selected_TLk"):
         replace(one, selected_TLk=np.zeros((4, 2), np.int32))

@@ -1,4 +1,4 @@
-"""What is written down about a batch of rollouts."""
+"""Metrics of a batch of rollouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keel.rl.types import CUT_OFF, SamplingMasks, Usage
 from tests.rl.rollouts import scored, segment, trajectory
 
 
-def test_rewards_lengths_staleness_and_losses() -> None:
+def test_summary_by_hand() -> None:
     long = trajectory(segment(0, 5, version=3), segment(10, 3, version=4), finish="length")
     short = trajectory(segment(20, 2, version=5), sibling=1)
     groups = [
@@ -42,7 +42,7 @@ def test_rewards_lengths_staleness_and_losses() -> None:
     }
 
 
-def test_answers_that_were_dropped_for_their_length_count_as_truncated() -> None:
+def test_dropped_completions_count_as_truncated() -> None:
     kept = [trajectory(segment(0, 3)), trajectory(segment(4, 3), sibling=1, finish="length")]
     lost = (trajectory(segment(8, 3), sibling=2, finish="length"),)
     unjudged = (*lost, trajectory(segment(12, 3), sibling=3, finish="deadline"))
@@ -54,8 +54,7 @@ def test_answers_that_were_dropped_for_their_length_count_as_truncated() -> None
     assert summarize(groups, version=0)["rollout/truncated_fraction"] == Mean(4, 5)
 
 
-def test_what_was_drawn_is_told_apart_from_what_is_trained_on() -> None:
-    """The filtered group is longer, and so is what the scorer left out of the other."""
+def test_sampled_and_trained_lengths_differ() -> None:
     short = trajectory(segment(0, 3), finish="deadline")
     lost = trajectory(segment(10, 9), sibling=1, finish="deadline")
     trained = replace(scored([short], [1.0], dropped=(CUT_OFF,)), left_out=(lost,))
@@ -67,7 +66,7 @@ def test_what_was_drawn_is_told_apart_from_what_is_trained_on() -> None:
     assert metrics["rollout/truncated_fraction"] == Mean(2, 3)
 
 
-def test_sampling_masks_are_averaged_over_the_tokens_that_were_truncated() -> None:
+def test_mask_size_counts_truncated_tokens() -> None:
     # Token t keeps 1 + t % 3 ids; the first of each segment was not sampled.
     recorded = segment(0, 5, kept=True)
     assert recorded.sampling_mask is not None
@@ -79,9 +78,8 @@ def test_sampling_masks_are_averaged_over_the_tokens_that_were_truncated() -> No
     assert "sampling/kept_mean" not in summarize([scored([free], [1])], version=0)
 
 
-def test_what_several_turns_took_is_averaged_over_those_that_say_so() -> None:
-    """Left out and filtered ones included, plain ones not; a share is of all that it is a share of,
-    and no mean of shares."""
+def test_agent_metrics_cover_trajectories_with_usage() -> None:
+    """Includes dropped and filtered trajectories; fractions are ratios of sums."""
     plain = trajectory(segment(0, 3), finish="length")
     long = Usage(
         turns=5,
@@ -119,8 +117,7 @@ def test_what_several_turns_took_is_averaged_over_those_that_say_so() -> None:
     }
 
 
-def test_there_is_no_share_of_nothing() -> None:
-    """One turn without a call repeats no token: a NaN would look like a fault."""
+def test_fractions_of_nothing_are_omitted() -> None:
     one = replace(trajectory(segment(0, 3)), usage=Usage())
     metrics = summarize([scored([one], [0.0])], version=0)
     assert metrics["agents/calls_mean"] == Mean(0, 1)
@@ -132,7 +129,7 @@ def test_there_is_no_share_of_nothing() -> None:
     ]
 
 
-def test_environments_that_were_lost_are_counted_left_out_or_not() -> None:
+def test_crashes_count_dropped_and_scored() -> None:
     reasons = ("environment, at call: ended by SIGSEGV", "late")
     unscored = "the environment has no verdict: environment, at verdict: hung"
     group = scored([trajectory(segment(0, 3), finish="crash")], [0.0], dropped=(*reasons, unscored))
@@ -143,7 +140,7 @@ def test_environments_that_were_lost_are_counted_left_out_or_not() -> None:
     assert summarize([], version=0, discarded=[group, group])["agents/crashes"] == Sum(6)
 
 
-def test_domains_stand_apart_where_there_are_several() -> None:
+def test_domain_metrics_need_several_domains() -> None:
     def group(domain: str, reward: float, tokens: int):
         return scored([trajectory(segment(0, tokens))], [reward], domain=domain)
 
@@ -152,7 +149,7 @@ def test_domains_stand_apart_where_there_are_several() -> None:
     assert several["domain/code/reward_mean"] == Mean(0.0, 1)
     assert several["domain/sums/length_mean"] == Mean(2, 1)
     assert several["domain/code/length_mean"] == Mean(4, 1)
-    assert "domain/sums/calls_mean" not in several, "no environment"
+    assert "domain/sums/calls_mean" not in several
     shop = scored([replace(trajectory(segment(0, 3)), usage=Usage(calls=3))], [0.0], domain="shop")
     prompt = replace(shop.group.prompt, environment="shop")
     shop = replace(shop, group=replace(shop.group, prompt=prompt))
@@ -162,7 +159,7 @@ def test_domains_stand_apart_where_there_are_several() -> None:
     assert not [name for name in one if name.startswith("domain/")]
 
 
-def test_what_a_step_learns_from_by_domain() -> None:
+def test_domain_shares_cover_groups_with_gradient() -> None:
     def group(domain: str, *rewards: float, tokens: int = 3, kl_coef: float = 0.0):
         ours = [trajectory(segment(at, tokens), sibling=at) for at in range(len(rewards))]
         made = scored(ours, rewards, domain=domain)
@@ -177,26 +174,28 @@ def test_what_a_step_learns_from_by_domain() -> None:
     assert metrics["domain/sums/token_share"] == Mean(4, 4 + 12)
     assert metrics["domain/lost/group_share"] == Mean(0, 2)
     held = summarize([solved, group("chat", 1, 1, kl_coef=0.01)], version=0)
-    assert held["domain/chat/token_share"].value == 1, "its KL term has a gradient"
+    assert held["domain/chat/token_share"].value == 1
     nothing = summarize([solved, group("code", 0, 0)], version=0)
     assert not [name for name in nothing if name.endswith("_share")]
 
 
-def test_a_part_may_not_take_the_name_of_the_whole() -> None:
+def test_a_part_named_mean_is_refused() -> None:
     group = scored([trajectory(segment(name="q7"))], [1.0], parts=[{"mean": 1.0}])
-    with pytest.raises(ValueError, match="group of q7: a reward part is named 'mean'"):
+    with pytest.raises(ValueError, match="q7"):
         summarize([group], version=0)
 
 
-def test_the_loss_of_several_updates_is_their_mean_over_any_ranks() -> None:
-    """And the mismatch is of weights that none of them has changed."""
+def test_updates_merge_over_ranks() -> None:
     one = [
         {"loss": Sum(0.5), "mismatch/ratio_max": Max(1.0), "clip/fraction": Mean(0, 10)},
         {"loss": Sum(0.25), "mismatch/ratio_max": Max(3.0), "clip/fraction": Mean(1, 10)},
     ]
-    other = [{"loss": Sum(1.5), "mismatch/ratio_max": Max(1.5)}, {}]  # then nothing but padding
-    found = values(merge([of_updates(one), of_updates(other)]))
-    assert found == {
+    other = [
+        {"loss": Sum(1.5), "mismatch/ratio_max": Max(1.5)},
+        {},
+    ]  # the second step has only padding
+    actual = values(merge([of_updates(one), of_updates(other)]))
+    assert actual == {
         "loss": (0.5 + 1.5 + 0.25) / 2,
         "mismatch/ratio_max": 1.5,
         "clip/fraction": 0.05,
