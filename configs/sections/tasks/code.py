@@ -34,7 +34,7 @@ class CodeSourceConfig:
     refers: bool = True
     """Only commits whose message names an issue (`#12`)."""
     setup: str = ""
-    """A bash script in place of the language's own: docs/tasks.md."""
+    """A bash script in place of the language's own: docs/synthesis.md."""
     test: str = ""
     """A bash command in place of the language's own."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])

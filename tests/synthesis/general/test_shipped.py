@@ -59,7 +59,7 @@ def test_three_categories_come_along_and_are_small() -> None:
 
 
 def recipes() -> list[str]:
-    page = (ROOT / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/synthesis.md").read_text()
     return re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
