@@ -27,7 +27,7 @@ section may be given together, and its others stay: `'run={{steps: 20, seed: 1}}
 `{{"run": {{"steps": 20, "seed": 1}}}}` for the `knobs` of `keel.train`. A list is replaced as a
 whole, and so is a value whose keys are yours, such as `rewards`. Under **resume**, *yes* means that
 a run folder may be continued with another value
-([checkpoints](checkpoints.md#resuming-on-other-machines)); *no*, that the run would be optimising
+([checkpoints](checkpoints.md#changing-the-layout)); *no*, that the run would be optimising
 something else, and has to get another folder.
 """
 TITLES = {

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import Hosted, Program
-from keel.agents.environments.textarena_game import BRIEF
 from keel.rl.types import Verdict
 from tests.agents.episodes import PATIENT, TASK, run, transcript, use
 from tests.waiting import PATIENCE_S
@@ -65,8 +64,3 @@ def test_the_examples(
         await environment.close()
 
     run(play())
-
-
-def test_the_games_in_few_words_are_named() -> None:
-    text = " ".join(GUIDE.read_text().split())
-    assert all(name in text.partition("in few words, for ")[2].partition(".")[0] for name in BRIEF)
