@@ -53,7 +53,7 @@ from keel.rewards.pickled_functions import named, passing
 from keel.trainer.launch import System
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
-from keel.trainer.run.signals import Preempted, asked, preempted, watching
+from keel.trainer.run.signals import Preempted, preempted, stop_requested, watching
 from keel.trainer.run.view import View
 
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -152,7 +152,7 @@ def train(
             raise
         if signal := preempted():
             raise Preempted(f"stopped by {signal}; {GOES_ON}") from told.error
-        if asked():
+        if stop_requested():
             raise KeyboardInterrupt(f"stopped; {GOES_ON}") from told.error
         if told.error is not None:
             raise told.error

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.signals import PREEMPTED, End, leaving, preempted, watching
+from keel.trainer.run.signals import (
+    PREEMPTED,
+    fix_exit_status,
+    outliving,
+    preempted,
+    watching,
+)
 
 EPILOG = """examples:
   keel train quickstart                     the tiny model, on any machine
@@ -228,14 +234,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C before anything began, or twice, 143 ended by SIGTERM, SIGHUP or SIGUSR1: the same
     command goes on. argv: None where this is all that the process is for."""
     if argv is not None:
-        return command(argv, End())
-    with leaving() as end:
-        end.status = command(argv, end)
-    return end.status
+        return command(argv, lambda _: None)
+    sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
+    status = command(argv, fix_exit_status)
+    fix_exit_status(status)
+    return status
 
 
-def command(argv: Sequence[str] | None, end: End) -> int:
-    """As `main`. end: is told before the last words."""
+def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> int:
+    """Run `main`. fix_status: called before the last output."""
     root = parser()
     arguments = parsed(root, argv)
     if arguments.version:
@@ -256,11 +263,11 @@ def command(argv: Sequence[str] | None, end: End) -> int:
             except KeyboardInterrupt:  # while libraries are loaded: nothing has begun
                 if not preempted():
                     raise
-                end.over(PREEMPTED)
+                fix_status(PREEMPTED)
                 sys.stderr.write(f"keel {arguments.command}: stopped by {preempted()}\n")
                 return PREEMPTED
     except KeyboardInterrupt:
-        end.over(INTERRUPTED)
+        fix_status(INTERRUPTED)
         sys.stderr.write(f"keel {arguments.command}: stopped\n")
         return INTERRUPTED
 

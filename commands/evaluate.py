@@ -148,9 +148,9 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
     task = prepare(recipe, overrides)
     folder = RunFolder(task.config, task.tokenizer_digest)
     folder.check(POLICY)
-    for line in folder.words():
+    for line in folder.warnings():
         print(f"warning: {line}")
-    chosen = folder.chosen(knob, checkpoint)
+    chosen = folder.select_checkpoint(knob, checkpoint)
     if chosen is None and checkpoint == "last":
         there = "has no checkpoint" if folder.path.exists() else "does not exist"
         print(f"warning: run.dir = {folder.path} {there}: model.path itself is asked ({knob}=base)")

@@ -27,7 +27,7 @@ from keel.trainer.placement.watchdog import start_watchdog
 from keel.trainer.prepare import Found, found_model, prompts_of
 from keel.trainer.run import checkpoint
 from keel.trainer.run.batches import FOLDER, list_batches, read_batch, step_of
-from keel.trainer.run.manifest import said
+from keel.trainer.run.manifest import join_problems
 
 
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
@@ -121,7 +121,7 @@ def nearest(checkpoints: Path, step: int) -> tuple[Path | None, str]:
         if checkpoint.step_of(path) >= step:
             continue
         if problems := checkpoint.problems(path):
-            print(f"warning: {path} is damaged ({said(problems)})")
+            print(f"warning: {path} is damaged ({join_problems(problems)})")
             continue
         found, after = path, checkpoint.step_of(path)
         break

@@ -77,12 +77,12 @@ def train(
         text=task.text(),
         restore=task.dataset.train.restore,
         position=task.dataset.train.state,
-        started=lambda folder: running(task, print, folder.rewards, layouts=laid_out),
-        lowered=laid_out.lowering.after,
+        launch=lambda folder: running(task, print, folder.rewards, layouts=laid_out),
+        on_out_of_memory=laid_out.lowering.after,
         drive=drive or run_loop,
-        again=again,
+        resume_command=again,
         tokenizer=task.tokenizer_digest,
-        chosen=partial(save_choice, values=task.choice.values, now=task.hardware.signature),
+        on_open=partial(save_choice, values=task.choice.values, now=task.hardware.signature),
     )
 
 
@@ -111,11 +111,11 @@ def _learn(
         text=task.text(),
         restore=task.batches.restore,
         position=task.batches.position,
-        started=lambda _: teaching(task, print, layouts=laid_out),
-        lowered=laid_out.lowering.after,
+        launch=lambda _: teaching(task, print, layouts=laid_out),
+        on_out_of_memory=laid_out.lowering.after,
         drive=run_lessons,
         tokenizer=task.tokenizer,
-        chosen=partial(save_choice, values=task.choice.values, now=task.hardware.signature),
+        on_open=partial(save_choice, values=task.choice.values, now=task.hardware.signature),
     )
 
 
@@ -149,9 +149,9 @@ def check(recipe: str, overrides: Sequence[str]) -> int:
     elsewhere = check_place(tasks)
     # The folder is one run's: of whichever of the two is there.
     folder = folder_of(tasks)
-    if standing := folder.standing():
-        print(f"{folder.path} {standing}")
-    for line in (*elsewhere, *folder.words()):
+    if status := folder.status():
+        print(f"{folder.path} {status}")
+    for line in (*elsewhere, *folder.warnings()):
         print(f"{'warning':<12} {line}")
     failed = [line for task in tasks if isinstance(task, Task) for line in task.failed]
     for line in failed:
@@ -385,14 +385,14 @@ def run_loop(
             save=save,
             stop=stop,
             keep=partial(keep_skipped, folder.path, view.say),
-            account=audit.account,
-            hurry=system.attended(interrupt.hurry),
+            account=audit.check,
+            hurry=system.attended(interrupt.should_abort),
             leave=interrupt,
             decoded=lambda: system.pool.steps,
             whole=whole,
         )
         reached = loop.train(parts, config, start=start)
-        journal.note("ledger", audit.words())
+        journal.note("ledger", audit.summary())
     if journal.ends:
         raise RuntimeError(
             f"{journal.ends}. The run has ended with a checkpoint of step {reached}, and goes on "

@@ -17,7 +17,7 @@ from keel.configs.load import load_config, load_distillation
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.prepare import prepare
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.summary import closing_summary
+from keel.trainer.run.session import closing_summary
 from tests.model.stand_in import stand_in
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
 

@@ -24,7 +24,7 @@ from keel.trainer.nonfinite import Finding
 from keel.trainer.placement.memory import reading_ranks
 from keel.trainer.placement.processes import available_cores
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.trajectory_files import saved
+from keel.trainer.run.trajectory_files import select_trajectories
 from keel.weights.sync import Outcome, Receiver
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatc
     """What each group of ranks trains on: a batch for each optimizer step."""
     algorithm, trainer = config.algorithm, config.trainer
     shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
-    watched = saved(groups, config.run).segments
+    watched = select_trajectories(groups, config.run).segments
     for part in split_updates(groups, algorithm.updates_per_batch):
         packed = pack(
             part,

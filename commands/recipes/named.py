@@ -19,7 +19,7 @@ from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.jsonl import load_jsonl
 from keel.model.hub import check_path, is_hub_name
 from keel.rewards.compose import check_weights
-from keel.trainer.run.trackers.known import check_trackers
+from keel.trainer.run.trackers.tracker import check_trackers
 
 FILES = ("jsonl", "file")
 SOON = 2**22

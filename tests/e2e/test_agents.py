@@ -210,7 +210,7 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
     assert checkpoint.name == f"step_{reached:06d}" and "Traceback" not in said
     assert "SIGUSR1: dropping the current rollouts" in said and "SIGTERM" not in said
     assert "trip, its environment: opens in" in said and "get_all_hotels_by_city" in said
-    assert f"stopped after step {reached} of {STEPS}; to go on: keel train agent-trip" in said
+    assert f"stopped after step {reached} of {STEPS}; to resume: keel train agent-trip" in said
     assert "its program: asked a model by script for 2 turns" in said
     assert {"eval/trip/pass@1", "eval/spelling/pass@1"} <= done[0].keys()
     text = (folder / "trajectories" / f"step_{reached:06d}.txt").read_text()

@@ -280,7 +280,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     assert with_keys(tmp_path) == []  # what was said is there, too
     first = metrics(folder)
     reached = first[-1]["step"]
-    assert f"stopped after step {reached} of 200; to go on: keel train quickstart" in said
+    assert f"stopped after step {reached} of 200; to resume: keel train quickstart" in said
     *before, last = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert last == f"step_{reached:06d}"
     assert set(before) <= {f"step_{step:06d}" for step in range(2, reached, 2)}

@@ -55,7 +55,7 @@ def test_a_frozen_rank_is_replaced_and_a_frozen_raylet_ends_the_run(
     raylet.send_signal(signal.SIGSTOP)
     said = run.finish(1)
     assert re.search(rf"trainer rank 0 \(process {rank.pid} on \S+\) has been stopped", said)
-    assert re.search(r"The run starts again from step \d*[02468]\b", said)
+    assert re.search(r"The run restarts from step \d*[02468]\b", said)
     assert re.search(rf"keel train: Ray's node process \(raylet\) \(process {raylet.pid} ", said)
     assert "Traceback" not in said and "state-dump" not in said
     _, alive = psutil.wait_procs(below, timeout=DEADLINE_S)

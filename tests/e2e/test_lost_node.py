@@ -100,8 +100,8 @@ def test_a_run_has_the_ranks_that_there_is_room_for(
         assert f"needs {RANKS} trainer ranks of 1 CPU cores, and the cluster has {free}" in line
     assert "trainer rank 1 failed during an optimizer step: CUDA out of memory" in memory
     assert "trainer.micro_batch_tokens is now 4,096, not 8,192" in memory
-    assert f"starts again from step {SHORT_AFTER}" in memory
-    assert f"starts again from step {LOST_AFTER}" in loss
+    assert f"restarts from step {SHORT_AFTER}" in memory
+    assert f"restarts from step {LOST_AFTER}" in loss
     assert all("does not answer. The run starts when" in line for line in silent)
     for fewer, free in zip(told("fewer"), (ROOM, ROOM, LEFT), strict=True):
         assert f"trainer.ranks is now {free}, not {RANKS}" in fewer

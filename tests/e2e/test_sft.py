@@ -111,7 +111,7 @@ def test_a_run_is_interrupted_and_goes_on_bit_by_bit(
             first.wait(timeout=30)
     begun = metrics(folder)
     reached = begun[-1]["step"]
-    assert f"stopped after step {reached} of 100000; to go on: keel sft" in log.read_text()
+    assert f"stopped after step {reached} of 100000; to resume: keel sft" in log.read_text()
     assert begun[0]["eval/chats/loss"] == begun[0]["eval/loss"] > 4
 
     # Back to the checkpoint before, to come to the same step again.

@@ -35,11 +35,11 @@ def test_an_engine_that_does_not_come_up_is_a_loss_which_ends_a_run_that_has_nev
     watch: Any = Well()
     with pytest.raises(WorkerLost, match=str(error)) as raised:
         system._up(engines, watch)
-    restarts = Restarts(most=3)
+    restarts = Restarts(3)
     with pytest.raises(WorkerLost):
-        restarts.another(raised.value)
-    restarts.begun = True
-    restarts.another(raised.value)
+        restarts.count(raised.value)
+    restarts.started = True
+    restarts.count(raised.value)
 
 
 class Starting:

@@ -27,6 +27,7 @@ def system_of(task: Task, **parts: Any) -> Any:
             "task": task,
             "learner": None,
             "pool": SimpleNamespace(),
+            "weights": SimpleNamespace(push=lambda _: None),
             "lowering": None,
             "agents": None,
             "scorer": SimpleNamespace(tell=lambda say: None),

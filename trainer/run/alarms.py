@@ -1,4 +1,4 @@
-"""What a run says by itself when a step's metrics look as if something were going wrong."""
+"""Warnings about metrics that indicate a problem."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from keel.configs.schema import AlarmsConfig
 from keel.rl.types import ScoredGroup
 
-REASONS = 3
-"""Reasons for missing completions that are said."""
-MISSING = "missing"
+_REASONS = 3
+"""Reasons for missing completions per line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +18,11 @@ class Alarm:
     knob: str
     metric: str
     problem: str
-    """What is wrong, with the metric's value in its format."""
+    """Format string of the metric's value."""
     remedy: str
     below: bool = False
 
-    def rings(self, value: float, limit: float) -> bool:
+    def active(self, value: float, limit: float) -> bool:
         if not limit:
             return False
         return value < limit if self.below else value > limit
@@ -96,56 +95,59 @@ ALARMS = (
 
 
 class Alarms:
-    """Looks at each step, in order."""
+    """Checks the metrics of each step, in order."""
 
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
         self.ends = ""
-        """Why the run has to end, if it has."""
-        self._said: dict[str, int] = {}
-        """Step at which each was said last."""
+        """Reason to end the run, or ""."""
+        self._last_line: dict[str, int] = {}
+        """Step of the last line of each alarm."""
 
-    def look(
+    def check(
         self, step: int, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]
     ) -> tuple[int, list[str]]:
-        """Return how many alarms ring, and their lines: of each alarm at most one in `alarms.every`
-        steps. numbers: a step's metrics. groups: all that were sampled for it."""
-        ringing = {
+        """Return the number of active alarms, and lines to print.
+
+        Each alarm prints one line per `alarms.every` steps. groups: all that the step sampled.
+        """
+        active = {
             alarm.knob: f"{alarm.problem.format(numbers[alarm.metric])}; {alarm.remedy} "
             f"({alarm.metric}, alarms.{alarm.knob} = {getattr(self._config, alarm.knob):g})"
             for alarm in ALARMS
             if alarm.metric in numbers
-            and alarm.rings(numbers[alarm.metric], getattr(self._config, alarm.knob))
+            and alarm.active(numbers[alarm.metric], getattr(self._config, alarm.knob))
         }
         if line := self._missing(numbers, groups):
-            ringing[MISSING] = f"{line} (alarms.missing = {self._config.missing:g})"
-        lines = [self.ends] if self._below(step, numbers) else []
-        for knob, words in ringing.items():
-            if step - self._said.get(knob, -self._config.every) >= self._config.every:
-                self._said[knob] = step
-                lines.append(f"step {step}: {words}")
-        return len(ringing) + bool(self.ends), lines
+            active["missing"] = f"{line} (alarms.missing = {self._config.missing:g})"
+        lines: list[str] = []
+        if reason := self._too_low(step, numbers):
+            self.ends = reason
+            lines.append(reason)
+        for knob, text in active.items():
+            if step - self._last_line.get(knob, -self._config.every) >= self._config.every:
+                self._last_line[knob] = step
+                lines.append(f"step {step}: {text}")
+        return len(active) + bool(self.ends), lines
 
-    def _below(self, step: int, numbers: Mapping[str, float]) -> bool:
-        """Whether a set that is held out has fallen too far, which `ends` then says."""
-        for name, least in self._config.stop_below.items():
-            found = numbers.get(f"eval/{name}/pass@1", least)
-            if found < least:
+    def _too_low(self, step: int, numbers: Mapping[str, float]) -> str:
+        """The held-out set that has fallen below `alarms.stop_below`, or ""."""
+        for name, limit in self._config.stop_below.items():
+            value = numbers.get(f"eval/{name}/pass@1", limit)
+            if value < limit:
                 unscored = numbers.get(f"eval/{name}/unscored", 0)
-                self.ends = (
-                    f"step {step}: held-out {name}/pass@1 is {found:.3f}, and may not fall below "
-                    f"{least:g} (alarms.stop_below)"
+                note = f"; {unscored:.0f} completions had no score: counted wrong"
+                return (
+                    f"step {step}: held-out {name}/pass@1 is {value:.3f}, below {limit:g} "
+                    f"(alarms.stop_below){note if unscored else ''}"
                 )
-                if unscored:
-                    self.ends += f"; {unscored:.0f} completions had no score: counted wrong"
-                return True
-        return False
+        return ""
 
     def _missing(self, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]) -> str:
         missing = numbers.get("rollout/dropped_completions", 0)
-        there = sum(len(group.group.trajectories) for group in groups)
-        if not self._config.missing or missing <= self._config.missing * (missing + there):
+        present = sum(len(group.group.trajectories) for group in groups)
+        if not self._config.missing or missing <= self._config.missing * (missing + present):
             return ""
-        reasons = Counter(reason for group in groups for reason in group.group.dropped)
-        said = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(REASONS))
-        return f"{missing:g} completions are missing from the batch" + (f": {said}" if said else "")
+        counts = Counter(reason for group in groups for reason in group.group.dropped)
+        reasons = "; ".join(f"{n} {reason}" for reason, n in counts.most_common(_REASONS))
+        return f"{missing:g} completions are missing from the batch{reasons and ': ' + reasons}"

@@ -1,13 +1,13 @@
-"""Checkpoint folders: written whole or not at all, found again, and verified.
+"""Checkpoint folders: written atomically, found again, and verified.
 
-    checkpoints/step_000123/     one finished checkpoint
-        …                        what `write` put there (weights, optimizer, random state)
-        state.json               where the run stands
-        keel_manifest.json       written last: digests of all the others
-    checkpoints/.step_000124     one that is being written, or that a crash cut short
-    checkpoints/damaged_…        a damaged one, kept for repair
+    checkpoints/step_000123/     a finished checkpoint
+        …                        weights, optimizer, random state
+        state.json               step, version, data position
+        keel_manifest.json       written last: digests of all other files
+    checkpoints/.step_000124     a checkpoint in progress, or one cut short by a crash
+    checkpoints/damaged_…        a damaged checkpoint, kept for repair
 
-With ranks on several machines the run folder must be on a file system that all of them see.
+With ranks on several machines, the run folder must be on a file system that all of them share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keel.trainer.run.manifest import (
     MANIFEST,
     Entry,
     find_damage,
-    other_than,
+    model_difference,
     sync_folder,
     write_manifest,
 )
@@ -36,12 +36,11 @@ from keel.trainer.run.restarts import CollectiveTimeout
 
 STATE = "state.json"
 FORMAT = 2
-"""Number in `STATE` of the layout of a checkpoint folder."""
+"""Version of the checkpoint layout."""
 PROGRESS = "trainer.json"
-"""The trainer's own, with the layout that it was written on."""
+"""The trainer's progress and the layout that wrote the checkpoint."""
 PICKLED = "deepspeed"
-"""Folder of DeepSpeed's own files in checkpoints of early releases. They are pickles, which can run
-code when they are read, so they never are."""
+"""Folder of pickles in checkpoints of early releases; never read, since pickles can run code."""
 LAYOUT = (
     "trainer.ranks",
     "trainer.zero_stage",
@@ -49,38 +48,35 @@ LAYOUT = (
     "trainer.sequence_parallel",
     "rollout.engines",
 )
-"""Knobs that say over what a run is spread."""
 _FINISHED = re.compile(r"step_(\d{6,})")
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. The run is as it was before, and can go on."""
+    """A checkpoint could not be written; the run itself is intact and can continue."""
 
-    done = False
-    """It would have been that of the last step."""
+    final = False
+    """Set for the checkpoint of the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What a resumed run needs beside the trainer's own files."""
+    """Everything a resumed run needs besides the trainer's own files."""
 
     step: int
     version: int
     """Version of the weights."""
     cursor: Mapping[str, Any] = field(default_factory=dict)
-    """Where the data stream stands, as plain JSON values."""
+    """Position of the data stream, as JSON values."""
     config: str
-    """`config_digest` of the run that wrote it."""
+    """`config_digest` of the run."""
     model: str = ""
-    """Fingerprint of the model that the run began with (`keel.trainer.run.manifest.base_of`)."""
+    """`keel.trainer.run.manifest.base_of` of the run's initial model."""
     tokenizer: str = ""
-    """The same of its tokenizer (`keel.model.load.digest_of_tokenizer`)."""
+    """`keel.model.load.digest_of_tokenizer`"""
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.version < 0:
-            raise ValueError(
-                f"checkpoint: step {self.step} and version {self.version} must be >= 0"
-            )
+            raise ValueError(f"checkpoint: step {self.step}, version {self.version}: must be >= 0")
 
 
 def save(
@@ -91,21 +87,18 @@ def save(
     keep: int,
     say: Callable[[str], object] = print,
 ) -> Path:
-    """Write the checkpoint of `state.step` under `root` and drop all but the newest `keep`.
+    """Write the checkpoint of `state.step` under `root`, and delete all but the newest `keep`.
 
-    `write` fills the folder it is given, and returns what it has sealed of it already. A crash at
-    any moment leaves the older checkpoints as they were. Returns the finished folder; one of the
-    same step is replaced. Raises `SaveError` naming the folder where it cannot be written, and
-    `RuntimeError` where a rank failed at it in another way (`CollectiveTimeout`, where others
-    then do not answer), `WorkerLost` where it is gone.
-    `say`: told of older ones that cannot be deleted.
+    `write` fills a folder and returns the files it has sealed. A crash at any moment leaves older
+    checkpoints intact. Raises `SaveError` if the disk refuses, `CollectiveTimeout` or
+    `RuntimeError` if a rank failed, and `WorkerLost` if one died.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
     try:
-        for cut_short in root.glob(".step_*"):  # room that this one may need
-            shutil.rmtree(cut_short, ignore_errors=True)
-        root.mkdir(exist_ok=True)  # and no more of it: a run folder that is gone was deleted
+        for unfinished in root.glob(".step_*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        root.mkdir(exist_ok=True)  # not its parents: a deleted run folder must not reappear
         partial.mkdir()
         sealed = write(partial)
         content = {"format": FORMAT, **dataclasses.asdict(state)}
@@ -117,142 +110,133 @@ def save(
         sync_folder(root)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        # Any other says itself what is to be done: `WorkerLost` that the run starts again.
-        if (
-            isinstance(error, (OSError, SaveError, CollectiveTimeout))
-            or type(error) is RuntimeError
-        ):
-            text = f"{final}: cannot be written: {error}{_left(root)}"
-            disk = isinstance(error, (OSError, SaveError)) and not isinstance(error, TimeoutError)
-            kind = (
-                CollectiveTimeout
-                if isinstance(error, CollectiveTimeout)
-                else SaveError
-                if disk
-                else RuntimeError
-            )
-            raise kind(text) from error
-        raise
+        kind: type[Exception]
+        if isinstance(error, CollectiveTimeout):
+            kind = CollectiveTimeout
+        elif isinstance(error, SaveError | OSError) and not isinstance(error, TimeoutError):
+            kind = SaveError
+        elif isinstance(error, OSError) or type(error) is RuntimeError:
+            kind = RuntimeError
+        else:
+            raise
+        raise kind(f"{final}: cannot be written: {error}{_remaining(root)}") from error
     try:
-        prune(root, final, keep=keep)
-    except OSError as error:  # this one is there all the same
+        _prune(root, final, keep=keep)
+    except OSError as error:
         say(f"warning: {root}: older checkpoints cannot be deleted: {error}")
     return final
 
 
 def read_state(folder: Path) -> State:
-    """Raises `ValueError` naming the file when it is not a checkpoint's state."""
+    """Raises ValueError naming the file if it is not a checkpoint's state."""
     path = folder / STATE
     try:
-        return State(**{name: v for name, v in _content(path).items() if name != "format"})
+        return State(**{name: v for name, v in _read_json(path).items() if name != "format"})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the state of a checkpoint ({error})") from error
 
 
-def exchanged(folder: Path, base: str, tokenizer: str) -> str:
-    """What of a run's model is another now than when it wrote this checkpoint; "" where nothing is
-    or nobody knows. base, tokenizer: as `State` has them, of now."""
+def changed_model(folder: Path, base: str, tokenizer: str) -> str:
+    """Parts of the run's model that changed since this checkpoint was written; "" if none did.
+
+    base, tokenizer: current values of `State.model` and `State.tokenizer`.
+    """
     state = read_state(folder)
-    found = [other_than(state.model, base)]
+    changes = [model_difference(state.model, base)]
     if state.tokenizer and tokenizer and state.tokenizer != tokenizer:
-        found.append("another tokenizer or chat template")
-    return " and ".join(filter(None, found))
+        changes.append("another tokenizer or chat template")
+    return " and ".join(filter(None, changes))
 
 
 def finished(root: Path) -> list[Path]:
-    """Finished checkpoints under `root`, oldest first, damaged ones among them."""
-    found = [
+    """Finished checkpoints under `root`, damaged ones included, oldest first."""
+    folders = [
         path
         for path in (root.iterdir() if root.is_dir() else ())
         if _FINISHED.fullmatch(path.name)
         and any((path / name).is_file() for name in (STATE, MANIFEST))
     ]
-    return sorted(found, key=step_of)
+    return sorted(folders, key=step_of)
 
 
 def step_of(folder: Path) -> int:
-    """Of a finished checkpoint, by its name."""
     return int(folder.name.removeprefix("step_"))
 
 
 def latest(root: Path) -> Path | None:
-    """The finished checkpoint of the highest step, if there is one."""
+    """The finished checkpoint of the highest step."""
     return next(reversed(finished(root)), None)
 
 
 def latest_complete(root: Path) -> Path | None:
-    """The same without those that lack files, or have some of another size: at once, where a look
-    at every bit reads all of it."""
+    """The newest checkpoint whose files all have their size; reads no file to its end."""
     return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
 
 
 def problems(folder: Path, *, bits: bool = True) -> list[str]:
-    """List why a checkpoint cannot be resumed, a line for each file. Reads all files to their last
-    byte, unless `bits` is False."""
+    """List why a checkpoint cannot be resumed, one line per file. bits: read files completely."""
     if (folder / PICKLED).exists():
         return [
-            f"{PICKLED}/: pickles of an early release of Keel, which could run code and are not "
-            "read; export its model with that release and start a new run from it"
+            f"{PICKLED}/: pickles of an early release, which are not read because they can run "
+            "code. Export the model with that release and start a new run from it"
         ]
-    found = find_damage(folder, extra=True, bits=bits)
-    if not found:
-        try:
-            step = read_state(folder).step
-        except ValueError as error:
-            return [str(error)]
-        if step != step_of(folder):
-            return [f"{STATE}: of step {step}, so this is another checkpoint under its name"]
-    return found
+    if damage := find_damage(folder, extra=True, bits=bits):
+        return damage
+    try:
+        step = read_state(folder).step
+    except ValueError as error:
+        return [str(error)]
+    if step != step_of(folder):
+        return [f"{STATE}: of step {step}, so this is another checkpoint under its name"]
+    return []
 
 
 def layout_of(config: Config) -> dict[str, Any]:
-    """Knob → value: over what a run is spread."""
+    """Knobs that define how a run is spread over processes, with their values."""
     knobs = flatten_config(config)
     return {knob: knobs[knob] for knob in LAYOUT}
 
 
-def moved(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Knobs of the layout that differ → as the checkpoint was written, as `config` has them."""
+def layout_changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Layout knobs that differ between a checkpoint and `config`: (saved, current)."""
     try:
-        saved = _content(folder / PROGRESS)
+        saved = _read_json(folder / PROGRESS)
     except (OSError, ValueError):
         return {}
     now = layout_of(config)
     return {k: (saved[k], now[k]) for k in LAYOUT if k in saved and saved[k] != now[k]}
 
 
-def prune(root: Path, newest: Path, *, keep: int) -> None:
-    """Delete what comes before `keep` checkpoints, `newest` being the last of these, and what
-    crashes left behind. Any after it are damaged, or the run would have gone on from them."""
+def _prune(root: Path, newest: Path, *, keep: int) -> None:
+    """Keep `keep` checkpoints up to `newest`, and delete older ones and leftovers of crashes."""
     if keep < 1:
-        raise ValueError(f"prune: keep = {keep}, at least one checkpoint must stay")
-    until = [path for path in finished(root) if step_of(path) <= step_of(newest)]
-    for path in until[:-keep]:
-        path.rename(root / f".{path.name}")  # gone at once for whoever reads it meanwhile
+        raise ValueError(f"keep = {keep}, at least one checkpoint must stay")
+    for path in [path for path in finished(root) if step_of(path) <= step_of(newest)][:-keep]:
+        path.rename(root / f".{path.name}")  # atomic for concurrent readers
     for path in root.glob(".step_*"):
-        if path.is_symlink():
-            path.unlink()  # to where somebody has moved it
+        if path.is_symlink():  # moved elsewhere by the user
+            path.unlink()
         else:
             shutil.rmtree(path)
 
 
 def config_digest(config: Config) -> str:
-    """Digest of everything in `config` that shapes the training: all but `run` and `eval`."""
+    """Digest of all sections that shape the training: all but `run` and `eval`."""
     sections = dataclasses.asdict(config)
     shaping = {name: value for name, value in sections.items() if name not in ("run", "eval")}
     text = json.dumps(shaping, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _left(root: Path) -> str:
-    """What there is at `root` after a checkpoint failed."""
+def _remaining(root: Path) -> str:
+    """The checkpoint and disk space that remain after a failed save."""
     if not root.is_dir():
         return ""
     last, free = latest(root), shutil.disk_usage(root).free
-    there = f"{last.name} is there to resume from" if last else "there is no earlier checkpoint"
+    resume = f"{last.name} is there to resume from" if last else "there is no earlier checkpoint"
     room = f"{free / 2**30:.1f} GiB" if free >= 2**30 else f"{free / 2**20:.1f} MiB"
-    return f"\n{there}; {room} are free"
+    return f"\n{resume}; {room} free"
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())

@@ -1,17 +1,17 @@
 """The run folder: one run, one config, one process at a time.
 
 config.yaml     every knob, resolved
-chosen.json     of these, what the recipe left to Keel, and the hardware that it was chosen for
-metrics.jsonl   one object a step
-tensorboard/    the same as curves
-events.jsonl    what happened besides: resumed, an alarm, an engine started again
+chosen.json     the `auto` values that Keel chose, and the hardware they were chosen for
+metrics.jsonl   one JSON object per step
+tensorboard/    the same metrics as curves
+events.jsonl    resumes, restarts, alarms and other events
 trajectories/   readable samples of each step, and their tokens for `keel report`
 checkpoints/    what `run.resume: auto` continues from
 nonfinite/      batches of steps without a finite gradient, for `keel replay`
-trackers/       how far each of `run.trackers` has been told of the run
-rewards/        what reward functions print, a file for each worker
-model/          the trained model, once the run has ended; model_60 that of an earlier end
-before_1/ …     what runs that ended without a checkpoint wrote here
+trackers/       progress of each of `run.trackers`
+rewards/        output of reward functions, one file per worker
+model/          the trained model, once the run has ended; model_60 is that of an earlier end
+before_1/ …     files of earlier runs that ended without a checkpoint
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from keel.configs.diff import stepping
 from keel.configs.load import check_resumable, dump_config, load_config
@@ -32,74 +33,66 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.shipped import find
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
-from keel.trainer.run.journal import lacking, metric_lines, to_disk
+from keel.trainer.run.journal import metric_lines, missing_steps, sync_record
 from keel.trainer.run.manifest import (
     Entry,
     base_of,
     check_exported,
-    other_than,
-    said,
+    join_problems,
+    model_difference,
     write_manifest,
 )
 
 MARK = ".lock"
-"""Held by the process at work in the folder. What it says, no other folder's does: by that the
-trainer's ranks know that they see the same."""
-WRITTEN = (
+"""Lock file with a random token, by which trainer ranks verify that they see the same folder."""
+_WRITTEN = (
     *("config.yaml", "chosen.json", "metrics.jsonl", "events.jsonl", "tensorboard"),
     *("trajectories", "rewards", "nonfinite", "model", "trackers"),
 )
 
 
 class RunFolder:
-    """Open as a context: creates the folder, refuses another run's, and holds it while open."""
+    """Context manager that creates, checks and locks the run folder."""
 
     def __init__(self, config: Config, tokenizer: str = "") -> None:
-        """tokenizer: `keel.model.load.digest_of_tokenizer` of the model's; empty: not known."""
+        """tokenizer: digest of the model's tokenizer (`digest_of_tokenizer`); "" if unknown."""
         self.path = Path(config.run.dir).expanduser()
         self._config = config
         self._checkpoints = self.path / "checkpoints"
         self._metrics = self.path / "metrics.jsonl"
         self.set_aside: Path | None = None
-        """Where entering put what an earlier run wrote that cannot be continued."""
+        """Folder with the files of an earlier run that had no checkpoint."""
         self.base, self.tokenizer = base_of(config), tokenizer
-        self._words: list[str] = []
+        self._warnings: list[str] = []
         self._changed: list[str] = []
-        """Knobs of the learning rate that differ from the run's last start."""
-        self._ended = 0
+        """Learning-rate knobs that changed since the last start."""
+        self._last_step = 0
         """Step of the newest checkpoint on entering, damaged ones included."""
         self._problems: dict[Path, list[str]] = {}
-        """Of checkpoints that have been verified: each is read once."""
+        """Problems of verified checkpoints; each is read once."""
 
     def __enter__(self) -> Self:
         """Raises ConfigError if the folder belongs to another config or is in use."""
-        self._check_place()
-        try:
+        self._check_location()
+        with self._writable():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / MARK).open("a+")
-        except OSError as error:
-            raise ConfigError(
-                f"run.dir = {self.path}: cannot be written ({error.strerror})"
-            ) from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise ConfigError(
-                f"run.dir = {self.path}: another process is running there; choose another folder"
-            ) from error
-        try:
-            self._mark()
-            self.check()
-            self._put_damaged_aside()
-            if self.latest is None and self._metrics.exists():
-                self.set_aside = self._put_aside()
-            self._write_config()
-        except OSError as error:
-            self._lock.close()
-            raise ConfigError(
-                f"run.dir = {self.path}: cannot be written ({error.strerror})"
-            ) from error
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(
+                    f"run.dir = {self.path}: in use by another process; choose another folder"
+                ) from error
+            with self._writable():
+                self._write_mark()
+                self.check()
+                self._set_damaged_aside()
+                if self.latest is None and self._metrics.exists():
+                    self.set_aside = self._set_run_aside()
+                partial = self.path / "config.tmp"
+                partial.write_text(dump_config(self._config))
+                partial.replace(self.path / "config.yaml")
         except BaseException:
             self._lock.close()
             raise
@@ -108,34 +101,44 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
-    def _mark(self) -> None:
-        """Once, and on the disk: another machine may keep for a while what it has read of it."""
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir = {self.path}: cannot be written ({error.strerror})"
+            ) from error
+
+    def _write_mark(self) -> None:
         self._lock.seek(0)
         if not self._lock.read():
-            # Past the file's buffer, which `close` would want to write again on a full disk.
+            # Bypasses the file's buffer, which `close` would flush again on a full disk.
             os.write(self._lock.fileno(), f"{secrets.token_hex(8)}\n".encode())
             os.fsync(self._lock.fileno())
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
-        """Raises ConfigError if the folder holds a run that this config may not continue (of the
-        knobs that begin with `of`: whose policy it may not use), or one whose checkpoints are all
-        damaged. Reads the newest checkpoint to its last bit."""
-        self._check_place()
+        """Verify that this config may continue the run in the folder.
+
+        of: prefixes of the knobs to compare. Reads the newest checkpoint completely. Raises
+        ConfigError, also if all checkpoints are damaged.
+        """
+        self._check_location()
         newest = checkpoint.latest(self._checkpoints)
         if newest is None:
             return
         if self._config.run.resume == "never":
             raise ConfigError(
                 f"run.dir = {self.path}: holds {newest.name}, and run.resume is never. Choose "
-                "another folder, or run.resume=auto to resume there"
+                "another folder, or set run.resume=auto"
             )
         saved, state = self.path / "config.yaml", self.state()
         if self.latest is None or state is None:
-            damaged = [f"\n  {path.name}: {said(why)}" for path, why in self.damaged.items()]
+            damaged = [f"\n  {path.name}: {join_problems(p)}" for path, p in self.damaged.items()]
             raise ConfigError(
-                f"run.dir = {self.path}: every checkpoint is damaged:{''.join(damaged)}\nPut one "
-                f"back from a copy, or choose another folder; to start over here, move "
-                f"{self._checkpoints} away"
+                f"run.dir = {self.path}: every checkpoint is damaged:{''.join(damaged)}\nRestore "
+                f"one from a copy, choose another folder, or move {self._checkpoints} away to "
+                "start over"
             )
         try:
             metric_lines(self._metrics)
@@ -147,49 +150,45 @@ class RunFolder:
             self._changed = stepping(before, self._config)
         elif state.config != checkpoint.config_digest(self._config):
             raise ConfigError(
-                f"run.dir = {self.path}: holds {self.latest.name} of a run with another config "
-                "(its config.yaml is gone, so no knob can be named). Choose another folder"
+                f"run.dir = {self.path}: holds {self.latest.name} of a run with another config. "
+                "Choose another folder"
             )
-        if of == ("",) and (other := other_than(state.model, self.base)):
+        if of == ("",) and (change := model_difference(state.model, self.base)):
             raise ConfigError(
-                f"run.dir = {self.path}: model.path = {self._config.model.path!r} has "
-                f"{other} than when {self.latest.name} was written. The run's reference policy, "
-                "and what of the model is not trained, would be others from here on. Put the "
-                "model back, or choose another run.dir"
+                f"run.dir = {self.path}: model.path = {self._config.model.path!r} has {change} "
+                f"than when {self.latest.name} was written. Restore the model, or choose another "
+                "run.dir"
             )
 
-    def _check_place(self) -> None:
+    def _check_location(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"run.dir = {self.path}: is a file; choose another folder")
         if "/_ray_pkg_" in str(self.path.absolute()):
-            cure = "which it deletes: give a path that stays (run.dir=$PWD/runs/NAME)"
-            raise ConfigError(f"run.dir = {self.path}: is in Ray's copy of --working-dir, {cure}")
+            raise ConfigError(
+                f"run.dir = {self.path}: is in Ray's copy of --working-dir, which Ray deletes. "
+                "Set an absolute path (run.dir=$PWD/runs/NAME)"
+            )
 
-    def _write_config(self) -> None:
-        """Whole or, on a full disk, not at all: a resumed run is compared with it."""
-        fresh = self.path / "config.tmp"
-        fresh.write_text(dump_config(self._config))
-        fresh.replace(self.path / "config.yaml")
-
-    def _put_aside(self) -> Path:
-        """Without a checkpoint a run starts over: make room for its files."""
+    def _set_run_aside(self) -> Path:
         number = 1
         while (aside := self.path / f"before_{number}").exists():
             number += 1
         aside.mkdir()
-        for name in WRITTEN:
+        for name in _WRITTEN:
             if (self.path / name).exists():
                 (self.path / name).rename(aside / name)
         return aside
 
-    def _put_damaged_aside(self) -> None:
-        """The run will come to their steps again, and must not write over them."""
+    def _set_damaged_aside(self) -> None:
+        """Rename damaged checkpoints, so that the run does not overwrite them."""
         newest = checkpoint.latest(self._checkpoints)
-        self._ended = checkpoint.step_of(newest) if newest else 0
-        for path, why in self.damaged.items():
-            aside = unused(path.with_name(f"damaged_{path.name}"))
+        self._last_step = checkpoint.step_of(newest) if newest else 0
+        for path, problems in self.damaged.items():
+            aside = _unused(path.with_name(f"damaged_{path.name}"))
             path.rename(aside)
-            self._words.append(f"{path} is damaged ({said(why)}): it is kept as {aside.name}")
+            self._warnings.append(
+                f"{path} is damaged ({join_problems(problems)}): it is kept as {aside.name}"
+            )
 
     @property
     def latest(self) -> Path | None:
@@ -197,38 +196,37 @@ class RunFolder:
         for path in reversed(checkpoint.finished(self._checkpoints)):
             if path not in self._problems:
                 problems = checkpoint.problems(path)
-                if not path.exists():  # a run in progress has pruned it meanwhile
+                if not path.exists():  # pruned meanwhile by a run in progress
                     continue
                 self._problems[path] = problems
             if not self._problems[path]:
                 return path
         return None
 
-    def chosen(self, knob: str, which: str) -> Path | None:
-        """`last`: the newest; `base`: none; else the step of one. Raises ConfigError where there is
-        none of that step, or it is damaged."""
-        if which == "base":
+    def select_checkpoint(self, knob: str, value: str) -> Path | None:
+        """Resolve `last`, `base` (None) or a step number. Raises ConfigError naming `knob`."""
+        if value == "base":
             return None
         latest = self.latest
-        if which == "last":
+        if value == "last":
             return latest
-        there = {checkpoint.step_of(p): p for p in checkpoint.finished(self._checkpoints)}
-        knob = f"{knob} = {which}"
-        if (path := there.get(int(which))) is None:
-            known = ", ".join(map(str, sorted(there))) or "none"
-            raise ConfigError(f"{knob}: {self._checkpoints} has checkpoints of steps: {known}")
+        by_step = {checkpoint.step_of(p): p for p in checkpoint.finished(self._checkpoints)}
+        knob = f"{knob} = {value}"
+        if (path := by_step.get(int(value))) is None:
+            steps = ", ".join(map(str, sorted(by_step))) or "none"
+            raise ConfigError(f"{knob}: {self._checkpoints} has checkpoints of steps: {steps}")
         if problems := checkpoint.problems(path):
-            raise ConfigError(f"{knob}: {path} is damaged ({said(problems)})")
+            raise ConfigError(f"{knob}: {path} is damaged ({join_problems(problems)})")
         return path
 
     def state(self) -> State | None:
-        """Of `latest`."""
+        """State of the newest intact checkpoint."""
         latest = self.latest
         return checkpoint.read_state(latest) if latest else None
 
     @property
     def damaged(self) -> dict[Path, list[str]]:
-        """Checkpoints newer than `latest`, newest first, and what is wrong with them."""
+        """Damaged checkpoints newer than `latest` with their problems, newest first."""
         latest = self.latest
         return {
             path: self._problems[path]
@@ -236,75 +234,68 @@ class RunFolder:
             if path != latest and self._problems.get(path)
         }
 
-    def words(self) -> list[str]:
-        """What a user should know of checkpoints and record, after `check` or on entering."""
+    def warnings(self) -> list[str]:
+        """Warnings about checkpoints and metrics, available after `check` or entering."""
         latest = self.latest
-        lines = [*self._words]
-        lines += [f"{path} is damaged ({said(why)})" for path, why in self.damaged.items()]
-        if lines and latest:
+        lines = list(self._warnings)
+        lines += [f"{path} is damaged ({join_problems(p)})" for path, p in self.damaged.items()]
+        if latest is None:
+            return lines
+        if lines:
             lines.append(f"the run resumes from {latest.name}, the newest intact checkpoint")
-        if latest and (other := checkpoint.exchanged(latest, self.base, self.tokenizer)):
+        if change := checkpoint.changed_model(latest, self.base, self.tokenizer):
             lines.append(
-                f"model.path = {self._config.model.path!r} has {other} than when {latest.name} was "
-                "written: what is sampled with it may not be what the run's policy says. Put the "
-                "model back as it was"
+                f"model.path = {self._config.model.path!r} has {change} than when {latest.name} "
+                "was written, so samples may not match the run's policy. Restore the model"
             )
-        if latest and self._changed:
-            first = checkpoint.step_of(latest) + 1
-            lines.append(f"from step {first} on: {', '.join(self._changed)}")
-        if latest and (other := self._moved()):
-            spread = any(knob.startswith("trainer.") for knob in other)
+        step = checkpoint.step_of(latest)
+        if self._changed:
+            lines.append(f"from step {step + 1} on: {', '.join(self._changed)}")
+        if changes := checkpoint.layout_changes(latest, self._config):
+            resharded = any(knob.startswith("trainer.") for knob in changes)
+            before = ", ".join(f"{knob} = {values[0]}" for knob, values in changes.items())
+            now = ", ".join(f"{knob} = {values[1]}" for knob, values in changes.items())
             lines.append(
-                f"{latest.name} was saved with {listed(other, 0)}; this run has {listed(other, 1)}"
-                + ": the optimizer's state is re-sharded, and numbers are added up in another order"
-                * spread
+                f"{latest.name} was saved with {before}; this run has {now}"
+                + "; the optimizer's state is resharded, so sums run in another order" * resharded
             )
-        if latest and (steps := lacking(self._metrics, checkpoint.step_of(latest))):
+        if steps := missing_steps(self._metrics, step):
             lines.append(
-                f"{self._metrics} lacks {steps}, which the run has done (lost in a crash, or by a "
-                "copy that was not whole): its curves have a gap there. The training itself is not "
-                f"affected: {latest.name} holds all that the run resumes from"
+                f"{self._metrics} lacks {steps}, so its curves have a gap. The training itself is "
+                f"not affected: {latest.name} is complete"
             )
         return lines
 
-    def standing(self) -> str:
-        """How far the run in it has come, for people; "" where there is none."""
+    def status(self) -> str:
+        """Human-readable progress of the run in the folder; "" if there is none."""
         if (state := self.state()) is None:
             return ""
         steps = self._config.run.steps
         if state.step >= steps:
-            return f"holds a run that has done its {state.step} steps; raise run.steps to go on"
-        return f"holds a run, which goes on from step {state.step} of {steps}"
-
-    def _moved(self) -> Mapping[str, tuple[Any, Any]]:
-        """Knobs of the layout that are not those of the checkpoint: as it has them, as they are."""
-        latest = self.latest
-        return checkpoint.moved(latest, self._config) if latest else {}
+            return f"holds a run whose {state.step} steps are done; raise run.steps to continue"
+        return f"holds a run that resumes from step {state.step} of {steps}"
 
     @property
     def model(self) -> Path:
-        """Where the trained model is, once `export` has been through."""
+        """Folder of the exported model."""
         return self.path / "model"
 
     @property
     def rewards(self) -> Path:
-        """For what reward functions print."""
+        """Folder for the output of reward functions."""
         return self.path / "rewards"
 
     def check_model(self) -> None:
-        """Raises ConfigError if the exported model is damaged."""
-        check_exported(
-            self.model, "move that folder away and start the run as before to write it again"
-        )
+        """Raise ConfigError if the exported model is damaged."""
+        check_exported(self.model, "move that folder away and start the run again to rewrite it")
 
     def begin(self, step: int) -> None:
-        """The run resumes from `step`: what it exported there is no longer its end."""
+        """Rename an exported model that further training makes obsolete."""
         if self.model.exists():
-            self.model.rename(unused(self.path / f"model_{max(step, self._ended)}"))
+            self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
-        """Have `write` make `model`, and return what it has sealed of it: all of it or, after an
-        error, none. Raises `OSError` naming the folder where it cannot be written."""
+        """Export the model atomically. `write` returns the files it has sealed."""
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -314,36 +305,34 @@ class RunFolder:
         except OSError as error:
             raise OSError(f"{self.model}: the model cannot be written ({error})") from error
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # what there is of it after an error
+            shutil.rmtree(partial, ignore_errors=True)
 
     def evaluations(self) -> dict[str, list[tuple[int, float]]]:
-        """`<set>/<metric>`, such as `sums/pass@1` → (step, value), from `metrics.jsonl`."""
-        found: dict[str, list[tuple[int, float]]] = {}
+        """Map `<set>/<metric>`, such as `sums/pass@1`, to its (step, value) pairs."""
+        points: dict[str, list[tuple[int, float]]] = {}
         for step, line in metric_lines(self._metrics):
             for name, value in json.loads(line).items():
                 if name.startswith("eval/"):
-                    points = found.setdefault(name.removeprefix("eval/"), [])
-                    points.append((step, value))
-        return found
+                    points.setdefault(name.removeprefix("eval/"), []).append((step, value))
+        return points
 
-    def unmeasured(self, step: int) -> bool:
-        """Whether held-out sets are measured in this run, and were not at this step, which it has
-        done: it was ended meanwhile."""
-        points = [point for found in self.evaluations().values() for point in found]
-        return bool(points) and all(at != step for at, _ in points)
+    def needs_evaluation(self, step: int) -> bool:
+        """True if the run evaluates held-out sets but was interrupted before that of `step`."""
+        steps = [at for points in self.evaluations().values() for at, _ in points]
+        return bool(steps) and step not in steps
 
     def check_heldout(self, step: int) -> None:
-        """Raises ConfigError where a held-out set had fallen below `alarms.stop_below` when it was
-        measured last, up to this step: the run has ended for that."""
-        found = self.evaluations() if self._config.alarms.stop_below else {}
-        for name, least in self._config.alarms.stop_below.items():
-            points = [p for p in found.get(f"{name}/pass@1", []) if 0 < p[0] <= step]
-            if points and points[-1][1] < least:
+        """Raise ConfigError if `alarms.stop_below` has ended the run at or before `step`."""
+        limits = self._config.alarms.stop_below
+        evaluations = self.evaluations() if limits else {}
+        for name, limit in limits.items():
+            points = [p for p in evaluations.get(f"{name}/pass@1", []) if 0 < p[0] <= step]
+            if points and points[-1][1] < limit:
                 at, value = points[-1]
                 raise ConfigError(
-                    f"alarms.stop_below.{name} = {least:g}: pass@1 was {value:.3f} at step {at}, "
-                    f"which ended the run in {self.path}; lower it to go on from there all the "
-                    "same, or take away the later checkpoints"
+                    f"alarms.stop_below.{name} = {limit:g}: pass@1 was {value:.3f} at step {at}, "
+                    f"which ended the run in {self.path}. Lower it to continue, or delete the "
+                    "later checkpoints"
                 )
 
     def save(
@@ -352,41 +341,38 @@ class RunFolder:
         write: Callable[[Path], Mapping[str, Entry]],
         say: Callable[[str], object] = print,
     ) -> Path:
-        """As `checkpoint.save`, once what was written of the steps before is on the disk."""
+        """Sync the record of all steps so far to disk, then save a checkpoint."""
         keep, before = self._config.run.keep_checkpoints, checkpoint.latest(self._checkpoints)
 
-        def written(partial: Path) -> Mapping[str, Entry]:
-            to_disk(self.path, checkpoint.step_of(before) if before else 0)
+        def synced(partial: Path) -> Mapping[str, Entry]:
+            sync_record(self.path, checkpoint.step_of(before) if before else 0)
             return write(partial)
 
-        saved = checkpoint.save(self._checkpoints, state, written, keep=keep, say=say)
-        self._problems.pop(saved, None)  # of another that was there
+        saved = checkpoint.save(self._checkpoints, state, synced, keep=keep, say=say)
+        self._problems.pop(saved, None)  # of a replaced one
         return saved
 
 
 def check_recipe(recipe: str, overrides: Sequence[str], config: Config) -> None:
-    """Raises ConfigError where a recipe is the `config.yaml` of a run in another folder than its
-    `run.dir`, as after it was moved: the command would find no run there, or begin one."""
+    """Raise ConfigError if `recipe` is the config.yaml of a run that is not in its `run.dir`.
+
+    A moved run folder would otherwise start a new run at its old place.
+    """
     path = find(Path(recipe))
-    there = path.name == "config.yaml" and (path.parent / MARK).exists()
-    said = any(re.match(r"\s*run(\.dir\s*=|\s*=.*\bdir\b)", word) for word in overrides)
-    own = Path(config.run.dir).expanduser().resolve()
-    if there and not said and path.parent.resolve() != own:
+    in_run = path.name == "config.yaml" and (path.parent / MARK).exists()
+    overridden = any(re.match(r"\s*run(\.dir\s*=|\s*=.*\bdir\b)", word) for word in overrides)
+    folder = Path(config.run.dir).expanduser().resolve()
+    if in_run and not overridden and path.parent.resolve() != folder:
         raise ConfigError(
-            f"{recipe}: is the recipe of the run in {path.parent}, and its run.dir is "
-            f"{config.run.dir}. To go on with that run: run.dir={path.parent}; for a new one with "
-            "this recipe, name another folder there"
+            f"{recipe}: belongs to the run in {path.parent}, but its run.dir is "
+            f"{config.run.dir}. Set run.dir={path.parent} to resume that run, or another folder "
+            "to start a new one"
         )
 
 
-def listed(knobs: Mapping[str, tuple[Any, Any]], which: int) -> str:
-    """The former (0) or the present (1) values."""
-    return ", ".join(f"{knob} = {values[which]}" for knob, values in knobs.items())
-
-
-def unused(path: Path) -> Path:
-    """`path`, or the first of `path_2`, `path_3` … that does not exist."""
-    found, number = path, 2
-    while found.exists():
-        found, number = path.with_name(f"{path.name}_{number}"), number + 1
-    return found
+def _unused(path: Path) -> Path:
+    """`path`, or the first of `path_2`, `path_3`, … that does not exist."""
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}_{number}"), number + 1
+    return candidate

@@ -1,5 +1,4 @@
-"""Every prompt that a run has taken from its sources is trained on, discarded by the filter, or
-still waits, and once: looked for at each step, by drawing the same prompts again."""
+"""Audits that each prompt drawn is trained on, discarded or waiting, exactly once."""
 
 from __future__ import annotations
 
@@ -11,67 +10,65 @@ from keel.rl.buffer import Batch
 from keel.rl.metrics import Metric, Sum
 from keel.rl.types import Prompt, ScoredGroup
 
-MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
-class Drawn(Protocol):
+class _Stream(Protocol):
     """`keel.data.stream.Stream`"""
 
     def state(self, unfinished: Sequence[Prompt] = ()) -> dict[str, Any]: ...
 
     def draws(self, since: Mapping[str, int], until: Mapping[str, int]) -> Sequence[Prompt]:
-        """What is taken between these positions, whoever has taken what."""
+        """Draw the prompts between two positions again."""
         ...
 
 
 class PromptAudit:
-    """Of one stretch of a run, from a checkpoint on."""
+    """Compares the prompts of each step with those that the stream draws again."""
 
-    def __init__(self, stream: Drawn, say: Callable[[str], Any], *, since: int = 0) -> None:
-        """stream: of prompts, where the stretch begins, after step `since`; say: told of what does
-        not add up."""
+    def __init__(self, stream: _Stream, say: Callable[[str], Any], *, since: int = 0) -> None:
+        """since: the step after which `stream` stands."""
         self._stream, self._say, self._since = stream, say, since
-        self._at, self._discarding = stream.state(), list[str]()
-        self.trained = self.discarded = self.lost = self.twice = 0
+        self._position, self._discarding = stream.state(), list[str]()
+        self._trained = self._discarded = self._lost = self._repeated = 0
 
-    def account(
+    def check(
         self, batch: Batch, position: Mapping[str, Any], discarding: Sequence[Prompt]
     ) -> dict[str, Metric]:
-        """Note that `batch` has been trained on. position: where the stream stands after it;
-        discarding: whose groups are filtered out and in no batch yet.
+        """Count a batch that was trained on.
 
-        Metrics: `ledger/waiting` prompts that were taken and not trained on yet, `ledger/lost` and
-        `ledger/twice` in this step.
+        position: of the stream after it. discarding: prompts of filtered groups that no batch has
+        reported yet.
         """
-        drawn = self._stream.draws(self._at["drawn"], position["drawn"])
-        before = [*self._at["unfinished"], *self._discarding]
-        after = [*position["unfinished"], *(prompt.prompt_id for prompt in discarding)]
-        due = Counter([*before, *(prompt.prompt_id for prompt in drawn)])
-        found = Counter([*names(batch.groups), *names(batch.discarded), *after])
-        lost, twice = due - found, found - due
-        self.trained += len(batch.groups)
-        self.discarded += len(batch.discarded)
-        self.lost += lost.total()
-        self.twice += twice.total()
-        for what, wrong in (("lost", lost), ("trained on twice", twice)):
-            if wrong:
-                some = ", ".join(sorted(wrong)[:MOST_NAMED])
-                self._say(f"{wrong.total()} prompt(s) {what}: {some}")
-        self._at, self._discarding = dict(position), after[len(position["unfinished"]) :]
+        drawn = self._stream.draws(self._position["drawn"], position["drawn"])
+        waiting, pending = position["unfinished"], [prompt.prompt_id for prompt in discarding]
+        before = [*self._position["unfinished"], *self._discarding]
+        expected = Counter([*before, *(prompt.prompt_id for prompt in drawn)])
+        ids = [*_ids(batch.groups), *_ids(batch.discarded), *waiting, *pending]
+        lost, repeated = expected - Counter(ids), Counter(ids) - expected
+        self._trained += len(batch.groups)
+        self._discarded += len(batch.discarded)
+        self._lost += lost.total()
+        self._repeated += repeated.total()
+        for problem, prompts in (("lost", lost), ("trained on twice", repeated)):
+            if prompts:
+                names = ", ".join(sorted(prompts)[:_MAX_NAMED])
+                self._say(f"{prompts.total()} prompt(s) {problem}: {names}")
+        self._position, self._discarding = dict(position), pending
         return {
-            "ledger/waiting": Sum(len(position["unfinished"])),
+            "ledger/waiting": Sum(len(waiting)),
             "ledger/lost": Sum(lost.total()),
-            "ledger/twice": Sum(twice.total()),
+            "ledger/twice": Sum(repeated.total()),
         }
 
-    def words(self) -> str:
-        """What it came to."""
+    def summary(self) -> str:
         return (
-            f"since step {self._since}: {self.trained} prompts trained on, "
-            f"{self.discarded} discarded by the filter, "
-            f"{len(self._at['unfinished'])} waiting, {self.lost} lost, {self.twice} twice"
+            f"since step {self._since}: {self._trained} prompts trained on, "
+            f"{self._discarded} discarded by the filter, "
+            f"{len(self._position['unfinished'])} waiting, {self._lost} lost, "
+            f"{self._repeated} twice"
         )
 
 
-def names(groups: Iterable[ScoredGroup]) -> list[str]:
+def _ids(groups: Iterable[ScoredGroup]) -> list[str]:
     return [group.group.prompt.prompt_id for group in groups]

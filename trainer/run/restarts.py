@@ -1,31 +1,30 @@
-"""What a new start of engines and trainer mends, and how often it may."""
+"""Failures that end a training attempt, and the limit on automatic restarts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-RESUME_HINT = (
-    "what was saved is there, and the run goes on when it is started again in the same way"
-)
-"""Who has started it may have called `keel.train`, and no command."""
+RESUME_HINT = "start it again in the same way to resume from the last checkpoint"
 WINDOW_S = 3 * 3600.0
-"""A run of weeks outlives losses that are this far apart, however many."""
 
 
 class WorkerLost(RuntimeError):
-    """A process or a node is gone, or does not answer, through no fault of the recipe's that is
-    known: from the last checkpoint a new one does as well."""
+    """A process or node died or stopped answering; a restart from the last checkpoint helps."""
 
 
 class CollectiveTimeout(RuntimeError):
-    """A rank raised, and others wait for it in a collective: nothing more can be asked of them, not
-    even a checkpoint. What raised it would do so again after a new start."""
+    """A rank raised while the others wait for it in a collective.
+
+    No checkpoint can be written, and a restart would fail in the same way.
+    """
 
 
 class OutOfMemory(WorkerLost):
-    """A rank's GPU was too small for a step: with smaller micro-batches a new start does better.
-    `dropped`: the ranks are well, and hold nothing of the step."""
+    """A training step did not fit on a rank's GPU; smaller micro-batches help.
+
+    `dropped`: the ranks are alive and hold nothing of the failed step.
+    """
 
     def __init__(self, text: str, *, dropped: bool = False) -> None:
         super().__init__(text)
@@ -33,33 +32,28 @@ class OutOfMemory(WorkerLost):
 
 
 class UpdateOutOfMemory(RuntimeError):
-    """A rank's GPU was too small where an optimizer updates weights: micro-batches and activations
-    are not there any more, so neither smaller ones nor a new start help."""
+    """The optimizer update did not fit on a rank's GPU; smaller micro-batches do not help."""
 
 
 class Restarts:
-    """How often a run has been started again from its last checkpoint."""
+    """Counts restarts of engines and trainer within a sliding window of `WINDOW_S`."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """most: within `WINDOW_S` (`run.max_restarts`)."""
-        self._most, self._clock = most, clock
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """limit: `run.max_restarts`."""
+        self._limit, self._clock = limit, clock
         self._times: list[float] = []
-        self.begun = False
-        """Whether it has ever come to train: what cannot start, a new start does not mend."""
+        self.started = False
+        """Set once training has begun: a run that cannot start is not restarted."""
 
-    def another(self, error: WorkerLost) -> None:
-        """Count one more for `error`, or raise it with what to do about it."""
-        if not self.begun:
+    def count(self, error: WorkerLost) -> None:
+        """Count one restart, or raise `error` with a hint if no restart is allowed."""
+        if not self.started:
             raise error
         now = self._clock()
         self._times = [at for at in self._times if now - at < WINDOW_S]
-        if len(self._times) >= self._most:
-            often = (
-                f"this was loss {len(self._times) + 1} within {WINDOW_S / 3600:g} hours, and "
-                if self._times
-                else ""
-            )
+        if len(self._times) >= self._limit:
+            losses = f"loss {len(self._times) + 1} within {WINDOW_S / 3600:g} hours, "
             raise WorkerLost(
-                f"{error}\n{often}run.max_restarts = {self._most}. {RESUME_HINT.capitalize()}"
+                f"{error}\n{losses}run.max_restarts = {self._limit}. {RESUME_HINT.capitalize()}"
             ) from error
         self._times.append(now)

@@ -1,17 +1,20 @@
-"""A run in its folder, from the first look at what is there to the closing words."""
+"""The life of a run: open its folder, train with restarts, export the model, print a summary."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
+from shutil import which
 from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
 from keel.model.ray_timeouts import RayLost, is_loss, lost_reason
+from keel.rl.metrics import MEASURES
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
@@ -19,16 +22,14 @@ from keel.trainer.run.journal import Journal, note
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import RESUME_HINT, OutOfMemory, Restarts, WorkerLost
-from keel.trainer.run.signals import asked, preempted, print_line
-from keel.trainer.run.summary import closing_summary
-from keel.trainer.run.trackers.known import check_trackers, maker
-from keel.trainer.run.trackers.sender import CLOSE_S, HURRY_S, OWN, Trackers, TrackerThread
-from keel.trainer.run.trackers.tracker import End, knobs_of
+from keel.trainer.run.signals import preempted, print_line, stop_requested
+from keel.trainer.run.trackers.sender import open_trackers
+from keel.trainer.run.trackers.tracker import check_trackers
 from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import View, open_view
 
 
-class Learner(Protocol):
+class _Learner(Protocol):
     @property
     def version(self) -> int: ...
     @property
@@ -39,12 +40,12 @@ class Learner(Protocol):
     def export(self) -> Callable[..., Mapping[str, Entry]]: ...
 
 
-class Started(Protocol):
+class _System(Protocol):
     @property
-    def learner(self) -> Learner: ...
+    def learner(self) -> _Learner: ...
 
 
-S = TypeVar("S", bound=Started)
+S = TypeVar("S", bound=_System)
 
 
 def run_with_restarts(
@@ -54,71 +55,68 @@ def run_with_restarts(
     text: str,
     restore: Callable[[Mapping[str, Any]], None],
     position: Callable[[], Mapping[str, Any]],
-    started: Callable[[RunFolder], AbstractContextManager[S]],
+    launch: Callable[[RunFolder], AbstractContextManager[S]],
     drive: Callable[[S, RunFolder, View, int], int],
-    chosen: Callable[[Path], None] = lambda _: None,
-    lowered: Callable[[OutOfMemory], str] | None = None,
-    again: str = "",
+    on_open: Callable[[Path], None] = lambda _: None,
+    on_out_of_memory: Callable[[OutOfMemory], str] | None = None,
+    resume_command: str = "",
     tokenizer: str = "",
 ) -> None:
-    """Begin the run of `config`, or go on with it.
+    """Start or resume the run of `config`, restarting it after a lost process.
 
-    command: what the user called, without `keel`. text: what is planned. restore: puts the data
-    where a checkpoint, or `position`, says it stood. started: what trains. drive: the loop; returns
-    the last step done. chosen: keeps in the folder what was chosen for the run. When it has lost a
-    process (`WorkerLost`), all of it is started again from the newest checkpoint,
-    `run.max_restarts` times; `lowered` is first called after a step that did not fit a GPU, and
-    says what it has changed. again: as `closing_summary` has it. tokenizer: as `RunFolder` has it.
+    command: the user's command line without `keel`. text: the plan to print. restore, position:
+    set and get the data position. launch: starts engines and trainer. drive: the training loop,
+    which returns the last step done. on_open: called with the folder before training.
+    on_out_of_memory: changes the layout and returns a message. resume_command: shown instead of
+    `command`. tokenizer: digest of the tokenizer.
     """
-    check_trackers(config.run.trackers)  # again: from Python nobody has
+    check_trackers(config.run.trackers)  # for runs started from Python
     with ExitStack() as stack:
         with waiting("verifying the newest checkpoint"):
             folder = stack.enter_context(RunFolder(config, tokenizer))
         if folder.set_aside:
             print(
-                f"{folder.path} holds a run that left no checkpoint to resume from. What it wrote "
-                f"is kept in {folder.set_aside}; this run starts over. run.checkpoint_every=N "
-                "saves a checkpoint every N steps"
+                f"{folder.path} holds a run without a checkpoint. Its files were moved to "
+                f"{folder.set_aside}, and this run starts over. Set run.checkpoint_every=N to "
+                "save a checkpoint every N steps"
             )
-        for line in folder.words():
+        for line in folder.warnings():
             print(f"warning: {line}")
         state, steps = folder.state(), config.run.steps
         start = state.step if state else 0
         folder.check_heldout(start)
         if start >= steps and folder.model.exists():
             folder.check_model()
-            lessons = command[0] in ("sft", "pretrain")
-            knob = "sft.epochs" if lessons and config.sft.epochs else "run.steps"
-            print(f"{folder.path} has done its {start} steps. Raise {knob} to go on.")
+            knob = "sft.epochs" if _counts_epochs(command, config) else "run.steps"
+            print(f"{folder.path}: all {start} steps are done. Raise {knob} to continue")
             return
-        beginning = position()
+        initial_position = position()
         if state:
             restore_data(folder, restore)
-        chosen(folder.path)
-        resumes = f"\nresumes after step {start}; later steps will be repeated" * (start > 0)
-        print(f"{text}{resumes}", flush=True)
+        on_open(folder.path)
+        print(text + f"\nresumes after step {start}" * (start > 0), flush=True)
         restarts = Restarts(config.run.max_restarts)
         while True:
             try:
-                with started(folder) as system:
+                with launch(folder) as system:
                     reached = run_attempt(system, folder, config, restarts, drive)
                 break
             except (WorkerLost, RayError) as raised:
-                error: object = again_after(raised, restarts)
-                if isinstance(raised, OutOfMemory) and lowered is not None:
-                    error = lowered(raised)
+                reason = str(_count_restart(raised, restarts))
+                if isinstance(raised, OutOfMemory) and on_out_of_memory is not None:
+                    reason = on_out_of_memory(raised)
                 state = folder.state()
-                restore(state.cursor if state else beginning)
-                where = f"step {state.step}" if state else "its beginning: it has no checkpoint yet"
-                line = f"{error}\nThe run starts again from {where}"
-                note(folder.path, state.step if state else 0, "restart", line)
+                restore(state.cursor if state else initial_position)
+                start = state.step if state else 0
+                origin = f"step {start}" if state else "the beginning, since it has no checkpoint"
+                line = f"{reason}\nThe run restarts from {origin}"
+                note(folder.path, start, "restart", line)
                 print_line(f"warning: {line}")
-        print_line(closing_summary(folder, config, reached, command, again=again))
+        print_line(closing_summary(folder, config, reached, command, resume_command=resume_command))
 
 
 def restore_data(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
-    """The data stands where the newest checkpoint, if there is one, says it stood. Raises
-    ConfigError where it is other data."""
+    """Restore the data position of the newest checkpoint. Raises ConfigError for other data."""
     if (state := folder.state()) is None:
         return
     try:
@@ -134,21 +132,26 @@ def run_attempt(
     restarts: Restarts,
     drive: Callable[[S, RunFolder, View, int], int],
 ) -> int:
-    """From the newest checkpoint to the end, or as far as it goes: the last step done."""
+    """Load the newest checkpoint, train, and export the model. Returns the last step done."""
     state, steps = folder.state(), config.run.steps
     start = reached = state.step if state else 0
     if state and folder.latest:
         with waiting(f"loading {folder.latest.name}", f"loading {config.model.path}"):
             system.learner.load(folder.latest)
-    restarts.begun = True
-    if start < steps or folder.unmeasured(steps):
+    restarts.started = True
+    if start < steps or folder.needs_evaluation(steps):
         folder.begin(start)
         try:
             with open_view(str(folder.path), steps) as view:
                 reached = drive(system, folder, view, start)
         except SaveError as error:
-            if error.done and not preempted():
-                export_at_least(folder, system, error)
+            if error.final and not preempted():
+                # The exported model is much smaller than a checkpoint, so it may still fit.
+                try:
+                    folder.export(system.learner.export)
+                    error.add_note(f"The trained model was exported to {folder.model}")
+                except (OSError, RuntimeError) as failure:
+                    error.add_note(f"The trained model cannot be exported either: {failure}")
             raise
     if reached >= steps and not preempted():
         with waiting("exporting the model", f"exporting {config.model.path}"):
@@ -156,37 +159,25 @@ def run_attempt(
     return reached
 
 
-def export_at_least(folder: RunFolder, system: Started, error: SaveError) -> None:
-    """The model of a run that has done all its steps and has no room for their checkpoint, which is
-    many times as large. error: is told what came of it."""
-    try:
-        folder.export(system.learner.export)
-    except (OSError, RuntimeError) as second:
-        error.add_note(f"The trained model cannot be written either: {second}")
-    else:
-        error.add_note(f"The trained model is in {folder.model} all the same")
-
-
-def again_after(raised: WorkerLost | RayError, restarts: Restarts) -> WorkerLost:
-    """What another start mends. Raises what there is to say, with what to do, where it would mend
-    nothing, or nobody wants it."""
+def _count_restart(raised: WorkerLost | RayError, restarts: Restarts) -> WorkerLost:
+    """Return the loss to restart after, or raise if a restart would not help or is unwanted."""
     if lost_reason():
         raise RayLost(lost_reason()) from raised
     if isinstance(raised, WorkerLost):
         error = raised
-    elif is_loss(raised):  # weights, say, that went with the rank that held them
-        said = str(raised).strip().partition("\n")[0]
-        error = WorkerLost(f"a process or a node is gone with what others need of it: {said}")
+    elif is_loss(raised):  # such as weights that were lost with the rank that held them
+        reason = str(raised).strip().partition("\n")[0]
+        error = WorkerLost(f"a process or node died, and its data with it: {reason}")
         error.__cause__ = raised
     else:
         raise raised
     if preempted():
         raise error
-    if asked():
+    if stop_requested():
         raise WorkerLost(
-            f"{error}\nThe run was asked to stop, and does not start again: {RESUME_HINT}"
+            f"{error}\nThe run was asked to stop and does not restart. {RESUME_HINT.capitalize()}"
         ) from error
-    restarts.another(error)
+    restarts.count(error)
     return error
 
 
@@ -200,49 +191,36 @@ def open_journal(
     tokenizer: str,
     tokens: TokenFile | None = None,
 ) -> Journal:
-    """As the recipe has it; closed with `stack`."""
+    """Open the journal of a run and its trackers; `stack` closes both."""
     journal = Journal(
         folder.path,
         view,
         trajectories=config.run.save_trajectories,
-        every=config.run.save_all_trajectories,
+        save_all=config.run.save_all_trajectories,
         tokenizer=tokenizer,
         tokens=tokens,
         alarms=Alarms(config.alarms),
         resumed_at=start,
     )
     stack.callback(journal.close)
-    if names := config.run.trackers:
-        say, knobs = partial(journal.say, OWN), knobs_of(config)
-        trackers = Trackers(
-            [TrackerThread(n, maker(n), folder.path, knobs, say) for n in names], say
-        )
-        journal.written = trackers.look
-
-        def ended(kind: type[BaseException] | None, *_: object) -> None:
-            failed = bool(journal.ends) or (kind is not None and issubclass(kind, Exception))
-            over = journal.step >= config.run.steps
-            end: End = "failed" if failed else "finished" if over else "stopped"
-            journal.begin(f"sending the rest to {', '.join(names)}")
-            hurry = preempted() or (kind is not None and not failed)  # a second Ctrl-C, that is
-            trackers.close(end, journal.step, HURRY_S if hurry else CLOSE_S)
-
-        stack.push(ended)
+    open_trackers(stack, journal, folder.path, config)
     return journal
 
 
 def save_checkpoint(
     folder: RunFolder,
     config: Config,
-    learner: Learner,
+    learner: _Learner,
     step: int,
     cursor: Mapping[str, Any],
     *,
     stop: Callable[[], bool],
     say: Callable[[str], object],
 ) -> bool:
-    """Of everything that a run resumed after this step needs. Returns whether it could not be
-    written, which is said; raises `SaveError` where none would follow it."""
+    """Save a checkpoint. Returns True if it could not be written and the run continues.
+
+    Raises `SaveError` if no later checkpoint would follow.
+    """
     state = State(
         step=step,
         version=learner.version,
@@ -254,9 +232,71 @@ def save_checkpoint(
     try:
         folder.save(state, learner.save, say)
     except SaveError as error:
-        error.done = step >= config.run.steps
-        if error.done or stop():
+        error.final = step >= config.run.steps
+        if error.final or stop():
             raise
-        say(f"warning: {error}\nThe run goes on, and saves when the next one is due")
+        say(f"warning: {error}\nThe run continues and saves again at the next checkpoint")
         return True
     return False
+
+
+def closing_summary(
+    folder: RunFolder,
+    config: Config,
+    reached: int,
+    command: Sequence[str],
+    *,
+    resume_command: str = "",
+) -> str:
+    """Results, and where to look or how to resume. See `run_with_restarts` for the arguments."""
+    path, steps = folder.path, config.run.steps
+    lines = [""]
+    evaluations = folder.evaluations()
+    for name, points in evaluations.items():
+        if not name.endswith(MEASURES) and not _partial_score(name, evaluations):
+            continue
+        (first, before), (last, after) = points[0], points[-1]
+        change = f", {after:.3f} at step {last} ({after - before:+.3f})" if last > first else ""
+        lines.append(f"held-out {name}: {before:.3f} at step {first}{change}")
+        unscored = evaluations.get(f"{name.rpartition('/')[0]}/unscored", [(last, 0.0)])[-1][1]
+        if unscored:
+            lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
+    if reached < steps or preempted():  # a preempted run is exported when it resumes
+        resume = resume_command or shlex.join([_program(), *command])
+        if reached:
+            lines.append(f"stopped after step {reached} of {steps}; to resume: {resume}")
+        else:
+            lines.append(f"stopped before step 1, nothing was saved; to start again: {resume}")
+        if 0 < reached < steps and not _counts_epochs(command, config):
+            knob = f"run.steps={reached}"
+            export = f"the same with {knob}" if resume_command else f"{resume} {knob}"
+            lines.append(f"to export it now: {export}")
+    else:
+        lines.append(f"trained model   {folder.model}")
+    if not reached and not evaluations:
+        return "\n".join(lines)
+    lines += [
+        f"report          {shlex.join([_program(), 'report', str(path)])}",
+        f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",
+        f"numbers         {path / 'metrics.jsonl'}",
+    ]
+    if config.data.sources:
+        lines.append(f"completions     {path / 'trajectories'}")
+    return "\n".join(lines)
+
+
+def _counts_epochs(command: Sequence[str], config: Config) -> bool:
+    return command[0] in ("sft", "pretrain") and config.sft.epochs > 0
+
+
+def _program() -> str:
+    """`keel`, or the path that started this process if `keel` is not on PATH."""
+    started = Path(sys.argv[0])
+    return "keel" if started.name != "keel" or which("keel") else str(started)
+
+
+def _partial_score(name: str, evaluations: Mapping[str, Sequence[tuple[int, float]]]) -> bool:
+    """True for the score of a set with partial credit only, where pass@1 says nothing."""
+    held_out, _, metric = name.rpartition("/")
+    solved = any(value for _, value in evaluations.get(f"{held_out}/pass@1", []))
+    return metric == "score" and not solved and any(value for _, value in evaluations[name])

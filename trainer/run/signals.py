@@ -1,12 +1,11 @@
-"""How a command is asked to end, and what it makes of that.
+"""Signals that stop a command, and output that survives a lost terminal or reader.
 
-Ctrl-C            the first asks to stop after the step, with a checkpoint; the second stops at once
-SIGTERM, SIGHUP,  the machine is about to be taken away (a scheduler, `ray job stop`, a warning of
-SIGUSR1           Slurm's), or the terminal is gone: current rollouts are dropped, an optimizer
-                  step under way may end, a checkpoint is written, all within `run.grace_s`
+Ctrl-C            first: stop after the current step, with a checkpoint; second: stop at once
+SIGTERM, SIGHUP,  preemption (scheduler, `ray job stop`, Slurm warning) or a closed terminal: drop
+SIGUSR1           rollouts in flight, finish the optimizer step and save a checkpoint, all within
+                  `run.grace_s`
 
-Imports nothing heavy: signals are heeded from a command's first moment on (`watching`), also while
-it still loads its libraries.
+Uses the standard library only, because `watching` is active while a command loads its libraries.
 """
 
 from __future__ import annotations
@@ -25,120 +24,119 @@ from typing import Any, Self, TextIO, cast
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PREEMPTED = 143
-"""Exit status of a command that one of them has ended, whichever it was: 128 + SIGTERM."""
+"""Exit status after any of them: 128 + SIGTERM."""
 FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop at once."
 NOTHING_YET = "Stopping. Nothing is trained yet, so there is nothing to save."
-SLACK_S = 0.1
-"""Timers and clocks are not of one mind to the millisecond."""
 PREEMPTED_FIRST = "{signal}: dropping the current rollouts; a checkpoint follows"
+SLACK_S = 0.1
+"""Added to timers, which may fire a little before `time.monotonic` agrees."""
 
 
 class Preempted(KeyboardInterrupt):
-    """One of `PREEMPTION` came, and there is nothing to save, or no more time for it; or, from
-    `keel.train`, all is saved."""
+    """A signal of `PREEMPTION` came, and nothing can be saved or time is up."""
 
 
 class _Signals:
-    """What has come to this process: there is one of it, as there is of signal handlers."""
+    """Signal state of this process; a singleton, as handlers are per process."""
 
     def __init__(self) -> None:
         self.preempted: signal.Signals | None = None
-        """The first of `PREEMPTION` that came."""
-        self.late = ""
-        """What was not done in time after it."""
-        self.asked = False
-        """Whether Ctrl-C has come."""
+        """The first signal of `PREEMPTION` received."""
+        self.overdue = ""
+        """Note for `preempted` if `run.grace_s` was exceeded."""
+        self.interrupted = False
+        """Ctrl-C was pressed."""
         self.open: Interrupt | None = None
-        """Who is told, instead of the command being ended."""
-        self.waiting: list[int] | None = None
-        """What has come within `signals_deferred`."""
+        """Receives signals instead of ending the command."""
+        self.deferred: list[int] | None = None
+        """Signals received within `signals_deferred`."""
         self._terminals: list[TextIO] = []
-        """Of what is written to: no `isatty` says so any more of one that is gone."""
-        self._installed: dict[int, Any] = {}
-        """What was there before, by signal."""
-        self._unraisable: Any = None
-        """What was there before."""
-        self.swallowed: threading.Timer | None = None
-        """Sends the signal again whose `Preempted` was raised where nobody could hear it."""
+        self._previous: dict[int, Any] = {}
+        """Handlers before `install`, by signal."""
+        self._previous_hook: Any = None
+        self._resend: threading.Timer | None = None
+        """Sends the signal again after a `Preempted` that Python swallowed."""
 
     def install(self) -> None:
-        """Main thread only. SIGHUP stays ignored where `nohup` has it so."""
+        """Main thread only. Leaves SIGHUP ignored under `nohup`."""
         for number in (signal.SIGINT, *PREEMPTION):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._installed[number] = signal.signal(number, self._on_signal)
+                self._previous[number] = signal.signal(number, self._on_signal)
+        # Recorded now, since `isatty` is false once the terminal is gone.
         self._terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
-        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
 
-    def again(self) -> None:
-        """A library has put handlers of its own in their place."""
-        for number in self._installed:
+    def reinstall(self) -> None:
+        """Replace handlers that a library has installed over ours."""
+        for number in self._previous:
             signal.signal(number, self._on_signal)
 
     def restore(self) -> None:
-        self.heard()
-        for number, handler in self._installed.items():
+        self.cancel_resend()
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._installed.clear()
+        self._previous.clear()
         if sys.unraisablehook == self._on_unraisable:
-            sys.unraisablehook = self._unraisable
+            sys.unraisablehook = self._previous_hook
         self._terminals = []
-        # The next command of this process, or a notebook's next run in a thread, was told nothing.
-        self.preempted, self.late, self.asked = None, "", False
+        self.preempted, self.overdue, self.interrupted = None, "", False
 
     @property
     def installed(self) -> bool:
-        return bool(self._installed)
+        return bool(self._previous)
 
-    def _on_unraisable(self, what: Any) -> None:
-        """Python lets no exception out of a destructor, or a callback of a weak reference."""
-        if isinstance(what.exc_value, Preempted):
-            self.swallowed = later(SLACK_S)
+    def _on_unraisable(self, unraisable: Any) -> None:
+        """Python swallows exceptions in destructors and weak-reference callbacks."""
+        if isinstance(unraisable.exc_value, Preempted):
+            self._resend = send_later(SLACK_S)
         else:
-            self._unraisable(what)
+            self._previous_hook(unraisable)
 
-    def heard(self) -> bool:
-        """Whether there was a `swallowed` one, which is raised now."""
-        swallowed, self.swallowed = self.swallowed, None
-        if swallowed is not None:
-            swallowed.cancel()
-        return swallowed is not None
+    def cancel_resend(self) -> bool:
+        """Returns True if a `Preempted` had been swallowed."""
+        timer, self._resend = self._resend, None
+        if timer is not None:
+            timer.cancel()
+        return timer is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.waiting is not None:
-            self.waiting.append(number)
+        if self.deferred is not None:
+            self.deferred.append(number)
         else:
-            self.heed(number)
+            self.handle(number)
 
-    def heed(self, number: int) -> None:
-        """Raises, or tells who is open."""
-        name = signal.Signals(number).name
+    def handle(self, number: int) -> None:
+        """Notify the open `Interrupt`, or raise."""
         if number == signal.SIGINT:
-            self.asked = True
-            if self.open is None or self.open.asked:
+            self.interrupted = True
+            if self.open is None or self.open.stopping:
                 raise KeyboardInterrupt
             first = self.open.first
-            self.open.ask(first if isinstance(first, str) else first())
-        elif self.preempted is not None:  # schedulers repeat themselves
-            again = self.heard()
+            self.open.stop(first if isinstance(first, str) else first())
+        elif self.preempted is not None:  # schedulers repeat signals
+            swallowed = self.cancel_resend()
             if self.open is not None and self.open.out_of_time:
-                self.late = f", and not done within run.grace_s = {self.open.grace_s:g} s"
+                self.overdue = f", and not done within run.grace_s = {self.open.grace_s:g} s"
                 raise Preempted
-            if self.open is None and again:
+            if self.open is None and swallowed:
                 raise Preempted
         else:
             self.preempted = signal.Signals(number)
             if number == signal.SIGHUP:
                 for stream in self._terminals:
                     if not stream.isatty():
-                        let_go(stream)
+                        _discard_output(stream)
             if self.open is None:
                 raise Preempted
-            self.open.ask(self.open.preempted_first.format(signal=name))
-            self.open.limit()
+            self.open.stop(self.open.preempted_first.format(signal=self.preempted.name))
+            self.open.start_timer()
 
 
-def later(seconds: float) -> threading.Timer:
-    """Send SIGTERM to the main thread."""
+_SIGNALS = _Signals()
+
+
+def send_later(seconds: float) -> threading.Timer:
+    """Send SIGTERM to the main thread after a delay."""
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGTERM))
@@ -147,13 +145,12 @@ def later(seconds: float) -> threading.Timer:
     return timer
 
 
-_SIGNALS = _Signals()
-
-
 @contextmanager
 def watching() -> Iterator[None]:
-    """Within it SIGTERM, SIGHUP and SIGUSR1 raise `Preempted`, and while an `Interrupt` is open
-    they are noted. In another than the main thread nothing is changed."""
+    """Raise `Preempted` on a signal of `PREEMPTION`, unless an `Interrupt` is open.
+
+    Does nothing outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread() or _SIGNALS.installed:
         yield
         return
@@ -164,108 +161,86 @@ def watching() -> Iterator[None]:
         _SIGNALS.restore()
 
 
-class End:
-    """Of this process, once its command has come to one."""
-
-    status: int | None = None
-    """The command's."""
-    heard: tuple[signal.Signals, ...] = ()
-    """What it answers."""
-
-    def hear(self) -> None:
-        for number in self.heard:
-            signal.signal(number, self)
-
-    def over(self, status: int) -> None:
-        """Called before the last words are out: whoever has read them may press Ctrl-C again, and
-        that changes nothing any more."""
-        self.status = status
-        self.hear()
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.status is None:
-            raise KeyboardInterrupt
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, RuntimeError, ValueError):
-                stream.flush()
-        os._exit(PREEMPTED if self.status is None else self.status)
+_exit_status: list[int] = []
 
 
-@contextmanager
-def leaving() -> Iterator[End]:
-    """For a process that ends with its command. What comes after the command's last words, while
-    the interpreter ends, changes nothing of its status: neither a traceback nor another one. In
-    another than the main thread nothing is changed."""
-    end = End()
+def fix_exit_status(status: int) -> None:
+    """From now on, exit with `status` at once if a signal arrives.
+
+    Call it before the last output of a process, after which users press Ctrl-C again.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield end
         return
-    sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
-    ignored = signal.SIG_IGN  # as by `nohup`
-    every = (signal.SIGINT, *PREEMPTION)
-    end.heard = tuple(number for number in every if signal.getsignal(number) != ignored)
+    _exit_status[:] = [status]
+    for number in (signal.SIGINT, *PREEMPTION):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _exit_on_signal)
 
-    def deaf() -> None:
-        """Last: after that the interpreter has no handlers of ours any more."""
-        for number in end.heard:
-            if signal.getsignal(number) is end:
-                signal.signal(number, signal.SIG_IGN)
 
-    atexit.register(deaf)
-    end.hear()
-    yield end
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, RuntimeError, ValueError):
+            stream.flush()
+    os._exit(_exit_status[0])
+
+
+@atexit.register
+def _ignore_signals() -> None:
+    """Python drops its handlers after this, so late signals would change the exit status."""
+    for number in (signal.SIGINT, *PREEMPTION):
+        if signal.getsignal(number) is _exit_on_signal:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def preempted() -> str:
-    """The signal that is ending this command, for people; "" where none is. To be asked for rather
-    than `Preempted`, of which Ray makes a mere KeyboardInterrupt."""
-    return f"{_SIGNALS.preempted.name}{_SIGNALS.late}" if _SIGNALS.preempted else ""
+    """Human-readable signal that is ending this command, or "".
+
+    Use this instead of catching `Preempted`, which Ray turns into a plain KeyboardInterrupt.
+    """
+    return f"{_SIGNALS.preempted.name}{_SIGNALS.overdue}" if _SIGNALS.preempted else ""
 
 
-def asked() -> bool:
-    """Whether Ctrl-C has asked this command to end; what it was to do before that may be lost."""
-    return _SIGNALS.asked
+def stop_requested() -> bool:
+    """True once Ctrl-C was pressed."""
+    return _SIGNALS.interrupted
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Processes that this thread starts within it never see `PREEMPTION`, nor do those that they
-    start: schedulers signal every process of a job, and a checkpoint needs the trainer's, and
-    Ray's, a while longer. Whoever starts them has to end them by other means.
+    """Start processes that never receive `PREEMPTION`, nor do their children.
 
-    What came meanwhile is heeded at the end; so is what comes later, though a library put handlers
-    of its own in place of ours (Ray's print a stack and abort).
+    Schedulers signal every process of a job, but a checkpoint needs Ray and the trainer a while
+    longer. Pending signals are handled at the end, and our handlers are reinstalled over those of
+    libraries.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            _SIGNALS.again()
+            _SIGNALS.reinstall()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """What comes within it, Ctrl-C too, is heeded at its end: for what is not to be left half done,
-    and has a deadline."""
+    """Handle all signals, Ctrl-C included, at the end of a block that must not be interrupted."""
     here = threading.current_thread() is threading.main_thread()
-    if not here or _SIGNALS.waiting is not None:
+    if not here or _SIGNALS.deferred is not None:
         yield
         return
-    _SIGNALS.waiting = []
+    _SIGNALS.deferred = []
     try:
         yield
     finally:
-        came, _SIGNALS.waiting = _SIGNALS.waiting, None
-        with ExitStack() as all_of_them:  # though the first of them may raise
-            for number in reversed(came):
-                all_of_them.callback(_SIGNALS.heed, number)
+        numbers, _SIGNALS.deferred = _SIGNALS.deferred, None
+        with ExitStack() as stack:  # handles all of them even if the first raises
+            for number in reversed(numbers):
+                stack.callback(_SIGNALS.handle, number)
 
 
 class Interrupt:
-    """While open, answers whether to stop, rather than that a signal ends the command. Main thread
-    only, one at a time."""
+    """While open, signals request a stop instead of ending the command. Main thread only."""
 
     def __init__(
         self,
@@ -275,45 +250,41 @@ class Interrupt:
         preempted_first: str = PREEMPTED_FIRST,
         grace_s: float = 0.0,
     ) -> None:
-        """first: message at Ctrl-C, or a function that returns it. preempted_first: message at a
-        signal of `PREEMPTION`. grace_s: seconds after such a signal until `Preempted` is raised
-        wherever the main thread then is; 0: never."""
+        """first, preempted_first: messages after Ctrl-C and after a preemption. grace_s: seconds
+        from a preemption until `Preempted` is raised in the main thread; 0: never."""
         self._say, self.first, self.preempted_first = say, first, preempted_first
-        self.asked = False
-        self.grace_s, self._end = grace_s, float("inf")
+        self.stopping = False
+        self.grace_s, self._deadline = grace_s, float("inf")
         self._timer: threading.Timer | None = None
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.stopping
 
-    def hurry(self) -> bool:
-        """Whether there is no time for anything but a checkpoint."""
+    def should_abort(self) -> bool:
+        """Return True if there is only time for a checkpoint."""
         return _SIGNALS.preempted is not None
 
     @property
     def out_of_time(self) -> bool:
-        return time.monotonic() >= self._end
+        return time.monotonic() >= self._deadline
 
-    def ask(self, words: str) -> None:
-        """Note that it is to stop."""
-        self.asked = True
-        # The signal may have come in the middle of a line, or with the end of what reads them.
+    def stop(self, text: str) -> None:
+        self.stopping = True
+        # The signal may arrive in the middle of a write, or with the end of the reader.
         with suppress(OSError, RuntimeError):
-            self._say(words)
+            self._say(text)
 
-    def limit(self) -> None:
-        """Raise `Preempted` once `grace_s` is over."""
-        if not self.grace_s:
-            return
-        self._end = time.monotonic() + self.grace_s
-        self._timer = later(self.grace_s + SLACK_S)
+    def start_timer(self) -> None:
+        if self.grace_s:
+            self._deadline = time.monotonic() + self.grace_s
+            self._timer = send_later(self.grace_s + SLACK_S)
 
     def __enter__(self) -> Self:
-        self._alone = watching()
-        self._alone.__enter__()
+        self._watching = watching()
+        self._watching.__enter__()
         _SIGNALS.open = self
-        if self.hurry():  # raised where nobody heard it
-            _SIGNALS.heard()
+        if self.should_abort():  # raised earlier, but swallowed
+            _SIGNALS.cancel_resend()
             self.__exit__()
             raise Preempted
         return self
@@ -322,21 +293,17 @@ class Interrupt:
         _SIGNALS.open = None
         if self._timer is not None:
             self._timer.cancel()
-        self._alone.__exit__(None, None, None)
+        self._watching.__exit__(None, None, None)
 
 
-def let_go(stream: TextIO) -> None:
-    """What is written to it from now on goes nowhere: its terminal, or its reader, is gone."""
-    with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
+def _discard_output(stream: TextIO) -> None:
+    """Redirect a stream whose terminal or reader is gone to /dev/null."""
+    with suppress(OSError, ValueError), open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), stream.fileno())
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
-"""There may be room again: on a disk, or in a pipe that does not wait for its reader."""
-
-
-class _Outliving:
-    """`outliving`"""
+class _OutlivingStream:
+    """Stream wrapper of `outliving`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -355,22 +322,23 @@ class _Outliving:
             self._failed(error)
 
     def _failed(self, error: OSError) -> None:
-        if error.errno in FULL:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN):  # may have room again
             raise error
-        let_go(self._stream)
+        _discard_output(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def outliving(stream: TextIO | None) -> TextIO:
-    """The stream, whose terminal may go, as that of a job in the background, or whose reader
-    (`keel train | tee`, ended first): nothing that is written fails then. None: it was closed
-    before this process began (`>&-`)."""
-    return cast(TextIO, _Outliving(stream or open(os.devnull, "w")))
+    """Wrap a stream so that writing never fails once its terminal or reader is gone.
+
+    None stands for a stream that was closed before this process began (`>&-`).
+    """
+    return cast(TextIO, _OutlivingStream(stream or open(os.devnull, "w")))
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Print a line, as `outliving` does. One for which the disk has no room is held back."""
+    """Print a line to an `outliving` stream; a full disk holds it back."""
     with suppress(OSError):
         print(text, file=outliving(stream or sys.stdout), flush=True)

@@ -390,7 +390,7 @@ def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> 
             save=partial(save_checkpoint, folder, task.config, learner, stop=stop, say=view.say),
             stop=stop,
             say=view.say,
-            hurry=stop.hurry,
+            hurry=stop.should_abort,
             attempt=attempt,
         )
         return sft.fit(parts, task.config, start=start)

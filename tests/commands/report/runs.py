@@ -23,7 +23,7 @@ from keel.rl.types import (
     Trajectory,
     Usage,
 )
-from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, saved
+from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, select_trajectories
 
 BREAKS = "document.title='BROKEN'"
 ATTACKS = (
@@ -128,7 +128,7 @@ def write_step(folder: Path, step: int, groups: Sequence[ScoredGroup], **metrics
             logp_T=np.full(len(segment.token_ids_T), -0.4, np.float32),
             overlap_T=np.full(len(segment.token_ids_T), 0.5, np.float32),
         )
-        for number, segment in enumerate(saved(groups, run).segments)
+        for number, segment in enumerate(select_trajectories(groups, run).segments)
     }
     path = folder / "trajectories" / f"step_{step:06d}.tokens.jsonl.gz"
     TokenFile(run, TokenTexts(Bytes()), lambda: numbers).write(path, groups)

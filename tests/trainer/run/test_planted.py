@@ -1,4 +1,4 @@
-"""No file of a run folder can run code when the run is resumed, evaluated, reported or replayed."""
+"""Files of a run folder run no code when a run is resumed, evaluated, reported or replayed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.trackers.sender import known
+from keel.trainer.run.trackers.sender import _read_state
 from tests.commands.report.runs import episode, write_evaluation, write_run
 from tests.trainer.engine.ranks import Ranks, make_config
 from tests.trainer.engine.scenarios import Result, run_all, run_rank
@@ -47,7 +47,7 @@ class Payload:
 
 
 def payloads(mark: Path) -> Mapping[str, tuple[bytes, Callable[[bytes], object]]]:
-    """Name of a format → a file of it that makes the folder `mark`, and a reader that lets it."""
+    """By format: a file that creates the folder `mark`, and a reader that runs it."""
     payload = Payload(mark)
     saved, zipped = io.BytesIO(), io.BytesIO()
     torch.save({"cpu": payload, "module": payload}, saved)
@@ -70,8 +70,7 @@ def payloads(mark: Path) -> Mapping[str, tuple[bytes, Callable[[bytes], object]]
 
 
 def replaced(folder: Path, mark: Path, further: tuple[str, ...] = ()) -> Iterator[str]:
-    """Put each payload in the place of each file in turn, and of the `further` ones, and check
-    after each that it has not run."""
+    """Replace each file by each payload in turn, and check that no payload has run."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in [*files, *(folder / name for name in further)]:
         content = path.read_bytes() if path.exists() else None
@@ -83,7 +82,7 @@ def replaced(folder: Path, mark: Path, further: tuple[str, ...] = ()) -> Iterato
         path.unlink() if content is None else path.write_bytes(content)
 
 
-def test_payloads_run_where_readers_let_them(tmp_path: Path) -> None:
+def test_payloads_run_in_unsafe_readers(tmp_path: Path) -> None:
     for name, (payload, unsafe) in payloads(tmp_path / "mark").items():
         unsafe(payload)
         (tmp_path / "mark").rmdir()
@@ -96,7 +95,7 @@ def written(folder: Path) -> dict[str, Entry]:
 
 
 def write_whole_run(folder: Path) -> None:
-    """A folder with a file of every kind that runs write."""
+    """Write a folder with a file of every kind."""
     config = load_config("quickstart", [f"run.dir={folder}"])
     with RunFolder(config) as run:
         state = State(step=1, version=1, config=config_digest(config))
@@ -130,15 +129,15 @@ def write_whole_run(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
 
 
-def test_files_that_the_driver_reads_run_nothing(tmp_path: Path) -> None:
+def test_driver_files_run_no_code(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_whole_run(run)
     config = load_config("quickstart", [f"run.dir={run}"])
     model = str(run / "model")
     readers: list[Callable[[], object]] = [
         lambda: RunFolder(config).check(),
-        lambda: RunFolder(config).words(),
-        lambda: RunFolder(config).chosen("eval.checkpoint", "1"),
+        lambda: RunFolder(config).warnings(),
+        lambda: RunFolder(config).select_checkpoint("eval.checkpoint", "1"),
         lambda: RunFolder(config).check_model(),
         lambda: load_config(run / "config.yaml"),
         lambda: load_choice(config, {}),
@@ -149,7 +148,7 @@ def test_files_that_the_driver_reads_run_nothing(tmp_path: Path) -> None:
         lambda: report([str(run), str(run / "evaluations" / "one")], str(tmp_path / "page.html")),
         lambda: read_evaluation(run / "evaluations" / "one"),
         lambda: read_pass_rates(run / "filter" / "rates.jsonl"),
-        lambda: known(run / "trackers" / "wandb.json"),
+        lambda: _read_state(run / "trackers" / "wandb.json"),
     ]
     of_model: list[Callable[[], object]] = [
         lambda: load_tokenizer(model),
@@ -183,7 +182,7 @@ def run_planted(rank: int, world_size: int, port: int, folder: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_files_that_the_trainer_reads_run_nothing(tmp_path: Path) -> None:
+def test_trainer_files_run_no_code(tmp_path: Path) -> None:
     from tests.trainer.engine.batches import write_model  # noqa: PLC0415
 
     write_model(tmp_path / "untied")

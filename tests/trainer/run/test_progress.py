@@ -1,4 +1,4 @@
-"""What is shown of long waits: how long still, in place on a terminal, in lines elsewhere."""
+"""Progress lines, the live panel, and estimates of the remaining time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from keel.trainer.run import progress as waits
-from keel.trainer.run.progress import Display, Memory, Wait, waiting
+from keel.trainer.run import progress
+from keel.trainer.run.progress import Display, Memory, Wait, duration, waiting
+from keel.trainer.run.view import Activity, LiveView, PlainView, TimeLeft, open_view
 from tests.waiting import wait_for
 
 
@@ -28,80 +30,79 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("at", "done", "last_s", "words"),
+    ("at", "done", "last_s", "text"),
     [
         (4.0, 0, None, "evaluating · 0 of 200 prompts · 4 s"),
         (10.0, 50, 99.0, "evaluating · 50 of 200 prompts · 10 s, about 30 s left"),
-        (1.0, 50, None, "evaluating · 50 of 200 prompts · 1 s"),  # too soon to tell
+        (1.0, 50, None, "evaluating · 50 of 200 prompts · 1 s"),  # too early
         (4.0, 0, 10.0, "evaluating · 0 of 200 prompts · 4 s, about 6 s left"),
         (14.0, 0, 10.0, "evaluating · 0 of 200 prompts · 14 s (last time 10 s)"),
         (400.0, 200, None, "evaluating · 200 of 200 prompts · 7 min"),
     ],
 )
-def test_how_long_still(at: float, done: int, last_s: float | None, words: str) -> None:
+def test_wait_estimates_remaining_time(
+    at: float, done: int, last_s: float | None, text: str
+) -> None:
     clock = Clock()
     wait = Wait("evaluating", total=200, unit="prompts", last_s=last_s, clock=clock)
     clock.now, wait.done = at, done
-    assert wait.words() == words
+    assert wait.text() == text
 
 
-def test_what_was_done_before_says_nothing_of_how_long_still() -> None:
+def test_earlier_progress_does_not_count_as_speed() -> None:
     clock = Clock()
     wait = Wait("making tasks", total=200, unit="tasks", clock=clock)
     wait.done = wait.before = 150
     clock.now = 10.0
-    assert wait.left() is None
+    assert wait.remaining() is None
     wait.done = 160
-    assert wait.left() == 40.0
+    assert wait.remaining() == 40.0
 
 
-def test_what_is_measured_when_it_is_shown() -> None:
+def test_wait_is_measured_when_shown() -> None:
     wait = Wait("starting", total=60e9, unit="bytes", clock=Clock())
 
-    def measure(of: Wait) -> None:
-        of.done, of.note = 12e9, "engines are ready"
+    def measure(shown: Wait) -> None:
+        shown.done, shown.note = 12e9, "engines are ready"
 
     wait.measure = measure
-    assert wait.words() == "starting · 12.0 of 60.0 GB · engines are ready · 0 s"
+    assert wait.text() == "starting · 12.0 of 60.0 GB · engines are ready · 0 s"
 
 
-def test_without_a_terminal_there_is_a_line_at_the_start_at_times_and_at_the_end(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    display, clock, said = Display(draw_s=0.001), Clock(), list[str]()
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(45, "45 s"), (720, "12 min"), (11100, "3 h 05 min"), (0.4, "0 s")]
+)
+def test_duration_text(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
-    def lines(number: int) -> Callable[[], bool]:
-        def there() -> bool:
-            said.extend(capsys.readouterr().out.splitlines())
-            return len(said) >= number
 
-        return there
+def test_plain_lines_come_at_start_and_intervals(capsys: pytest.CaptureFixture[str]) -> None:
+    display, clock, lines = Display(poll_s=0.001), Clock(), list[str]()
+
+    def printed(number: int) -> Callable[[], bool]:
+        def check() -> bool:
+            lines.extend(capsys.readouterr().out.splitlines())
+            return len(lines) >= number
+
+        return check
 
     wait = Wait("starting Ray", last_s=50.0, clock=clock)
     display.begin(wait)
-    clock.now = 2.0
-    wait_for(lines(1))
-    clock.now = 33.0
-    wait_for(lines(2))
-    clock.now = 63.0
-    wait_for(lines(3))
+    for number, now in enumerate((2.0, 33.0, 63.0), start=1):
+        clock.now = now
+        wait_for(printed(number))
     display.end(wait)
-    assert lines(4)()
-    assert said == [
-        "starting Ray (last time 50 s) …",
-        "starting Ray · 33 s, about 17 s left",
-        "starting Ray · 63 s (last time 50 s)",
-        "starting Ray: took 63 s",
-    ]
+    assert printed(4)() and len(lines) == 4
+    assert "33 s, about 17 s left" in lines[1] and "63 s" in lines[3]
 
 
-def test_what_is_brief_is_not_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
-    display, clock = Display(draw_s=0.001), Clock()
+def test_brief_waits_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    display, clock = Display(poll_s=0.001), Clock()
     outer, inner = Wait("outer", clock=clock), Wait("inner", clock=clock)
-    display.begin(outer)
-    display.begin(inner)
-    display.end(inner)
-    display.end(outer)
+    for wait in (outer, inner):
+        display.begin(wait)
+    for wait in (inner, outer):
+        display.end(wait)
     clock.now = 40.0
     quiet = Wait("training", quiet=True, clock=clock)
     display.begin(quiet)
@@ -110,14 +111,26 @@ def test_what_is_brief_is_not_mentioned(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == ""
 
 
-def test_the_memory_is_of_the_same_wait_and_survives_damage(tmp_path: Path) -> None:
+def test_lost_reader_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    display, clock = Display(poll_s=0.001), Clock()
+    wait = Wait("a", clock=clock)
+    display.begin(wait)
+    clock.now = 2.0
+    wait_for(lambda: wait in display._printed)
+    display.end(wait)
+
+
+def test_durations_survive_damage(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "waits.json"
     memory = Memory(lambda: path)
-    assert memory.last("Ray") is None
     memory.keep("Ray", 4.04)
-    memory.keep("libraries", 9.0)
     assert Memory(lambda: path).last("Ray") == 4.0
-    for number in range(waits.REMEMBERED):
+    for number in range(progress.REMEMBERED):
         memory.keep(f"other {number}", 1.0)
     assert memory.last("Ray") is None and memory.last("other 0") == 1.0
     path.write_text("{ not JSON")
@@ -129,7 +142,7 @@ def test_the_memory_is_of_the_same_wait_and_survives_damage(tmp_path: Path) -> N
     assert blocked.last("Ray") is None
 
 
-def test_only_what_came_to_its_end_is_remembered(
+def test_only_completed_waits_are_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -141,32 +154,27 @@ def test_only_what_came_to_its_end_is_remembered(
 
 
 TERMINAL = """
-import os, sys, time
+import sys, time
 from keel.trainer.run.progress import waiting
 with waiting("starting Ray", total=8, unit="steps") as wait:
     wait.done = 3
     while "3 of 8" not in open(sys.argv[1]).read():
         time.sleep(0.01)
     print("a line")
-    print("another", end="", file=sys.stderr)
-    time.sleep(0.5)
-    print(" one", file=sys.stderr)
+    print("another line", file=sys.stderr)
 print("the end")
 """
 
 
 @pytest.mark.e2e
-def test_on_a_terminal_it_is_one_line_below_what_is_printed(tmp_path: Path) -> None:
+def test_terminal_shows_one_live_line(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     seen.touch()
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", TERMINAL, str(seen)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "COLUMNS": "60"},
-    ):
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}
+    command = [sys.executable, "-c", TERMINAL, str(seen)]
+    with subprocess.Popen(command, env=environment, **streams):
         os.close(theirs)
         text = ""
         while True:
@@ -176,23 +184,91 @@ def test_on_a_terminal_it_is_one_line_below_what_is_printed(tmp_path: Path) -> N
                 break
             seen.write_text(text)
     os.close(ours)
-    screen = list[str]()
-    for line in re.split(r"\r?\n", text.replace("\r\n", "\n")):
-        screen.append(re.split(r"\r\x1b\[K", line)[-1])
-    assert screen == ["a line", "another one", "the end", ""]
-    drawn = re.findall(r"\r\x1b\[K(\S starting Ray · 3 of 8 steps · \d s)", text)
-    assert len(drawn) >= 1
+    lines = [re.sub(r"\x1b\[[0-9;?]*\w", "", line) for line in re.split(r"\r?\n|\r", text)]
+    printed = [line for line in lines if line and "starting Ray" not in line]
+    assert printed == ["a line", "another line", "the end"]
+    assert any("starting Ray · 3 of 8 steps · " in line for line in lines)
 
 
-def test_a_reader_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
+NUMBERS = {
+    "reward/mean": 0.25,
+    "mismatch/logp_abs": 3e-6,
+    "sampling/kept_mean": 7.5,
+    "time/rollout": 3.0,
+    "time/train": 1.0,
+    "eval/sums/pass@1": 0.5,
+    "eval/sums/score": 0.8,
+    "eval/sums/unscored": 0.0,
+}
 
-    monkeypatch.setattr(sys, "stdout", Gone())
-    display, clock = Display(draw_s=0.001), Clock()
-    wait = Wait("a", clock=clock)
-    display.begin(wait)
-    clock.now = 2.0
-    wait_for(lambda: wait in display._said)
-    display.end(wait)
+
+def plain(numbers: dict[str, float]) -> str:
+    stream = io.StringIO()
+    view = open_view("t", 10, stream)
+    assert isinstance(view, PlainView)
+    view.record(3, numbers)
+    return stream.getvalue()
+
+
+def panel(numbers: dict[str, float]) -> str:
+    console = Console(file=io.StringIO(), force_terminal=True, width=130)
+    with LiveView("quickstart", 10, console) as view:
+        view.begin("evaluating")
+        view.reach(12, 256, "prompts")
+        view.begin("training")
+        view.record(3, numbers)
+        view.say("saved")
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_plain_view_prints_a_line_per_step() -> None:
+    line = plain(NUMBERS)
+    assert line.count("\n") == 1 and "score" not in line
+    for part in ("step 3/10", "reward 0.250", "eval/sums/pass@1 0.500", "mismatch 3e-06"):
+        assert part in line
+    assert "eval/sums/unscored 2.000" in plain({**NUMBERS, "eval/sums/unscored": 2.0})
+
+
+def test_panel_shows_progress_health_and_times() -> None:
+    text = panel(NUMBERS)
+    for part in ("quickstart", "step 3/10", "training", "mismatch", "7.5 ids", "saved"):
+        assert part in text
+    assert "sampling 75%" in text and "▁" in text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({"reward/error": 0.25}, "reward errors 25.0%"),
+        ({"rollout/uniform_group_fraction": 1.0}, "no group differs"),
+    ],
+)
+def test_reward_problems_are_shown(numbers: dict[str, float], text: str) -> None:
+    assert text in plain({**NUMBERS, **numbers}) and text in panel({**NUMBERS, **numbers})
+    healthy = {"reward/error": 0.0, "rollout/uniform_group_fraction": 0.75}
+    assert text not in plain({**NUMBERS, **healthy})
+
+
+def test_activity_remembers_its_last_duration() -> None:
+    activity = Activity()
+    activity.begin("evaluating")
+    activity.reach(12, 256, "prompts")
+    assert activity.wait.text() == "evaluating · 12 of 256 prompts · 0 s"
+    activity.wait._began -= 90.0
+    activity.begin("training")
+    activity.begin("evaluating")
+    assert activity.wait.text() == "evaluating · 0 s, about 2 min left"
+
+
+def test_time_left_counts_steps_of_this_process() -> None:
+    clock = Clock()
+    time_left = TimeLeft(100, clock)
+    assert time_left.after(50) is None
+    clock.now = 10.0
+    assert time_left.after(55) == pytest.approx(10 / 5 * 45)
+
+
+def test_view_writes_to_current_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    for view in (PlainView(1), open_view("t", 1)):
+        view.say("step")
+        assert capsys.readouterr().out == "step\n"

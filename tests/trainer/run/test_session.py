@@ -1,80 +1,331 @@
-"""What a command finds in a run folder, and says."""
+"""Starting, restarting, resuming and ending a run, with fake engines and trainer."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from keel.configs.load import load_config
-from keel.trainer.run.checkpoint import State, config_digest
+from keel.configs.schema import Config
+from keel.model import ray_timeouts
+from keel.trainer.run import session
+from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.session import run_with_restarts, save_checkpoint
+from keel.trainer.run.journal import EVENTS
+from keel.trainer.run.restarts import WINDOW_S, Restarts, WorkerLost
+from keel.trainer.run.session import closing_summary, run_with_restarts, save_checkpoint
 
-supervised = partial(
-    run_with_restarts, ["sft", "recipe.yaml"], text="plan", restore=lambda _: None, position=dict
-)
+DIED = "trainer rank 0 died"
+
+
+@pytest.fixture(autouse=True)
+def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No signal or lost Ray of other tests."""
+    monkeypatch.setattr(session, "preempted", lambda: "")
+    monkeypatch.setattr(session, "stop_requested", lambda: False)
+    ray_timeouts.joined()
+    yield
+    ray_timeouts.joined()
+
+
+def test_restarts_are_limited_per_window() -> None:
+    now = [0.0]
+    restarts = Restarts(2, clock=lambda: now[0])
+    with pytest.raises(WorkerLost, match=r"^cannot start$"):
+        restarts.count(WorkerLost("cannot start"))
+    restarts.started = True
+    restarts.count(WorkerLost("first"))
+    restarts.count(WorkerLost("second"))
+    with pytest.raises(WorkerLost, match=r"third\n.*run\.max_restarts = 2"):
+        restarts.count(WorkerLost("third"))
+    now[0] = WINDOW_S
+    for _ in range(2):
+        restarts.count(WorkerLost("the others have expired"))
+    never = Restarts(0)
+    never.started = True
+    with pytest.raises(WorkerLost, match=r"run\.max_restarts = 0"):
+        never.count(WorkerLost("gone"))
+
+
+class FakeRun:
+    """A run with fake parts, whose fate the `drive` of a test decides."""
+
+    def __init__(self, folder: Path, *knobs: str) -> None:
+        overrides = [f"run.dir={folder}", "run.steps=9", *knobs]
+        self.config, self.folder = load_config("quickstart", overrides), folder
+        self.restored: list[str] = []
+        self.starts: list[int] = []
+        self.loaded: list[str] = []
+        self.running = 0
+        self.export: Any = None
+
+    @contextmanager
+    def launch(self, _: RunFolder) -> Iterator[Any]:
+        assert not self.running, "the previous attempt still holds memory"
+        self.running += 1
+        load = lambda path: self.loaded.append(path.name)  # noqa: E731
+        try:
+            yield SimpleNamespace(learner=SimpleNamespace(load=load, export=self.export))
+        finally:
+            self.running -= 1
+
+    def run(self, drive: Callable[[RunFolder, int], int]) -> None:
+        def counted(_: Any, folder: RunFolder, __: Any, start: int) -> int:
+            self.starts.append(start)
+            (self.folder / "metrics.jsonl").touch()
+            return drive(folder, start)
+
+        run_with_restarts(
+            ["train", "quickstart"],
+            self.config,
+            text="plan",
+            restore=lambda cursor: self.restored.append(cursor["at"]),
+            position=lambda: {"at": "the beginning"},
+            launch=self.launch,
+            drive=counted,
+        )
+
+    def save(self, folder: RunFolder, step: int) -> None:
+        digest = config_digest(self.config)
+        state = State(step=step, version=step, cursor={"at": f"step {step}"}, config=digest)
+        folder.save(state, lambda _: {})
+
+
+def test_restart_continues_from_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(tmp_path)
+
+    def drive(folder: RunFolder, start: int) -> int:
+        if len(run.starts) == 1:
+            raise WorkerLost(DIED)
+        if len(run.starts) == 2:
+            run.save(folder, 4)
+            raise WorkerLost(DIED)
+        return 5  # stopped by the user
+
+    run.run(drive)
+    assert run.starts == [0, 0, 4] and run.loaded == ["step_000004"]
+    assert run.restored == ["the beginning", "step 4"]
+    assert capsys.readouterr().out.count(DIED) == 2
+    assert (tmp_path / EVENTS).read_text().count('"kind": "restart"') == 2
+
+
+def test_checkpoint_replacing_a_damaged_one_counts(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    with RunFolder(run.config) as folder:
+        for step in (3, 4):
+            run.save(folder, step)
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoints/step_000004/more").touch()
+
+    def drive(folder: RunFolder, start: int) -> int:
+        if len(run.starts) == 1:
+            run.save(folder, 4)
+            raise WorkerLost(DIED)
+        return 5
+
+    run.run(drive)
+    assert run.starts == [3, 4]
+    assert (tmp_path / "checkpoints/damaged_step_000004").is_dir()
+
+
+def test_interrupted_last_evaluation_is_made_before_export(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, "run.steps=4")
+    exported: list[list[int]] = []
+    with RunFolder(run.config) as folder:
+        run.save(folder, 4)
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"step": 0, "eval/h/pass@1": 0.5}, {"step": 4, "loss": 0.1}]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def export(folder: Path) -> dict[str, Any]:
+        folder.mkdir()
+        exported.append(run.starts.copy())
+        return {}
+
+    def drive(folder: RunFolder, start: int) -> int:
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": 4, "eval/h/pass@1": 0.7}) + "\n")
+        return start
+
+    run.export = export
+    run.run(drive)
+    assert run.starts == [4] and exported == [[4]]
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    run.run(drive)
+    assert run.starts == [4] and len(exported) == 2, "evaluated already, so only exported again"
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_model_is_exported_if_last_checkpoint_fails(tmp_path: Path, room: bool) -> None:
+    run = FakeRun(tmp_path, "run.steps=4")
+    lines: list[str] = []
+
+    def export(folder: Path) -> dict[str, Any]:
+        if not room:
+            raise OSError("no space is left")
+        folder.mkdir()
+        return {}
+
+    def full(*_: Any) -> dict[str, Any]:
+        raise OSError("No space left on device")
+
+    def drive(folder: RunFolder, start: int) -> int:
+        learner: Any = SimpleNamespace(version=4, save=full)
+        how: dict[str, Any] = {"stop": lambda: False, "say": lines.append}
+        assert save_checkpoint(folder, run.config, learner, 3, {}, **how)
+        save_checkpoint(folder, run.config, learner, 4, {}, **how)
+        return 4
+
+    run.export = export
+    with pytest.raises(SaveError, match="step_000004") as error:
+        run.run(drive)
+    assert len(lines) == 1 and (tmp_path / "model").exists() == room
+    assert ("no space is left" in error.value.__notes__[0]) != room
+
+
+def test_too_many_losses_end_the_run(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, "run.max_restarts=2")
+
+    def drive(*_: Any) -> int:
+        raise WorkerLost(DIED)
+
+    with pytest.raises(WorkerLost, match=r"max_restarts = 2"):
+        run.run(drive)
+    assert len(run.starts) == 3
+
+
+def test_lost_ray_allows_no_restart(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+
+    def drive(*_: Any) -> int:
+        ray_timeouts.mark_lost("the raylet is gone")
+        raise WorkerLost(DIED)
+
+    with pytest.raises(ray_timeouts.RayLost, match="the raylet is gone"):
+        run.run(drive)
+    assert len(run.starts) == 1
+
+
+def test_lost_objects_restart_but_task_errors_do_not(tmp_path: Path) -> None:
+    """An engine that loads weights may notice the loss of a rank first."""
+    run = FakeRun(tmp_path)
+
+    def drive(*_: Any) -> int:
+        if len(run.starts) == 1:
+            raise ObjectLostError("ref", "address", "put")
+        raise RayTaskError("step", "traceback", ValueError("a bug"))
+
+    with pytest.raises(RayTaskError, match="traceback"):
+        run.run(drive)
+    assert run.starts == [0, 0]
+
+
+def test_requested_stop_allows_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun(tmp_path)
+
+    def drive(*_: Any) -> int:
+        monkeypatch.setattr(session, "stop_requested", lambda: True)
+        raise WorkerLost(DIED)
+
+    with pytest.raises(WorkerLost, match=DIED):
+        run.run(drive)
+    assert run.starts == [0]
+
+
+def sft(config: Config, **parts: Any) -> None:
+    defaults = {"text": "plan", "restore": lambda _: None, "position": dict}
+    run_with_restarts(["sft", "recipe.yaml"], config, **{**defaults, **parts})
 
 
 @pytest.mark.parametrize(("epochs", "knob"), [(2, "sft.epochs"), (0, "run.steps")])
-def test_a_run_that_is_done_names_the_knob_that_makes_it_longer(
+def test_finished_run_names_knob_to_continue(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], epochs: float, knob: str
 ) -> None:
-    given = load_config("sft-quickstart", [f"run.dir={tmp_path}", f"sft.epochs={epochs}"])
-    config = given.supervised(1)
+    overrides = [f"run.dir={tmp_path}", f"sft.epochs={epochs}"]
+    config = load_config("sft-quickstart", overrides).supervised(1)
     with RunFolder(config) as folder:
         (tmp_path / "metrics.jsonl").touch()
         folder.save(State(step=1, version=1, config=config_digest(config)), lambda _: {})
         folder.model.mkdir()
-
-    def never(*_: Any) -> Any:
-        raise AssertionError("it is done")
-
-    run_with_restarts(
-        ["sft", "recipe.yaml"],
-        config,
-        text="plan",
-        restore=never,
-        position=never,
-        started=never,
-        drive=never,
-    )
-    assert f"has done its 1 steps. Raise {knob} to go on" in capsys.readouterr().out
+    sft(config, restore=None, position=None, launch=None, drive=None)
+    assert knob in capsys.readouterr().out
 
 
-def test_a_run_that_resumes_says_after_which_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resumed_run_prints_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config("sft-quickstart", [f"run.dir={tmp_path}"]).supervised(3)
 
-    def nothing_starts(_: RunFolder) -> Any:
+    def launch(_: RunFolder) -> Any:
         raise RuntimeError("no GPU")
 
-    def said() -> str:
+    def output() -> str:
         with pytest.raises(RuntimeError, match="no GPU"):
-            supervised(config, started=nothing_starts, drive=lambda *_: 0)
+            sft(config, launch=launch, drive=lambda *_: 0)
         return capsys.readouterr().out
 
-    assert said() == "plan\n"
-    with RunFolder(config) as folder:
+    assert output() == "plan\n"
+    learner: Any = SimpleNamespace(version=2, save=lambda _: {})
+    with RunFolder(config, "tokenizer digest") as folder:
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-        folder.save(State(step=2, version=2, config=config_digest(config)), lambda _: {})
-    assert said() == "plan\nresumes after step 2; later steps will be repeated\n"
+        assert not save_checkpoint(folder, config, learner, 2, {}, stop=lambda: False, say=print)
+        state = folder.state()
+        assert state is not None and state.tokenizer == "tokenizer digest"
+    assert "after step 2" in output()
 
 
-def test_checkpoints_know_the_tokenizer(tmp_path: Path) -> None:
-    config = load_config("sft-quickstart", [f"run.dir={tmp_path}"]).supervised(3)
-    learner: Any = SimpleNamespace(version=1, save=lambda _: {}, load=lambda _: None)
+def test_summary_of_stopped_run_says_how_to_resume(tmp_path: Path) -> None:
+    path = tmp_path / "my run"
+    config = load_config("quickstart", [f"run.dir={path}"])
+    command = ["train", "my recipe.yaml"]
+    resume = "keel train 'my recipe.yaml'"
+    with RunFolder(config) as folder:
+        text = closing_summary(folder, config, 1, command)
+        from_python = closing_summary(folder, config, 1, command, resume_command="call it again")
+        assert "saved" in closing_summary(folder, config, 0, command)
+    assert f"resume: {resume}\n" in text and f"{resume} run.steps=1\n" in text
+    assert f"tensorboard --logdir '{path}'" in text
+    assert "resume: call it again\n" in from_python and resume not in from_python
+    by_epochs = load_config("quickstart", [f"run.dir={path}", "sft.epochs=2.0"])
+    with RunFolder(by_epochs) as folder:
+        assert "run.steps=1" in closing_summary(folder, by_epochs, 1, command)
+        assert "run.steps" not in closing_summary(folder, by_epochs, 1, ["sft", "r.yaml"])
 
-    def drive(_: Any, folder: RunFolder, *__: Any) -> int:
-        save_checkpoint(folder, config, learner, 1, {}, stop=lambda: False, say=print)
-        return 1
 
-    system = SimpleNamespace(learner=learner)
-    supervised(config, started=lambda _: nullcontext(system), drive=drive, tokenizer="digest")
-    state = RunFolder(config).state()
-    assert state is not None and state.tokenizer == "digest"
+def test_summary_shows_partial_score_only_without_passes(tmp_path: Path) -> None:
+    config = load_config("quickstart", [f"run.dir={tmp_path}"])
+    lines = [
+        {"step": 0, "eval/sums/pass@1": 0.0, "eval/sums/score": 0.06, "eval/chains/pass@1": 0.5},
+        {"step": 60, "eval/sums/pass@1": 0.0, "eval/sums/score": 0.28, "eval/chains/score": 0.6},
+    ]
+    with RunFolder(config) as folder:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(it) + "\n" for it in lines))
+        text = closing_summary(folder, config, 60, ["train", "quickstart"])
+    assert "sums/score: 0.060 at step 0, 0.280 at step 60 (+0.220)\n" in text
+    assert "chains/score" not in text
+
+
+@pytest.mark.parametrize(
+    ("started", "on_path", "expected"),
+    [
+        (".venv/bin/keel", False, ".venv/bin/keel report "),
+        (".venv/bin/keel", True, "keel report "),
+        ("keel/__main__.py", False, "keel report "),
+    ],
+)
+def test_summary_commands_can_be_typed(
+    started: str, on_path: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [started, "train"])
+    monkeypatch.setattr(session, "which", lambda _: "/usr/bin/keel" if on_path else None)
+    config = load_config("quickstart", [f"run.dir={tmp_path}"])
+    with RunFolder(config) as folder:
+        text = closing_summary(folder, config, 60, ["train", "quickstart"])
+    assert f" {expected}" in text

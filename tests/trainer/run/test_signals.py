@@ -1,5 +1,4 @@
-"""Ctrl-C: once to finish the step, twice to stop. A scheduler's signal: at once, with a status of
-its own. Nothing that a library, a child or a terminal does comes in between."""
+"""Ctrl-C, preemption, lost terminals, and the exit status of a command."""
 
 from __future__ import annotations
 
@@ -15,9 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
@@ -32,64 +29,62 @@ from keel.trainer.run.signals import (
     SLACK_S,
     Interrupt,
     Preempted,
-    asked,
     preempted,
     print_line,
     signals_blocked,
     signals_deferred,
+    stop_requested,
     watching,
 )
 
 DEADLINE_S = 120
 
 
-def test_the_first_ctrl_c_asks_and_the_second_interrupts() -> None:
-    said: list[str] = []
+def test_first_ctrl_c_stops_and_second_interrupts() -> None:
+    lines: list[str] = []
     before = signal.getsignal(signal.SIGINT)
-    with Interrupt(said.append) as interrupt:
-        assert not interrupt()
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt() and not interrupt.hurry()
-        assert len(said) == 1
-        with pytest.raises(KeyboardInterrupt):
+    with watching():
+        with Interrupt(lines.append) as interrupt:
+            assert not interrupt() and not stop_requested()
             signal.raise_signal(signal.SIGINT)
+            assert interrupt() and not interrupt.should_abort() and len(lines) == 1
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupt.should_abort()
+        assert stop_requested()
     assert signal.getsignal(signal.SIGINT) == before
+    with watching():
+        assert not stop_requested()
 
 
 @pytest.mark.parametrize("number", PREEMPTION)
-def test_a_scheduler_is_heard_once_and_ctrl_c_still_stops_at_once(number: signal.Signals) -> None:
-    said: list[str] = []
+def test_preemption_aborts_once(number: signal.Signals) -> None:
+    lines: list[str] = []
     before = signal.getsignal(number)
-    with Interrupt(said.append, grace_s=DEADLINE_S) as interrupt:
+    with Interrupt(lines.append, grace_s=DEADLINE_S) as interrupt:
         signal.raise_signal(number)
-        assert interrupt() and interrupt.hurry()
+        assert interrupt() and interrupt.should_abort()
         signal.raise_signal(number)
         signal.raise_signal(signal.SIGTERM)
-        assert len(said) == 1 and number.name in said[0]
+        assert len(lines) == 1 and number.name in lines[0]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(number) == before
-    with Interrupt(said.append) as interrupt:
-        assert not interrupt() and not interrupt.hurry()
+    with Interrupt(lines.append) as interrupt:
+        assert not interrupt() and not interrupt.should_abort()
 
 
-def test_a_scheduler_cuts_short_what_ctrl_c_lets_end() -> None:
-    with Interrupt(lambda _: None) as interrupt:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)
-        assert interrupt.hurry()
-
-
-def test_once_the_grace_is_over_it_ends_wherever_it_is() -> None:
+def test_exceeded_grace_raises_anywhere() -> None:
     with watching():
         with pytest.raises(Preempted), Interrupt(lambda _: None, grace_s=0.01):
             signal.raise_signal(signal.SIGTERM)
             threading.Event().wait(DEADLINE_S)
-        assert preempted() == "SIGTERM, and not done within run.grace_s = 0.01 s"
-    assert not preempted(), "the next command of this process was told nothing"
+        assert preempted().startswith("SIGTERM, ") and "run.grace_s = 0.01" in preempted()
+    assert not preempted()
 
 
-def test_words_that_cannot_be_said_keep_nobody_from_stopping() -> None:
+def test_failed_output_does_not_prevent_stopping() -> None:
     def gone(_: str) -> None:
         raise BrokenPipeError
 
@@ -98,79 +93,52 @@ def test_words_that_cannot_be_said_keep_nobody_from_stopping() -> None:
         assert interrupt()
 
 
-def test_before_anything_can_be_saved_a_command_ends_at_once_with_a_status_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(commands.COMMANDS, "check", lambda *_: signal.raise_signal(signal.SIGTERM))
-    assert main(["check", "quickstart"]) == PREEMPTED == 128 + signal.SIGTERM
-    assert "keel check: stopped by SIGTERM; what was saved is there" in capsys.readouterr().err
+def raises(error: BaseException | None = None) -> Callable[..., None]:
+    """A command that is preempted, and fails with `error` or ends early."""
 
+    def command(*_: object) -> None:
+        with Interrupt(lambda _: None):
+            signal.raise_signal(signal.SIGTERM)
+            if error is not None:
+                raise error
 
-def test_a_command_that_a_scheduler_has_ended_early_does_not_pass_for_one_that_is_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stops(*_: object) -> None:
-        with Interrupt(lambda _: None) as interrupt:
-            signal.raise_signal(signal.SIGHUP)
-            assert interrupt()
-
-    monkeypatch.setitem(commands.COMMANDS, "check", stops)
-    assert main(["check", "quickstart"]) == PREEMPTED
-    assert "stopped by SIGHUP" in capsys.readouterr().err
+    return command
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("command", "status"),
     [
-        (WorkerLost("rank 0 died"), PREEMPTED),
-        (RayLost("the raylet is gone"), PREEMPTED),
-        (ActorDiedError(), PREEMPTED),
-        (TimeoutError("no answer"), PREEMPTED),
-        (RuntimeError("the disk is full"), 1),
+        (lambda *_: signal.raise_signal(signal.SIGTERM), PREEMPTED),
+        (raises(), PREEMPTED),
+        (raises(WorkerLost("rank 0 died")), PREEMPTED),
+        (raises(RayLost("the raylet is gone")), PREEMPTED),
+        (raises(ActorDiedError()), PREEMPTED),
+        (raises(TimeoutError("no answer")), PREEMPTED),
+        (raises(RuntimeError("the disk is full")), 1),
     ],
-    ids=lambda value: type(value).__name__,
 )
-def test_what_the_machine_takes_with_it_does_not_hide_that_it_goes(
-    error: Exception,
+def test_preempted_command_has_its_own_status(
+    command: Callable[..., None],
     status: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def loses(*_: object) -> None:
-        with Interrupt(lambda _: None):
-            signal.raise_signal(signal.SIGTERM)
-            raise error
-
     monkeypatch.delenv("KEEL_TRACEBACK", raising=False)
-    monkeypatch.setattr(commands, "lost", lambda: "")
-    monkeypatch.setitem(commands.COMMANDS, "check", loses)
+    monkeypatch.setattr(commands, "lost_reason", lambda: "")
+    monkeypatch.setitem(commands.COMMANDS, "check", command)
     assert main(["check", "quickstart"]) == status
-    said = capsys.readouterr().err
-    assert str(error) in said and ("stopped by SIGTERM" in said) == (status == PREEMPTED)
+    assert ("SIGTERM" in capsys.readouterr().err) == (status == PREEMPTED)
 
 
-def test_a_ray_that_is_lost_at_the_very_end_changes_no_status(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its threads would crash at exit."""
-    left: list[int] = []
-    monkeypatch.setattr(commands, "lost", lambda: "its raylet is gone")
-    monkeypatch.setattr(commands, "exit_now", left.append)
+def test_lost_ray_at_the_end_keeps_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(commands, "lost_reason", lambda: "its raylet is gone")
+    monkeypatch.setattr(commands, "exit_now", statuses.append)
     monkeypatch.setitem(commands.COMMANDS, "check", lambda *_: None)
-    assert main(["check", "quickstart"]) == 0 and left == [0]
+    assert main(["check", "quickstart"]) == 0 and statuses == [0]
 
 
-def test_that_ctrl_c_has_come_is_known_after_the_loop() -> None:
-    with watching():
-        assert not asked()
-        with Interrupt(lambda _: None):
-            signal.raise_signal(signal.SIGINT)
-        assert asked()
-    with watching():
-        assert not asked()
-
-
-def test_nohup_is_left_alone() -> None:
+def test_nohup_stays_in_force() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with watching():
@@ -180,7 +148,7 @@ def test_nohup_is_left_alone() -> None:
 
 
 @pytest.mark.e2e
-def test_children_started_behind_the_shield_outlive_a_signal_to_all_and_ours_is_heard() -> None:
+def test_blocked_signals_never_reach_children() -> None:
     echo = [sys.executable, "-S", "-c", "print(input())"]
     with watching():
         with signals_blocked():
@@ -194,7 +162,7 @@ def test_children_started_behind_the_shield_outlive_a_signal_to_all_and_ours_is_
 
 
 class Dying:
-    """Out of whose destructor no exception comes."""
+    """Swallows exceptions of `last`, as destructors do."""
 
     def __init__(self, last: Callable[[], object]) -> None:
         self._last = last
@@ -203,38 +171,15 @@ class Dying:
         self._last()
 
 
-def test_a_signal_that_comes_while_something_is_destroyed_is_heard_after_it() -> None:
+def test_swallowed_preemption_is_raised_again() -> None:
     before = sys.unraisablehook
     with watching():
         with pytest.raises(Preempted):
             Dying(partial(signal.raise_signal, signal.SIGHUP))
             threading.Event().wait(DEADLINE_S)
         assert preempted() == "SIGHUP"
-        signal.raise_signal(signal.SIGTERM)  # once: what is tidied up after it is not disturbed
+        signal.raise_signal(signal.SIGTERM)  # does not disturb the cleanup
     assert sys.unraisablehook == before
-
-
-def test_time_that_is_over_while_something_is_destroyed_is_over_after_it() -> None:
-    with pytest.raises(Preempted), Interrupt(lambda _: None, grace_s=0.01):
-        signal.raise_signal(signal.SIGTERM)
-        Dying(partial(threading.Event().wait, DEADLINE_S))
-        threading.Event().wait(DEADLINE_S)
-
-
-def test_what_nobody_heard_is_not_said_to_who_comes_later() -> None:
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        with watching():
-            Dying(partial(signal.raise_signal, signal.SIGTERM))
-            assert preempted()
-        threading.Event().wait(3 * SLACK_S)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert not came
-
-
-def test_an_end_that_nobody_heard_is_heard_before_anything_is_sampled() -> None:
     with watching():
         Dying(partial(signal.raise_signal, signal.SIGTERM))
         with pytest.raises(Preempted), Interrupt(lambda _: None):
@@ -242,36 +187,39 @@ def test_an_end_that_nobody_heard_is_heard_before_anything_is_sampled() -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_what_must_not_be_left_half_done_is_done_before_a_signal_is_heeded(number: int) -> None:
+def test_swallowed_timeout_is_raised_again() -> None:
+    with pytest.raises(Preempted), Interrupt(lambda _: None, grace_s=0.01):
+        signal.raise_signal(signal.SIGTERM)
+        Dying(partial(threading.Event().wait, DEADLINE_S))
+        threading.Event().wait(DEADLINE_S)
+
+
+def test_swallowed_preemption_ends_with_its_block() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        with watching():
+            Dying(partial(signal.raise_signal, signal.SIGTERM))
+            assert preempted()
+        threading.Event().wait(3 * SLACK_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not received
+
+
+def test_deferred_signals_are_handled_afterwards() -> None:
     done: list[str] = []
-    with watching():
-        with pytest.raises(KeyboardInterrupt), signals_deferred():
-            signal.raise_signal(number)
-            with signals_deferred():
-                done.append("inner")
-            done.append("outer")
-        assert bool(preempted()) == (number == signal.SIGHUP)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert done == ["inner", "outer"]
-
-
-def test_of_several_signals_that_were_put_off_none_is_forgotten() -> None:
     with watching():
         with pytest.raises(KeyboardInterrupt), signals_deferred():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)
-        assert asked() and preempted() == "SIGTERM"
-
-
-def test_a_reader_that_is_gone_ends_nothing(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as pipe:
-        assert isinstance(pipe, TextIOWrapper)
-        print_line("lost", pipe)
-        print_line("lost, too", pipe)  # and closing it says nothing either
+            with signals_deferred():
+                done.append("inner")
+            done.append("outer")
+        assert done == ["inner", "outer"]
+        assert stop_requested() and preempted() == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 LATE = """
@@ -286,21 +234,21 @@ def again(when):
 
 class Last:
     def __del__(self):
-        again("modules go")
+        again("teardown")
 
-class Read:
+class Stderr:
     def write(self, text):
         sys.__stderr__.write(text)
         if text.endswith("\\n"):
-            again("they are said")
+            again("last line")
 
     def flush(self):
         sys.__stderr__.flush()
 
 def stopped(_):
-    atexit.register(again, "libraries end")
-    print("said", end="")
-    sys.stderr = Read()
+    atexit.register(again, "atexit")
+    print("output", end="")
+    sys.stderr = Stderr()
     signal.raise_signal(number)
 
 cli.heavy, last = stopped, Last()
@@ -309,28 +257,24 @@ sys.exit(cli.main())
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("when", ["they are said", "libraries end", "modules go"])
+@pytest.mark.parametrize("when", ["last line", "atexit", "teardown"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-def test_what_comes_after_the_last_words_changes_no_status(
-    number: signal.Signals, when: str
-) -> None:
+def test_late_signals_change_no_status(number: signal.Signals, when: str) -> None:
     command = [sys.executable, "-c", LATE.format(when=when), "check", "quickstart", str(number)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == (INTERRUPTED if number == signal.SIGINT else PREEMPTED)
-    # Before that a slow machine says what it waits for.
-    assert done.stdout.endswith("said") and done.stderr.startswith("keel check: stopped")
-    assert done.stderr.count("\n") == 1
+    assert done.stdout.endswith("output") and done.stderr.count("\n") == 1, done.stderr
 
 
-ALONE = """
+HANGUP = """
 import os, signal, sys, time
 from keel.commands import cli
 
 def stopped(_):
-    os.write({said}, b"1")
-    while os.isatty(1):  # no more once it is hung up
+    os.write({ready}, b"1")
+    while os.isatty(1):
         time.sleep(0.01)
-    print("nobody reads this")
+    print("the terminal is gone")
     return 0
 
 {first}
@@ -341,43 +285,51 @@ sys.exit(cli.main())
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("heard", [True, False], ids=["hung up", "in the background"])
-def test_a_terminal_that_goes_ends_nothing_but_by_its_signal(heard: bool) -> None:
-    ours, its = pty.openpty()
-    ready, said = os.pipe()
+def test_lost_terminal_ends_a_command_by_signal_only(heard: bool) -> None:
+    ours, theirs = pty.openpty()
+    read, ready = os.pipe()
     first = "" if heard else "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    command = [sys.executable, "-c", ALONE.format(said=said, first=first), "check", "quickstart"]
+    script = HANGUP.format(ready=ready, first=first)
     with subprocess.Popen(
-        command,
-        stdin=its,
-        stdout=its,
-        stderr=its,
+        [sys.executable, "-c", script, "check", "quickstart"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
         start_new_session=True,
-        pass_fds=[said],
+        pass_fds=[ready],
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     ) as process:
-        os.close(its)
-        os.read(ready, 1)
+        os.close(theirs)
+        os.read(read, 1)
         os.close(ours)
         assert process.wait(timeout=DEADLINE_S) == (PREEMPTED if heard else 0)
+    os.close(read)
     os.close(ready)
-    os.close(said)
 
 
-def test_a_full_disk_loses_no_word_that_is_told_before_or_after(tmp_path: Path) -> None:
+def test_lost_reader_discards_output() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        print_line("lost", pipe)
+        print_line("lost, too", pipe)
+
+
+def test_full_disk_holds_lines_back(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("w") as log:
-        at, full = os.dup(log.fileno()), os.open("/dev/full", os.O_WRONLY)
+        copy, full = os.dup(log.fileno()), os.open("/dev/full", os.O_WRONLY)
         os.dup2(full, log.fileno())
         print_line("during", log)
         assert os.path.samestat(os.fstat(log.fileno()), os.fstat(full))
-        os.dup2(at, log.fileno())
+        os.dup2(copy, log.fileno())
         print_line("after", log)
-        os.close(at)
+        os.close(copy)
         os.close(full)
     assert path.read_text() == "during\nafter\n"
 
 
-def test_a_pipe_that_is_full_for_a_while_is_written_on() -> None:
+def test_full_pipe_holds_lines_back() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     with suppress(BlockingIOError):
@@ -393,8 +345,13 @@ def test_a_pipe_that_is_full_for_a_while_is_written_on() -> None:
 
 
 @pytest.mark.e2e
-def test_a_command_whose_output_was_closed_does_what_it_is_for() -> None:
+def test_closed_output_is_no_error() -> None:
     command = [sys.executable, "-m", "keel", "check", "nowhere.yaml"]
-    how: dict[str, Any] = {"text": True, "timeout": DEADLINE_S, "preexec_fn": lambda: os.close(1)}
-    done = subprocess.run(command, stderr=subprocess.PIPE, **how)
+    done = subprocess.run(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+        preexec_fn=lambda: os.close(1),
+    )
     assert done.returncode == REFUSED and done.stderr.count("\n") == 1, done.stderr

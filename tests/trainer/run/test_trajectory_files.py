@@ -1,4 +1,4 @@
-"""What a step leaves to be read: the right tokens, with their numbers, and no more than it may."""
+"""Token files have the right tokens and numbers, within the budget."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from keel.configs.schema import RunConfig
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import ScoredGroup, TokenNumbers
-from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, saved
+from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, select_trajectories
 from tests.rl.rollouts import kept_of, logp_old_of, scored, segment, trajectory
 
 
 class Bytes:
-    """A tokenizer whose ids are bytes, in the form of transformers'."""
+    """A tokenizer whose ids are bytes."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return list(text.encode())
@@ -45,7 +45,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("text", ["plain words, ½ and “quotes”", "日本語 🙂🙂", "a\n\tb", "é"])
-def test_the_texts_of_tokens_join_to_the_text(text: str) -> None:
+def test_token_texts_join_to_the_text(text: str) -> None:
     ids = list(text.encode())
     texts = TokenTexts(Bytes()).texts(ids)
     assert "".join(texts) == text and len(texts) == len(ids)
@@ -53,24 +53,24 @@ def test_the_texts_of_tokens_join_to_the_text(text: str) -> None:
     assert cut == ["", "", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_control_tokens_are_shown() -> None:
+def test_control_tokens_have_text() -> None:
     tokenizer = build_tokenizer()
     text = "<|im_start|>user\nSpell  this.<|im_end|>"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert "".join(TokenTexts(tokenizer).texts(ids)) == text
 
 
-def test_whole_groups_as_far_as_the_tokens_go_best_and_worst_first() -> None:
+def test_best_and_worst_are_selected_first() -> None:
     far, near = group(0, [0.5, 1, 0, 0.5]), group(100, [0.5, 0.4, 0.4])
-    kept = saved([near, far], run(save_trajectories=3, save_tokens=6 * 5))
-    assert [(g is far, i) for g, i in kept.text] == [(True, 1), (True, 2), (False, 0)]
-    assert [(g is far, i) for g, i in kept.tokens[3:]] == [(True, 0), (True, 3)]
-    assert len(kept.segments) == 5
-    assert not saved([near, far], run(save_trajectories=3, save_tokens=5)).tokens
-    assert not saved([near, far], run(save_trajectories=0)).tokens
+    selected = select_trajectories([near, far], run(save_trajectories=3, save_tokens=6 * 5))
+    assert [(g is far, i) for g, i in selected.text] == [(True, 1), (True, 2), (False, 0)]
+    assert [(g is far, i) for g, i in selected.tokens[3:]] == [(True, 0), (True, 3)]
+    assert len(selected.segments) == 5
+    assert not select_trajectories([near, far], run(save_trajectories=3, save_tokens=5)).tokens
+    assert not select_trajectories([near, far], run(save_trajectories=0)).tokens
 
 
-def test_a_token_stands_beside_its_own_numbers(tmp_path: Path) -> None:
+def test_tokens_have_their_own_numbers(tmp_path: Path) -> None:
     one = group(40, [1, 0, 0.5])
     one = replace(one, notes_G=({"c1": "1: good"}, {}, {}))
     now = np.full(6, np.nan, np.float32)
@@ -92,7 +92,7 @@ def test_a_token_stands_beside_its_own_numbers(tmp_path: Path) -> None:
     assert sampled["kept"] == [len(kept_of(token)) for token in ids]
     assert sampled["version"] == [3] * 4
     assert best["notes"] == {"c1": "1: good"} and best["parts"] == {"correct": 1}
-    # Of the second the trainer saw nothing; the third is beyond the budget.
+    # The trainer has no numbers for the second; the third exceeds the budget.
     assert set(worst["contexts"][0][1]) == {"text", "logp", "kept", "version"}
     assert "contexts" not in summed_up and "messages" not in summed_up
     assert summed_up["reward"] == 0.5 and summed_up["tokens"] == 4
@@ -107,7 +107,7 @@ def test_a_token_stands_beside_its_own_numbers(tmp_path: Path) -> None:
         ({"tests": "assert f(1)"}, ""),
     ],
 )
-def test_answers_stand_beside_the_expected_one(
+def test_answer_and_reference_are_saved(
     tmp_path: Path, reward: dict[str, Any], expected: str
 ) -> None:
     one = group(40, [1, 0])
@@ -121,7 +121,7 @@ def test_answers_stand_beside_the_expected_one(
     assert [one["answer"] for one in line["trajectories"]] == ["answer 0", "answer 1"]
 
 
-def test_what_cannot_be_written_as_utf_8_or_json_does_not_end_the_run(tmp_path: Path) -> None:
+def test_unencodable_messages_are_written(tmp_path: Path) -> None:
     one = group(40, [1, 0])
     said = ({"role": "assistant", "content": "a\ud83d", "extra": {1, 2}},)
     answers = tuple(replace(each, messages=said) for each in one.group.trajectories)
@@ -132,10 +132,10 @@ def test_what_cannot_be_written_as_utf_8_or_json_does_not_end_the_run(tmp_path: 
     assert line["trajectories"][0]["messages"][0]["content"] == "a\ud83d"
 
 
-def test_a_step_of_which_no_trajectory_fits_keeps_all_but_the_tokens(tmp_path: Path) -> None:
+def test_without_token_budget_only_tokens_are_missing(tmp_path: Path) -> None:
     path = tmp_path / "step_000001.tokens.jsonl.gz"
     config = run(save_trajectories=2, save_tokens=5)
-    assert not saved([group(40, [1, 0, 0.5])], config).tokens
+    assert not select_trajectories([group(40, [1, 0, 0.5])], config).tokens
     TokenFile(config, TokenTexts(Bytes()), dict).write(path, [group(40, [1, 0, 0.5])])
     (line,) = read(path)
     assert [one["reward"] for one in line["trajectories"]] == [1, 0, 0.5]
@@ -145,6 +145,6 @@ def test_a_step_of_which_no_trajectory_fits_keeps_all_but_the_tokens(tmp_path: P
 
 
 @pytest.mark.parametrize("knobs", [{"save_tokens": 0}, {"save_trajectories": 0}])
-def test_either_knob_at_zero_writes_nothing(tmp_path: Path, knobs: dict[str, int]) -> None:
+def test_zero_knobs_write_nothing(tmp_path: Path, knobs: dict[str, int]) -> None:
     TokenFile(run(**knobs), TokenTexts(Bytes()), dict).write(tmp_path / "s", [group(40, [1, 0])])
     assert not any(tmp_path.iterdir())

@@ -1,11 +1,9 @@
-"""What a run has written is sent on, beside it: a tracker that is slow, fails or hangs costs the
-run nothing but a line.
+"""Sends the record of a run to its trackers in background threads.
 
-Each tracker has a thread, which reads `metrics.jsonl` and `events.jsonl` as they grow. So nothing
-waits in memory, a tracker that was away is told later what it missed, and one that a resumed run
-has newly is told all of it. `trackers/NAME.json` in the run folder says how far it has got. What a
-resumed run does again stands in its curves as it was sent first: no number is sent twice. A step
-has a second line where its evaluation was made up for (`keel.trainer.run.journal.steps_of`).
+Each thread reads `metrics.jsonl` and `events.jsonl` as they grow, so a slow or unreachable tracker
+costs the run nothing and catches up later. `trackers/NAME.json` stores how far it got. Steps that a
+resumed run repeats are not sent again; a second line of a step adds the metrics of an evaluation
+made after a resume (`keel.trainer.run.journal.steps_of`).
 """
 
 from __future__ import annotations
@@ -14,27 +12,37 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from keel.trainer.run.trackers.tracker import End, Opened, Tracked, Tracker, without_keys
+from keel.configs.schema import Config
+from keel.trainer.run.journal import Journal
+from keel.trainer.run.signals import preempted
+from keel.trainer.run.trackers.tracker import (
+    RunEnd,
+    TrackedRun,
+    Tracker,
+    make_tracker,
+    plain_knobs,
+    without_secrets,
+)
 
-FOLDER = "trackers"
-OWN = "tracker"
-"""The kind of event that is said here, and no tracker is told of."""
-AGAIN_S, AGAIN_MOST_S = 10.0, 600.0
-"""After a failure it is tried again so much later, then after twice that, and so on."""
-GIVEN_UP = "keel-given-up-"
-"""What the names of threads begin with that are waited for no longer."""
-LATE_S = 120.0
-"""A call that has not returned after this is said to hang."""
-CLOSE_S, HURRY_S = 60.0, 5.0
-"""Longest wait at the end for what is not sent yet; where the machine is about to be taken away."""
+_FOLDER = "trackers"
+EVENT = "tracker"
+"""Kind of the events written here, which are not sent."""
+_RETRY_S, _MAX_RETRY_S = 10.0, 600.0
+"""First and longest delay between retries; the delay doubles."""
+_ABANDONED = "keel-abandoned-"
+"""Prefix of the names of abandoned threads."""
+_HANG_S = 120.0
+_CLOSE_S, _HURRY_S = 60.0, 5.0
+"""Longest wait at the end of a run, and of a preempted one."""
 
 
 class TrackerThread:
-    """One tracker, on a thread of its own."""
+    """Sends to one tracker."""
 
     def __init__(
         self,
@@ -44,209 +52,214 @@ class TrackerThread:
         knobs: Mapping[str, Any],
         say: Callable[[str], None],
         *,
-        again_s: float = AGAIN_S,
-        late_s: float = LATE_S,
+        retry_s: float = _RETRY_S,
+        hang_s: float = _HANG_S,
     ) -> None:
-        """folder: the run's. say: may be called from any thread."""
         self.name, self._make, self._folder, self._knobs = name, make, folder, knobs
-        self._say, self._again_s, self._late_s = say, again_s, late_s
-        self._file = folder / FOLDER / f"{name}.json"
-        state = known(self._file)
+        self._say, self._retry_s, self._hang_s = say, retry_s, hang_s
+        self._file = folder / _FOLDER / f"{name}.json"
+        state = _read_state(self._file)
         self._id: str = state.get("id", "")
         self.step: int = state.get("step", -1)
-        """The last one that it was told of."""
+        """Last step sent."""
         self._lines: int = state.get("lines", 1)
-        """How many lines of that step."""
+        """Lines of that step sent."""
         self._events: int = state.get("events", 0)
-        """How many of the lines it was told of."""
+        """Events sent or skipped."""
         self._tracker: Tracker | None = None
-        self._made: Tracker | None = None
-        """The same, before it is open."""
-        self._steps, self._happened = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
-        self._read: tuple[int, list[dict[str, Any]]] = (-1, [])
-        """The last step in `metrics.jsonl` so far, and its lines."""
-        self._passed = 0
-        """Events read so far."""
+        self._opened = False
+        self._step_lines = _Tail(folder / "metrics.jsonl")
+        self._event_lines = _Tail(folder / "events.jsonl")
+        self._current: tuple[int, list[dict[str, Any]]] = (-1, [])
+        """The last step read, and its lines."""
+        self._events_read = 0
         self._wake, self.done = threading.Event(), threading.Event()
-        self._end: End | None = None
-        self._since, self._failures, self._late = 0.0, 0, False
+        self._end: RunEnd | None = None
+        self._busy_since, self._failures, self._hangs = 0.0, 0, False
         self._not_before = 0.0
         self._wake.set()
         self._thread = threading.Thread(target=self._run, name=f"keel-{name}", daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
-        """Something has been written. Returns at once."""
+    def wake(self) -> None:
+        """Notify the thread of new lines; warns if the tracker hangs."""
         self._wake.set()
-        since = self._since
-        if since and not self._late and time.monotonic() - since > self._late_s:
-            self._late = True
+        since = self._busy_since
+        if since and not self._hangs and time.monotonic() - since > self._hang_s:
+            self._hangs = True
             self._say(
-                f"warning: {self.name} has not answered for {self._late_s:.0f} s. The run goes on; "
-                f"what it was not told is in {self._folder}.{self._cure}"
+                f"warning: {self.name} has not answered for {self._hang_s:.0f} s. The run "
+                f"continues, and {self._folder} has everything not yet sent.{self._remedy}"
             )
 
-    def close(self, end: End) -> None:
-        """Have it send the rest; `done` says when that is over."""
+    def close(self, end: RunEnd) -> None:
+        """Send the rest in the background; `done` is set afterwards."""
         self._end = end
         self._wake.set()
 
     @property
-    def _cure(self) -> str:
-        return f" {self._made.cure}" if self._made is not None else ""
+    def _remedy(self) -> str:
+        return f" {self._tracker.remedy}" if self._tracker is not None else ""
 
     def abandon(self) -> None:
-        """It is waited for no longer, and has no more to say."""
+        """Stop waiting for the thread and silence it."""
         self._say = lambda _: None
-        self._thread.name = f"{GIVEN_UP}{self.name}"
-        if self._made is not None:
-            self._made.abandon()
+        self._thread.name = f"{_ABANDONED}{self.name}"
+        if self._tracker is not None:
+            self._tracker.abandon()
 
     def _run(self) -> None:
         while not self.done.is_set():
             self._wake.wait()
             self._wake.clear()
-            # After a failure nothing but the end, which is tried in any case, is tried at once.
             if self._end is None and time.monotonic() < self._not_before:
                 continue
-            end, self._since = self._end, time.monotonic()
+            end, self._busy_since = self._end, time.monotonic()
             try:
                 self._send()
                 if end is not None and self._tracker is not None:
                     self._tracker.close(end)
-            except (Exception, SystemExit) as error:  # a package's; the run is none of its business
+            except (Exception, SystemExit) as error:  # packages may raise anything
                 self._failed(error)
             else:
-                if self._failures or self._late:
+                if self._failures or self._hangs:
                     self._say(f"{self.name} has caught up with the run")
-                self._failures, self._late = 0, False
-            self._since = 0.0
+                self._failures, self._hangs = 0, False
+            self._busy_since = 0.0
             if end is not None:
                 self.done.set()
 
     def _send(self) -> None:
-        if self._tracker is None:
-            tracker = self._made = self._make()
-            run = Tracked(
-                folder=self._folder,
-                name=self._folder.resolve().name,
-                id=self._id,
-                knobs=self._knobs,
-            )
-            opened: Opened = tracker.open(run)
-            self._tracker, self._id = tracker, opened.id
-            self._keep()
-            self._say(f"{self.name}: {without_keys(opened.where)}")
-        for line in self._steps.unread():
+        if self._tracker is None or not self._opened:
+            tracker = self._tracker = self._make()
+            name = self._folder.resolve().name
+            run = TrackedRun(folder=self._folder, name=name, id=self._id, knobs=self._knobs)
+            self._id, location = tracker.open(run)
+            self._opened = True
+            self._progressed()
+            self._say(f"{self.name}: {without_secrets(location)}")
+        for line in self._step_lines.unread():
             step, at = line.pop("step"), line.pop("time")
-            before = self._read[1] if self._read[0] == step else []
+            before = self._current[1] if self._current[0] == step else []
             if (step, len(before) + 1) > (self.step, self._lines):
-                told = {name for each in before for name in each}
-                fresh = {name: of for name, of in line.items() if name not in told}
-                self._tracker.log(step, at, fresh)
-                self.step, self._lines, self._since = step, len(before) + 1, time.monotonic()
-                self._keep()
-            self._read = step, [*before, line]
-            self._steps.passed()
-        for line in self._happened.unread():
-            if self._passed >= self._events:
-                if line["kind"] != OWN:
+                sent = {name for other in before for name in other}
+                self._tracker.log(step, at, {k: v for k, v in line.items() if k not in sent})
+                self.step, self._lines = step, len(before) + 1
+                self._progressed()
+            self._current = step, [*before, line]
+            self._step_lines.advance()
+        for line in self._event_lines.unread():
+            if self._events_read >= self._events:
+                if line["kind"] != EVENT:
                     self._tracker.event(line["step"], line["time"], line["kind"], line["text"])
-                self._events, self._since = self._passed + 1, time.monotonic()
-                self._keep()
-            self._passed += 1
-            self._happened.passed()
+                self._events = self._events_read + 1
+                self._progressed()
+            self._events_read += 1
+            self._event_lines.advance()
 
     def _failed(self, error: BaseException) -> None:
-        """Said once, until it works again."""
-        again = min(self._again_s * 2 ** min(self._failures, 16), AGAIN_MOST_S)
-        self._not_before, self._failures = time.monotonic() + again, self._failures + 1
+        """Schedule a retry; only the first failure of a series is printed."""
+        delay = min(self._retry_s * 2 ** min(self._failures, 16), _MAX_RETRY_S)
+        self._not_before, self._failures = time.monotonic() + delay, self._failures + 1
         if self._failures == 1:
-            text = " ".join(without_keys(f"{type(error).__name__}: {error}").split())
+            text = " ".join(without_secrets(f"{type(error).__name__}: {error}").split())
             self._say(
-                f"warning: {self.name}: {text}. The run goes on; {self.name} is tried again, and "
-                f"told then what it has missed.{self._cure}"
+                f"warning: {self.name}: {text}. The run continues, and {self.name} is retried and "
+                f"receives what it missed.{self._remedy}"
             )
 
-    def _keep(self) -> None:
+    def _progressed(self) -> None:
+        self._busy_since = time.monotonic()
         self._file.parent.mkdir(exist_ok=True)
-        state = {
-            "id": self._id,
-            "step": self.step,
-            "lines": self._lines,
-            "events": self._events,
-        }
-        fresh = self._file.with_suffix(".tmp")
-        fresh.write_text(json.dumps(state))
-        fresh.replace(self._file)
+        counts = {"step": self.step, "lines": self._lines, "events": self._events}
+        partial = self._file.with_suffix(".tmp")
+        partial.write_text(json.dumps({"id": self._id, **counts}))
+        partial.replace(self._file)
 
 
 def has_abandoned_threads() -> bool:
-    """Whether a thread is still at what it was given up for. The interpreter's own end may then be
-    an abort, in the middle of what the package is at."""
-    return any(thread.name.startswith(GIVEN_UP) for thread in threading.enumerate())
+    """True if an abandoned thread still runs, which may crash the interpreter at exit."""
+    return any(thread.name.startswith(_ABANDONED) for thread in threading.enumerate())
 
 
-def known(path: Path) -> dict[str, Any]:
-    """What `_keep` has written; nothing where it is not there or damaged: it begins anew."""
+def _read_state(path: Path) -> dict[str, Any]:
+    """The saved progress; empty if there is none or it is damaged."""
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
+        state = json.loads(path.read_text())
+        if isinstance(state, dict):
+            return state
     return {}
 
 
-class Tail:
-    """The lines of a file of JSON that is being written."""
+class _Tail:
+    """Reads the complete lines of a growing JSONL file."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at, self._next = path, 0, 0
+        self._path, self._position, self._next = path, 0, 0
 
     def unread(self) -> Iterator[dict[str, Any]]:
-        """Whole lines after the last one that was `passed`, one by one."""
+        """Lines after the position of the last `advance`."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
-            file.seek(self._at)
+            file.seek(self._position)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self._next = self._at + len(line)
+                self._next = self._position + len(line)
                 try:
-                    found = json.loads(line)
-                except ValueError:  # half of it: the disk was full, or the power gone
-                    self.passed()
+                    record = json.loads(line)
+                except ValueError:  # cut by a full disk or a power failure
+                    self.advance()
                     continue
-                yield found
+                yield record
 
-    def passed(self) -> None:
-        """The line is dealt with."""
-        self._at = self._next
+    def advance(self) -> None:
+        self._position = self._next
 
 
 class Trackers:
-    """All that `run.trackers` names."""
+    """The threads of all `run.trackers`."""
 
-    def __init__(self, sendings: Sequence[TrackerThread], say: Callable[[str], None]) -> None:
-        self._sendings, self._say = sendings, say
+    def __init__(self, threads: Sequence[TrackerThread], say: Callable[[str], None]) -> None:
+        self._threads, self._say = threads, say
 
-    def look(self) -> None:
-        for sending in self._sendings:
-            sending.look()
+    def wake(self) -> None:
+        for thread in self._threads:
+            thread.wake()
 
-    def close(self, end: End, step: int, seconds: float = CLOSE_S) -> None:
-        """step: the last one of the run. Returns after `seconds`, whatever is not sent by then."""
-        for sending in self._sendings:
-            sending.close(end)
+    def close(self, end: RunEnd, step: int, seconds: float = _CLOSE_S) -> None:
+        """Wait at most `seconds` for everything up to `step` to be sent."""
+        for thread in self._threads:
+            thread.close(end)
         until = time.monotonic() + seconds
-        for sending in self._sendings:
-            ended = sending.done.wait(max(0.0, until - time.monotonic()))
+        for thread in self._threads:
+            ended = thread.done.wait(max(0.0, until - time.monotonic()))
             if not ended:
-                sending.abandon()
-            if not ended or sending.step < step:
+                thread.abandon()
+            if not ended or thread.step < step:
                 late = "" if ended else f" within {seconds:.0f} s"
                 self._say(
-                    f"warning: {sending.name} was told of {max(sending.step, 0)} of {step} "
-                    f"steps{late}; when the run is resumed it is told of the rest, which stands "
-                    "in metrics.jsonl"
+                    f"warning: {thread.name} received {max(thread.step, 0)} of {step} steps{late}. "
+                    "Resume the run to send the rest, which is in metrics.jsonl"
                 )
+
+
+def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Config) -> None:
+    """Send the record of a run to `run.trackers` until `stack` closes."""
+    if not (names := config.run.trackers):
+        return
+    say, knobs = partial(journal.say, EVENT), plain_knobs(config)
+    threads = [TrackerThread(n, partial(make_tracker, n), folder, knobs, say) for n in names]
+    trackers = Trackers(threads, say)
+    journal.on_write = trackers.wake
+
+    def close(kind: type[BaseException] | None, *_: object) -> None:
+        failed = bool(journal.ends) or (kind is not None and issubclass(kind, Exception))
+        completed = journal.step >= config.run.steps
+        end: RunEnd = "failed" if failed else "finished" if completed else "stopped"
+        journal.begin(f"sending the rest to {', '.join(names)}")
+        hurry = preempted() or (kind is not None and not failed)  # such as a second Ctrl-C
+        trackers.close(end, journal.step, _HURRY_S if hurry else _CLOSE_S)
+
+    stack.push(close)

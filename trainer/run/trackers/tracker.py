@@ -1,84 +1,105 @@
-"""What a tracker is: how Keel speaks to Weights & Biases, MLflow and trackio."""
+"""Interface of experiment trackers, and the check that a requested one can be used."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from keel.configs.diff import flatten_config
-from keel.configs.schema import Config
+from keel.configs.schema import Config, ConfigError
 
-End = Literal["finished", "stopped", "failed"]
-"""stopped: the same command goes on with the run."""
+RunEnd = Literal["finished", "stopped", "failed"]
+"""`stopped`: the same command resumes the run."""
 PROJECT = "keel"
-"""Where the environment names no other."""
-BARE = "train"
-"""The group of metrics whose names have none: all three group by what stands before a slash."""
+"""Default project, unless the environment names one."""
+_CLASSES = {"wandb": "Wandb", "mlflow": "Mlflow", "trackio": "Trackio"}
+"""Class of each tracker; its key names the package, the pip extra and the module here."""
+QUIET = ("resume", "ledger")
+"""Kinds of events that need no alert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tracked:
-    """A run, as a tracker is told of it."""
-
+class TrackedRun:
     folder: Path
     name: str
-    """Of the run folder."""
     id: str
-    """By which the tracker knows it; empty where it has not heard of it before."""
+    """Returned by an earlier `Tracker.open`; empty for a new run."""
     knobs: Mapping[str, Any]
-    """All of them, in plain data."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    id: str
-    """To be given to `open` when the run is resumed."""
-    where: str
-    """For people: where its curves are."""
+    """All knobs as plain data."""
 
 
 class Tracker(Protocol):
-    """Called from one thread. It may take its time, and raise whatever it wants."""
+    """Called from one thread, which may block; any exception is retried."""
 
-    cure: str
-    """What to look at when it fails."""
+    remedy: str
+    """What to check after a failure."""
 
-    def open(self, run: Tracked) -> Opened:
-        """Begin the run, or go on with the one of this id."""
+    def open(self, run: TrackedRun) -> tuple[str, str]:
+        """Start or resume a run. Returns its id and where to find its curves."""
         ...
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        """A step's metrics, by their names in `metrics.jsonl`. time: seconds since the epoch. Steps
-        come in order; one comes again, with further names, where its evaluation was made up for,
-        which may be after `open` has resumed the run."""
+        """Log metrics of a step. time: seconds since the epoch.
+
+        Steps come in order; one repeats with more metrics if its evaluation was made later.
+        """
         ...
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:
-        """What happened besides (`keel.trainer.run.journal.EVENTS`)."""
+        """Log an event (`keel.trainer.run.journal.EVENTS`)."""
         ...
 
-    def close(self, end: End) -> None:
-        """Send what is not sent yet."""
+    def close(self, end: RunEnd) -> None:
+        """Flush."""
         ...
 
     def abandon(self) -> None:
-        """From another thread, while this one hangs: nothing of it may keep the command from its
-        end. Returns at once."""
+        """Stop from another thread while this one hangs, so that the process can exit."""
         ...
 
 
-def grouped(numbers: Mapping[str, float]) -> dict[str, float]:
-    """By the names that trackers have them under."""
-    return {name if "/" in name else f"{BARE}/{name}": of for name, of in numbers.items()}
+def make_tracker(name: str) -> Tracker:
+    return getattr(import_module(f"{__package__}.{name}"), _CLASSES[name])()
 
 
-def knobs_of(config: Config) -> dict[str, Any]:
-    """Every knob that is set, in plain data. (None has a key: recipes hold names of variables.)"""
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a package that is not installed, and for W&B without a key."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"run.trackers: {name}: the package is not installed. Run pip install '.[{name}]' "
+                "in Keel's checkout, or remove it from run.trackers"
+            )
+        if name == "wandb" and not _wandb_has_key():
+            raise ConfigError(
+                f"run.trackers: {name}: there is no API key. Run `wandb login`, set WANDB_API_KEY, "
+                "or set WANDB_MODE=offline"
+            )
+
+
+def _wandb_has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") != "online":
+        return True
+    import wandb  # noqa: PLC0415  (takes a second, and is optional)
+
+    settings = wandb.setup().settings
+    return settings.mode != "online" or wandb.login(prompt=False, verify=False)
+
+
+def group_names(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Put ungrouped metrics into the group `train`; trackers group by the part before a slash."""
+    return {name if "/" in name else f"train/{name}": value for name, value in numbers.items()}
+
+
+def plain_knobs(config: Config) -> dict[str, Any]:
+    """Every knob that is set, as plain data. Recipes hold no keys, only names of variables."""
 
     def plain(value: Any) -> Any:
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
@@ -87,9 +108,8 @@ def knobs_of(config: Config) -> dict[str, Any]:
     return {knob: json.loads(json.dumps(value, default=plain)) for knob, value in flat.items()}
 
 
-def without_keys(text: str) -> str:
-    """A message of a package's without the keys that the environment holds, and without passwords
-    of addresses."""
+def without_secrets(text: str) -> str:
+    """Remove keys from the environment and passwords in URLs."""
     for name, value in os.environ.items():
         if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name) and len(value) >= 8:
             text = text.replace(value, "…")

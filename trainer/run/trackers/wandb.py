@@ -1,4 +1,4 @@
-"""Weights & Biases. WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and its other variables are its own."""
+"""Weights & Biases adapter; reads WANDB_* variables."""
 
 from __future__ import annotations
 
@@ -12,33 +12,29 @@ import psutil
 import wandb
 
 from keel.trainer.run.signals import signals_blocked
-from keel.trainer.run.trackers.tracker import PROJECT, End, Opened, Tracked, grouped
+from keel.trainer.run.trackers.tracker import PROJECT, QUIET, RunEnd, TrackedRun, group_names
 
-INIT_S, FINISH_S = 60.0, 60.0
-"""Longest waits of its own for its server."""
-SERVICE = "wandb-core"
-"""Its process."""
-QUIET = ("resume", "ledger")
-"""Events that are no reason to look."""
+_SERVER_TIMEOUT_S = 60.0
+_PROCESS = "wandb-core"
 
 
 class Wandb:
-    """A run that is resumed by its id. The server takes each step once."""
+    """A run is resumed by its id. The server accepts each step once."""
 
-    cure = "Look at WANDB_API_KEY, WANDB_BASE_URL and the network, or set WANDB_MODE=offline"
+    remedy = "Check WANDB_API_KEY, WANDB_BASE_URL and the network, or set WANDB_MODE=offline"
 
     def __init__(self) -> None:
         self._run: Any = None
 
-    def open(self, run: Tracked) -> Opened:
+    def open(self, run: TrackedRun) -> tuple[str, str]:
         settings = wandb.Settings(
-            console="off",  # what a terminal shows is drawn over and over
+            console="off",  # would record every redraw of the panel
             silent=True,
-            init_timeout=INIT_S,
-            finish_timeout=FINISH_S,
+            init_timeout=_SERVER_TIMEOUT_S,
+            finish_timeout=_SERVER_TIMEOUT_S,
         )
         offline = wandb.setup().settings.mode == "offline"
-        with signals_blocked():  # its process sends what is left when a scheduler ends the job
+        with signals_blocked():  # its process sends the rest when a scheduler ends the job
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or PROJECT,
                 name=os.environ.get("WANDB_NAME") or run.name,
@@ -51,28 +47,30 @@ class Wandb:
                 reinit="finish_previous",
                 settings=settings,
             )
-        here = self._run.settings.sync_dir
-        where = f"offline; `wandb sync {here}` sends it" if offline else str(self._run.url)
-        return Opened(id=self._run.id, where=where)
+        folder = self._run.settings.sync_dir
+        location = f"offline; `wandb sync {folder}` sends it" if offline else str(self._run.url)
+        return self._run.id, location
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        # Resumed, it ignores steps that it has: an evaluation that is made up for joins the next.
+        # A resumed run ignores steps that the server has, so a late evaluation joins the next one.
         at = max(step, self._run.starting_step)
-        self._run.log({**grouped(numbers), "_timestamp": time}, step=at)
+        self._run.log({**group_names(numbers), "_timestamp": time}, step=at)
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:
         level = "INFO" if kind in QUIET else "WARN"
         self._run.alert(f"{kind}, step {step}", text, level=level, wait_duration=0)
 
-    def close(self, end: End) -> None:
+    def close(self, end: RunEnd) -> None:
         if end == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if end == "finished" else 1)
 
     def abandon(self) -> None:
-        """At exit it would wait for its process, which tries for minutes. What that was given is in
-        a file, which `wandb sync` sends."""
+        """Kill W&B's process, for which the interpreter would wait minutes at exit.
+
+        `wandb sync` sends what it had received.
+        """
         with suppress(psutil.Error):
             for process in psutil.Process().children():
-                if SERVICE in process.name():
+                if _PROCESS in process.name():
                     process.kill()

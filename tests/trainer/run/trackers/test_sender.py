@@ -1,0 +1,253 @@
+"""Trackers receive everything once, and never hold up a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from keel.commands import train as commands
+from keel.configs.load import load_config
+from keel.configs.schema import ConfigError
+from keel.trainer.run.journal import note
+from keel.trainer.run.trackers import tracker as interface
+from keel.trainer.run.trackers.sender import (
+    EVENT,
+    Trackers,
+    TrackerThread,
+    has_abandoned_threads,
+)
+from keel.trainer.run.trackers.tracker import (
+    RunEnd,
+    TrackedRun,
+    check_trackers,
+    group_names,
+    plain_knobs,
+    without_secrets,
+)
+from tests.waiting import PATIENCE_S, wait_for
+
+
+class FakeTracker:
+    """Fails while `broken`, and hangs until `released`."""
+
+    remedy = "Plug it in"
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.events: list[str] = []
+        self.ids: list[str] = []
+        self.ends: list[RunEnd] = []
+        self.abandoned = False
+        self.broken, self.released = "", threading.Event()
+        self.released.set()
+
+    def open(self, run: TrackedRun) -> tuple[str, str]:
+        self._called()
+        self.ids.append(run.id)
+        return run.id or "new", "https://me:hunter2@there/run"
+
+    def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        self._called()
+        self.steps.append((step, dict(numbers)))
+
+    def event(self, step: int, time: float, kind: str, text: str) -> None:
+        self._called()
+        self.events.append(text)
+
+    def close(self, end: RunEnd) -> None:
+        self._called()
+        self.ends.append(end)
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+    def _called(self) -> None:
+        assert self.released.wait(PATIENCE_S)
+        if self.broken:
+            raise RuntimeError(self.broken)
+
+
+class Run:
+    """A growing record, and its tracker."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tracker = folder, FakeTracker()
+        self.lines: list[str] = []
+
+    def write(self, *steps: int, name: str = "a") -> None:
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            for step in steps:
+                file.write(json.dumps({"step": step, "time": 1.0, f"reward/{name}": step}) + "\n")
+
+    def start(self, **options: float) -> tuple[TrackerThread, Trackers]:
+        say, options = self.lines.append, {"retry_s": 0.0, "hang_s": 1e9, **options}
+        thread = TrackerThread("fake", lambda: self.tracker, self.folder, {}, say, **options)
+        return thread, Trackers([thread], say)
+
+    @property
+    def sent(self) -> list[int]:
+        return [step for step, _ in self.tracker.steps]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_resumed_run_sends_nothing_twice(run: Run) -> None:
+    run.write(0, 1, 2, 3)
+    note(run.folder, 1, "alarm", "first")
+    _, trackers = run.start()
+    trackers.close("stopped", 3)
+    # Resumed from a checkpoint of step 1: later lines are dropped and written again.
+    (run.folder / "metrics.jsonl").write_text("")
+    run.write(0, 1)
+    note(run.folder, 1, "resume", "second")
+    note(run.folder, 1, EVENT, "not sent")
+    _, trackers = run.start()
+    run.write(2, 3, 4, 5, name="b")
+    trackers.wake()
+    trackers.close("finished", 5)
+    assert run.sent == [0, 1, 2, 3, 4, 5]
+    assert run.tracker.steps[3:5] == [(3, {"reward/a": 3}), (4, {"reward/b": 4})]
+    assert run.tracker.events == ["first", "second"]
+    assert run.tracker.ids == ["", "new"]
+    assert run.tracker.ends == ["stopped", "finished"]
+    assert run.lines == ["fake: https://…@there/run"] * 2
+
+
+def test_late_evaluation_is_sent_once(run: Run) -> None:
+    run.write(0, 1)
+    _, trackers = run.start()
+    trackers.close("stopped", 1)
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        line = {"step": 1, "time": 2.0, "eval/a/score": 0.5, "reward/a": 7}
+        file.write(json.dumps(line) + "\n")
+    for _ in range(2):
+        _, trackers = run.start()
+        trackers.close("stopped", 1)
+    run.write(2)
+    _, trackers = run.start()
+    trackers.close("finished", 2)
+    evaluation = (1, {"eval/a/score": 0.5})
+    expected = [(0, {"reward/a": 0}), (1, {"reward/a": 1}), evaluation, (2, {"reward/a": 2})]
+    assert run.tracker.steps == expected
+
+
+def test_failure_is_printed_once_and_caught_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "0123456789abcdef")
+    run.tracker.broken = "401: 0123456789abcdef is no key of https://me:hunter2@there"
+    run.write(0, 1)
+    thread, trackers = run.start()
+    for _ in range(3):
+        wait_for(lambda: not thread._wake.is_set())
+        trackers.wake()
+    (line,) = wait_for(lambda: run.lines)
+    assert "RuntimeError: 401: … is no key of https://…@there" in line and "Plug it in" in line
+    run.tracker.broken = ""
+    run.write(2)
+    trackers.wake()
+    wait_for(lambda: run.sent == [0, 1, 2])
+    trackers.close("finished", 2)
+    assert len(run.lines) == 3
+
+
+def test_failed_event_is_sent_again(run: Run) -> None:
+    run.write(0)
+    thread, trackers = run.start()
+    wait_for(lambda: thread.step == 0)
+    run.tracker.broken = "down"
+    note(run.folder, 1, "alarm", "first")
+    trackers.wake()
+    wait_for(lambda: len(run.lines) == 2)
+    run.tracker.broken = ""
+    trackers.close("stopped", 0)
+    note(run.folder, 1, "alarm", "second")
+    _, trackers = run.start()
+    trackers.close("finished", 0)
+    assert run.tracker.events == ["first", "second"]
+
+
+def test_retries_are_delayed_but_made_at_the_end(run: Run) -> None:
+    run.tracker.broken = "down"
+    thread, trackers = run.start(retry_s=1e6)
+    wait_for(lambda: run.lines)
+    for _ in range(2000):
+        thread._failed(OSError("down"))
+    run.tracker.broken = ""
+    run.write(0)
+    trackers.wake()
+    wait_for(lambda: not thread._wake.is_set())
+    assert run.tracker.ids == []
+    trackers.close("finished", 0)
+    assert run.sent == [0]
+
+
+def test_hanging_tracker_is_abandoned(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(commands, "exit_now", statuses.append)
+    monkeypatch.setitem(commands.COMMANDS, "check", lambda *_: None)
+    assert commands.run("check") == 0 and not statuses
+    run.tracker.released.clear()
+    run.write(0, 1)
+    thread, trackers = run.start(hang_s=0.0)
+    wait_for(lambda: thread._busy_since)
+    trackers.wake()
+    trackers.wake()
+    assert len(run.lines) == 1
+    trackers.close("finished", 1, seconds=0.1)
+    assert "0 of 1 steps" in run.lines[1] and run.tracker.abandoned
+    commands.run("check")
+    assert statuses == [0]
+    run.tracker.released.set()
+    assert thread.done.wait(PATIENCE_S)
+    assert run.sent == [0, 1] and len(run.lines) == 2
+    wait_for(lambda: not has_abandoned_threads())
+
+
+def test_incomplete_lines_are_awaited_or_skipped(run: Run) -> None:
+    (run.folder / "trackers").mkdir()
+    (run.folder / "trackers" / "fake.json").write_text("{")  # damaged: starts over
+    note(run.folder, 0, "alarm", "before")
+    with (run.folder / "events.jsonl").open("a") as file:
+        file.write('{"step": 1, "kind": "al')  # cut by a full disk
+    note(run.folder, 2, "alarm", "after")
+    run.write(0)
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, ')
+    thread, trackers = run.start()
+    wait_for(lambda: thread.step == 0)
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('"time": 1.0, "loss": 2.0}\n')
+    trackers.close("finished", 1)
+    assert run.tracker.steps[1] == (1, {"loss": 2.0})
+    assert run.tracker.events == ["before", "after"]
+
+
+def test_names_knobs_and_messages_are_sendable(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"loss": 1.0, "eval/sums/pass@1": 2.0}
+    assert group_names(names) == {"train/loss": 1.0, "eval/sums/pass@1": 2.0}
+    config = load_config("quickstart", ["eval.variants=[{name: short, max_tokens: 8}]"])
+    knobs = plain_knobs(config)
+    assert knobs["trainer.lr"] == config.trainer.lr
+    assert knobs["eval.variants"][0]["max_tokens"] == 8
+    assert json.loads(json.dumps(knobs)) == knobs
+    monkeypatch.setenv("PUBLIC_KEY", "a")  # too short for a secret
+    assert without_secrets("an apple") == "an apple"
+
+
+def test_unusable_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(interface, "find_spec", lambda _: None)
+        with pytest.raises(ConfigError, match=r"run\.trackers: mlflow"):
+            check_trackers(["mlflow"])
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_trackers(["wandb", "mlflow", "trackio"])
+    for value in ("[mlflow, mlflow]", "[comet]"):
+        with pytest.raises(ConfigError, match=r"run\.trackers"):
+            load_config("quickstart", [f"run.trackers={value}"])
