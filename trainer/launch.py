@@ -25,9 +25,9 @@ from keel.data.dataset import Dataset
 from keel.model.download import download_of
 from keel.model.hub import from_anywhere
 from keel.model.ray_timeouts import CALL_S, Unanswered, awaited
-from keel.model.tiny.cache import ensure_tiny_model
+from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
-from keel.model.tiny.scripted import demonstrate
+from keel.model.tiny.demonstrations import demonstrate
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Group, Prompt, Purpose

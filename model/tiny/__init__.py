@@ -1,1 +1,1 @@
-"""A small mixture of experts that is built, taught and kept here: no download, any machine."""
+"""A small mixture-of-experts model that is built and trained locally, without a download."""

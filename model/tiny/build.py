@@ -1,10 +1,25 @@
-"""The tiny model: a small mixture of experts with random weights, built from a seed."""
+"""The tiny model: its architecture, and a cache of cold-started models."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -13,13 +28,23 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
 )
+from transformers.utils.logging import disable_progress_bar
 
-from keel.configs.schema import TinyModelConfig
-from keel.model.tiny.tokenizer import vocab_rows
+from keel.configs.schema import ConfigError, TinyModelConfig
+from keel.model.hub import missing_weights
+from keel.model.tiny.cold_start import Curriculum, Progress, make_examples, system_of, train
+from keel.model.tiny.demonstrations import demonstrated, script_digest
+from keel.model.tiny.tokenizer import build_tokenizer, vocab_rows
+
+_CODE_VERSION = 3
+"""Increment it whenever the tokenizer, the model, the solutions or the training change."""
+_START_S = 180.0
+"""Time limit for imports, questions, CUDA and the disk, in addition to the training's limit."""
+_STOP_S = 30.0
 
 
 def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """Every layer is a mixture of experts; input and output embeddings are separate."""
+    """Build the config: all layers are MoE layers, and embeddings are not tied."""
     shared: dict[str, Any] = {
         "vocab_size": vocab_rows(tokenizer),
         "hidden_size": config.hidden_size,
@@ -37,8 +62,27 @@ def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) ->
         "eos_token_id": tokenizer.eos_token_id,
         "dtype": "float32",
     }
-    if config.family == "deepseek_v32":
-        return _sparse(config, shared)
+    if config.family == "deepseek_v32":  # latent and sparse attention, one shared expert
+        return AutoConfig.for_model(
+            "deepseek_v32",
+            architectures=["DeepseekV32ForCausalLM"],
+            mlp_layer_types=["sparse"] * config.layers,
+            num_key_value_heads=config.heads,
+            q_lora_rank=config.latent_size,
+            kv_lora_rank=config.latent_size,
+            qk_nope_head_dim=config.head_dim,
+            qk_rope_head_dim=config.head_dim // 2,
+            v_head_dim=config.head_dim,
+            n_routed_experts=config.experts,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=1.0,
+            index_n_heads=config.index_heads,
+            index_head_dim=config.head_dim,
+            index_topk=config.index_top_k,
+            **shared,
+        )
     return Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         num_key_value_heads=config.kv_heads,
@@ -50,37 +94,215 @@ def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) ->
     )
 
 
-def _sparse(config: TinyModelConfig, shared: dict[str, Any]) -> PreTrainedConfig:
-    """Latent attention over what an indexer selects; an expert is shared by all tokens."""
-    return AutoConfig.for_model(
-        "deepseek_v32",
-        architectures=["DeepseekV32ForCausalLM"],
-        mlp_layer_types=["sparse"] * config.layers,
-        num_key_value_heads=config.heads,
-        q_lora_rank=config.latent_size,
-        kv_lora_rank=config.latent_size,
-        qk_nope_head_dim=config.head_dim,
-        qk_rope_head_dim=config.head_dim // 2,
-        v_head_dim=config.head_dim,
-        n_routed_experts=config.experts,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        routed_scaling_factor=1.0,
-        index_n_heads=config.index_heads,
-        index_head_dim=config.head_dim,
-        index_topk=config.index_top_k,
-        **shared,
-    )
-
-
 def build_model(
     config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> PreTrainedModel:
-    """A float32 model with random weights that depend on `config` and `seed` alone.
+    """Build a float32 model with random weights that depend on `config` and `seed` only.
 
-    The caller's random state is left as it was.
+    Does not change the caller's random state.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(model_config(config, tokenizer))
+
+
+def ensure_tiny_model(
+    config: TinyModelConfig,
+    curriculum: Curriculum,
+    *,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Path:
+    """Return the folder of the cold-started model, training it first if it is not cached.
+
+    The folder has a config, tokenizer and weights for transformers and vLLM. Processes that need
+    the same model concurrently may all train it; the first one to finish wins. With `device="cuda"`
+    a separate process trains it, so the GPU's memory is free again afterwards.
+
+    Raises:
+        ConfigError: the sources have nothing to teach.
+        TimeoutError: the cold start exceeded `config.cold_start.max_seconds`.
+        RuntimeError: the process on the GPU died.
+    """
+    root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    folder = root / f"tiny-{content_key(config, curriculum, device=device)}"
+    if folder.is_dir():
+        if not missing_weights(str(folder)):
+            return folder
+        _remove_damaged(folder)
+    make = partial(make_folder, folder, config, curriculum)
+    if device == "cpu" or not config.cold_start.steps:
+        make(progress=progress)
+    else:
+        train_in_process(make, device, timeout_s=config.cold_start.max_seconds, progress=progress)
+    return folder
+
+
+def make_folder(
+    folder: Path,
+    config: TinyModelConfig,
+    curriculum: Curriculum,
+    *,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> None:
+    """Build the model, train it on `device` and write it to `folder`."""
+    seed, settings = curriculum.seed, config.cold_start
+    tokenizer = build_tokenizer(config.phrases)
+    # Initialised on the CPU, so that the initial weights do not depend on the device.
+    model = build_model(config, tokenizer, seed=seed)
+    if settings.steps:
+        count = min(settings.questions, settings.steps * settings.batch_size)
+        examples = make_examples(curriculum, tokenizer, count=count, max_context=config.max_context)
+        model.to(device)  # pyright: ignore[reportArgumentType] (transformers' stub is too narrow)
+        train(model, tokenizer, examples, settings, seed=seed, progress=progress)
+    # Written next to the folder and renamed, so that a folder under its final name is complete.
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    unfinished = place / "model"  # with default permissions, unlike `place`
+    try:
+        model.save_pretrained(unfinished)
+        tokenizer.model_max_length = config.max_context
+        tokenizer.save_pretrained(unfinished)
+        for path in (*unfinished.iterdir(), unfinished):
+            _sync_to_disk(path)
+        try:
+            unfinished.rename(folder)
+            _sync_to_disk(folder.parent)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster
+                raise
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _remove_damaged(folder: Path) -> None:
+    """Remove an incomplete cached model. Raises ConfigError if the cache is read-only."""
+    place = folder.with_name(f".{folder.name}-{os.getpid()}-damaged")
+    try:
+        folder.rename(place)
+    except FileNotFoundError:  # another process was faster
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: this cached model is damaged and cannot be replaced ({error.strerror}). "
+            "Delete it, or set another folder in model.tiny.cache_dir"
+        ) from error
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def _sync_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
+    """Hash everything that the cold-started weights depend on, including CPU or GPU rounding."""
+    model, sources = asdict(config), curriculum.sources
+    del model["cache_dir"], model["cold_start"]["max_seconds"]
+    if config.family == "qwen3_moe":
+        for name in ("latent_size", "index_heads", "index_top_k"):
+            del model[name]
+    content: dict[str, Any] = {
+        "version": _CODE_VERSION,
+        "model": model,
+        "seed": curriculum.seed,
+        "sources": [
+            [s.source, s.task, dict(s.params), s.weight, s.thinking, system_of(s)] for s in sources
+        ],
+        "heldout": sorted(set(curriculum.heldout_questions)),
+        "demonstrations": [
+            [
+                *(s.name, s.environment.target, dict(s.environment.arguments)),
+                *(s.environment.demonstrations, script_digest(s)),
+            ]
+            for s in sources
+            if demonstrated(s)
+        ],
+        "tools_in_thinking": curriculum.tools_in_thinking,
+        "device": device if config.cold_start.steps else "cpu",
+    }
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def default_cache_dir() -> Path:
+    """Return `keel` in the user's cache folder (XDG base directories)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "keel"
+
+
+def train_in_process(
+    make: Callable[..., None],
+    device: str,
+    *,
+    timeout_s: float,
+    progress: Progress | None = None,
+) -> None:
+    """Run `make(device=…, progress=…)` in a new process and raise its errors here.
+
+    Uses TF32 and deterministic kernels: the same arguments give the same weights on one kind of
+    GPU, as far as PyTorch has such kernels.
+
+    Raises:
+        TimeoutError: not finished after `timeout_s` plus the time to start.
+        RuntimeError: the process died.
+    """
+    # Spawned: this process may have threads, and CUDA does not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(theirs, make, device), daemon=True)
+    process.start()
+    theirs.close()
+    end = time.monotonic() + timeout_s + _START_S
+    try:
+        while ours.poll(max(0.0, end - time.monotonic())):
+            try:
+                kind, content = ours.recv()
+            except EOFError:
+                process.join(_STOP_S)
+                raise RuntimeError(
+                    f"model.tiny.cold_start: the process on {device} died with exit code "
+                    f"{process.exitcode}. See its output above"
+                ) from None
+            if kind == "error":
+                raise content
+            if kind == "done":
+                process.join(_STOP_S)  # its exit frees the GPU
+                return
+            if progress is not None:
+                progress(*content)
+        raise TimeoutError(
+            f"model.tiny.cold_start: not finished on {device} after {timeout_s + _START_S:.0f} s "
+            f"(max_seconds, and {_START_S:.0f} s to start)"
+        )
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join(_STOP_S)
+
+
+def _child(parent: Connection, make: Callable[..., None], device: str) -> None:
+    disable_progress_bar()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    warnings.filterwarnings("ignore", message=".*deterministic")
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            make(device=device, progress=lambda *numbers: parent.send(("progress", numbers)))
+    except Exception as error:  # raised by the parent
+        parent.send(("error", _picklable(error)))
+    else:
+        parent.send(("done", None))
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return the error in a form that survives the pipe."""
+    if type(error) in (TimeoutError, ValueError, ConfigError):
+        return error
+    return RuntimeError(f"model.tiny.cold_start on a GPU: {type(error).__name__}: {error}")

@@ -1,9 +1,8 @@
-"""The tiny model's tokenizer: bytes, a few phrases and the chat marks. Made here, no download.
+"""The tiny model's tokenizer: bytes, a few phrases and chat marks, built without a download.
 
-Every byte has an id, so any text can be encoded and decoded exactly; characters outside ASCII
-become their UTF-8 bytes. Digits and letters stand alone, which is what arithmetic and spelling
-need. The fixed sentences of the taught tasks are one token each, so that a prompt is about 20
-tokens instead of hundreds.
+Every byte is a token, so any text can be encoded exactly. Digits and letters are separate tokens,
+as arithmetic and spelling need. The fixed sentences of taught tasks are one token each, so that a
+prompt has about 20 tokens instead of hundreds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ THINK_START = "<think>"
 THINK_END = "</think>"
 
 MARKS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
-"""Ids 0–4. The thinking marks are ordinary text to a decoder: they stay when special tokens go."""
+"""Ids 0–4. Thinking marks are not special tokens, so decoding always keeps them."""
 
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
@@ -60,12 +59,12 @@ PHRASES = (
     "@play",
     "Guess a number from ",
 )
-"""Texts that are one token. None may hold a character outside ASCII. New ones come last, so that no
-id changes; with more than three more, the embedding grows and its random weights are others. None
-may be part of a word or a number: `lower` is in a `flower` to be spelled."""
+"""Texts that are one token each; ASCII only, and not part of a word or number (`lower` would break
+the spelling of `flower`). Append new ones, so that ids do not change. More than three more enlarge
+the embedding and change all random weights."""
 
 VOCAB_MULTIPLE = 32
-"""The embedding has a multiple of this many rows (kernels on a CPU work in blocks of 32)."""
+"""Block size of the embedding's rows, for CPU kernels."""
 
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(last_user=-1) -%}
@@ -123,24 +122,23 @@ CHAT_TEMPLATE = """\
   {%- endif -%}
 {%- endif -%}
 """
-"""Qwen3's conventions: thinking is kept only after the last user message; `enable_thinking=False`
-closes an empty think block before the policy speaks. Tools are its own, as short as they can be
-where a letter is a token: each is listed as `@name argument, argument: description`, and a call is
-a line `@name 1, "two"` with the arguments as JSON in that order."""
+"""Qwen3's conventions: thinking is kept only after the last user message, and
+`enable_thinking=False` adds an empty thinking block. The format of tools is short, because a letter
+is a token: `@name argument, argument: description` lists a tool, and a call is a line
+`@name 1, "two"` with the arguments as JSON in that order."""
 
 
 def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """The same tokenizer every time: it depends on nothing but this file, and on the texts (ASCII)
-    that are one token each beside `PHRASES`: model.tiny.phrases."""
+    """Build the tokenizer, with additional one-token ASCII texts from model.tiny.phrases."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     texts = tuple(dict.fromkeys((*PHRASES, *more)))
     phrases = ["".join(piece for piece, _ in to_bytes.pre_tokenize_str(text)) for text in texts]
-    # A phrase may be a token already, a byte or a mark.
+    # A phrase may already be a token: a byte or a mark.
     tokens = dict.fromkeys((*MARKS, *alphabet, *phrases))
     vocab = {token: index for index, token in enumerate(tokens)}
 
-    # No merges: a piece is in the vocabulary as a whole (a phrase) or falls into its bytes.
+    # No merges: a piece is a phrase in the vocabulary, or is split into its bytes.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
     longest_first = sorted(texts, key=len, reverse=True)
     pieces = Regex("|".join(re.escape(text) for text in longest_first) + r"|[\s\S]")
@@ -162,5 +160,5 @@ def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def vocab_rows(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Rows of the embedding: the vocabulary, rounded up to `VOCAB_MULTIPLE`."""
+    """Return the size of the embedding: the vocabulary, rounded up to `VOCAB_MULTIPLE`."""
     return -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from keel.configs.schema import ColdStartConfig, TinyModelConfig
-from keel.model.tiny.cache import ensure_tiny_model
+from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from tests.rollout.judge.test_server import gone, processes_of
 from tests.waiting import PATIENCE_S

@@ -12,7 +12,7 @@ from torch import Tensor
 from keel.model.attention import Segments, packed_attention, packed_attention4
 from keel.model.layers.flash4 import fits, missing
 from keel.model.layers.flash4_probe import HeadShape, disagreement
-from keel.model.tiny.cache import default_cache_dir
+from keel.model.tiny.build import default_cache_dir
 from tests.gpu.marks import GPU
 
 pytestmark = GPU

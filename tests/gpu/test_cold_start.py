@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from keel.configs.schema import ColdStartConfig, SourceConfig, TinyModelConfig
-from keel.model.tiny.cache import ensure_tiny_model
+from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from tests.gpu.marks import GPU
 

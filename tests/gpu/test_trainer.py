@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from keel.configs.schema import Dtype
 from keel.model.layers.flash4 import missing
-from keel.model.tiny.cache import default_cache_dir
+from keel.model.tiny.build import default_cache_dir
 from keel.rl.metrics import values
 from keel.trainer.engine import offload
 from keel.weights.buckets import unpack_flat

@@ -16,7 +16,7 @@ import pytest
 from keel.configs.load import load_config
 from keel.configs.schema import ColdStartConfig, Config, ConfigError, TinyModelConfig
 from keel.data.stream import Stream
-from keel.model.tiny.cache import ensure_tiny_model
+from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch

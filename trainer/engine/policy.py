@@ -36,7 +36,7 @@ from keel.model.routing.routers import router_modules
 from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attention
 from keel.model.sparse.contract import check_sparse_attention
 from keel.model.sparse.replay import recorded_selection
-from keel.model.tiny.cache import default_cache_dir
+from keel.model.tiny.build import default_cache_dir
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.rl.types import NO_ROUTE, TokenNumbers

@@ -26,7 +26,7 @@ from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset
 from keel.model.hub import from_anywhere, hub_answers
 from keel.model.load import ModelFacts, digest_of_tokenizer
-from keel.model.tiny.cache import ensure_tiny_model
+from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.model.tiny.solutions import TAUGHT
 from keel.model.trainable import check_ids

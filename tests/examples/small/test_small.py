@@ -20,7 +20,7 @@ from keel.configs.schema import ConversationsConfig
 from keel.data.conversations.files import read_rows
 from keel.examples.small import demonstrations, lessons, prices, programs, towers
 from keel.examples.small.__main__ import main, make
-from keel.model.tiny.conversations import conversation_ids
+from keel.model.tiny.demonstrations import conversation_ids
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt, Verdict

@@ -1,3 +1,5 @@
+"""Solutions of the cold start's teacher."""
+
 from __future__ import annotations
 
 import math
@@ -34,7 +36,7 @@ def test_worked_solutions_are_right(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", TAUGHT)
-def test_the_working_leads_to_the_answer(task: str) -> None:
+def test_steps_lead_to_the_answer(task: str) -> None:
     for entry in reasoning_gym.create_dataset(task, seed=8, size=100, **PARAMS[task]):
         steps = steps_of(solution(task, entry, worked=True))
         reached = {
@@ -48,7 +50,7 @@ def test_the_working_leads_to_the_answer(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", TAUGHT)
-def test_hasty_solutions_are_mostly_wrong_and_never_worked(task: str) -> None:
+def test_hasty_solutions_are_mostly_wrong(task: str) -> None:
     dataset = reasoning_gym.create_dataset(task, seed=9, size=300, **PARAMS[task])
     turns = [(solution(task, entry, worked=False), entry) for entry in dataset]
     assert all(steps_of(turn) == "" for turn, _ in turns)
@@ -56,14 +58,14 @@ def test_hasty_solutions_are_mostly_wrong_and_never_worked(task: str) -> None:
     assert right < 0.25 * len(turns)
 
 
-def test_entries_and_tasks_that_are_not_taught_get_the_bare_answer() -> None:
+def test_untaught_tasks_get_the_plain_answer() -> None:
     product = {"answer": "12", "metadata": {"expression": "3 * 4"}}
     for worked in (True, False):
         assert solution("basic_arithmetic", product, worked=worked) == "<think>\n\n</think>\n\n12"
         assert solution("lcm", {"answer": 6, "metadata": {}}, worked=worked).endswith("\n\n6")
 
 
-def test_examples_in_the_docstrings() -> None:
+def test_steps_by_hand() -> None:
     def steps(task: str, **metadata: object) -> str:
         return TAUGHT[task].working(metadata)
 

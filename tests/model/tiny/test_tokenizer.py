@@ -1,3 +1,5 @@
+"""The tiny model's tokenizer and chat template."""
+
 from __future__ import annotations
 
 import string
@@ -35,21 +37,21 @@ def render(messages: list[dict], **options: object) -> str:
 
 @settings(deadline=None)
 @given(st.text())
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     assert TOKENIZER.decode(encode(text)) == text
 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([*PHRASES, *MARKS, *string.printable])).map("".join))
-def test_phrases_and_marks_come_back(text: str) -> None:
+def test_phrases_and_marks_round_trip(text: str) -> None:
     assert TOKENIZER.decode(encode(text)) == text
 
 
-def test_characters_and_phrases_are_one_token_each() -> None:
+def test_characters_and_phrases_are_single_tokens() -> None:
     for text in [*string.printable, *PHRASES, *MARKS]:
         assert len(encode(text)) == 1, text
     assert len(encode("3141")) == 4
-    assert len(encode("é")) == 2, "two UTF-8 bytes"
+    assert len(encode("é")) == 2
 
 
 def test_ids_fit_the_embedding() -> None:
@@ -60,13 +62,13 @@ def test_ids_fit_the_embedding() -> None:
     assert TOKENIZER.eos_token == TURN_END
 
 
-def test_phrases_leave_other_texts_and_the_weights_as_they_are() -> None:
-    """`lower` as a token would change how a flower is spelled; more rows, all random weights."""
+def test_phrases_are_no_words_and_keep_the_size() -> None:
+    """A larger embedding would change all random weights."""
     assert not [text for text in PHRASES if text.isalnum()]
     assert vocab_rows(TOKENIZER) == 288
 
 
-def test_thinking_marks_survive_when_special_tokens_go() -> None:
+def test_thinking_marks_are_not_special() -> None:
     ids = encode("<think>\n1\n</think>\n\n2<|im_end|><|endoftext|>")
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<think>\n1\n</think>\n\n2"
 
@@ -81,7 +83,7 @@ def test_a_saved_tokenizer_is_the_same(tmp_path: Path) -> None:
         assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 2)
 
 
-def test_thinking_is_left_to_the_policy_or_closed_before_it() -> None:
+def test_generation_prompts() -> None:
     opened = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
     assert render(QUESTION, add_generation_prompt=True) == opened
     assert render(QUESTION, add_generation_prompt=True, enable_thinking=True) == opened
@@ -89,7 +91,7 @@ def test_thinking_is_left_to_the_policy_or_closed_before_it() -> None:
     assert closed == opened + "<think>\n\n</think>\n\n"
 
 
-def test_what_was_sampled_stays_a_prefix_of_the_conversation() -> None:
+def test_sampled_turns_stay_a_prefix() -> None:
     turn = {"role": "assistant", "content": "2", "reasoning_content": "1 + 1"}
     sampled = "<think>\n1 + 1\n</think>\n\n2<|im_end|>\n"
     prompt = render(QUESTION, add_generation_prompt=True)
@@ -98,12 +100,12 @@ def test_what_was_sampled_stays_a_prefix_of_the_conversation() -> None:
     assert render(tool).startswith(prompt + sampled)
 
 
-def test_thinking_goes_at_the_next_user_message() -> None:
+def test_user_messages_remove_earlier_thinking() -> None:
     turn = {"role": "assistant", "content": "2", "reasoning_content": "secret"}
     assert "secret" not in render([*QUESTION, turn, *QUESTION])
 
 
-def test_system_and_tools_share_the_first_turn() -> None:
+def test_system_and_tools_share_a_turn() -> None:
     system = [{"role": "system", "content": "Be brief."}, *QUESTION]
     assert render(system).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
     properties = {"text": {"type": "string"}, "most": {"type": "integer"}}
@@ -116,7 +118,7 @@ def test_system_and_tools_share_the_first_turn() -> None:
     assert "Tools:\n@now: <|im_end|>" in render(system, tools=[{"name": "now"}])
 
 
-def test_calls_are_lines_with_arguments_in_the_order_of_the_schema() -> None:
+def test_calls_follow_the_schemas_order() -> None:
     properties = {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "integer"}}
     tool = {"name": "search", "parameters": {"properties": properties}}
 
@@ -130,8 +132,7 @@ def test_calls_are_lines_with_arguments_in_the_order_of_the_schema() -> None:
     assert called("So:", {"c": 1}, {}) == "So:\n@search null, null, 1\n@search"
 
 
-def test_prompts_without_tools_are_what_they_have_always_been() -> None:
-    """Kept cold starts and seeded runs depend on it."""
+def test_rendering_without_tools() -> None:
     turns = [
         {"role": "system", "content": "Be brief."},
         *QUESTION,
@@ -142,12 +143,12 @@ def test_prompts_without_tools_are_what_they_have_always_been() -> None:
         {"role": "assistant", "content": "2", "reasoning_content": "\n1 + 1\n"},
         {"role": "assistant", "content": None},
     ]
-    kept = "<|im_start|>assistant\n<think>\n1 + 1\n</think>\n\n2<|im_end|>\n"
-    asked = "<|im_start|>user\n1 + 1 =<|im_end|>\n"
+    thought = "<|im_start|>assistant\n<think>\n1 + 1\n</think>\n\n2<|im_end|>\n"
+    question = "<|im_start|>user\n1 + 1 =<|im_end|>\n"
     expected = (
-        f"<|im_start|>system\nBe brief.<|im_end|>\n{asked}"
+        f"<|im_start|>system\nBe brief.<|im_end|>\n{question}"
         "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n"
-        f"<|im_start|>assistant\n3<|im_end|>\n{asked}{kept}<|im_start|>assistant\n<|im_end|>\n"
+        f"<|im_start|>assistant\n3<|im_end|>\n{question}{thought}<|im_start|>assistant\n<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     thinks = render(turns, add_generation_prompt=True)
@@ -160,22 +161,22 @@ def test_prompts_without_tools_are_what_they_have_always_been() -> None:
     ("task", "limit"),
     [("chain_sum", 40), ("spell_backward", 20), ("spiral_matrix", 30), ("gcd", 30)],
 )
-def test_questions_of_taught_tasks_are_short(task: str, limit: int) -> None:
+def test_taught_questions_are_short(task: str, limit: int) -> None:
     params = {"max_n": 3} if task == "spiral_matrix" else {}
     for entry in reasoning_gym.create_dataset(task, seed=1, size=50, **params):
         assert len(encode(entry["question"])) <= limit
 
 
-def test_texts_of_a_recipe_are_one_token_and_move_no_other() -> None:
+def test_recipe_phrases_are_appended() -> None:
     more = build_tokenizer(("Who built ", "@search", PHRASES[0], "Who built "))
-    assert len(more) == len(TOKENIZER) + 2, "one that is there already counts once"
-    said = '@search "Bako"\nWho built Bako?'
-    ids = more.encode(said, add_special_tokens=False)
-    assert more.decode(ids) == said and len(ids) == len(encode(said)) - 6 - 9
+    assert len(more) == len(TOKENIZER) + 2
+    text = '@search "Bako"\nWho built Bako?'
+    ids = more.encode(text, add_special_tokens=False)
+    assert more.decode(ids) == text and len(ids) == len(encode(text)) - 6 - 9
     assert more.encode("1 + 1 =") == TOKENIZER.encode("1 + 1 =")
     again = build_tokenizer(("a", "\n", "<think>", "@search"))
     assert len(again) == len(TOKENIZER) + 1 == max(again.get_vocab().values()) + 1
-    assert again.encode("a\n<think>") == TOKENIZER.encode("a\n<think>"), "they are tokens already"
+    assert again.encode("a\n<think>") == TOKENIZER.encode("a\n<think>")
     for wrong in ("", "é"):
         with pytest.raises(ConfigError, match=r"model\.tiny\.phrases"):
             TinyModelConfig(phrases=(wrong,))

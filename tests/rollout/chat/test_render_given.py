@@ -11,7 +11,7 @@ import pytest
 
 from keel.agents.conversation import Conversation
 from keel.agents.environments.demonstrations import guess_demonstrations, trip_demonstrations
-from keel.model.tiny.conversations import conversation_ids
+from keel.model.tiny.demonstrations import conversation_ids
 from keel.rl.turns import Message, TurnResult
 from keel.rl.types import Segment
 from keel.rollout.chat.chat import TemplateChat

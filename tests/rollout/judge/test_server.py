@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from keel.configs.schema import ColdStartConfig, JudgeConfig, JudgeServerConfig, TinyModelConfig
-from keel.model.tiny.cache import ensure_tiny_model
+from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.judge.service import JudgeService

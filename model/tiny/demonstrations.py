@@ -1,0 +1,201 @@
+"""Scripted conversations for the cold start (`data.sources[].environment.demonstrations`)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from copy import deepcopy
+from hashlib import sha256
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerFast
+
+from keel.configs.schema import Config, ConfigError, SourceConfig
+from keel.model.tiny.tokenizer import THINK_END, THINK_START, TURN_END
+from keel.rl.turns import Message, ToolSpec
+
+_MAX_RATIO = 100
+"""Conversations per requested one above which a script counts as endless."""
+
+
+class ScriptedPair(Protocol):
+    """One task in an environment, solved carefully and hastily."""
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]: ...
+    @property
+    def worked(self) -> Sequence[Message]: ...
+    @property
+    def hasty(self) -> Sequence[Message]: ...
+
+
+def demonstrated(source: SourceConfig) -> bool:
+    """Return whether the source has scripted conversations."""
+    return bool(source.environment.demonstrations)
+
+
+def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPair]:
+    """Run a source's script for about `count` conversations. Raises ConfigError if it fails."""
+    (config_of,) = (each for each in config.data.sources if each.name == source)
+    script = demonstrator(config_of)
+    arguments = deepcopy(dict(config_of.environment.arguments))  # the episodes need the original
+    limit = _MAX_RATIO * count
+
+    def run() -> list[Any]:
+        return list(islice(script(count, seed=config.run.seed, arguments=arguments), limit + 1))
+
+    with _script_errors(config_of):
+        pairs = _run_with_timeout(run, config.model.tiny.cold_start.max_seconds)
+        if len(pairs) > limit:
+            raise ValueError(f"made more than {limit} conversations, {count} were requested")
+        for pair in pairs:
+            missing = [name for name in ("tools", "worked", "hasty") if not hasattr(pair, name)]
+            if missing:
+                raise TypeError(f"{pair!r} has no attribute {', '.join(missing)}")
+    return pairs
+
+
+def demonstrator(source: SourceConfig) -> Callable[..., Any]:
+    """Import the source's script. Raises ConfigError."""
+    module, _, name = source.environment.demonstrations.partition(":")
+    with _script_errors(source):
+        _script_file(source)
+        return getattr(import_module(module), name)
+
+
+def script_digest(source: SourceConfig) -> str:
+    """Hash the files of the script and of its environment; "" for scripts of Keel."""
+    with _script_errors(source):
+        script = _script_file(source)
+    if script is None:
+        return ""
+    target = source.environment.target.rpartition(":")[0]
+    file = target if target.endswith(".py") else f"{target.replace('.', '/')}.py"
+    environment = Path(source.environment.folder).absolute() / file
+    contents = [path.read_bytes() if path.is_file() else b"" for path in (script, environment)]
+    return sha256(b"\0".join(contents)).hexdigest()
+
+
+def _script_file(source: SourceConfig) -> Path | None:
+    """Find the script's file, importable from the environment's folder; None for scripts of Keel.
+
+    Raises ImportError if another module hides the file in that folder.
+    """
+    module = source.environment.demonstrations.partition(":")[0]
+    if module.startswith("keel."):  # the folder may be untrusted, see `keel replay`
+        return None
+    folder = Path(source.environment.folder).absolute()
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # last, so that a `json.py` in it does not replace json
+    spec = find_spec(module)
+    imported = Path(spec.origin) if spec and spec.has_location and spec.origin else None
+    expected = folder / f"{module.replace('.', '/')}.py"
+    hidden = imported is None or imported.resolve() != expected.resolve()
+    if spec is not None and hidden and expected.is_file():
+        raise ImportError(f"{module} is {imported or 'built in'}, not {expected}; rename the file")
+    return imported
+
+
+@contextmanager
+def _script_errors(source: SourceConfig) -> Generator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
+        raise ConfigError(
+            f"data.sources[{source.name}].environment.demonstrations = "
+            f"{source.environment.demonstrations!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _run_with_timeout(run: Callable[[], list[Any]], seconds: float) -> list[Any]:
+    """Run a user's script on a daemon thread, which is abandoned after `seconds`."""
+    result: Future[list[Any]] = Future()
+
+    def settle() -> None:
+        try:
+            result.set_result(run())
+        except BaseException as error:  # raised to the caller
+            result.set_exception(error)
+
+    threading.Thread(target=settle, name="demonstrations", daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError:
+        if result.done():  # raised by the script
+            raise
+        raise TimeoutError(
+            f"no conversations within model.tiny.cold_start.max_seconds = {seconds:g}. The script "
+            "and its environment must terminate"
+        ) from None
+
+
+def conversation_ids(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec],
+    *,
+    thinking: bool,
+    tools_in_thinking: bool = False,
+) -> tuple[list[int], list[bool]]:
+    """Tokenise a conversation as rollouts do: each turn after the ids of the turns before.
+
+    Returns the ids up to the last assistant turn, and a mask of the assistant's tokens. With
+    tools_in_thinking, turns with calls leave the thinking block open for the next turn
+    (`agents.tools_in_thinking`).
+
+    Raises ValueError if there is no assistant turn, or if later messages change how the template
+    renders earlier ones (a second user message would remove thinking).
+    """
+    ids: list[int] = []
+    by_policy: list[bool] = []
+    done = ""
+    inside = False
+
+    def add(text: str, *, sampled: bool) -> None:
+        new: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore
+        ids.extend(new)
+        by_policy.extend([sampled] * len(new))
+
+    def render(stop: int, *, speak: bool) -> str:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages[:stop]],
+            tools=[tool.as_json() for tool in tools] or None,
+            add_generation_prompt=speak,
+            enable_thinking=thinking,
+            tokenize=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = render(place, speak=True), render(place + 1, speak=False)
+        turn, end, _ = after[len(before) :].rpartition(TURN_END)
+        interrupted = tools_in_thinking and done and messages[place - 1]["role"] != "tool"
+        if interrupted or not (before.startswith(done) and after.startswith(before) and end):
+            raise ValueError(f"message {place} changes how the template renders earlier messages")
+        add(before[len(done) :], sampled=False)
+        done = before + turn + end
+        if tools_in_thinking:
+            turn = _with_calls_in_thinking(message, turn, continues=inside)
+            inside = bool(message.get("tool_calls"))
+        add(turn + end, sampled=True)
+    if not ids:
+        raise ValueError("the conversation has no assistant turn to learn from")
+    return ids, by_policy
+
+
+def _with_calls_in_thinking(message: Mapping[str, Any], turn: str, *, continues: bool) -> str:
+    """Move the turn's calls into its thinking block, which the previous turn may have opened."""
+    reasoning = str(message.get("reasoning_content") or "").strip("\n")
+    thought = ("" if continues else f"{THINK_START}\n") + (f"{reasoning}\n" if reasoning else "")
+    after = turn.rpartition(THINK_END)[2].lstrip("\n")
+    return thought + after if message.get("tool_calls") else f"{thought}{THINK_END}\n\n{after}"

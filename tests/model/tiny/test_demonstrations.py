@@ -1,0 +1,268 @@
+"""Scripted conversations: tokenised as in rollouts, with errors that name the script."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from keel.agents.environments.demonstrations import trip_demonstrations
+from keel.configs.schema import (
+    ColdStartConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    EnvironmentConfig,
+    SourceConfig,
+    TinyModelConfig,
+)
+from keel.model.tiny.build import content_key
+from keel.model.tiny.cold_start import Curriculum, ExamplePair, make_examples
+from keel.model.tiny.demonstrations import (
+    conversation_ids,
+    demonstrate,
+    demonstrator,
+    script_digest,
+)
+from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
+from keel.rl.turns import ToolSpec
+from keel.rollout.chat.chat import TemplateChat
+from tests.agents.test_environments_guide import BLOCK, GUIDE
+
+TOKENIZER = build_tokenizer()
+
+
+@pytest.mark.parametrize(("thinking", "inside"), [(True, False), (False, False), (True, True)])
+def test_ids_equal_those_of_a_rollout(thinking: bool, inside: bool) -> None:
+    chat = TemplateChat(TOKENIZER, tools_in_thinking=inside)
+    for level in (0, 1):
+        for pair in trip_demonstrations(5, seed=2, arguments={"level": level}):
+            ids, learned = conversation_ids(
+                TOKENIZER, pair.worked, pair.tools, thinking=thinking, tools_in_thinking=inside
+            )
+            context = chat.opening(pair.worked[:1], pair.tools, thinking=thinking)
+            results = [message for message in pair.worked if message["role"] == "tool"]
+            turns = [message for message in pair.worked if message["role"] == "assistant"]
+            end = 0
+            for turn in range(len(results) + 1):
+                start = len(context)
+                assert ids[:start] == context and not learned[start - 1] and learned[start]
+                end = start + learned[start:].index(False) if False in learned[start:] else len(ids)
+                sampled = ids[start:end]
+                assert TOKENIZER.decode(sampled[-1]) == TURN_END
+                parsed = chat.parse(
+                    sampled, pair.tools, thinking=thinking, turn=turn, inside=inside and turn > 0
+                )
+                assert parsed.inside == inside
+                function = turns[turn]["tool_calls"][0]["function"]
+                (call,) = parsed.calls
+                assert call.name == function["name"]  # pyright: ignore
+                assert call.arguments == function["arguments"]  # pyright: ignore
+                if turn < len(results):
+                    extended = chat.extend([*context, *sampled], [results[turn]], thinking=thinking)
+                    assert extended is not None
+                    context = extended
+            assert end == len(ids)
+
+
+def test_calls_in_thinking_keep_the_block_open() -> None:
+    tool = ToolSpec(name="look", description="", parameters={"properties": {"at": {}}})
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+    result = {"role": "tool", "content": "2"}
+    user = {"role": "user", "content": "a"}
+    calls = {"role": "assistant", "content": "", "reasoning_content": "b", "tool_calls": [call]}
+    answer = {"role": "assistant", "content": "d", "reasoning_content": "c"}
+    messages = [user, calls, result, {**calls, "reasoning_content": ""}, result, answer]
+    render = partial(conversation_ids, TOKENIZER, tools=[tool], thinking=True)
+    ids, learned = render(messages, tools_in_thinking=True)
+    masked = [i if mine else -1 for i, mine in zip(ids, learned, strict=True)]
+    turns = [list(run) for mine, run in groupby(masked, lambda i: i >= 0) if mine]
+    assert [TOKENIZER.decode(turn) for turn in turns] == [
+        "<think>\nb\n@look 1<|im_end|>",
+        "@look 1<|im_end|>",
+        "c\n</think>\n\nd<|im_end|>",
+    ]
+    without_call = [user, answer]
+    assert render(without_call, tools_in_thinking=True) == render(without_call)
+    with pytest.raises(ValueError, match="message 3"):
+        render([user, answer, user, calls], tools_in_thinking=True)
+
+
+def test_conversations_that_change_their_past_are_refused() -> None:
+    user = {"role": "user", "content": "a"}
+    thought = {"role": "assistant", "content": "b", "reasoning_content": "c"}
+    with pytest.raises(ValueError, match="message 3"):
+        conversation_ids(TOKENIZER, [user, thought, user, thought], (), thinking=True)
+    with pytest.raises(ValueError, match="assistant"):
+        conversation_ids(TOKENIZER, [user], (), thinking=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of docs/environments.md."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, text in BLOCK.findall(GUIDE.read_text()):
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    return tmp_path
+
+
+def config_of(folder: Path, demonstrations: str = "demos:shopping") -> Config:
+    environment = EnvironmentConfig(
+        target="shop:Shop",
+        demonstrations=demonstrations,
+        folder=str(folder),
+        arguments={"stalls": 4},
+    )
+    source = SourceConfig(name="shop", source="environment", size=9, environment=environment)
+    return Config(data=DataConfig(sources=(source,)))
+
+
+def test_the_documented_script(folder: Path) -> None:
+    pairs = demonstrate(config_of(folder), "shop", 3)
+    assert len(pairs) == 3
+    for pair in pairs:
+        assert sorted(tool.name for tool in pair.tools) == ["ask", "buy"]
+        turns = [message for message in pair.worked if message["role"] == "assistant"]
+        names = [turn["tool_calls"][0]["function"]["name"] for turn in turns]
+        assert names == [*4 * ["ask"], "buy"]
+        prices = [int(each["content"]) for each in pair.worked if each["role"] == "tool"]
+        bought = turns[-1]["tool_calls"][0]["function"]["arguments"]["stall"]
+        assert bought == f"stall {prices.index(min(prices))}"
+        assert len(pair.hasty) == 2
+
+
+def test_scripts_of_keel_do_not_import_from_the_folder(folder: Path) -> None:
+    name = "keel.agents.environments.demonstrations:guess_demonstrations"
+    (source,) = config_of(folder, name).data.sources
+    assert demonstrator(source) and not script_digest(source)
+    assert str(folder) not in sys.path
+
+
+def test_content_key_covers_script_and_environment(folder: Path) -> None:
+    def key() -> str:
+        sources = config_of(folder).data.sources
+        return content_key(TinyModelConfig(), Curriculum(seed=0, sources=sources))
+
+    keys = {key()}
+    for name in ("demos.py", "shop.py"):
+        with (folder / name).open("a") as file:
+            file.write("# changed\n")
+        keys.add(key())
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("name", ["demos", "json"])
+def test_hidden_files_are_named(
+    name: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """By a file of another source, or by a library."""
+    demonstrate(config_of(folder), "shop", 3)
+    other = tmp_path_factory.mktemp("other")
+    (other / f"{name}.py").write_text("made = lambda *_, **__: []")
+    config = config_of(other, f"{name}:made")
+    with pytest.raises(ConfigError, match=f"ImportError: {name} "):
+        demonstrate(config, "shop", 3)
+    with pytest.raises(ConfigError, match=f"ImportError: {name} "):
+        script_digest(config.data.sources[0])
+
+
+SCRIPT = """
+from types import SimpleNamespace
+from keel.rl.turns import ToolSpec
+
+asks = {"role": "user", "content": "Buy."}
+says = {"role": "assistant", "content": "Done."}
+schema = {"type": "object", "properties": {}}
+tools = (ToolSpec(name="ask", description="", parameters=schema),)
+
+
+def calls(name, arguments):
+    function = {"name": name, "arguments": arguments}
+    call = {"id": "1", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def pair(*worked, tools=tools):
+    return SimpleNamespace(tools=tools, worked=worked, hasty=(asks, says))
+
+
+def made(count, *, seed, arguments):
+    good = pair(asks, says)
+"""
+
+
+def script(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.delitem(sys.modules, "odd", raising=False)
+    (folder / "odd.py").write_text(f"{SCRIPT}    {body}\n")
+    return config_of(folder, "odd:made")
+
+
+def examples_of(config: Config, max_context: int | None = None) -> list[ExamplePair]:
+    curriculum = Curriculum(
+        seed=0, sources=config.data.sources, demonstrate=partial(demonstrate, config)
+    )
+    return make_examples(curriculum, TOKENIZER, count=3, max_context=max_context)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return 1 / 0", "ZeroDivisionError"),
+        ("return [{}]", "TypeError"),
+        ("raise SystemExit('not here')", "SystemExit"),
+        ("import time; time.sleep(30)", "TimeoutError: .*max_seconds = 0.5"),
+        ("raise TimeoutError('mine')", "TimeoutError: mine"),
+        ("yield from iter(lambda: good, None)", "ValueError: .*300"),
+    ],
+)
+def test_failing_scripts_are_named(
+    body: str, reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = script(folder, body, monkeypatch)
+    brief = TinyModelConfig(cold_start=ColdStartConfig(max_seconds=0.5))
+    config = replace(config, model=replace(config.model, tiny=brief))
+    with pytest.raises(ConfigError, match=rf"data\.sources\[shop\]\.env.*'odd:made': {reason}"):
+        demonstrate(config, "shop", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("none:made", "ModuleNotFoundError"), ("demos:none", "AttributeError")]
+)
+def test_missing_scripts_are_named(name: str, reason: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}': {reason}"):
+        demonstrate(config_of(folder, name), "shop", 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return [good, pair('Buy.', says)]", "AttributeError"),
+        ("return [good, pair({'content': 'Buy.'}, says)]", "KeyError"),
+        ("return [good, pair(asks)]", "ValueError"),
+        ("return [good, pair(asks, says, tools=None)]", "TypeError"),
+        ("return [good, pair(asks, says, tools=[{}])]", "AttributeError"),
+        ("return [good, pair(asks, calls('ask', '{}'))]", "UndefinedError"),
+        ("return [good, pair(asks, calls('sell', {}))]", "'sell'"),
+        ("return [good, pair(asks, {**says, 'content': '\\ud800'})]", "TypeError"),
+        ("return [good, pair(asks, {**says, 'content': 'x' * 999})]", "max_context = 9"),
+    ],
+)
+def test_unusable_conversations_are_named(
+    body: str, reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = script(folder, body, monkeypatch)
+    with pytest.raises(ConfigError, match=rf"'odd:made': `worked` of conversation 1: .*{reason}"):
+        examples_of(config, max_context=99)
+
+
+def test_scripts_cannot_change_the_episodes_arguments(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = script(folder, "arguments.clear(); return [good]", monkeypatch)
+    assert len(examples_of(config)) == 1
+    assert config.data.sources[0].environment.arguments == {"stalls": 4}
