@@ -1,8 +1,8 @@
-"""From packed micro-batches to log-probabilities: the support head, and the one shift.
+"""Log-probabilities of packed micro-batches, including the shift between inputs and targets.
 
-A packed row holds token t at position t, and everything recorded about sampling it (probability,
-sampling mask, advantage) is stored at t as well. But the network predicts token t from what it
-computed at position t−1. `head_inputs` is the only place in the project where the two meet.
+In a packed row, token t and all data about sampling it (probability, sampling mask, advantage) are
+at position t, but the network predicts token t at position t−1. `head_inputs` is the only place
+that shifts between the two.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def support_logprobs(
     *,
     temperature: float = 1.0,
 ) -> Tensor:
-    r"""Log-probability of each target over its sampling mask.
+    r"""Compute the log-probability of each target over its sampling mask.
 
         log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,   z = W h
 
-    Exact, and differentiable in `hidden` and `weight`, at O(nnz·d) where sampling masks are short.
-    Keep Sampling Mask, DeepSeek-V3.2 (2025), section 3.1.
+    Exact and differentiable in `hidden` and `weight`; O(nnz·d) for short sampling masks. Keep
+    Sampling Mask, DeepSeek-V3.2 (2025), section 3.1.
 
     Shapes: hidden [T, d], row t predicting targets[t]; weight [V, d]; targets [T]; kept_ids [nnz];
-    kept_offsets [T+1]. Token t kept `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`; an empty span
-    means the whole vocabulary. Returns [T] float32.
+    kept_offsets [T+1]. The mask of token t is `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`, empty
+    for the whole vocabulary. Returns [T] float32.
 
-    The integer tensors may be on the CPU with `hidden` on a GPU; nothing then waits for the GPU.
-    Raises ValueError as `keel.model.head.support.support_head`, which also gives the entropy.
+    The integer tensors may be on the CPU with `hidden` on a GPU, which avoids a synchronisation.
+    Raises ValueError like `keel.model.head.support.support_head`, which also returns the entropy.
     """
     return support_head(hidden, weight, targets, kept_ids, kept_offsets, temperature=temperature)[0]
 
@@ -64,34 +64,35 @@ class Head(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What the head needs about the n trainable tokens of a micro-batch, in host memory.
+    """Inputs of the head for the n trainable tokens of a micro-batch, in host memory.
 
-    It depends on the micro-batch alone: make it once for all passes over the batch."""
+    They depend on the micro-batch only, so all passes over it can share them.
+    """
 
     rows: Tensor
-    """[n] int64, the trainable tokens t, ascending."""
+    """[n] int64, ascending positions t of trainable tokens."""
     hidden_rows: Tensor
-    """[n] int64, t−1: where the network predicted them."""
+    """[n] int64, t−1: the positions that predict them."""
     targets: Tensor
     """[n] int64."""
     kept_ids: Tensor
     """[nnz] int32."""
     kept_offsets: Tensor
-    """[n+1] int64; all spans are empty where sampling was not truncated."""
+    """[n+1] int64; all spans are empty if sampling was not truncated."""
     probes: Tensor
-    """[m] int64, indices into the n: some trainable tokens of each segment, for `kept_mass`. Which
-    is up to its tokens alone, however the micro-batch is packed and cut."""
+    """[m] int64, indices into the n tokens to sample for `kept_mass`, some per segment. The choice
+    depends on the segment's tokens only, not on packing."""
     probe_weight: Tensor
-    """[m] float32, w_i / |o_i| of Eq. 5 times the trainable tokens of its segment for which a probe
-    stands: a sum with it over the probes estimates one over all tokens."""
+    """[m] float32, w_i / |o_i| of Eq. 5 times the number of tokens that a probe represents, so that
+    a weighted sum over probes estimates a sum over all tokens."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What heads found out about the above in an earlier pass; see `support_head`."""
+    """Cache of checks and plans; see `support_head`."""
 
 
 def trainable_rows(batch: MicroBatch) -> NDArray[np.int64]:
-    """[n] indices of the tokens that the policy sampled, in the order of `policy_logprobs`.
+    """Return [n] indices of the sampled tokens, in the order of `policy_logprobs`.
 
-    Index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N` with it.
+    Use them to index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N`.
     """
     return np.flatnonzero(batch.trainable_N)
 
@@ -103,27 +104,28 @@ def head_inputs(
     *,
     probes: int = 1,
 ) -> HeadInputs:
-    """Bring targets, sampling masks and the positions that predict them together.
+    """Combine targets and sampling masks with the positions that predict them.
 
-    A trainable token is never the first of its segment (`MicroBatch` checks), so position t−1
-    belongs to the same segment. `start` and `stop` bound the positions t−1, not the tokens t, for a
-    rank that computes those hidden states only; `hidden_rows` then count from `start`.
-    `probes`: how many of a segment's trainable tokens are, at most; evenly spaced.
+    A trainable token is never the first of its segment (checked by `MicroBatch`), so position t−1
+    is in the same segment. `start` and `stop` bound the positions t−1 for a rank that computes only
+    these hidden states; `hidden_rows` then count from `start`. `probes` is the maximum number of
+    evenly spaced probes per segment.
     """
-    every, stop = trainable_rows(batch), len(batch.token_ids_N) if stop is None else stop
-    rows = every[(every > start) & (every <= stop)]
-    probed, stands_for = _probed(batch, every, probes)
+    trainable = trainable_rows(batch)
+    stop = len(batch.token_ids_N) if stop is None else stop
+    rows = trainable[(trainable > start) & (trainable <= stop)]
+    probed, represented = _choose_probes(batch, trainable, probes)
     here = (probed > start) & (probed <= stop)
-    probed, stands_for = probed[here], stands_for[here]
+    probed, represented = probed[here], represented[here]
     owner = batch.sequence_N[probed]
-    weight = stands_for * batch.sequence_weight_S[owner] / batch.sequence_tokens_S[owner]
-    kept = _spans(batch.sampling_mask, rows, len(batch.token_ids_N))
+    weight = represented * batch.sequence_weight_S[owner] / batch.sequence_tokens_S[owner]
+    masks = _select_masks(batch.sampling_mask, rows, len(batch.token_ids_N))
     return HeadInputs(
         rows=torch.from_numpy(rows),
         hidden_rows=torch.from_numpy(rows - 1 - start),
         targets=torch.from_numpy(batch.token_ids_N[rows].astype(np.int64)),
-        kept_ids=torch.from_numpy(kept.ids),
-        kept_offsets=torch.from_numpy(kept.offsets),
+        kept_ids=torch.from_numpy(masks.ids),
+        kept_offsets=torch.from_numpy(masks.offsets),
         probes=torch.from_numpy(np.searchsorted(rows, probed)),
         probe_weight=torch.from_numpy(weight.astype(np.float32)),
     )
@@ -136,19 +138,19 @@ def policy_logprobs(
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """log π_θ of the n trainable tokens of a micro-batch, and the entropy of their sampling masks.
+    """Compute log π_θ of the n trainable tokens of a micro-batch, and their masks' entropy.
 
     Args:
         hidden_ND: final hidden states of the packed row, [N, d] or [1, N, d].
         head: the model's support head.
-        batch: the micro-batch, or its `head_inputs` where several passes share them.
+        batch: the micro-batch, or its `head_inputs` to share between passes.
         temperature: the τ that the rollout engine sampled with.
 
     Returns:
         Two [n] float32 tensors in the order of `trainable_rows`; the entropy has no gradient.
-        With no trainable token (a micro-batch that only keeps ranks in step) both are empty, and
-        the first still leads to `hidden_ND` and the head with zero gradients, so that the hooks
-        of ZeRO and of data parallelism run: put its sum into the loss.
+        Without trainable tokens (padding of a rank) both are empty, but the first one still has a
+        graph with zero gradients. Include its sum in the loss, so that the hooks of ZeRO and data
+        parallelism run.
     """
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     inputs = batch if isinstance(batch, HeadInputs) else head_inputs(batch)
@@ -170,54 +172,57 @@ def policy_logprobs(
 def kept_mass(
     hidden_ND: Tensor, head: Head, inputs: HeadInputs, logp: Tensor, *, temperature: float = 1.0
 ) -> Tensor:
-    r"""[m] float32: log Σ_{v∈S} π(v), what the policy gives to a whole sampling mask, of each of
-    the tokens `HeadInputs.probes`.
+    r"""Compute log Σ_{v∈S} π(v), the mass of the sampling mask, for each probe: [m] float32.
 
-    logp: [n] as `policy_logprobs` has found them, inside the masks. With the same over the whole
-    vocabulary, π(o) = π(o | S) · Σ_{v∈S} π(v); gradient flows through both.
+    logp: [n] from `policy_logprobs`, over the masks. The mass follows from a second pass over the
+    whole vocabulary, π(o) = π(o | S) · Σ_{v∈S} π(v); gradient flows through both.
 
-    Σ at the time of sampling is `top_p` or more. What a policy moves out of S later changes no
-    ratio over S: this is where it shows (`keel.rl.offpolicy.kept_mass_shortfall`).
+    At sampling time the mass is at least `top_p`. Mass that later leaves S changes no ratio over S,
+    but shows here (`keel.rl.offpolicy.kept_mass_shortfall`).
     """
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
-    picked = inputs.probes
+    probes = inputs.probes
     whole, _ = head(
-        hidden_ND.index_select(0, to_device(inputs.hidden_rows[picked], hidden_ND.device)),
-        inputs.targets[picked],
+        hidden_ND.index_select(0, to_device(inputs.hidden_rows[probes], hidden_ND.device)),
+        inputs.targets[probes],
         inputs.kept_ids[:0],
-        torch.zeros(len(picked) + 1, dtype=torch.int64),
+        torch.zeros(len(probes) + 1, dtype=torch.int64),
         temperature=temperature,
         memo={},
     )
-    return whole - logp[to_device(picked, logp.device)]
+    return whole - logp[to_device(probes, logp.device)]
 
 
-def _probed(
+def _choose_probes(
     batch: MicroBatch, rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Of the `rows` of each segment at most so many, evenly spaced from one that is drawn by what
-    its tokens are; and how many rows of its segment each stands for."""
+    """Choose at most `most` evenly spaced rows per segment, and count the rows each represents.
+
+    The offset of the first one is a hash of the segment's token ids.
+    """
     _, first, owner, counts = np.unique(
         batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
     )
     if not len(first):
         return rows, np.zeros(0)
     stride = -(-counts // most)
-    drawn = np.add.reduceat(batch.token_ids_N[rows].astype(np.int64), first)
-    probed = (np.arange(len(rows)) - first[owner] - drawn[owner]) % stride[owner] == 0
+    offset = np.add.reduceat(batch.token_ids_N[rows].astype(np.int64), first)
+    probed = (np.arange(len(rows)) - first[owner] - offset[owner]) % stride[owner] == 0
     chosen = owner[probed]
     return rows[probed], (counts / np.bincount(chosen))[chosen]
 
 
-def _spans(kept: SamplingMasks | None, rows: NDArray[np.int64], tokens: int) -> SamplingMasks:
-    """The spans of `rows`; empty ones without sampling masks."""
-    if kept is None:
+def _select_masks(
+    masks: SamplingMasks | None, rows: NDArray[np.int64], tokens: int
+) -> SamplingMasks:
+    """Return the spans of `rows`, empty ones without sampling masks."""
+    if masks is None:
         return SamplingMasks.empty(len(rows))
-    sizes = kept.sizes()
-    wanted = np.zeros(tokens, np.bool_)
-    wanted[rows] = True
-    # A view of all ids in the usual case that only sampled tokens have any.
-    ids = kept.ids if not sizes[~wanted].any() else kept.ids[np.repeat(wanted, sizes)]
+    sizes = masks.sizes()
+    selected = np.zeros(tokens, np.bool_)
+    selected[rows] = True
+    # Usually only sampled tokens have spans; then no copy is needed.
+    ids = masks.ids if not sizes[~selected].any() else masks.ids[np.repeat(selected, sizes)]
     return SamplingMasks(
         ids=ids, offsets=np.concatenate([np.zeros(1, np.int64), sizes[rows].cumsum()])
     )

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from benchmarks.common import arguments, run_facts
 from benchmarks.synthetic import draw_sets
-from keel.model.head.gpu import fused_head
-from keel.model.head.plan import SupportPlan, build_plan
+from keel.model.head.gpu import SupportPlan, build_plan, fused_head
 
 SHAPES = ((151_936, 2048), (151_936, 1024), (262_144, 640))
 SETS = (8, 64, 512)

@@ -1,18 +1,22 @@
-"""Triton kernels of the support head: logits at the kept ids alone, and their gradients.
+"""Triton kernels of the support head: logits and gradients at kept ids, or of the full head.
 
-Let E be the number of kept ids over all tokens (the *entries*, one row of the head each). Every
-kernel reads one row of the head or of the hidden states an entry, accumulates in float32 in
-registers and writes each output once, in an order that does not depend on scheduling: there are no
-atomics, so the same input gives the same bits.
+Let E be the number of kept ids over all tokens (the *entries*, one row of the head each). The
+kernels for kept ids read one row of the head or of the hidden states per entry, accumulate in
+float32 registers and write each output once. There are no atomics, so results are bit-identical
+for the same input.
 
-    logits          one program a few entries     hidden[t] · weight[v]             reads E rows
-    span_statistics one program a token           log π, entropy, logsumexp
-    coefficients    one program many entries      dL/d(hidden[t] · weight[v])
-    hidden_gradient one program a token           Σ over its ids                    reads E rows
-    weight_gradient one program a vocabulary row  Σ over the tokens that kept it    reads E rows
+    logits           one program per few entries   hidden[t] · weight[v]          reads E rows
+    span_statistics  one program per token         log π, entropy, logsumexp
+    coefficients     one program per many entries  dL/d(hidden[t] · weight[v])
+    hidden_gradient  one program per token         Σ over its ids                 reads E rows
+    weight_gradient  one program per vocabulary row Σ over the tokens that kept it reads E rows
 
-The last needs the entries sorted by id (`Transposed`). A frequent id is kept by a large share of
-all tokens, so each stretch of `LONG_ROW` sorted entries with one id is summed on its own first.
+`weight_gradient` needs the entries sorted by id (`Transposed`). Frequent ids are kept by a large
+fraction of all tokens, so each run of `LONG_ROW` sorted entries with one id is summed separately.
+
+The full head, for tokens without truncation, processes the vocabulary in blocks: a GEMM computes
+one block of logits in float32, and a kernel folds it into running statistics (forward) or turns it
+into gradients (backward). One GEMM over all tokens completes each block of the weight gradient.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -28,11 +32,11 @@ import triton.language as tl
 from torch import Tensor
 
 LONG_ROW = 256
-"""Sorted entries in a part; one program sums fewer than twice as many, and any number of parts."""
+"""Sorted entries per part. One program sums fewer than twice as many, plus any number of parts."""
 
 
 class Tiling(NamedTuple):
-    """Entries and columns a program holds at once, and its warps. Swept on an H200."""
+    """Entries and columns that a program holds, and its warps; tuned on an H200."""
 
     entries: int
     columns: int
@@ -53,16 +57,16 @@ class HeadShape(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """Entries sorted by id: which tokens kept each row of the vocabulary."""
+    """Entries sorted by id: the tokens that kept each row of the vocabulary."""
 
     entry: Tensor
-    """[E] int64, position of each sorted entry among the entries."""
+    """[E] int64, original position of each sorted entry."""
     token: Tensor
-    """[E] int32, its token."""
+    """[E] int32, token of each sorted entry."""
     ids: Tensor
-    """[E] int32, its id; does not decrease."""
+    """[E] int32, ascending ids."""
     row_start: Tensor
-    """[V+1] int32: row v holds the sorted entries row_start[v] … row_start[v+1]−1."""
+    """[V+1] int32: row v has the sorted entries row_start[v] … row_start[v+1]−1."""
 
 
 @triton.jit
@@ -75,7 +79,7 @@ def shape_logit(dot, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
 
 @triton.jit
 def logit_slope(z, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
-    """d z / d dot, from z."""
+    """d z / d dot, as a function of z."""
     slope = scale * inverse_temperature
     if CAPPED:
         tanh = z / (softcap * inverse_temperature)
@@ -235,7 +239,7 @@ def _weight_gradient_kernel(
     total = tl.zeros([COLUMNS], tl.float32)
     if BASED:
         total += tl.load(base + v * d + column, mask=column < d, other=0).to(tl.float32)
-    # Whole parts inside the row, and what lies before and behind them.
+    # Whole parts inside the row, and the entries before and after them.
     part = tl.cdiv(first, LONG)
     parts = last // LONG - part
     before = last
@@ -271,7 +275,7 @@ def _bias_gradient_kernel(out, coefficient, entry_of, row_start, BLOCK: tl.const
 
 
 def entry_tokens(offsets: Tensor, entries: int) -> Tensor:
-    """[E] int32, the token of each entry. offsets [T+1] int64."""
+    """Return [E] int32, the token of each entry. offsets [T+1] int64."""
     out = torch.empty(entries, device=offsets.device, dtype=torch.int32)
     if entries:
         _token_kernel[(offsets.numel() - 1,)](out, offsets, BLOCK=128, num_warps=1)
@@ -279,9 +283,9 @@ def entry_tokens(offsets: Tensor, entries: int) -> Tensor:
 
 
 def transpose_entries(ids: Tensor, token: Tensor, vocabulary: int) -> Transposed:
-    """Sort entries by id. ids, token [E] int32. Asks the device for nothing.
+    """Sort entries by id, without synchronising. ids, token [E] int32.
 
-    Worth keeping between passes over the same tokens: it depends on no weight.
+    The result does not depend on weights, so it can be reused between passes.
     """
     sorted_ids, entry = torch.sort(ids, stable=True)
     rows = torch.arange(vocabulary + 1, device=ids.device, dtype=torch.int32)
@@ -300,7 +304,7 @@ def gather_logits(
     shape: HeadShape,
     tiling: Tiling = LOGITS,
 ) -> None:
-    """Fill `out` [E] float32 with the logits of entries span[0] … span[1]−1."""
+    """Write the logits of entries span[0] … span[1]−1 to `out` [E] float32."""
     first, last = span
     if last > first:
         _logits_kernel[(triton.cdiv(last - first, tiling.entries),)](
@@ -320,9 +324,9 @@ def span_statistics(
     offsets: Tensor,
     targets: Tensor,
 ) -> None:
-    """Fill logp, entropy, lse [T] float32 where a token's span is not empty.
+    """Write logp, entropy and lse [T] float32 for tokens with a non-empty span.
 
-    A target outside its span has probability 0, so logp = −inf.
+    A target outside its span has logp = −inf.
     """
     if targets.numel():
         _span_kernel[(targets.numel(),)](
@@ -339,7 +343,7 @@ def logit_coefficients(
     grad_logp: Tensor,
     shape: HeadShape,
 ) -> Tensor:
-    """[E] float32: dL/d(hidden · weight + bias) of each entry."""
+    """Return [E] float32: dL/d(hidden · weight + bias) of each entry."""
     out = torch.empty_like(logits)
     if logits.numel():
         _coefficient_kernel[(triton.cdiv(logits.numel(), 1024),)](
@@ -358,7 +362,7 @@ def hidden_gradient(
     offsets: Tensor,
     tiling: Tiling = HIDDEN_GRADIENT,
 ) -> None:
-    """Write every row of `out` [T, d]; rows of empty spans become 0. offsets [T+1] index ids."""
+    """Write all rows of `out` [T, d], with zeros for empty spans. offsets [T+1] index ids."""
     tokens, d = out.shape
     if tokens:
         _hidden_gradient_kernel[(tokens, triton.cdiv(d, tiling.columns))](
@@ -375,7 +379,7 @@ def weight_gradient(
     transposed: Transposed,
     tiling: Tiling = WEIGHT_GRADIENT,
 ) -> None:
-    """Write every row of `out` [V, d]: `base` (may be `out` itself) plus the entries' share."""
+    """Write all rows of `out` [V, d]: `base`, which may be `out`, plus the entries' gradients."""
     vocabulary, d = out.shape
     columns = triton.cdiv(d, tiling.columns)
     parts = transposed.ids.numel() // LONG_ROW
@@ -394,7 +398,131 @@ def weight_gradient(
 
 
 def bias_gradient(out: Tensor, coefficient: Tensor, transposed: Transposed) -> None:
-    """Add the entries' share to `out` [V] float32."""
+    """Add the entries' gradients to `out` [V] float32."""
     _bias_gradient_kernel[(out.numel(),)](
         out, coefficient, transposed.entry, transposed.row_start, BLOCK=128, num_warps=1
     )
+
+
+_BLOCK_LOGITS = 1 << 27
+"""Size of one block of logits over all tokens; 512 MiB in float32."""
+
+
+@triton.jit
+def _fold_kernel(
+    top_of, mass_of, moment_of, chosen_of, dot, bias, targets, start_v, width,
+    scale, softcap, inverse_temperature,
+    BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + t) - start_v
+    top = tl.load(top_of + t)
+    mass = tl.load(mass_of + t)
+    moment = tl.load(moment_of + t)
+    chosen = tl.load(chosen_of + t)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        live = column < width
+        x = tl.load(dot + t * width + column, mask=live, other=0)
+        if BIASED:
+            x += tl.load(bias + start_v + column, mask=live, other=0).to(tl.float32)
+        z = shape_logit(x, scale, softcap, inverse_temperature, CAPPED)
+        z = tl.where(live, z, float("-inf"))
+        new_top = tl.maximum(top, tl.max(z, axis=0))
+        fade = tl.exp(top - new_top)
+        p = tl.exp(z - new_top)
+        mass = mass * fade + tl.sum(p, axis=0)
+        moment = moment * fade + tl.sum(p * tl.where(live, z, 0.0), axis=0)
+        chosen = tl.maximum(chosen, tl.max(tl.where(column == target, z, float("-inf")), axis=0))
+        top = new_top
+    tl.store(top_of + t, top)
+    tl.store(mass_of + t, mass)
+    tl.store(moment_of + t, moment)
+    tl.store(chosen_of + t, chosen)
+
+
+@triton.jit
+def _block_coefficient_kernel(
+    out, dot, bias, targets, lse_of, grad_logp, start_v, width,
+    scale, softcap, inverse_temperature,
+    BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    x = tl.load(dot + t * width + column, mask=live, other=0)
+    if BIASED:
+        x += tl.load(bias + start_v + column, mask=live, other=0).to(tl.float32)
+    z = shape_logit(x, scale, softcap, inverse_temperature, CAPPED)
+    p = tl.exp(z - tl.load(lse_of + t))
+    chosen = tl.where(column == tl.load(targets + t) - start_v, 1.0, 0.0)
+    grad = tl.load(grad_logp + t) * (chosen - p)
+    grad *= logit_slope(z, scale, softcap, inverse_temperature, CAPPED)
+    tl.store(out + t * width + column, grad.to(out.dtype.element_ty), mask=live)
+
+
+def gemm(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right with float32 sums and a float32 result."""
+    right = right.to(left.dtype)
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _blocks(tokens: int, vocabulary: int) -> list[tuple[int, int]]:
+    width = max(256, _BLOCK_LOGITS // max(tokens, 1) // 256 * 256)
+    return [(a, min(a + width, vocabulary)) for a in range(0, vocabulary, width)]
+
+
+def full_statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: HeadShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logp, entropy and logsumexp over the whole vocabulary, each [T] float32."""
+    tokens = hidden.shape[0]
+    top = torch.full((tokens,), float("-inf"), device=hidden.device)
+    chosen, mass, moment = top.clone(), torch.zeros_like(top), torch.zeros_like(top)
+    for first, last in _blocks(tokens, weight.shape[0]):
+        dot = gemm(hidden, weight[first:last].t())
+        _fold_kernel[(tokens,)](
+            top, mass, moment, chosen, dot, bias, targets, first, last - first,
+            shape.scale, shape.softcap, 1.0 / shape.temperature,
+            BIASED=bias is not None, CAPPED=shape.softcap > 0, BLOCK=2048, num_warps=8,
+        )  # fmt: skip
+    lse = top + mass.log()
+    return chosen - lse, lse - moment / mass, lse
+
+
+def full_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    lse: Tensor,
+    grad_logp: Tensor,
+    shape: HeadShape,
+    *,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> Tensor:
+    """Return the gradient of hidden [T, d] in float32; add to grad_weight [V, d] and grad_bias [V].
+
+    lse and grad_logp are [T] float32.
+    """
+    tokens, d = hidden.shape
+    grad_hidden = torch.zeros((tokens, d), device=hidden.device, dtype=torch.float32)
+    for first, last in _blocks(tokens, weight.shape[0]):
+        width = last - first
+        dot = gemm(hidden, weight[first:last].t())
+        coefficient = torch.empty((tokens, width), device=hidden.device, dtype=hidden.dtype)
+        _block_coefficient_kernel[(tokens, triton.cdiv(width, 1024))](
+            coefficient, dot, bias, targets, lse, grad_logp, first, width,
+            shape.scale, shape.softcap, 1.0 / shape.temperature,
+            BIASED=bias is not None, CAPPED=shape.softcap > 0, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+        del dot
+        grad_hidden += gemm(coefficient, weight[first:last])
+        if grad_weight is not None:
+            grad_weight[first:last] += gemm(coefficient.t(), hidden)
+        if grad_bias is not None:
+            grad_bias[first:last] += coefficient.sum(0, dtype=torch.float32)
+    return grad_hidden

@@ -1,4 +1,4 @@
-"""The support head as a module: it takes the place of a model's output layer."""
+"""The support head as a module that replaces a model's output layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from keel.model.head.support import HeadSpec, support_head
 
-if TYPE_CHECKING:  # only named here, and it takes seconds to import
+if TYPE_CHECKING:  # the import takes seconds
     from transformers import PreTrainedModel
 
 LOGIT_SCALE: Mapping[str, Callable[[Any], float]] = {
@@ -25,24 +25,22 @@ LOGIT_SCALE: Mapping[str, Callable[[Any], float]] = {
     "granitemoeshared": lambda config: 1 / config.logits_scaling,
     "hyperclovax": lambda config: config.logits_scaling,
 }
-"""By `model_type`: what a family's forward multiplies the output of its lm_head with."""
+"""Factor that a family's forward applies to the output of its lm_head, by `model_type`."""
 
 _SCALE_KNOBS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 class SupportHead(nn.Linear):
-    """An output layer that scores sampling masks: `keel.model.head.support.support_head` with its
-    weight.
+    """An output layer that scores targets over sampling masks (`support_head`).
 
-    It holds the same `Parameter` objects as the layer it replaced, under the same names, so tied
-    embeddings stay tied and checkpoints do not change. Because it is called as a module, ZeRO-3
-    gathers its weight for the forward and backward pass.
+    It has the same `Parameter` objects and names as the layer that it replaces, so tied embeddings
+    stay tied and checkpoints do not change. As a module, its weight is gathered by ZeRO-3.
     """
 
     def __init__(
         self, linear: nn.Linear, *, scale: float = 1.0, softcap: float | None = None
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would allocate a second weight
+        nn.Module.__init__(self)  # nn.Linear.__init__ would allocate another weight
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.weight = linear.weight
@@ -61,15 +59,15 @@ class SupportHead(nn.Linear):
         temperature: float = 1.0,
         memo: dict[Any, Any] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of `targets`, both [T] float32; see `support_head`.
+        """Return (log-probabilities, entropies) of `targets`, both [T] float32; see `support_head`.
 
-        Without targets it is the layer it replaced, so that `model(...).logits` and
-        `model.generate` still work: W·h + bias, before the family's scaling and capping.
+        Without targets it returns W·h + bias like the layer it replaces, before the family's
+        scaling and capping, so that `model(...).logits` and `model.generate` still work.
         """
         if targets is None:
             return super().forward(hidden)
         if kept_ids is None or kept_offsets is None:
-            raise ValueError("kept_ids and kept_offsets are needed with targets")
+            raise ValueError("targets need kept_ids and kept_offsets")
         spec = HeadSpec(bias=self.bias, scale=self.scale, softcap=self.softcap)
         return support_head(
             hidden,
@@ -84,21 +82,18 @@ class SupportHead(nn.Linear):
 
 
 def install_support_head(model: PreTrainedModel) -> SupportHead:
-    """Put a `SupportHead` in place of the model's output layer, and return it.
-
-    Scaling and soft-capping of logits are read from the model's config. Installing twice changes
-    nothing.
+    """Replace the model's output layer by a `SupportHead` and return it. Idempotent.
 
     Raises:
-        ValueError: if the output layer is no `nn.Linear`, or the config speaks of a scaling of
-            logits and the family is not in `LOGIT_SCALE`.
+        ValueError: the output layer is not a `nn.Linear`, or the config scales logits and the
+            family is not in `LOGIT_SCALE`.
     """
     layer = model.get_output_embeddings()
     if isinstance(layer, SupportHead):
         return layer
     if not isinstance(layer, nn.Linear):
         raise ValueError(
-            f"{type(model).__name__}: the output layer is {type(layer).__name__}, must be a Linear"
+            f"{type(model).__name__}: the output layer is a {type(layer).__name__}, must be Linear"
         )
     head = SupportHead(layer, **logit_shape(model.config))
     for parent in list(model.modules()):
@@ -109,7 +104,7 @@ def install_support_head(model: PreTrainedModel) -> SupportHead:
 
 
 def logit_shape(config: Any) -> dict[str, Any]:
-    """`scale` and `softcap` of a transformers config."""
+    """Return `scale` and `softcap` for a transformers config."""
     config = config.get_text_config()
     if config.model_type in LOGIT_SCALE:
         scale = LOGIT_SCALE[config.model_type](config)
@@ -118,8 +113,8 @@ def logit_shape(config: Any) -> dict[str, Any]:
         for knob in _SCALE_KNOBS:
             if getattr(config, knob, None) not in (None, 1.0):
                 raise ValueError(
-                    f"model family {config.model_type} has {knob} = {getattr(config, knob)}, and "
-                    f"how it scales logits is known for {sorted(LOGIT_SCALE)} only: add it to "
-                    "LOGIT_SCALE in model/head/module.py"
+                    f"{config.model_type} has {knob} = {getattr(config, knob)}, which is not "
+                    "supported for this model family. Add it to LOGIT_SCALE in "
+                    "model/head/module.py"
                 )
     return {"scale": scale, "softcap": getattr(config, "final_logit_softcapping", None)}

@@ -1,60 +1,64 @@
-"""Log-probabilities over sampling masks: the policy as truncated sampling defined it, and no more.
+"""Log-probabilities over sampling masks: the policy that truncated sampling defines.
 
 Under Keep Sampling Mask (DeepSeek-V3.2, section 3.1) a token o sampled with the mask S has
 
     log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,      z = cap(scale · (W h + b))
 
-so only the logits in S are needed, forward and backward. A token whose sampling was not truncated
-(an empty span) takes the full head, a few rows at a time; its logits are computed again in the
-backward pass. No tensor of tokens × vocabulary exists in either case.
+so forward and backward only need the logits in S. A token without truncation (an empty span) needs
+the full head, which is computed for a few rows at a time and again in the backward pass. No tensor
+of tokens × vocabulary exists in either case.
 
-This is the PyTorch implementation, which runs everywhere; on a GPU with Triton, `support_head`
-hands over to the kernels of `keel.model.head.gpu`.
+This is the PyTorch implementation for any device. On a GPU with Triton, `support_head` uses the
+kernels of `keel.model.head.gpu`.
 
-The index tensors may stay on the CPU while `hidden` is on a GPU. Then planning and checking need
-nothing from the GPU, and nothing waits for it; index tensors that are on the GPU cost one wait.
+The index tensors should stay on the CPU, even with `hidden` on a GPU: checks and planning run on
+the host, and index tensors on the GPU cost a synchronisation.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from keel.model.device import to_device
-from keel.model.head.checks import check_shapes, check_values
-from keel.model.head.ops import (
-    Pairs,
-    accumulate_dtype,
-    gemm_grads,
-    gemm_operand,
-    matmul,
-    pair_grads,
-    pair_logits,
-    rows_at_once,
-)
+
+GATHER_COST = {"cpu": 16, "cuda": 1000}
+"""Number of logits that the gemm plan computes in the time of one pair of the gather plan, forward
+and backward. CPU: measured, they cost the same at V/|S| of 14 to 19 for V of 150, 300 and 32,000.
+CUDA: measured on an H200 (88 ns per pair, 0.04 ns per logit), halved in favour of gather, which
+needs less memory."""
+GATHER_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+"""Elements of a [pairs, d] block of the gather plan; on a CPU it fits the cache."""
+GEMM_ELEMENTS = {"cpu": 2**18, "cuda": 2**27}
+"""Elements of a [rows, V] block of the gemm plan; on CUDA 512 MiB of float32."""
+GEMM_ROWS = 128
+"""Minimum rows of that block; with fewer, reading the head limits the GEMM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """How a model family turns W·h into logits. The default is what most do: nothing more."""
+    """How a model family computes logits from W·h; most use the defaults."""
 
     bias: Tensor | None = None
     """[V], added to W·h."""
     scale: float = 1.0
-    """Multiplies W·h + bias."""
+    """Factor of W·h + bias."""
     softcap: float | None = None
     """c: scaled logits become c·tanh(z/c)."""
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap is {self.softcap}, must be above 0 (None: no capping)")
+            raise ValueError(f"softcap is {self.softcap}: must be above 0, or None for no cap")
 
 
 PLAIN = HeadSpec()
@@ -71,36 +75,36 @@ def support_head(
     spec: HeadSpec = PLAIN,
     memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target over its sampling mask, and the entropy of that distribution.
+    """Compute the log-probability of each target over its sampling mask, and the mask's entropy.
 
     Args:
         hidden: [T, d] floats; row t predicts `targets[t]`.
         weight: [V, d], same dtype and device as `hidden`.
-        targets: [T] integers, each inside its own sampling mask.
-        kept_ids: [nnz] integers, the sampling masks one after the other.
-        kept_offsets: [T+1] integers; token t kept `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`.
-            An empty span means the whole vocabulary.
+        targets: [T] integers, each in its sampling mask.
+        kept_ids: [nnz] integers, the concatenated sampling masks.
+        kept_offsets: [T+1] integers; the mask of token t is
+            `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`, empty for the whole vocabulary.
         temperature: τ, above 0.
         spec: bias, scaling and capping of the logits.
-        memo: an empty dict at first; what follows from the index tensors alone (their checks, and
-            the plan on a GPU) is kept in it for other calls with the same index tensors.
+        memo: initially empty dict that caches checks and plans for further calls with the same
+            index tensors.
 
     Returns:
-        Both [T] float32 (computed in float64 for float64 inputs). The log-probabilities have
-        exact gradients to `hidden`, `weight` and `spec.bias`; the entropy has none. With T = 0
-        the gradients exist and are zero.
+        Both [T] float32 (computed in float64 for float64 inputs). The log-probabilities have exact
+        gradients for `hidden`, `weight` and `spec.bias`; the entropy has none. With T = 0 the
+        gradients exist and are zero.
 
     Raises:
-        ValueError: naming the argument and the row, if shapes or dtypes do not fit, an id or a
-            target is outside [0, V), a target is outside its mask, a mask holds an id twice, the
-            offsets do not run monotonically from 0 to nnz, or τ is not above 0.
+        ValueError: naming the argument and the row, if shapes or dtypes do not match, an id or
+            target is outside [0, V), a target is outside its mask, a mask has a repeated id, the
+            offsets do not rise from 0 to nnz, or τ is not above 0.
     """
-    check_shapes(hidden, weight, targets, kept_ids, kept_offsets, spec.bias, temperature)
+    _check_shapes(hidden, weight, targets, kept_ids, kept_offsets, spec.bias, temperature)
     memo = {} if memo is None else memo
     host_offsets = kept_offsets.cpu()
     offsets = host_offsets.numpy().astype(np.int64, copy=False)
     if ("checked", len(weight)) not in memo:
-        check_values(targets, kept_ids, offsets, len(weight))
+        _check_values(targets, kept_ids, offsets, len(weight))
         memo["checked", len(weight)] = True
     if _has_kernels(hidden):
         return _on_gpu(hidden, weight, targets, kept_ids, host_offsets, temperature, spec, memo)
@@ -110,13 +114,13 @@ def support_head(
     device = hidden.device
     targets = to_device(targets.long(), device)
     ids = to_device(kept_ids.long(), device)
-    if sizes.all():  # every token truncated, or no tokens
+    if sizes.all():  # all tokens are truncated, or there are none
         pairs = _pairs(ids, offsets, sizes, device)
         return _KeptHead.apply(hidden, weight, *shape, targets, pairs)
     if not len(ids):
         return _FullHead.apply(hidden, weight, *shape, targets)
 
-    # Mixed: truncated tokens first, then the others; each kind by its own way; then back in order.
+    # Mixed: compute truncated tokens and the others separately, then restore the order.
     truncated = np.flatnonzero(sizes)
     order = np.concatenate([truncated, np.flatnonzero(sizes == 0)])
     sizes = sizes[truncated]
@@ -154,27 +158,25 @@ def _on_gpu(
     spec: HeadSpec,
     memo: dict[Any, Any],
 ) -> tuple[Tensor, Tensor]:
-    # Triton exists on GPU machines only.
-    from keel.model.head import gpu as support_gpu  # noqa: PLC0415
-    from keel.model.head import plan as support_plan  # noqa: PLC0415
+    # Triton is installed on GPU machines only.
+    from keel.model.head.gpu import build_plan, fused_head  # noqa: PLC0415
     from keel.model.head.kernels import HeadShape  # noqa: PLC0415
 
     vocab, dim = weight.shape
     device = hidden.device
     if (vocab, dim, device) not in memo:
-        memo[vocab, dim, device] = support_plan.build_plan(
+        memo[vocab, dim, device] = build_plan(
             kept_ids, kept_offsets, vocabulary=vocab, d=dim, device=device
         )
     plan = memo[vocab, dim, device]
     shape = HeadShape(scale=spec.scale, softcap=spec.softcap or 0.0, temperature=temperature)
-    logp, entropy = support_gpu.fused_head(
+    return fused_head(
         hidden, weight, to_device(targets.long(), device), plan, bias=spec.bias, shape=shape
     )
-    return logp, entropy
 
 
 class _KeptHead(Function):
-    """Tokens that were truncated. Holds two floats and two integers per (token, id) pair."""
+    """Truncated tokens. Saves two floats and two integers per (token, id) pair."""
 
     @staticmethod
     def forward(
@@ -186,9 +188,9 @@ class _KeptHead(Function):
         scale: float,
         softcap: float | None,
         targets: Tensor,
-        pairs: Pairs,
+        pairs: _Pairs,
     ) -> tuple[Tensor, Tensor]:
-        logits = pair_logits(hidden, weight, pairs)
+        logits = _pair_logits(hidden, weight, pairs)
         if bias is not None:
             logits += bias.index_select(0, pairs.ids)
         _shape_logits(logits, temperature, scale, softcap)
@@ -203,7 +205,7 @@ class _KeptHead(Function):
         at_target = pairs.ids == targets.index_select(0, rows)
         chosen = _row_reduce(logits.masked_fill(~at_target, 0), pairs, "sum")
 
-        # d logp[row] / d raw logit of each pair; what backward needs besides the inputs.
+        # d logp[row] / d raw logit of each pair.
         score = probability.neg_().add_(at_target)
         score.mul_(_slope(logits, temperature, scale, softcap))
         ctx.save_for_backward(hidden, weight, score, pairs.ids, rows)
@@ -218,8 +220,8 @@ class _KeptHead(Function):
     def backward(ctx: Any, grad_logp: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, score, ids, rows = ctx.saved_tensors
         grad = score * grad_logp.to(score.dtype).index_select(0, rows)
-        pairs = Pairs(ids=ids, rows=rows, host_offsets=ctx.host_offsets)
-        d_hidden, d_weight = pair_grads(grad, hidden, weight, pairs, ctx.needs_input_grad[:2])
+        pairs = _Pairs(ids=ids, rows=rows, host_offsets=ctx.host_offsets)
+        d_hidden, d_weight = _pair_grads(grad, hidden, weight, pairs, ctx.needs_input_grad[:2])
         d_bias = None
         if ctx.needs_input_grad[2]:
             shape, dtype = ctx.bias_like
@@ -228,7 +230,7 @@ class _KeptHead(Function):
 
 
 class _FullHead(Function):
-    """Tokens whose sampling was not truncated. Holds one float a token beside the inputs."""
+    """Tokens without truncation. Saves one float per token."""
 
     @staticmethod
     def forward(
@@ -241,10 +243,10 @@ class _FullHead(Function):
         softcap: float | None,
         targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        sums = torch.empty(3, len(hidden), dtype=accumulate_dtype(hidden), device=hidden.device)
+        sums = torch.empty(3, len(hidden), dtype=_accumulate_dtype(hidden), device=hidden.device)
         normaliser, chosen, mean = sums
-        operand = gemm_operand(weight)
-        step = rows_at_once(len(weight), hidden.device)
+        operand = _gemm_operand(weight)
+        step = _rows_at_once(len(weight), hidden.device)
         for start in range(0, len(hidden), step):
             row = slice(start, start + step)
             logits = _full_logits(hidden[row], operand, bias, temperature, scale, softcap)
@@ -267,8 +269,8 @@ class _FullHead(Function):
         d_hidden = torch.zeros_like(hidden, dtype=grad.dtype) if needs[0] else None
         d_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs[1] else None
         d_bias = grad.new_zeros(len(weight)) if needs[2] else None
-        operand = gemm_operand(weight)
-        step = rows_at_once(len(weight), hidden.device)
+        operand = _gemm_operand(weight)
+        step = _rows_at_once(len(weight), hidden.device)
         for start in range(0, len(hidden), step):
             row = slice(start, min(start + step, len(hidden)))
             logits = _full_logits(hidden[row], operand, bias, *ctx.scalars)
@@ -276,7 +278,7 @@ class _FullHead(Function):
             block = logits.sub_(normaliser[row, None]).exp_().mul_(-grad[row, None])
             block.scatter_add_(1, targets[row, None], grad[row, None])
             block.mul_(slope)
-            gemm_grads(block, hidden, operand, row, d_hidden, d_weight)
+            _gemm_grads(block, hidden, operand, row, d_hidden, d_weight)
             if d_bias is not None:
                 d_bias += block.sum(0)
         return (
@@ -295,7 +297,7 @@ def _full_logits(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    logits = matmul(gemm_operand(hidden), operand.t())
+    logits = _matmul(_gemm_operand(hidden), operand.t())
     if bias is not None:
         logits += bias
     _shape_logits(logits, temperature, scale, softcap)
@@ -303,7 +305,7 @@ def _full_logits(
 
 
 def _shape_logits(logits: Tensor, temperature: float, scale: float, softcap: float | None) -> None:
-    """Raw logits into tempered ones, in place."""
+    """Apply scale, cap and temperature in place."""
     if softcap is None:
         logits.mul_(scale / temperature)
     else:
@@ -313,14 +315,14 @@ def _shape_logits(logits: Tensor, temperature: float, scale: float, softcap: flo
 def _slope(
     logits: Tensor, temperature: float, scale: float, softcap: float | None
 ) -> Tensor | float:
-    """Derivative of tempered logits by raw ones, from the tempered ones."""
+    """Return the derivative of tempered logits with respect to raw ones, from the tempered ones."""
     if softcap is None:
         return scale / temperature
     return (1 - (logits * (temperature / softcap)).square_()).mul_(scale / temperature)
 
 
-def _row_reduce(values: Tensor, pairs: Pairs, how: str) -> Tensor:
-    """[T] from [nnz], over each token's pairs."""
+def _row_reduce(values: Tensor, pairs: _Pairs, how: str) -> Tensor:
+    """Reduce [nnz] to [T] over each token's pairs."""
     rows = len(pairs.host_offsets) - 1
     if how == "max":
         out = values.new_full((rows,), -torch.inf)
@@ -328,8 +330,239 @@ def _row_reduce(values: Tensor, pairs: Pairs, how: str) -> Tensor:
     return values.new_zeros(rows).index_add_(0, pairs.rows, values)
 
 
-def _pairs(ids: Tensor, offsets: np.ndarray, sizes: np.ndarray, device: torch.device) -> Pairs:
+def _pairs(ids: Tensor, offsets: np.ndarray, sizes: np.ndarray, device: torch.device) -> _Pairs:
     rows = torch.arange(len(sizes), device=device).repeat_interleave(
         to_device(torch.from_numpy(sizes), device), output_size=len(ids)
     )
-    return Pairs(ids=ids, rows=rows, host_offsets=offsets)
+    return _Pairs(ids=ids, rows=rows, host_offsets=offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """The (token, id) pairs whose logits are needed, ordered by token."""
+
+    ids: Tensor
+    """[nnz] int64 vocabulary ids."""
+    rows: Tensor
+    """[nnz] int64, row of `hidden` of each pair; ascending."""
+    host_offsets: NDArray[np.int64]
+    """[T+1] start of each token's pairs, on the host."""
+
+
+# The arithmetic at (token, id) pairs. `_pair_plan` chooses between two plans with equal results:
+#
+# - gather: one dot product per pair, O(nnz·d), for spans much shorter than the vocabulary
+# - gemm: blocks of [rows, V] logits of which only the pairs are read, for long spans
+#
+# Sums are float32 (float64 for float64 inputs), whatever the dtype of the inputs.
+
+
+def _accumulate_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of sums: float64 for float64, else float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _rows_at_once(vocab: int, device: torch.device) -> int:
+    """Return the number of rows in a block of full-vocabulary logits."""
+    return max(GEMM_ROWS, _by_device(GEMM_ELEMENTS, device) // vocab)
+
+
+def _pair_plan(
+    pairs: int, rows: int, vocab: int, device: torch.device
+) -> Literal["gather", "gemm"]:
+    """Choose gemm if the pairs are at least 1/GATHER_COST of all rows·vocab logits."""
+    return "gemm" if pairs * _by_device(GATHER_COST, device) >= rows * vocab else "gather"
+
+
+def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
+    """Return the [nnz] dot products of `hidden[rows]` with `weight[ids]`."""
+    out = torch.empty(len(pairs.ids), dtype=_accumulate_dtype(hidden), device=hidden.device)
+    vocab, dim = weight.shape
+    if _pair_plan(len(pairs.ids), len(hidden), vocab, hidden.device) == "gather":
+        for pair in _gather_chunks(len(pairs.ids), dim, hidden.device):
+            product = weight.index_select(0, pairs.ids[pair]).to(out.dtype)
+            product.mul_(hidden.index_select(0, pairs.rows[pair]))
+            out[pair] = product.sum(-1)
+        return out
+    weight = _gemm_operand(weight)
+    for row, pair in _gemm_chunks(pairs.host_offsets, vocab, hidden.device):
+        logits = _matmul(_gemm_operand(hidden[row]), weight.t())
+        torch.index_select(logits.view(-1), 0, _flat(pairs, row, pair, vocab), out=out[pair])
+    return out
+
+
+def _pair_grads(
+    grad: Tensor, hidden: Tensor, weight: Tensor, pairs: _Pairs, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of `hidden` and `weight`, if needed, from `grad` [nnz] of the logits."""
+    d_hidden = torch.zeros_like(hidden, dtype=grad.dtype) if needs[0] else None
+    d_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs[1] else None
+    vocab, dim = weight.shape
+    if _pair_plan(len(pairs.ids), len(hidden), vocab, hidden.device) == "gather":
+        for pair in _gather_chunks(len(pairs.ids), dim, hidden.device):
+            ids, rows, scale = pairs.ids[pair], pairs.rows[pair], grad[pair, None]
+            if d_hidden is not None:
+                d_hidden.index_add_(0, rows, weight.index_select(0, ids).to(grad.dtype) * scale)
+            if d_weight is not None:
+                d_weight.index_add_(0, ids, hidden.index_select(0, rows).to(grad.dtype) * scale)
+    else:
+        operand = _gemm_operand(weight)
+        for row, pair in _gemm_chunks(pairs.host_offsets, vocab, hidden.device):
+            block = grad.new_zeros(row.stop - row.start, vocab)
+            block.view(-1).scatter_(0, _flat(pairs, row, pair, vocab), grad[pair])
+            _gemm_grads(block, hidden, operand, row, d_hidden, d_weight)
+    return (
+        None if d_hidden is None else d_hidden.to(hidden.dtype),
+        None if d_weight is None else d_weight.to(weight.dtype),
+    )
+
+
+def _gemm_grads(
+    block: Tensor,
+    hidden: Tensor,
+    operand: Tensor,
+    row: slice,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+) -> None:
+    """Accumulate the gradient `block` [rows, V] of some rows' logits in place."""
+    block = block.to(operand.dtype)
+    if d_hidden is not None:
+        d_hidden[row] = _matmul(block, operand)
+    if d_weight is not None:
+        part = _gemm_operand(hidden[row])
+        if block.dtype == d_weight.dtype:
+            d_weight.addmm_(block.t(), part)
+        else:
+            d_weight.add_(_matmul(block.t(), part))
+
+
+def _gemm_operand(tensor: Tensor) -> Tensor:
+    """Cast for `_matmul`: only a GPU multiplies half precision into float32."""
+    return tensor if tensor.is_cuda else tensor.to(_accumulate_dtype(tensor))
+
+
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply with sums *and result* in float32; a bfloat16 logit of 20 is off by up to 0.06."""
+    if left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+def _flat(pairs: _Pairs, row: slice, pair: slice, vocab: int) -> Tensor:
+    """Return the positions of the pairs in the flattened [rows, V] block of a chunk."""
+    return (pairs.rows[pair] - row.start) * vocab + pairs.ids[pair]
+
+
+def _gather_chunks(count: int, dim: int, device: torch.device) -> Iterator[slice]:
+    step = max(1, _by_device(GATHER_ELEMENTS, device) // dim)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def _gemm_chunks(
+    offsets: NDArray[np.int64], vocab: int, device: torch.device
+) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of rows with the slices of their pairs."""
+    rows, step = len(offsets) - 1, _rows_at_once(vocab, device)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield slice(start, stop), slice(int(offsets[start]), int(offsets[stop]))
+
+
+def _by_device(table: dict[str, int], device: torch.device) -> int:
+    return table["cpu" if device.type == "cpu" else "cuda"]
+
+
+# Validation of arguments.
+
+
+def _check_shapes(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    kept_ids: Tensor,
+    kept_offsets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+) -> None:
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}: must be finite and above 0")
+    if hidden.ndim != 2 or not hidden.is_floating_point():
+        raise ValueError(f"hidden must be floats [T, d], is {_describe(hidden)}")
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[1] or weight.shape[0] == 0:
+        raise ValueError(f"weight must be [V, d = {hidden.shape[1]}], is {_describe(weight)}")
+    if weight.dtype != hidden.dtype or weight.device != hidden.device:
+        raise ValueError(
+            f"weight is {_describe(weight)}: must have the dtype and device of hidden, "
+            f"{_describe(hidden)}"
+        )
+    lengths = {"targets": len(hidden), "kept_ids": None, "kept_offsets": len(hidden) + 1}
+    for (name, length), tensor in zip(
+        lengths.items(), (targets, kept_ids, kept_offsets), strict=True
+    ):
+        if tensor.ndim != 1 or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+            raise ValueError(f"{name} must be 1-D integers, is {_describe(tensor)}")
+        if length is not None and len(tensor) != length:
+            raise ValueError(
+                f"{name} has {len(tensor)} entries: must have {length} for {len(hidden)} rows of "
+                "hidden"
+            )
+    if bias is not None and (
+        bias.shape != weight.shape[:1]
+        or not bias.is_floating_point()
+        or bias.device != weight.device
+    ):
+        raise ValueError(
+            f"bias must be floats [V = {len(weight)}] on {weight.device}, is {_describe(bias)}"
+        )
+
+
+def _check_values(
+    targets: Tensor, kept_ids: Tensor, offsets: NDArray[np.int64], vocab: int
+) -> None:
+    """Require ids and targets in range, each target in its mask, and no repeated id in a mask."""
+    if offsets[0] != 0 or offsets[-1] != len(kept_ids):
+        raise ValueError(
+            f"kept_offsets runs from {offsets[0]} to {offsets[-1]}: must run from 0 to the "
+            f"{len(kept_ids)} entries of kept_ids"
+        )
+    sizes = np.diff(offsets)
+    if (sizes < 0).any():
+        raise ValueError(f"kept_offsets decreases after row {int((sizes < 0).argmax())}")
+    target, ids = targets.cpu().numpy(), kept_ids.cpu().numpy()
+    outside = (target < 0) | (target >= vocab)
+    if outside.any():
+        row = int(outside.argmax())
+        raise ValueError(f"targets: row {row} is {target[row]}, outside [0, {vocab})")
+    if not len(ids):
+        return
+    if ids.min() < 0 or ids.max() >= vocab:
+        at = int(((ids < 0) | (ids >= vocab)).argmax())
+        row = int(np.searchsorted(offsets, at, "right")) - 1
+        raise ValueError(f"kept_ids: row {row} has {ids[at]}, outside [0, {vocab})")
+    # Per-entry arrays stay as narrow as `ids`: the checks delay the launch of kernels.
+    ids = ids if ids.dtype in (np.int32, np.int64) else ids.astype(np.int64)
+    hits = np.repeat(target.astype(ids.dtype), sizes) == ids
+    rises = ids[1:] > ids[:-1]
+    rises[offsets[:-1][sizes > 0][1:] - 1] = True
+    repeated = np.zeros(0, np.int64)
+    if not rises.all():
+        keys = np.repeat(np.arange(len(sizes), dtype=np.int64) * vocab, sizes) + ids
+        keys.sort()
+        repeated = keys[1:][keys[1:] == keys[:-1]]
+    # Without repeated ids, every mask has its target iff there are as many hits as masks.
+    if len(repeated) or np.count_nonzero(hits) != np.count_nonzero(sizes):
+        found = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[hits], minlength=len(sizes))
+        missing = (found == 0) & (sizes > 0)
+        if missing.any():
+            row = int(missing.argmax())
+            raise ValueError(
+                f"targets: row {row} is {target[row]}, which is not in its sampling mask of "
+                f"{sizes[row]} ids. Masks and tokens are misaligned"
+            )
+        raise ValueError(f"kept_ids: row {repeated[0] // vocab} has a repeated id")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"

@@ -13,10 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from keel.model.head import plan as support_plan
-from keel.model.head.gpu import fused_head
+from keel.model.head import gpu as support_gpu
+from keel.model.head.gpu import build_plan, fused_head
 from keel.model.head.kernels import LONG_ROW, HeadShape
-from keel.model.head.plan import build_plan
 from keel.model.head.support import HeadSpec, support_head
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
 
@@ -138,9 +137,9 @@ def check(case: Case, tolerance: float | None = None) -> None:
 
 @pytest.fixture
 def always_union(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support_plan, "CHUNK_TOKENS", 8)
-    monkeypatch.setattr(support_plan, "UNION_FLOOR", 6)
-    monkeypatch.setattr(support_plan, "union_is_cheaper", lambda *_: True)
+    monkeypatch.setattr(support_gpu, "CHUNK_TOKENS", 8)
+    monkeypatch.setattr(support_gpu, "UNION_FLOOR", 6)
+    monkeypatch.setattr(support_gpu, "union_is_cheaper", lambda *_: True)
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -70,19 +70,20 @@ def test_token_t_is_scored_from_position_t_minus_1(kept):
     assert hidden.grad.any(-1).nonzero()[:, 0].tolist() == [1, 3, 5, 6]
 
 
-def test_passes_over_one_batch_share_their_inputs():
+def test_passes_share_head_inputs():
     batch = micro_batch()
     hidden, head = torch.randn(1, 9, 6), head_of(torch.randn(12, 6))
     once = policy_logprobs(hidden, head, batch)
     inputs = head_inputs(batch)
     for _ in range(2):
         again = policy_logprobs(hidden, head, inputs)
-        assert inputs.memo, "what was found out in one pass is kept for the next"
+        assert inputs.memo
         assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
 
 
 @pytest.mark.parametrize("most", [1, 2, 64])
-def test_the_mass_of_sampling_masks_is_that_of_a_dense_softmax(most: int):
+def test_mask_mass_matches_a_dense_softmax(most: int):
+    torch.manual_seed(0)
     batch = micro_batch()
     hidden = torch.randn(9, 6, requires_grad=True)
     weight = torch.randn(12, 6, requires_grad=True)
@@ -94,7 +95,7 @@ def test_the_mass_of_sampling_masks_is_that_of_a_dense_softmax(most: int):
     spans = [torch.as_tensor(batch.sampling_mask[t]).long() for t in tokens]
     expected = torch.stack(
         [
-            whole[t - 1, span].logsumexp(-1) if len(span) else whole.new_zeros(())  # nothing cut
+            whole[t - 1, span].logsumexp(-1) if len(span) else whole.new_zeros(())
             for t, span in zip(tokens, spans, strict=True)
         ]
     )
@@ -110,31 +111,30 @@ def test_the_mass_of_sampling_masks_is_that_of_a_dense_softmax(most: int):
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_which_tokens_are_weighed_is_up_to_their_segments_alone(most: int):
+def test_probes_depend_on_their_segment_only(most: int):
     batch = micro_batch()
     whole = head_inputs(batch, probes=most)
     tokens = whole.rows[whole.probes]
-    halves = [
-        head_inputs(batch, start, stop, probes=most) for start, stop in ((0, 4), (4, 9))
-    ]  # of two ranks
+    halves = [head_inputs(batch, start, stop, probes=most) for start, stop in ((0, 4), (4, 9))]
     assert torch.equal(torch.cat([half.rows[half.probes] for half in halves]), tokens)
     assert torch.equal(torch.cat([half.probe_weight for half in halves]), whole.probe_weight)
     sampled = trainable_rows(batch)
     for segment in np.unique(batch.segment_N[sampled]):
-        of_it = sampled[batch.segment_N[sampled] == segment]
-        stride = -(-len(of_it) // most)
+        members = sampled[batch.segment_N[sampled] == segment]
+        stride = -(-len(members) // most)
         probed = batch.segment_N[tokens.numpy()] == segment
-        places = np.searchsorted(of_it, tokens[probed].numpy())
+        places = np.searchsorted(members, tokens[probed].numpy())
         assert (
-            len(places) in (len(of_it) // stride, -(-len(of_it) // stride)) and len(places) <= most
+            len(places) in (len(members) // stride, -(-len(members) // stride))
+            and len(places) <= most
         )
         assert (np.diff(places) == stride).all()
-        owner = batch.sequence_N[of_it[0]]
+        owner = batch.sequence_N[members[0]]
         each = batch.sequence_weight_S[owner] / batch.sequence_tokens_S[owner]
-        assert float(whole.probe_weight[probed].sum()) == pytest.approx(len(of_it) * each)
+        assert float(whole.probe_weight[probed].sum()) == pytest.approx(len(members) * each)
 
 
-def test_no_mass_of_a_micro_batch_without_trainable_tokens_still_has_a_gradient():
+def test_empty_mass_is_differentiable():
     batch = micro_batch()
     nothing = replace(batch, trainable_N=np.zeros(9, np.bool_), split_S=np.arange(2))
     weight = torch.randn(12, 6, requires_grad=True)
@@ -146,7 +146,7 @@ def test_no_mass_of_a_micro_batch_without_trainable_tokens_still_has_a_gradient(
     assert not hidden.grad.any() and not weight.grad.any()
 
 
-def test_spans_of_tokens_that_do_not_train_are_left_out():
+def test_masks_of_untrainable_tokens_are_dropped():
     batch = micro_batch()
     spans = [batch.sampling_mask[t] for t in range(9)]
     spans[0] = np.array([3, 4], np.int32)
@@ -155,12 +155,12 @@ def test_spans_of_tokens_that_do_not_train_are_left_out():
         assert torch.equal(getattr(head_inputs(noisy), name), getattr(head_inputs(batch), name))
 
 
-def test_a_micro_batch_without_trainable_tokens_still_reaches_every_parameter():
+def test_empty_micro_batches_reach_all_parameters():
     batch = replace(
         micro_batch(),
         trainable_N=np.zeros(9, np.bool_),
         sampling_mask=SamplingMasks.empty(9),
-        split_S=np.arange(2),  # what was sampled of them is elsewhere
+        split_S=np.arange(2),
     )
     hidden = torch.randn(9, 6, requires_grad=True)
     weight = torch.randn(12, 6, requires_grad=True)
@@ -170,8 +170,8 @@ def test_a_micro_batch_without_trainable_tokens_still_reaches_every_parameter():
     assert not hidden.grad.any() and not weight.grad.any()
 
 
-def test_hidden_states_of_another_micro_batch_are_refused():
+def test_wrong_number_of_hidden_states_is_refused():
     batch = micro_batch()
     head = head_of(torch.randn(12, 6))
-    with pytest.raises(ValueError, match="hidden_ND has 8 rows for the 9 tokens"):
+    with pytest.raises(ValueError, match="hidden_ND"):
         policy_logprobs(torch.randn(8, 6), head, batch)

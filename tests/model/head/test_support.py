@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keel.model.head import ops as support_ops
+from keel.model.head import support
 from keel.model.head.support import HeadSpec, support_head
 from keel.model.logprobs import support_logprobs
 from keel.rl.types import SamplingMasks
@@ -18,7 +20,7 @@ from tests.model.head.dense import close, dense
 
 
 def case(sizes: list[int], vocab: int, dim: int, seed: int = 0, dtype=torch.float32):
-    """Random inputs whose token t keeps sizes[t] ids, 0 for all of them."""
+    """Draw inputs whose token t keeps sizes[t] ids; 0 means no truncation."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     spans = [rng.permutation(vocab)[:size] for size in sizes]
@@ -44,24 +46,24 @@ def against_dense(hidden, weight, targets, kept, *, temperature=1.0, spec=None, 
     assert not entropy.requires_grad
     upstream = torch.linspace(-1, 1, len(targets))
     grads = torch.autograd.grad(logp, inputs, upstream)
-    for grad, wanted, value in zip(
+    for grad, expected_grad, value in zip(
         grads, torch.autograd.grad(expected, inputs, upstream.double()), inputs, strict=True
     ):
         assert grad.dtype == value.dtype
-        close(grad, wanted, tolerance * (100 if value.dtype == torch.bfloat16 else 1))
+        close(grad, expected_grad, tolerance * (100 if value.dtype == torch.bfloat16 else 1))
 
 
 @pytest.fixture(params=["gather", "gemm"])
 def plan(request, monkeypatch):
-    """Both plans, cut into chunks that fit nothing evenly."""
-    monkeypatch.setitem(support_ops.GATHER_COST, "cpu", 0 if request.param == "gather" else 10**9)
-    monkeypatch.setitem(support_ops.GATHER_ELEMENTS, "cpu", 40)
-    monkeypatch.setitem(support_ops.GEMM_ELEMENTS, "cpu", 1)
-    monkeypatch.setattr(support_ops, "GEMM_ROWS", 3)
+    """Force each plan, with uneven chunks."""
+    monkeypatch.setitem(support.GATHER_COST, "cpu", 0 if request.param == "gather" else 10**9)
+    monkeypatch.setitem(support.GATHER_ELEMENTS, "cpu", 40)
+    monkeypatch.setitem(support.GEMM_ELEMENTS, "cpu", 1)
+    monkeypatch.setattr(support, "GEMM_ROWS", 3)
 
 
 @pytest.mark.parametrize("sizes", [[3, 1, 7, 11, 2, 5, 4], [0] * 7, [0, 4, 0, 1, 0, 11, 6], [2]])
-def test_kept_whole_and_mixed_batches_equal_the_dense_softmax(plan, sizes):
+def test_batches_match_a_dense_softmax(plan, sizes):
     against_dense(*case(sizes, vocab=11, dim=6), temperature=0.7)
 
 
@@ -75,11 +77,11 @@ def test_kept_whole_and_mixed_batches_equal_the_dense_softmax(plan, sizes):
     biased=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_spans_equal_the_dense_softmax(sizes, gemm, temperature, scale, softcap, biased, seed):
+def test_random_spans_match_a_dense_softmax(sizes, gemm, temperature, scale, softcap, biased, seed):
     hidden, weight, targets, kept = case(sizes, vocab=13, dim=5, seed=seed)
     bias = torch.randn(13, requires_grad=True) if biased else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(support_ops.GATHER_COST, "cpu", 10**9 if gemm else 0)
+        patch.setitem(support.GATHER_COST, "cpu", 10**9 if gemm else 0)
         spec = HeadSpec(bias=bias, scale=scale, softcap=softcap)
         # float32 rounds logits relative to their size.
         tolerance = 1e-4 * max(1.0, scale / temperature)
@@ -94,7 +96,7 @@ def test_any_spans_equal_the_dense_softmax(sizes, gemm, temperature, scale, soft
         )
 
 
-def test_float64_inputs_have_float64_gradients(plan):
+def test_float64_gradients(plan):
     against_dense(
         *case([3, 0, 5, 1], vocab=9, dim=4, dtype=torch.float64),
         spec=HeadSpec(softcap=5.0),
@@ -102,19 +104,19 @@ def test_float64_inputs_have_float64_gradients(plan):
     )
 
 
-def test_bfloat16_inputs_are_summed_in_float32(plan):
-    """Sums in bfloat16 would be off by 0.1 here; the inputs' own rounding is in both sides."""
+def test_bfloat16_is_summed_in_float32(plan):
+    """Sums in bfloat16 would be off by 0.1."""
     against_dense(*case([3, 0, 30, 7], vocab=40, dim=256, dtype=torch.bfloat16), tolerance=2e-4)
 
 
-def test_a_sampling_mask_of_the_whole_vocabulary_is_no_truncation():
+def test_a_full_mask_equals_no_truncation():
     hidden, weight, targets, _ = case([0] * 5, vocab=8, dim=4)
     everything = SamplingMasks.from_lists([list(range(8))] * 5)
     full = support_logprobs(hidden, weight, targets, *tensors(SamplingMasks.empty(5)))
     close(support_logprobs(hidden, weight, targets, *tensors(everything)), full, 1e-6)
 
 
-def test_a_single_kept_id_has_probability_one_and_no_gradient():
+def test_a_single_id_has_probability_one():
     hidden, weight, targets, kept = case([1, 1], vocab=8, dim=4)
     logp = support_logprobs(hidden, weight, targets, *tensors(kept))
     assert torch.equal(logp, torch.zeros(2))
@@ -137,7 +139,7 @@ def test_no_tokens_give_zero_gradients():
     assert logp.shape == (0,) and hidden.grad.shape == (0, 4) and not weight.grad.any()
 
 
-def test_a_frozen_weight_or_hidden_gets_no_gradient(plan):
+def test_frozen_inputs_get_no_gradient(plan):
     for frozen in (0, 1):
         inputs = case([2, 0, 3], vocab=7, dim=4)
         inputs[frozen].requires_grad_(False)
@@ -155,48 +157,48 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("size", "most"), [(4, 10_000), (0, support_ops.GEMM_ROWS * 1000)])
+@pytest.mark.parametrize(("size", "most"), [(4, 10_000), (0, support.GEMM_ROWS * 1000)])
 def test_tokens_times_vocabulary_never_exists(size, most):
-    """T·V is 600,000. What is largest: the head's weight and gradient, or one block of logits."""
+    """T·V is 600,000; the largest tensor is the weight or one block of logits."""
     hidden, weight, targets, kept = case([size] * 600, vocab=1000, dim=10)
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
-        patch.setitem(support_ops.GEMM_ELEMENTS, "cpu", 1)
+        patch.setitem(support.GEMM_ELEMENTS, "cpu", 1)
         support_logprobs(hidden, weight, targets, *tensors(kept)).sum().backward()
     assert largest.elements <= max(most, weight.numel(), 600 * 4 * 10)
 
 
-def test_long_spans_go_by_product_and_short_ones_by_gather():
+def test_plan_depends_on_span_length():
     cpu = torch.device("cpu")
-    assert support_ops.pair_plan(100 * 8, 100, 150_000, cpu) == "gather"
-    assert support_ops.pair_plan(100 * 90, 100, 100, cpu) == "gemm"
+    assert support._pair_plan(100 * 8, 100, 150_000, cpu) == "gather"
+    assert support._pair_plan(100 * 90, 100, 100, cpu) == "gemm"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"temperature": float("inf")}, "temperature is inf"),
-        ({"hidden": torch.zeros(3, 4, 1)}, "hidden must be floats"),
-        ({"hidden": torch.zeros(3, 4, dtype=torch.long)}, "hidden must be floats"),
-        ({"weight": torch.zeros(8, 5)}, "weight must be"),
-        ({"weight": torch.zeros(8, 4, dtype=torch.bfloat16)}, "weight is bfloat16"),
-        ({"targets": torch.tensor([1, 2])}, "targets has 2 entries, must have 3"),
-        ({"targets": torch.tensor([1.0, 2, 3])}, "targets must be integers"),
-        ({"targets": torch.tensor([1, 2, 8])}, "targets: row 2 is 8, outside"),
-        ({"targets": torch.tensor([1, 2, -1])}, "targets: row 2 is -1, outside"),
-        ({"targets": torch.tensor([1, 5, 3])}, "row 1 is 5, which is not in its sampling mask"),
-        ({"kept_ids": torch.tensor([1, 0, 2, 8])}, "kept_ids: row 1 holds 8, outside"),
-        ({"kept_ids": torch.tensor([1, -1, 2, 4])}, "kept_ids: row 0 holds -1, outside"),
-        ({"kept_ids": torch.tensor([1, 1, 2, 4])}, "kept_ids: row 0 holds an id twice"),
-        ({"kept_ids": torch.tensor([1, 0, 2])}, "kept_offsets must run from 0 to the 3"),
-        ({"kept_offsets": torch.tensor([0, 2, 4])}, "kept_offsets has 3 entries, must have 4"),
-        ({"kept_offsets": torch.tensor([1, 2, 4, 4])}, "runs from 1 to 4"),
-        ({"kept_offsets": torch.tensor([0, 4, 2, 4])}, "must not decrease, but row 1"),
-        ({"spec": HeadSpec(bias=torch.zeros(7))}, "bias must be floats"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"hidden": torch.zeros(3, 4, 1)}, "hidden"),
+        ({"hidden": torch.zeros(3, 4, dtype=torch.long)}, "hidden"),
+        ({"weight": torch.zeros(8, 5)}, "weight"),
+        ({"weight": torch.zeros(8, 4, dtype=torch.bfloat16)}, "weight"),
+        ({"targets": torch.tensor([1, 2])}, "targets"),
+        ({"targets": torch.tensor([1.0, 2, 3])}, "targets"),
+        ({"targets": torch.tensor([1, 2, 8])}, "targets: row 2"),
+        ({"targets": torch.tensor([1, 2, -1])}, "targets: row 2"),
+        ({"targets": torch.tensor([1, 5, 3])}, "targets: row 1"),
+        ({"kept_ids": torch.tensor([1, 0, 2, 8])}, "kept_ids: row 1"),
+        ({"kept_ids": torch.tensor([1, -1, 2, 4])}, "kept_ids: row 0"),
+        ({"kept_ids": torch.tensor([1, 1, 2, 4])}, "kept_ids: row 0"),
+        ({"kept_ids": torch.tensor([1, 0, 2])}, "kept_offsets"),
+        ({"kept_offsets": torch.tensor([0, 2, 4])}, "kept_offsets"),
+        ({"kept_offsets": torch.tensor([1, 2, 4, 4])}, "kept_offsets"),
+        ({"kept_offsets": torch.tensor([0, 4, 2, 4])}, "kept_offsets"),
+        ({"spec": HeadSpec(bias=torch.zeros(7))}, "bias"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(change, message):
+def test_invalid_arguments_are_named(change, message):
     arguments = {
         "hidden": torch.zeros(3, 4),
         "weight": torch.zeros(8, 4),
@@ -209,8 +211,8 @@ def test_what_does_not_fit_is_refused_by_name(change, message):
         support_head(**{**arguments, **change})
 
 
-def test_a_repeated_id_is_found_in_a_large_vocabulary_too():
-    with pytest.raises(ValueError, match="kept_ids: row 1 holds an id twice"):
+def test_repeated_ids_are_found_in_large_vocabularies():
+    with pytest.raises(ValueError, match="kept_ids: row 1"):
         support_head(
             torch.zeros(2, 2),
             torch.zeros(1000, 2),
@@ -225,4 +227,22 @@ def test_a_softcap_must_be_positive():
         HeadSpec(softcap=0.0)
 
 
-# The shift
+@given(st.data())
+def test_masks_are_validated_like_sets(data):
+    """Compare with a naive check of each mask."""
+    vocab, token = 7, st.integers(-1, 7)  # one beyond either end
+    sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+    dtype = data.draw(st.sampled_from([torch.int8, torch.int32, torch.int64]))
+    spans = [[data.draw(token) for _ in range(size)] for size in sizes]
+    targets = [data.draw(token) for _ in sizes]
+    valid = all(
+        t in range(vocab)
+        and all(i in range(vocab) for i in span)
+        and len(set(span)) == len(span)
+        and (t in span or not span)
+        for t, span in zip(targets, spans, strict=True)
+    )
+    ids = torch.tensor([i for span in spans for i in span], dtype=dtype)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    with nullcontext() if valid else pytest.raises(ValueError, match="row"):
+        support._check_values(torch.tensor(targets), ids, offsets, vocab)
