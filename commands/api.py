@@ -50,7 +50,7 @@ from keel.configs.dump import quoted
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.rewards.pickled_functions import named, passing
-from keel.trainer.launch import System
+from keel.trainer.launch import Runtime
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
 from keel.trainer.run.signals import Preempted, preempted, stop_requested, watching
@@ -314,5 +314,5 @@ class _Heard:
         pass
 
 
-def _driven(system: System, folder: RunFolder, view: View, start: int, *, told: _Telling) -> int:
-    return main.run_loop(system, folder, _Heard(view, told), start, enough=lambda: told.enough)
+def _driven(system: Runtime, folder: RunFolder, view: View, start: int, *, told: _Telling) -> int:
+    return main.run_loop(system, folder, _Heard(view, told), start, should_end=lambda: told.enough)

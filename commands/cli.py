@@ -1,6 +1,6 @@
 """The `keel` command: arguments only, so that `keel --help` answers at once.
 
-The work behind each command is in `commands/train.py`, imported when a command runs and its recipe
+The work behind each command is in `commands/dispatch.py`, imported once its recipe
 has been read: a mistyped knob should not wait for torch.
 """
 
@@ -289,7 +289,7 @@ def heavy(arguments: argparse.Namespace) -> int:
     from keel.model.imports import compiled_anew, heavy_imports  # noqa: PLC0415
 
     with waiting("loading libraries (torch, Ray, transformers)", "libraries"), heavy_imports():
-        from keel.commands.train import run  # noqa: PLC0415  torch, Ray, transformers: seconds
+        from keel.commands.dispatch import run  # noqa: PLC0415  torch, Ray, transformers: seconds
     if slow := compiled_anew(sys.modules["torch"]):
         print(f"keel: {slow}", file=sys.stderr)
 

@@ -18,13 +18,13 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import TINY_MODEL
 from keel.model.hub import from_anywhere
 from keel.rl.metrics import values
-from keel.trainer.launch import start_of
+from keel.trainer.launch import initial_model
 from keel.trainer.learner import Learner
 from keel.trainer.placement.hardware import RANK
 from keel.trainer.placement.nodes import detect_hardware, start_ray, stop_ray
 from keel.trainer.placement.reservation import reserve_gpus
 from keel.trainer.placement.watchdog import start_watchdog
-from keel.trainer.prepare import Found, found_model, prompts_of
+from keel.trainer.prepare import PlannedModel, load_prompts, plan_model
 from keel.trainer.run import checkpoint
 from keel.trainer.run.batches import FOLDER, list_batches, read_batch, step_of
 from keel.trainer.run.manifest import join_problems
@@ -37,10 +37,10 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
     groups, findings = read_batch(path)
     disable_progress_bar()
     recipe = folder / "config.yaml"
-    model = found_model(
+    model = plan_model(
         *load_recipe(str(recipe), [f"run.dir={folder}", *overrides]), detect_hardware, chats=False
     )
-    config, gpu = model.choice.config, model.hardware.gpu
+    config, gpu = model.config, model.hardware.gpu
     deadline = config.run.startup_timeout_s
     base = base_model(model, config, recipe)
     start, words = nearest(folder / "checkpoints", step_of(path))
@@ -79,7 +79,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
         print("now: the gradient is not finite, and nothing was found that made it so")
 
 
-def base_model(model: Found, config: Config, recipe: Path) -> str:
+def base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
     """The folder of the model that the run began with. Raises ConfigError if making the tiny
     model takes code that the recipe names."""
     if config.model.path != TINY_MODEL:
@@ -90,8 +90,8 @@ def base_model(model: Found, config: Config, recipe: Path) -> str:
                 f"{recipe}: the tiny model of this run learned from {code!r}, and `keel replay`"
                 " runs no code that a run folder names. Give the folder of that model: model.path="
             )
-    return start_of(
-        config, prompts_of(config, model.tokenizer, model.facts), gpu=model.hardware.gpu
+    return initial_model(
+        config, load_prompts(config, model.tokenizer, model.facts), gpu=model.hardware.gpu
     )
 
 

@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "trainer",
     },
 }
-WIRING = tuple(f"trainer/{name}.py" for name in ("build_agents", "prepare", "sft/wiring", "launch"))
+WIRING = tuple(f"trainer/{name}.py" for name in ("build_agents", "prepare", "launch"))
 WIRING_ALSO = {"rollout", "rewards", "data", "agents"}
 OWNERS = {
     "vllm": ("rollout/", "weights/", "model/batch_invariant/vllm_kernels.py"),

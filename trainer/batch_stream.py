@@ -1,9 +1,8 @@
 """Keeps the engines busy and hands the loop its batches.
 
-Groups flow through futures: a prompt is submitted as soon as `keel.rl.buffer.GroupBuffer` has
-room, its group is scored as soon as it is sampled, and a batch is there as soon as the buffer has
-one. With `algorithm.max_lag: 0` the engines then wait for the step and its weights; with more they
-go on sampling while the trainer works.
+A prompt is submitted as soon as `keel.rl.buffer.GroupBuffer` has room, its group is scored as soon
+as it is sampled, and a batch is ready once the buffer has one. With `algorithm.max_lag: 0` the
+engines then wait for the step and its weights; otherwise they sample on while the trainer works.
 """
 
 from __future__ import annotations
@@ -20,38 +19,50 @@ from keel.rl.futures import then
 from keel.rl.types import Group, Prompt, ScoredGroup
 
 GRACE_S = 60.0
-"""Beyond `Config.group_timeout_s`, whose parts are watched over by what they are deadlines of."""
-LOOK_S = 0.2
-"""How often who waits looks whether there is still time to."""
+"""Allowance beyond `Config.group_timeout_s`, since each part of a group has its own timeout."""
+POLL_S = 0.2
+"""Interval for checking whether a wait must be aborted."""
 T = TypeVar("T")
 
 
-class Abandoned(Exception):
-    """There is no time to wait any longer."""
+class Cancelled(Exception):
+    """A wait was aborted."""
+
+
+class EmptyBatch(RuntimeError):
+    """A batch has no completion to learn from."""
+
+    def __init__(self, groups: Sequence[ScoredGroup]) -> None:
+        reasons = {reason for group in groups for reason in group.group.dropped}
+        super().__init__(
+            f"none of {len(groups)} groups has a completion to learn from; reasons: "
+            f"{'; '.join(sorted(reasons)) or 'none'}"
+        )
+        self.prompts = [group.group.prompt for group in groups]
 
 
 def never() -> bool:
     return False
 
 
-def wait_for(future: Future[T], hurry: Callable[[], bool]) -> T:
-    """Its result; it has a deadline of its own. Raises `Abandoned` once `hurry()`."""
+def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
+    """Return the result of a future that has its own timeout. Raises `Cancelled` on abort."""
     while not future.done():
-        if hurry():
-            raise Abandoned
-        wait([future], LOOK_S)
+        if should_abort():
+            raise Cancelled
+        wait([future], POLL_S)
     return future.result()
 
 
 def decoding_steps(config: Config, completions: int) -> int:
-    """Decoding steps of all engines together for so many completions, if each reaches its limit."""
+    """Decoding steps of all engines if each of `completions` reaches its token limit."""
     rollout = config.rollout
     waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
     return min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
 
 
-class Feed:
-    """One run's stream of batches. Callbacks come from the threads of engines and rewards."""
+class BatchStream:
+    """A run's stream of batches. Callbacks run on the threads of engines and rewards."""
 
     def __init__(
         self,
@@ -63,9 +74,12 @@ class Feed:
         score: Callable[[Group], Future[ScoredGroup]],
         start: int,
     ) -> None:
-        """next_prompts: the next n; position: where those stand, if the given prompts are to come
-        again; sample, score: with deadlines of their own, and they never block; start: the last
-        step done. Nothing is sampled before `open`."""
+        """Samples nothing before `open`.
+
+        next_prompts(n): the next n prompts; position(prompts): the position in the data from which
+        these prompts are repeated first; sample, score: return at once and have their own timeouts;
+        start: the last step done.
+        """
         algorithm = config.algorithm
         self._next_prompts, self._position = next_prompts, position
         self._sample, self._score = sample, score
@@ -83,7 +97,7 @@ class Feed:
         )
         self._timeout_s = config.group_timeout_s + GRACE_S
         self._changed = threading.Condition(threading.RLock())
-        self._flights: dict[int, Future[ScoredGroup]] = {}
+        self._in_flight: dict[int, Future[ScoredGroup]] = {}
         self._sampling: set[int] = set()
         self._failure: BaseException | None = None
         self._update: Future[None] | None = None
@@ -95,50 +109,55 @@ class Feed:
         self._fill()
 
     def close(self) -> None:
-        """Give up what is being sampled."""
+        """Cancel everything in flight."""
         with self._changed:
             self._open = False
-            flights = list(self._flights.values())
+            flights = list(self._in_flight.values())
         for flight in flights:
             flight.cancel()
 
-    def take(self, waiting: Callable[[str], Any], hurry: Callable[[], bool] = never) -> Batch:
-        """The next batch.
+    def take(
+        self, waiting: Callable[[str], Any], should_abort: Callable[[], bool] = never
+    ) -> Batch:
+        """Wait for the next batch.
 
-        `waiting(what)` is a context in which it waits: for one of the batch's groups to be sampled
-        (`rollout`) or, all of them being there, to be scored (`reward`). Raises what sampling or
-        scoring raised, TimeoutError if nothing at all arrives for longer than all their deadlines
-        together, and `Abandoned` once `hurry()`.
+        Waits in the context `waiting("rollout")` while a group of the batch is being sampled, and
+        `waiting("reward")` while all are being scored. Raises errors of sampling and scoring,
+        TimeoutError if nothing arrives for longer than all their timeouts together, `EmptyBatch`,
+        and `Cancelled` on abort.
         """
         with self._changed:
-            while hurry() or not self._buffer.ready():
-                if hurry():
-                    raise Abandoned
+            while should_abort() or not self._buffer.ready():
+                if should_abort():
+                    raise Cancelled
                 if self._failure is not None:
                     raise self._failure
                 awaited = self._buffer.awaited()
                 sampled = bool(awaited) and self._sampling.isdisjoint(awaited)
                 with waiting("reward" if sampled else "rollout"):
-                    if not self._changes(hurry):
+                    if not self._changes(should_abort):
                         raise TimeoutError(
-                            f"waited {self._timeout_s:.0f} s for a group (rollout.timeout_s, "
-                            "twice in case that an engine is replaced, with run.startup_timeout_s "
-                            "and rollout.update_timeout_s for the new one, those of "
-                            f"environments and of rewards): {len(self._flights)} are in flight, "
-                            f"{len(self._sampling)} of them being sampled"
+                            f"waited {self._timeout_s:.0f} s for a group: {len(self._in_flight)} "
+                            f"are in flight, {len(self._sampling)} of them being sampled. The "
+                            "limit is rollout.timeout_s twice, plus run.startup_timeout_s, "
+                            "rollout.update_timeout_s and the timeouts of environments and rewards"
                         )
-            return self._buffer.take()
+            batch = self._buffer.take()
+        if not any(len(group.rewards_G) for group in batch.groups):
+            raise EmptyBatch(batch.groups)
+        return batch
 
-    def _changes(self, hurry: Callable[[], bool]) -> bool:
-        """Wait until something arrives, or there is no time any more; False: nothing has."""
+    def _changes(self, should_abort: Callable[[], bool]) -> bool:
+        """Wait until something arrives or the wait is aborted; False on timeout."""
         end = time.monotonic() + self._timeout_s
-        while not (changed := self._changed.wait(min(LOOK_S, self._timeout_s))):
-            if hurry() or time.monotonic() >= end:
+        while not (changed := self._changed.wait(min(POLL_S, self._timeout_s))):
+            if should_abort() or time.monotonic() >= end:
                 break
-        return changed or hurry()
+        return changed or should_abort()
 
     def adopting(self, step: int, update: Future[None]) -> None:
-        """The engines are taking the weights of after `step`; once they have, there is room."""
+        """Make room for new groups once `update` has brought the weights of `step` to the
+        engines."""
 
         def adopted(done: Future[None]) -> None:
             with self._changed:
@@ -152,21 +171,20 @@ class Feed:
         self._update = update
         update.add_done_callback(adopted)
 
-    def wait_for_adoption(self, hurry: Callable[[], bool] = never) -> None:
-        """Return once the engines have the last weights; raises what loading them raised, and
-        `Abandoned` once `hurry()`. The engines' deadlines bound it: one that is late is replaced,
-        and not for ever."""
+    def wait_for_adoption(self, should_abort: Callable[[], bool] = never) -> None:
+        """Wait until the engines have the last weights. Raises errors of loading them, and
+        `Cancelled` on abort."""
         if self._update is not None:
-            wait_for(self._update, hurry)
+            wait_for(self._update, should_abort)
 
-    def position(self, again: Sequence[Prompt] = ()) -> Mapping[str, Any]:
-        """From where prompts come again after what has been trained on. again: of a batch that was
-        taken, and is not trained on."""
-        with self._changed:  # so that no prompt is taken meanwhile, and then in neither part
-            return self._position([*again, *self._buffer.unfinished()])
+    def position(self, untrained: Sequence[Prompt] = ()) -> Mapping[str, Any]:
+        """The position in the data from which nothing trained is repeated. `untrained`: prompts of
+        a batch that was taken and not trained on."""
+        with self._changed:  # no prompt may move from the stream to the buffer meanwhile
+            return self._position([*untrained, *self._buffer.unfinished()])
 
-    def standing(self) -> tuple[Mapping[str, Any], Sequence[Prompt]]:
-        """`position`, and whose groups are to be discarded and in no batch yet."""
+    def snapshot(self) -> tuple[Mapping[str, Any], Sequence[Prompt]]:
+        """`position`, and the prompts whose groups will be discarded, at one moment."""
         with self._changed:
             return self._position(self._buffer.unfinished()), self._buffer.discarding()
 
@@ -180,7 +198,7 @@ class Feed:
             sampled.add_done_callback(lambda _, number=number: self._sampled(number))
             flight = then(sampled, self._score)
             with self._changed:
-                self._flights[number] = flight
+                self._in_flight[number] = flight
             flight.add_done_callback(lambda done, number=number: self._arrived(number, done))
 
     def _sampled(self, number: int) -> None:
@@ -190,7 +208,7 @@ class Feed:
 
     def _arrived(self, number: int, flight: Future[ScoredGroup]) -> None:
         with self._changed:
-            del self._flights[number]
+            del self._in_flight[number]
             if flight.cancelled():
                 return
             error = flight.exception()

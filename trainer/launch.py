@@ -1,6 +1,6 @@
-"""Wiring: engines, trainer, scorer and episodes of a recipe, started side by side, ended together.
+"""Starts what a task needs, on Ray and next to each other, and ends all of it at exit.
 
-The order is by cost: what can be refused is refused before Ray starts.
+Cheap checks come first: whatever can be refused is refused before Ray starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -48,50 +48,32 @@ from keel.trainer.placement.oom_recovery import OomRecovery
 from keel.trainer.placement.reservation import Reservation, reserve_gpus
 from keel.trainer.placement.time_sharing import can_start_together, guaranteed_cache_bytes
 from keel.trainer.placement.watchdog import Watchdog, start_watchdog
-from keel.trainer.prepare import Task, length_rules
+from keel.trainer.prepare import SftTask, Task, length_rules
 from keel.trainer.run.progress import Wait, waiting
 from keel.trainer.run.restarts import WorkerLost
 from keel.weights.sync import WeightSync
 
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class System:
-    """Engines, trainer and scorer, started. Serves as the loop's `Rollouts`."""
+class Runtime:
+    """Started engines, trainer and scorer of a task. Serves as the loop's `Rollouts`."""
 
     task: Task
     pool: RolloutPool
     ranks: Learner | None
-    """None where nothing is trained and the engines have their weights from files."""
+    """None if nothing is trained and the engines read their weights from files."""
     scorer: Scorer
     agents: EpisodeRunner | None = None
-    watch: Watchdog | None = None
-    lowering: OomRecovery | None = None
-    """What to do about steps that do not fit; None: they end the run."""
-
-    def attended(self, hurry: Callable[[], bool]) -> Callable[[], bool]:
-        """The same, raising what makes it idle to wait any longer (`Watch.check`)."""
-
-        def looked() -> bool:
-            if self.watch is not None:
-                self.watch.check()
-            return hurry()
-
-        return looked
+    watchdog: Watchdog | None = None
+    oom_recovery: OomRecovery | None = None
+    """How to retry steps that run out of memory; None lets them end the run."""
 
     @property
     def learner(self) -> Learner:
-        assert self.ranks is not None, "started without"
+        assert self.ranks is not None, "started without trainer ranks"
         return self.ranks
-
-    def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
-        """size: completions (0: what the recipe says of the purpose)."""
-        config = self.task.config
-        size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
-        if prompt.environment:
-            assert self.agents is not None
-            return self.agents.submit(prompt, group_size=size, purpose=purpose)
-        how = config.sampling(purpose, prompt.domain)
-        return self.pool.submit(prompt, group_size=size, sampling=how, purpose=purpose)
 
     @property
     def weights(self) -> WeightSync:
@@ -102,23 +84,43 @@ class System:
             before=self.agents.updating if self.agents is not None else lambda _: None,
         )
 
+    def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
+        """Sample a group of `size` completions; 0 takes the recipe's number for the purpose."""
+        config = self.task.config
+        size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
+        if prompt.environment:
+            assert self.agents is not None
+            return self.agents.submit(prompt, group_size=size, purpose=purpose)
+        sampling = config.sampling(purpose, prompt.domain)
+        return self.pool.submit(prompt, group_size=size, sampling=sampling, purpose=purpose)
+
     def wake(self) -> None:
-        """Have engines that sleep (`rollout.time_share`) sample again, from the current weights."""
+        """Wake sleeping engines (`rollout.time_share`) with the current weights."""
         awaited(self.weights.push(self.learner.version))
+
+    def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
+        """Extend `should_abort` to raise if a process of the run is lost or hangs."""
+
+        def check() -> bool:
+            if self.watchdog is not None:
+                self.watchdog.check()
+            return should_abort()
+
+        return check
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remote:
-    """A model behind an endpoint, and a scorer. Serves as `System` does."""
+class RemoteRuntime:
+    """A model behind an endpoint, and a scorer. Serves as a `Runtime` that only samples."""
 
     config: Config
     completions: EndpointCompletions
     scorer: Scorer
     turns: EndpointTurns | None = None
     agents: EpisodeRunner | None = None
-    """Of prompts with environments."""
+    """Runs prompts with environments."""
     _open: Counter[str] = field(default_factory=Counter[str], init=False)
-    """Groups at work, by prompt."""
+    """Groups in flight by prompt."""
     _lock: Lock = field(default_factory=Lock, init=False)
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
@@ -126,172 +128,241 @@ class Remote:
             with self._lock:
                 self._open[prompt.prompt_id] += 1
             group = self.agents.submit(prompt, group_size=size, purpose=purpose)
-            group.add_done_callback(lambda _: self._over(prompt))
+            group.add_done_callback(lambda _: self._forget(prompt))
             return group
-        how = self.config.sampling(purpose, prompt.domain)
-        return self.completions.submit(prompt, group_size=size, sampling=how)
+        sampling = self.config.sampling(purpose, prompt.domain)
+        return self.completions.submit(prompt, group_size=size, sampling=sampling)
 
-    def _over(self, prompt: Prompt) -> None:
-        """A group of it is; another one about the same prompt may still be at work."""
+    def _forget(self, prompt: Prompt) -> None:
+        """Forget a prompt's conversations once its last group is done."""
         with self._lock:
             self._open[prompt.prompt_id] -= 1
             last = not self._open[prompt.prompt_id]
         if last and self.turns:
             self.turns.forget(prompt)
 
-    def attended(self, hurry: Callable[[], bool]) -> Callable[[], bool]:
-        """As of `System`; an endpoint is looked at by nobody."""
-        return hurry
+    def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
+        return should_abort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftRuntime:
+    """Started trainer ranks of supervised training."""
+
+    task: SftTask
+    learner: Learner
+    oom_recovery: OomRecovery | None = None
+    watchdog: Watchdog | None = None
 
 
 @contextmanager
-def running(
+def launch(
     task: Task,
-    say: Callable[[str], None],
+    say: Say,
     log: Path | None = None,
     *,
     learner: bool = True,
     layouts: ElasticLayouts | None = None,
-) -> Iterator[System]:
-    """Start everything `task` needs, and end it all at exit, whatever happened. log: folder for
-    what reward functions print. learner: whether trainer ranks are wanted; engines that sleep have
-    their weights from these, and so get them always. layouts: has the recipe as it is by now."""
-    config, deadline = task.config, task.config.run.startup_timeout_s
-    fetch(config.model.path)
-    if task.judged and config.rewards.judge.serve:
-        fetch(config.rewards.judge.model)
+) -> Iterator[Runtime]:
+    """Start engines, scorer and, if `learner`, trainer ranks. Engines that share their GPU in turn
+    take weights from ranks, so these always start then.
+
+    log: folder for the output of reward functions; layouts: the recipe's layout at each restart.
+    """
+    config, timeout_s = task.config, task.config.run.startup_timeout_s
+    serves_judge = task.judged and config.rewards.judge.serve
+    models = [(config.model.path, (RANK, ENGINE))]
+    models += [(config.rewards.judge.model, (JUDGE,))] if serves_judge else []
+    for path, _ in models:
+        download(path)
     with ExitStack() as stack:
         judge = None
-        if task.judged and not config.rewards.judge.serve:
+        if task.judged and not serves_judge:
             judge = stack.enter_context(JudgeService(config.rewards.judge))
             judge.check_reachable()
-        with waiting("starting Ray", "Ray"):
-            start_ray()
-        stack.callback(stop_ray)
-        if layouts is not None:
-            config = layouts.next()
-            task = replace(task, config=config)
-        seats = None
-        if task.gpu:
-            seats = stack.enter_context(reserve_gpus(config, timeout_s=deadline))
-            for line in seats.placement.lines():
-                say(line)
-        fetch_elsewhere(config.model.path, seats, (RANK, ENGINE), deadline)
-        if task.judged and config.rewards.judge.serve:
-            fetch_elsewhere(config.rewards.judge.model, seats, (JUDGE,), deadline)
+        config, seats = _start_cluster(stack, config, models, say, gpu=task.gpu, layouts=layouts)
+        task = replace(task, config=config)
         nodes = {seat.node.id for seat in seats.placement.seats} if seats else set[str]()
-        watch = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s, nodes))
+        watchdog = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s, nodes))
         if config.rewards.judge.serve:
-            where = seats.options(JUDGE, 0) if seats else {}
-            server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=where)
+            options = seats.options(JUDGE, 0) if seats else {}
+            server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=options)
             stack.callback(server.stop)
             judge = stack.enter_context(JudgeService(config.rewards.judge, server=server))
         model = model_folder(task)
-        scorer = stack.enter_context(scorer_of(config, judge, say, log))
+        scorer = stack.enter_context(build_scorer(config, judge, say, log))
         shared = bool(seats and seats.placement.shared)
-        of, taken = (config, task.facts, task.hardware.gpu_gib), task.hardware.taken_gib
-        together = shared and can_start_together(*of, taken)
-        roomy = not shared or can_start_together(*of, taken, stepping=True)
-        cache = guaranteed_cache_bytes(*of) if together else 0
-        spec = EngineSpec.of(config, model, cache_bytes=cache)
+        fits = partial(can_start_together, config, task.facts, task.hardware.gpu_gib)
+        together = shared and fits(task.hardware.taken_gib)
+        roomy = not shared or fits(task.hardware.taken_gib, stepping=True)
+        cache = guaranteed_cache_bytes(config, task.facts, task.hardware.gpu_gib) if together else 0
         pool = ray_pool(
-            spec,
+            EngineSpec.of(config, model, cache_bytes=cache),
             gpu=task.gpu,
-            startup_timeout_s=deadline,
-            # An engine that was started again may have to wait for steps to end; and a rank that
-            # does not send is found first, or one engine after the other would be replaced for it.
+            startup_timeout_s=timeout_s,
+            # A restarted engine may have to wait for steps to end. A rank that stops sending must
+            # be found first, or one engine after the other would be replaced for it.
             update_timeout_s=config.sending_timeout_s
             + config.algorithm.updates_per_batch * config.trainer.timeout_s
             + CALL_S,
             options=partial(seats.options, ENGINE) if seats else None,
         )
         stack.callback(pool.shutdown)
-        rank_options = partial(seats.options, RANK) if seats else None
-        sleep = config.rollout.time_share
-        ranks, who = None, f"starting {counted(config.rollout.engines, 'engine')}"
-        if learner or sleep:
-            ranks = Learner(
-                model,
-                config,
-                gpu=task.gpu,
-                actor_options=rank_options,
-                **({"make_room": pool.sleep} if sleep else {}),
-            )
+        time_share = config.rollout.time_share
+        ranks, actors = None, f"starting {_count(config.rollout.engines, 'engine')}"
+        if learner or time_share:
+            make_room = {"make_room": pool.sleep} if time_share else {}
+            options = partial(seats.options, RANK) if seats else None
+            ranks = Learner(model, config, gpu=task.gpu, actor_options=options, **make_room)
             stack.callback(ranks.shutdown)
-            who += f" and {counted(config.trainer.ranks, 'trainer rank')}"
-        both = ThreadPoolExecutor(2)
-        # Not waited for: after Ctrl-C the actors' end, which comes next, ends the waiting for them.
-        stack.callback(both.shutdown, wait=False, cancel_futures=True)
-        with waiting(who, f"{who} of {config.model.path}, GPUs: {task.gpu}") as wait:
-            how = {"engines_first": shared and not together, "warm": not sleep, "roomy": roomy}
-            warnings = start_both(pool, ranks, both, watch, wait, **how)
-        phases = pool.start_seconds.items()
-        if phases:
-            say("engine start " + ", ".join(f"{phase} {taken:.0f} s" for phase, taken in phases))
+            actors += f" and {_count(config.trainer.ranks, 'trainer rank')}"
+        threads = ThreadPoolExecutor(2)
+        # Not waited for: after Ctrl-C the end of the actors, which comes next, ends the threads.
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+        with waiting(actors, f"{actors} of {config.model.path}, GPUs: {task.gpu}") as wait:
+            warnings = _start_together(
+                *(pool, ranks, threads, watchdog, wait),
+                engines_first=shared and not together,
+                warm=not time_share,
+                roomy=roomy,
+            )
+        if phases := pool.start_seconds.items():
+            say("engine start " + ", ".join(f"{phase} {spent:.0f} s" for phase, spent in phases))
         for line in warnings:
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
             judge.check_reachable()
-        agents = stack.enter_context(episodes(task, pool))
-        system = System(
+        runtime = Runtime(
             task=task,
             pool=pool,
             ranks=ranks,
             scorer=scorer,
-            agents=agents,
-            watch=watch,
-            lowering=layouts.lowering if layouts else None,
+            agents=stack.enter_context(run_episodes(task, pool)),
+            watchdog=watchdog,
+            oom_recovery=layouts.lowering if layouts else None,
         )
-        if sleep:
-            system.wake()
-        yield system
+        if time_share:
+            runtime.wake()
+        yield runtime
 
 
-def start_both(
+@contextmanager
+def launch_sft(task: SftTask, say: Say, *, layouts: ElasticLayouts) -> Iterator[SftRuntime]:
+    """Start the trainer ranks of supervised training."""
+    config = task.config
+    download(config.model.path)
+    with ExitStack() as stack:
+        models = [(config.model.path, (RANK,))]
+        config, seats = _start_cluster(stack, config, models, say, gpu=task.gpu, layouts=layouts)
+        task = replace(task, config=config)
+        watchdog = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s))
+        learner = Learner(
+            sft_model_folder(task),
+            config,
+            gpu=task.gpu,
+            actor_options=partial(seats.options, RANK) if seats else None,
+        )
+        stack.callback(learner.shutdown)
+        actors = f"starting {_count(config.trainer.ranks, 'trainer rank')}"
+        with waiting(actors, f"{actors} of {config.model.path}, GPUs: {task.gpu}"):
+            learner.prepared()
+            warnings = learner.start()
+        for line in warnings:
+            say(f"warning: {line}")
+        yield SftRuntime(
+            task=task, learner=learner, oom_recovery=layouts.lowering, watchdog=watchdog
+        )
+
+
+def _start_cluster(
+    stack: ExitStack,
+    config: Config,
+    models: Sequence[tuple[str, tuple[str, ...]]],
+    say: Say,
+    *,
+    gpu: bool,
+    layouts: ElasticLayouts | None,
+) -> tuple[Config, Reservation | None]:
+    """Start Ray, reserve GPUs and download models to the other nodes.
+
+    models: hub name or folder, and the kinds of actors that read it. Returns the config as laid out
+    on the nodes that are there, and the reserved GPUs.
+    """
+    timeout_s = config.run.startup_timeout_s
+    with waiting("starting Ray", "Ray"):
+        start_ray()
+    stack.callback(stop_ray)
+    if layouts is not None:
+        config = layouts.next()
+    seats = None
+    if gpu:
+        seats = stack.enter_context(reserve_gpus(config, timeout_s=timeout_s))
+        for line in seats.placement.lines():
+            say(line)
+    for path, kinds in models:
+        if path != TINY_MODEL:
+            occupied = seats.placement.seats if seats else ()
+            nodes = {seat.node.id for seat in occupied if seat.kind in kinds}
+            download_on_nodes(path, timeout_s=timeout_s, nodes=nodes)
+    return config, seats
+
+
+def _start_together(
     pool: RolloutPool,
     ranks: Learner | None,
-    both: ThreadPoolExecutor,
-    watch: Watchdog,
+    threads: ThreadPoolExecutor,
+    watchdog: Watchdog,
     wait: Wait,
     *,
     engines_first: bool,
     warm: bool,
     roomy: bool = False,
 ) -> list[str]:
-    """Engines and ranks, until all are there; returns what they warn of. engines_first: ranks take
-    no memory of a GPU before. warm: ranks then compile what steps need (`Learner.warm_up`), and for
-    whole micro-batches once engines have their memory (if `roomy` at once); neither is awaited."""
-    engines, trainer = both.submit(pool.start), None
-    wait.measure = Standing(engines, lambda: trainer)
+    """Start engines and ranks, wait for both and return their warnings.
+
+    engines_first: ranks take no GPU memory before the engines have theirs. warm: ranks then compile
+    what steps need, without being waited for; kernels for whole micro-batches wait until the
+    engines have their memory, unless `roomy`.
+    """
+    engines, trainer = threads.submit(pool.start), None
+
+    def show(wait: Wait) -> None:
+        ready = ["engines are ready"] * engines.done()
+        if trainer is not None and trainer.done():
+            ready.append("trainer is ready")
+        wait.note = ", ".join(ready)
+
+    wait.measure = show
     if ranks is None:
-        return [*_up(engines, watch)]
+        return [*_await_engines(engines, watchdog)]
     ranks.prepared()
     if engines_first:
-        _up(engines, watch)
-    trainer = both.submit(ranks.start)
-    trained = wait_for(trainer, watch.well)
+        _await_engines(engines, watchdog)
+    trainer = threads.submit(ranks.start)
+    notes = wait_for(trainer, watchdog.well)
     if warm:
         ranks.warm_up()
         if not roomy:
-            _up(engines, watch)
+            _await_engines(engines, watchdog)
         ranks.warm_up(whole=True)
-    return [*_up(engines, watch), *trained]
+    return [*_await_engines(engines, watchdog), *notes]
 
 
-def _up(engines: Future[tuple[str, ...]], watch: Watchdog) -> tuple[str, ...]:
-    """What they warn of. One that does not come up, where all have before, is a loss as any."""
+def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tuple[str, ...]:
+    """Return the engines' warnings. Raises `WorkerLost` if one fails, so that a run which has
+    begun restarts."""
     try:
-        return wait_for(engines, watch.well)
-    except Unanswered:  # Ray's own trouble
+        return wait_for(engines, watchdog.well)
+    except Unanswered:  # a fault of Ray
         raise
     except (EngineError, TimeoutError) as error:
         raise WorkerLost(str(error)) from error
 
 
-def scorer_of(
-    config: Config, judge: JudgeService | None, say: Callable[[str], None], log: Path | None = None
+def build_scorer(
+    config: Config, judge: JudgeService | None, say: Say, log: Path | None = None
 ) -> Scorer:
-    """Of the recipe's rewards."""
+    """The scorer of the recipe's rewards."""
     return Scorer(
         config.data.rewards_by_domain,
         scale=config.algorithm.scale_advantages,
@@ -308,16 +379,16 @@ def scorer_of(
 
 
 @contextmanager
-def episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
-    """What runs episodes on the engines as the recipe has it; None where no source has any."""
+def run_episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
+    """Run episodes on the engines; yields None if no source has an environment."""
     if task.chat is None:
         yield None
         return
-    how = {purpose: task.config.sampling(purpose) for purpose in get_args(Purpose)}
+    sampling = {purpose: task.config.sampling(purpose) for purpose in get_args(Purpose)}
     runner = episode_runner(
         task.config,
         task.chat,
-        lambda request, purpose: pool.turn(request, sampling=how[purpose], purpose=purpose),
+        lambda request, purpose: pool.turn(request, sampling=sampling[purpose], purpose=purpose),
     )
     try:
         yield runner
@@ -326,8 +397,8 @@ def episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
 
 
 @contextmanager
-def with_episodes(remote: Remote) -> Iterator[Remote]:
-    """And what runs them. Raises ConfigError for an environment that cannot be one."""
+def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
+    """Run episodes on the endpoint. Raises ConfigError for an environment that cannot run there."""
     config = remote.config
     turns = EndpointTurns(
         remote.completions, {purpose: config.sampling(purpose) for purpose in get_args(Purpose)}
@@ -336,36 +407,38 @@ def with_episodes(remote: Remote) -> Iterator[Remote]:
         yield replace(remote, turns=turns, agents=agents)
 
 
-def fetch(path: str) -> None:
-    """A model of the hub into this machine's cache, where it is not yet: before engines and ranks
-    start, whose deadline it would take."""
-    if path == TINY_MODEL or (download := download_of(path)) is None:
-        return
-    with waiting(f"downloading {path}", total=download.total, unit="bytes") as wait:
-        wait.before = download.present()
-        wait.measure = lambda shown: setattr(shown, "done", download.present())
-        download.fetch()
+# Model files.
 
 
-def fetch_elsewhere(
-    path: str, seats: Reservation | None, kinds: Sequence[str], timeout_s: float
-) -> None:
-    """The same on the further nodes of a cluster: those on which actors of these kinds have seats,
-    or all where nobody has one."""
-    if path == TINY_MODEL:
+def download(path: str) -> None:
+    """Download a hub model to this machine's cache, before actors with a start timeout need it."""
+    if path == TINY_MODEL or (model := download_of(path)) is None:
         return
-    seated = seats.placement.seats if seats else ()
-    nodes = {seat.node.id for seat in seated if seat.kind in kinds}
-    download_on_nodes(path, timeout_s=timeout_s, nodes=nodes)
+    with waiting(f"downloading {path}", total=model.total, unit="bytes") as wait:
+        wait.before = model.present()
+        wait.measure = lambda shown: setattr(shown, "done", model.present())
+        model.fetch()
 
 
 def model_folder(task: Task) -> str:
-    """Where the weights are: the recipe's model, or the tiny one, taught if it is new."""
-    return start_of(task.config, task.dataset, gpu=task.gpu)
+    """The folder of the initial weights."""
+    return initial_model(task.config, task.dataset, gpu=task.gpu)
 
 
-def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
-    """As `model_folder`. dataset: the recipe's."""
+def sft_model_folder(task: SftTask) -> str:
+    """The folder of the initial weights. The tiny model starts as `keel train` would have it on
+    the recipe's `data.sources`; without these or its cold start, from random weights."""
+    config, tiny = task.config, task.config.model.tiny
+    if config.model.path != TINY_MODEL:
+        return from_anywhere(config.model.path)
+    if task.prompts is not None and tiny.cold_start.steps:
+        return initial_model(task.recipe, task.prompts, gpu=task.gpu)
+    random = replace(tiny, cold_start=replace(tiny.cold_start, steps=0))
+    return str(ensure_tiny_model(random, Curriculum(seed=config.run.seed)))
+
+
+def initial_model(config: Config, dataset: Dataset, *, gpu: bool) -> str:
+    """The folder of the recipe's model. Builds the tiny model if it is not cached."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     steps = config.model.tiny.cold_start.steps
@@ -390,19 +463,5 @@ def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
     return str(folder)
 
 
-def counted(number: int, what: str) -> str:
+def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What there is to say of a start that is under way."""
-
-    engines: Future[Any]
-    trainer: Callable[[], Future[Any] | None]
-
-    def __call__(self, wait: Wait) -> None:
-        ready = ["engines are ready"] * self.engines.done()
-        if (trainer := self.trainer()) is not None and trainer.done():
-            ready.append("trainer is ready")
-        wait.note = ", ".join(ready)

@@ -57,7 +57,7 @@ class Engine(Protocol):
 
 
 class Learner:
-    """All ranks of the trainer. `keel.trainer.loop.Learner` is its Protocol."""
+    """All ranks of the trainer. `keel.trainer.loop.PolicyLearner` is its Protocol."""
 
     def __init__(
         self,

@@ -1,15 +1,16 @@
-"""From a recipe to what can be said of it before anything starts: its data, its plan, its errors.
+"""Turns a recipe into a checked task: its model, plan and data, before anything starts.
 
-Beside `commands/train.py`, which starts what was prepared here, the only file that sees data,
-rewards
-and rollouts.
+With `keel.trainer.launch` the only module that sees data, rewards and rollouts together.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,10 +19,14 @@ import transformers
 from jinja2 import TemplateError
 from transformers.utils.logging import disable_progress_bar
 
-from keel.configs.load import load_recipe
+from keel.configs.load import load_config, load_recipe
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import TINY_MODEL
+from keel.configs.sections.sft import TEXT
 from keel.configs.system_prompts import system_prompt
+from keel.data.conversations.load import Lessons, load_lessons
+from keel.data.conversations.text import Encoded
+from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.summary import literal_lines, small_lines, source_lines, unread_lines
 from keel.model.batch_invariant.layers import check_invariant
@@ -36,6 +41,7 @@ from keel.model.load import (
 )
 from keel.model.tiny.build import model_config
 from keel.model.tiny.cold_start import taught_sources
+from keel.model.tiny.solutions import TAUGHT
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
@@ -43,10 +49,14 @@ from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import REFUSAL, check_weights
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
-from keel.rl.turns import THINK
-from keel.rl.types import Prompt
+from keel.rl.sft import supervised_segment
+from keel.rl.turns import THINK, ToolSpec
+from keel.rl.types import Prompt, Segment
 from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.chat.encoding import Encoder, free_marks
 from keel.rollout.chat.render import name_of
+from keel.rollout.chat.render_given import taught
+from keel.rollout.chat.template_checks import check_prefix_law
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
@@ -57,63 +67,111 @@ from keel.trainer.placement.families import (
     check_engine_attention,
     check_engine_dtype,
     check_engine_heads,
+    check_indexer_length,
     check_residual,
 )
 from keel.trainer.placement.hardware import Hardware
-from keel.trainer.placement.lint import lint_recipe
+from keel.trainer.placement.lint import ignored_knobs, lint_recipe
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.nodes import detect_hardware, memory_gib, with_missing_nodes
-from keel.trainer.placement.plan import Plan, describe
+from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line
+from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.folder import check_recipe
 from keel.trainer.run.manifest import MANIFEST, check_exported
+from keel.trainer.sft import Batches
 
 UNKNOWN_GIB = (
     "run.gpu_gib is not set and no GPU is here, so GPUs could not be planned: open knobs have "
     "their values for a CPU. Set the memory of a GPU, for example run.gpu_gib=80"
 )
-SAMPLED = 32
-"""Prompts of each source whose mean length stands for all."""
+SAMPLED_PROMPTS = 32
+"""Prompts per source that the mean prompt length is estimated from."""
+ATTENTION = {
+    "warm-up": "dense; the indexers alone are trained, by Eq. 3",
+    "dense": "dense; everything but the indexers is trained",
+    "sparse": "sparse; the indexers are trained by Eq. 4 alone, the rest by the model's loss",
+}
+
+DetectHardware = Callable[[Config], Hardware]
+"""Returns the hardware to plan for; `keel.trainer.placement.nodes` has the choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A recipe that has passed every check, with its data."""
+class PlannedModel:
+    """A recipe's model with the plan for its hardware."""
 
     config: Config
-    """With what it left open decided."""
-    dataset: Dataset
+    """With every `auto` value resolved."""
+    tokenizer: Any
+    """From transformers."""
     facts: ModelFacts
-    plan: Plan
     hardware: Hardware
     choice: Choice
-    """Of what the recipe left open."""
-    tokenizer: Any = None
-    """Of transformers."""
-    programs: Mapping[str, str] = field(default_factory=dict[str, str])
-    """As `check_rewards`, and what environments and the chat format are like."""
-    chat: TemplateChat | None = None
-    """The model's format, where a source has an environment."""
-    tokenizer_digest: str = ""
-    """`keel.model.load.digest_of_tokenizer`."""
+    saved_choice: SavedChoice
+    missing_weights: str
+    """Empty if all weight files are on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A recipe that has passed every check."""
+
+    config: Config
+    """With every `auto` value resolved."""
+    facts: ModelFacts
+    hardware: Hardware
+    choice: Choice
+    tokenizer_digest: str
+    """`keel.model.load.digest_of_tokenizer`"""
     warnings: Sequence[str] = ()
-    failed: Sequence[str] = ()
-    """Reward functions that failed on a sample completion, among the warnings."""
 
     @property
     def gpu(self) -> bool:
         return self.hardware.gpu
 
     @property
+    def plan(self) -> Plan:
+        return self.choice.plan
+
+    def _ending(self) -> list[str]:
+        """Resolved knobs with their reasons, then warnings."""
+        return [
+            *(f"{'' if i else 'chosen':<12} {line}" for i, line in enumerate(self.choice.lines())),
+            *(f"{'warning':<12} {line}" for line in self.warnings),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(_Prepared):
+    """A checked RL recipe with its prompts."""
+
+    dataset: Dataset
+    tokenizer: Any = None
+    """From transformers."""
+    chat: TemplateChat | None = None
+    """The model's chat format; None unless a source has an environment."""
+    notes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Results of the checks of rewards, environments and the chat format, by name."""
+    failed: Sequence[str] = ()
+    """Warnings about reward functions that failed on a sample completion."""
+
+    @property
     def judged(self) -> bool:
         """Whether any prompt needs a judge."""
         return needs_judge(self.config, self.dataset)
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.dataset.train.restore(state)
+
+    def position(self) -> Mapping[str, Any]:
+        return self.dataset.train.state()
+
     def text(
         self, *, seats: Sequence[str] = (), trains: bool = True, evaluates: bool = True
     ) -> str:
-        """The plan; `evaluates` says whether the command measures the sets of `eval.prompts`."""
+        """Describe the plan; `evaluates` says whether the command measures `eval.prompts`."""
         lines = source_lines(self.config, self.dataset)
-        lines += [f"{name}: {note}" for name, note in self.programs.items()]
+        lines += [f"{name}: {note}" for name, note in self.notes.items()]
         text = describe(
             *(self.config, self.facts, self.plan, lines),
             hardware=self.hardware,
@@ -121,19 +179,18 @@ class Task:
             cpu_time=self._cpu_time(trains=trains, evaluates=evaluates),
             trains=trains,
         )
-        return "\n".join([text, *ending_lines(self.choice, self.warnings)])
+        return "\n".join([text, *self._ending()])
 
     def _cpu_time(self, *, trains: bool, evaluates: bool) -> list[str]:
-        """Estimated times on a CPU; none for episodes, whose turns are not known in advance."""
+        """Estimate times on a CPU; empty for episodes, whose number of turns is unknown."""
         evaluates &= not trains or self.config.run.eval_every >= 0
         if self.gpu or self.config.with_agents or not (trains or evaluates):
             return []
         train, heldout = self.dataset.train.sources, self.dataset.heldout
-        prompts = [p for each in train.values() for p in each[:SAMPLED]]
-        # `keel eval` has a size, and may ask prompts to train on.
+        prompts = [p for each in train.values() for p in each[:SAMPLED_PROMPTS]]
+        # Only `keel eval` limits the size of sets, and may use the training prompts.
         most = 0 if trains else self.config.eval.size
-        asks_train = not trains and self.config.eval.prompts == "train"
-        measured = train if asks_train else heldout
+        measured = train if not trains and self.config.eval.prompts == "train" else heldout
         lengths = [prompt_tokens(p, self.tokenizer, self.facts) for p in prompts]
         estimate = cpu_time(
             self.config,
@@ -144,76 +201,111 @@ class Task:
         return estimate.lines(trains=trains)
 
 
-def ending_lines(choice: Choice, warnings: Sequence[str]) -> list[str]:
-    """What was chosen and why, and what may be wrong."""
-    return [
-        *(f"{'' if i else 'chosen':<12} {line}" for i, line in enumerate(choice.lines())),
-        *(f"{'warning':<12} {line}" for line in warnings),
-    ]
+@dataclass(frozen=True, kw_only=True)
+class SftTask(_Prepared):
+    """A checked recipe of supervised training with its conversations or texts."""
 
+    lessons: Lessons
+    batches: Batches
+    recipe: Config
+    """The whole recipe; `config` is what supervised training depends on."""
+    prompts: Dataset | None
+    """Prompts of `data.sources`, if any. Their held-out sets are excluded from training, and the
+    tiny model's cold start covers them."""
+    format: str
+    """Name of the chat format; empty without chats."""
 
-def needs_judge(config: Config, dataset: Dataset) -> bool:
-    if any(REFUSAL in weights for weights in config.data.rewards_by_domain.values()):
-        return True
-    everything = [*dataset.train.sources.values(), *dataset.heldout.values()]
-    return any(is_judged(prompt.reward) for prompts in everything for prompt in prompts)
+    @property
+    def command(self) -> str:
+        return "pretrain" if self.config.sft.only_text else "sft"
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.batches.restore(state)
+
+    def position(self) -> Mapping[str, Any]:
+        return self.batches.position()
+
+    def text(self, *, seats: Sequence[str] = ()) -> str:
+        """Describe the plan."""
+        config, trainer = self.config, self.config.trainer
+        what = "windows" if config.sft.only_text else "conversations"
+        size = f"{config.sft.conversations_per_step} {what}"
+        if config.sft.tokens_per_step:
+            size = f"{what} of at most {config.sft.tokens_per_step:,} tokens together"
+        seen = self.batches.passes(config.run.steps)
+        passes = f", {seen:.3g} passes over the data" if seen else ""
+        passes += " (sft.epochs, and not run.steps)" if config.sft.epochs else ""
+        rows = [
+            ("model", model_line(config, self.facts)),
+            *(
+                ("data", line)
+                for name, report in self.lessons.report.items()
+                for line in report.lines(name)
+            ),
+            *([("", f"chats are written in the format {self.format}")] if self.format else []),
+            (
+                "batch",
+                f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens; the "
+                f"loss is a mean over {config.sft.mean}",
+            ),
+            *([("attention", ATTENTION[trainer.attention])] if self.facts.index_top_k else []),
+            ("steps", f"{config.run.steps}{passes}; lr {trainer.lr:g} ({trainer.schedule})"),
+            ("actors", ranks_line(config, gpu=self.gpu)),
+            ("hardware", str(self.hardware) if self.gpu else "on CPU"),
+            *(("placement", line) for line in seats),
+            ("memory", f"trainer rank: {self.plan.trainer}"),
+            ("run folder", config.run.dir),
+        ]
+        named = ["" if i and rows[i - 1][0] == name else name for i, (name, _) in enumerate(rows)]
+        lines = [f"{name:<12} {text}" for name, (_, text) in zip(named, rows, strict=True)]
+        return "\n".join([*lines, *self._ending()])
 
 
 def prepare(
-    recipe: str,
-    overrides: Sequence[str],
-    *,
-    hardware: Callable[[Config], Hardware] = detect_hardware,
+    recipe: str, overrides: Sequence[str], *, hardware: DetectHardware = detect_hardware
 ) -> Task:
-    """Read and check everything that needs no engine. Raises ConfigError.
-
-    `hardware`: on what the run is planned; `keel.trainer.placement.nodes` has the choices.
-    """
-    disable_progress_bar()  # transformers' own bars would cut through the view
-    config, left = load_recipe(recipe, overrides)
+    """Load an RL recipe and check everything that needs no engine. Raises ConfigError."""
+    disable_progress_bar()  # the bars of transformers would break ours
+    config, open_knobs = load_recipe(recipe, overrides)
     check_recipe(recipe, overrides, config)
     require_prompts(config)
     try:
         check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
-    found = found_model(config, left, hardware, chats=has_chats(config))
-    config, tokenizer, facts = found.choice.config, found.tokenizer, found.facts
+    model = plan_model(config, open_knobs, hardware, chats=_has_chats(config))
+    config, tokenizer, facts = model.config, model.tokenizer, model.facts
+    gpu = model.hardware.gpu
     check_engine_attention(
-        config,
-        architecture=facts.architecture,
-        kv_width=facts.kv_width,
-        gpu=found.hardware.gpu,
+        config, architecture=facts.architecture, kv_width=facts.kv_width, gpu=gpu
     )
     if not config.endpoint.base_url:
-        check_engine_heads(
-            config,
-            heads=facts.attention_heads,
-            head_size=facts.head_size,
-            gpu=found.hardware.gpu,
-        )
+        check_engine_heads(config, heads=facts.attention_heads, head_size=facts.head_size, gpu=gpu)
         if config.model.path == TINY_MODEL and config.model.tiny.cold_start.steps:
             taught_sources(config.data.sources)
     chat = check_chat(config, tokenizer)
-    dataset = prompts_of(config, tokenizer, facts)
+    dataset = load_prompts(config, tokenizer, facts)
     tried = check_rewards(config, dataset)
-    failed = [f"{name}: {said}" for name, said in tried.items() if said.startswith(FAILED)]
-    warnings = [*warning_lines(config, found), *unread_lines(config, dataset)]
+    failed = [f"{name}: {note}" for name, note in tried.items() if note.startswith(FAILED)]
     task = Task(
         config=config,
         dataset=dataset,
         facts=facts,
-        plan=found.choice.plan,
-        hardware=found.hardware,
-        choice=found.choice,
+        hardware=model.hardware,
+        choice=model.choice,
         tokenizer=tokenizer,
         chat=chat,
         tokenizer_digest=digest_of_tokenizer(tokenizer),
-        warnings=[*warnings, *small_lines(config, dataset), *failed],
+        warnings=[
+            *_warnings(config, model),
+            *unread_lines(config, dataset),
+            *small_lines(config, dataset),
+            *failed,
+        ],
         failed=failed,
-        programs={
-            "chats": chat_note(config, tokenizer, chat),
-            **{name: said for name, said in tried.items() if not said.startswith(FAILED)},
+        notes={
+            "chats": _chat_note(config, tokenizer, chat),
+            **{name: note for name, note in tried.items() if not note.startswith(FAILED)},
             **check_environments(config, chat, dataset),
         },
     )
@@ -221,8 +313,154 @@ def prepare(
     return task
 
 
-def prompts_of(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
-    """The recipe's prompts, their lengths and rewards checked. Raises ConfigError."""
+def prepare_sft(
+    recipe: str, overrides: Sequence[str], *, hardware: DetectHardware = detect_hardware
+) -> SftTask:
+    """Load a recipe of supervised training and check everything that needs no rank. Raises
+    ConfigError."""
+    disable_progress_bar()
+    whole, open_knobs = load_recipe(recipe, overrides)
+    check_recipe(recipe, overrides, whole)
+    if not whole.sft.sources:
+        raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
+    config = whole.supervised(whole.run.steps)
+    chats = not config.sft.only_text or _has_chats(whole)
+    model = plan_model(config, open_knobs, hardware, chats=chats)
+    config, facts = model.config, model.facts
+    if facts.balance_loss:
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: config.json asks for a loss that balances "
+            f"experts (output_router_logits: true, router_aux_loss_coef: {facts.balance_loss:g}), "
+            "which supervised training does not add (docs/sft.md). Set output_router_logits: "
+            "false in a copy of the folder"
+        )
+    digest = digest_of_tokenizer(model.tokenizer)
+    prompts = load_prompts(whole, model.tokenizer, facts) if whole.data.sources else None
+    try:
+        chat = TemplateChat(model.tokenizer, marks=config.model.thinking_marks) if chats else None
+        texts = any(source.is_text for source in config.sft.sources)
+        encoded = text_encoder(model.tokenizer) if texts else None
+    except ValueError as error:
+        name = config.model.tokenizer or config.model.path
+        raise ConfigError(f"the tokenizer of {name!r}: {error}") from error
+    heldout = prompts.heldout.values() if prompts else ()
+    lessons = load_lessons(
+        config.sft,
+        seed=config.run.seed,
+        render=chat_renderer(chat) if chat else _no_chats,
+        solve=_solve,
+        tokenizer=digest,
+        encoded=encoded,
+        hub_answers=hub_answers,
+        reserved=set(prompts.reserved) if prompts else set(),
+        reserved_ids={prompt.prompt_id for each in heldout for prompt in each},
+    )
+    for lesson in chain(*lessons.train.sources.values(), *lessons.heldout.values()):
+        for segment in lesson.segments:
+            check_ids(segment.token_ids_T, facts.vocab_size, segment.prompt_id)
+    epoch = sum(s.repeat * lessons.report[s.name].learned for s in config.sft.sources)
+    batches = Batches(lessons.train, config.sft, epoch=epoch)
+    if config.sft.epochs:
+        config = replace(config, run=replace(config.run, steps=_total_steps(config, batches)))
+    if config.sft.only_text:
+        longest = max(report.longest for report in lessons.report.values())
+        check_indexer_length(config, top_k=facts.index_top_k, longest=longest)
+    return SftTask(
+        config=config,
+        lessons=lessons,
+        batches=batches,
+        facts=facts,
+        hardware=model.hardware,
+        choice=model.choice,
+        tokenizer_digest=digest,
+        recipe=whole,
+        prompts=prompts,
+        format=chat.format.name if chat and not config.sft.only_text else "",
+        warnings=[*_warnings(config, model), *ignored_knobs(whole, open_knobs, overrides)],
+    )
+
+
+def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
+    """Prepare a recipe that trains on text alone. Raises ConfigError."""
+    config = load_config(recipe, overrides)
+    others = [source.name for source in config.sft.sources if not source.is_text]
+    if others or not config.sft.sources:
+        problem = f"{', '.join(others)}: no text" if others else "there is none"
+        raise ConfigError(
+            f"sft.sources: {problem}. `keel pretrain` learns from source: {' and '.join(TEXT)} "
+            "(docs/pretrain.md), `keel sft` from conversations, and from both"
+        )
+    return prepare_sft(recipe, overrides)
+
+
+# The model.
+
+
+def plan_model(
+    config: Config,
+    open_knobs: frozenset[str],
+    hardware: DetectHardware,
+    *,
+    chats: bool = True,
+) -> PlannedModel:
+    """Load the model's config and tokenizer, and resolve `open_knobs`.
+
+    `chats`: whether the tokenizer needs a chat template. Raises ConfigError.
+    """
+    machine = hardware(config)
+    config = with_dtype(config, open_knobs, gpu=machine.gpu)
+    if machine.found:
+        cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
+        check_exported(Path(config.model.path), cure)
+    tokenizer, facts = _model_facts(config, gpu=machine.gpu, chats=chats)
+    saved = load_choice(config, machine.signature)
+    try:
+        choice = choose(config, open_knobs, facts, machine, saved.values)
+    except ConfigError:
+        machine = with_missing_nodes(machine, config)
+        if not machine.missing:
+            raise
+        saved = load_choice(config, machine.signature)
+        choice = choose(config, open_knobs, facts, machine, saved.values)
+    lacking = "" if config.model.path == TINY_MODEL else missing_weights(config.model.path)
+    if lacking and machine.found:
+        raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
+    return PlannedModel(
+        config=choice.config,
+        tokenizer=tokenizer,
+        facts=facts,
+        hardware=machine,
+        choice=choice,
+        saved_choice=saved,
+        missing_weights=lacking,
+    )
+
+
+def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelFacts]:
+    """Tokenizer and facts. Raises ConfigError."""
+    settings = config.model
+    if settings.path == TINY_MODEL:
+        check_residual(config, settings.tiny.family)
+        tokenizer = build_tokenizer(settings.tiny.phrases)
+        return tokenizer, facts_of(model_config(settings.tiny, tokenizer))
+    name = settings.tokenizer or settings.path
+    model = load_model_config(settings.path)
+    tokenizer = load_tokenizer(name, chats=chats, chat_template=settings.chat_template)
+    facts = trainable_facts(settings.path, model)
+    check_engine_dtype(config, model.model_type)
+    check_residual(config, model.model_type)
+    if settings.batch_invariant:
+        check_invariant(model, settings.path, gpu=gpu)
+    if name != settings.path:
+        check_same_family(settings.path, tokenizer, name)
+    return tokenizer, facts
+
+
+# Prompts and rewards.
+
+
+def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
+    """Load the recipe's prompts and check their lengths and rewards. Raises ConfigError."""
     return load_dataset(
         config.data,
         seed=config.run.seed,
@@ -233,7 +471,7 @@ def prompts_of(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
 
 
 def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
-    """How long it is; 0 where an environment opens the conversation itself. Raises ConfigError."""
+    """Length in tokens; 0 if an environment opens the conversation. Raises ConfigError."""
     if prompt.environment:
         return 0
     try:
@@ -247,13 +485,8 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
     return len(token_ids)
 
 
-def has_chats(config: Config) -> bool:
-    """Whether the chat template has any prompt to write."""
-    return any(not source.raw for source in config.data.sources)
-
-
 def require_prompts(config: Config) -> None:
-    """Raises ConfigError for a recipe of supervised fine-tuning alone."""
+    """Raise ConfigError for a recipe of supervised training alone."""
     if not config.data.sources:
         raise ConfigError(
             "data.sources: there is none, so nothing to sample; sft.sources are for `keel sft` and "
@@ -261,85 +494,18 @@ def require_prompts(config: Config) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A recipe's model, on the hardware that it is planned for."""
-
-    tokenizer: Any
-    facts: ModelFacts
-    hardware: Hardware
-    choice: Choice
-    """Of what the recipe leaves open, with the plan."""
-    before: SavedChoice
-    lacking: str
-    """Of the model's weights here."""
-
-
-def found_model(
-    config: Config,
-    left: frozenset[str],
-    hardware: Callable[[Config], Hardware],
-    *,
-    chats: bool = True,
-) -> Found:
-    """left: knobs to be decided. chats: whether the tokenizer has to write any. Raises
-    ConfigError."""
-    machine = hardware(config)
-    config = with_dtype(config, left, gpu=machine.gpu)
-    if machine.found:
-        cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
-        check_exported(Path(config.model.path), cure)
-    if config.model.path == TINY_MODEL:
-        check_residual(config, config.model.tiny.family)
-        tokenizer = build_tokenizer(config.model.tiny.phrases)
-        facts = facts_of(model_config(config.model.tiny, tokenizer))
-    else:
-        name = config.model.tokenizer or config.model.path
-        model = load_model_config(config.model.path)
-        tokenizer = load_tokenizer(name, chats=chats, chat_template=config.model.chat_template)
-        facts = trainable_facts(config.model.path, model)
-        check_engine_dtype(config, model.model_type)
-        check_residual(config, model.model_type)
-        if config.model.batch_invariant:
-            check_invariant(model, config.model.path, gpu=machine.gpu)
-        if name != config.model.path:
-            check_same_family(config.model.path, tokenizer, name)
-    before = load_choice(config, machine.signature)
-    try:
-        choice = choose(config, left, facts, machine, before.values)
-    except ConfigError:
-        machine = with_missing_nodes(machine, config)
-        if not machine.missing:
-            raise
-        before = load_choice(config, machine.signature)
-        choice = choose(config, left, facts, machine, before.values)
-    lacking = "" if config.model.path == TINY_MODEL else missing_weights(config.model.path)
-    if lacking and machine.found:
-        raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
-    return Found(
-        tokenizer=tokenizer,
-        facts=facts,
-        hardware=machine,
-        choice=choice,
-        before=before,
-        lacking=lacking,
-    )
-
-
-def chat_note(config: Config, tokenizer: Any, chat: TemplateChat | None) -> str:
-    """What writes the conversations, and how the policy's calls are read."""
-    if not has_chats(config):
-        return "none: raw prompts"
-    lacking = ", since the tokenizer has no chat template" if not tokenizer.chat_template else ""
-    calls = f"; calls are read as in the format {chat.format.name}" if chat else ""
-    where = ", inside the thinking alone" if chat and chat.tools_in_thinking else ""
-    writer = "model.chat_template" if config.model.chat_template else name_of(tokenizer)
-    return f"written by {writer}{lacking}{calls}{where}"
+def needs_judge(config: Config, dataset: Dataset) -> bool:
+    if any(REFUSAL in weights for weights in config.data.rewards_by_domain.values()):
+        return True
+    everything = [*dataset.train.sources.values(), *dataset.heldout.values()]
+    return any(is_judged(prompt.reward) for prompts in everything for prompt in prompts)
 
 
 def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
-    """Source name → what became of its reference solutions; and with the name of a user's reward
-    function, of one call of it. Raises ConfigError."""
+    """Score the reference solutions of each source, and call each custom reward function once.
+
+    Returns a note by source, and by source and function. Raises ConfigError.
+    """
     notes: dict[str, str] = {}
     settings = CodeSettings.from_knobs(asdict(config.rewards.code))
     try:
@@ -349,59 +515,150 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
                 *dataset.heldout.get(source.name, ()),
                 *dataset.train.sources.get(source.name, ()),
             ]
-            note = check_prompts(prompts, source.rewards, code=settings)
-            if note:
+            if note := check_prompts(prompts, source.rewards, code=settings):
                 notes[source.name] = note
             tried = try_functions(prompts, source.rewards, timeout_s=config.rewards.timeout_s)
-            notes |= {f"{source.name}, {name}": said for name, said in tried.items()}
+            notes |= {f"{source.name}, {name}": note for name, note in tried.items()}
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
     return notes
 
 
 def length_rules(config: Config) -> dict[str, LengthRule]:
-    """Domain → its rule. Raises ValueError naming the domain."""
+    """Length rule of each domain. Raises ValueError naming the domain."""
     rules: dict[str, LengthRule] = {}
-    several = config.data.domains_with_environments
+    with_turns = config.data.domains_with_environments
     for domain, length in config.data.lengths_by_domain.items():
-        own = config.budget(domain)
-        most = (own.max_sampled_tokens or own.window) if domain in several else own.max_tokens
+        budget = config.budget(domain)
+        limit = budget.max_tokens
+        if domain in with_turns:
+            limit = budget.max_sampled_tokens or budget.window
         try:
-            rules[domain] = LengthRule.from_knobs(asdict(length), limit=most)
+            rules[domain] = LengthRule.from_knobs(asdict(length), limit=limit)
         except ValueError as error:
             raise ValueError(f"domain {domain!r}: {error}") from error
     return rules
 
 
-def warning_lines(config: Config, found: Found) -> list[str]:
-    """What may be meant so, and most likely is not; GPUs that others use, and a choice that is no
-    longer the one that the run began with."""
-    path, lacking = config.model.path, found.lacking
+def _has_chats(config: Config) -> bool:
+    return any(not source.raw for source in config.data.sources)
+
+
+def _chat_note(config: Config, tokenizer: Any, chat: TemplateChat | None) -> str:
+    """Describe what renders conversations and how tool calls are parsed."""
+    if not _has_chats(config):
+        return "none: raw prompts"
+    lacking = ", since the tokenizer has no chat template" if not tokenizer.chat_template else ""
+    calls = f"; calls are read as in the format {chat.format.name}" if chat else ""
+    where = ", inside the thinking alone" if chat and chat.tools_in_thinking else ""
+    writer = "model.chat_template" if config.model.chat_template else name_of(tokenizer)
+    return f"written by {writer}{lacking}{calls}{where}"
+
+
+# Conversations and texts of supervised training.
+
+
+def _total_steps(config: Config, batches: Batches) -> int:
+    """Steps done plus those left of `sft.epochs`. The two do not follow from the epochs alone: a
+    run resumed with more epochs had cut its last batch short."""
+    beginning, done = batches.position(), 0
+    if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
+        with suppress(ValueError, LookupError, TypeError):  # resuming reports it
+            state = read_state(newest)
+            batches.restore(state.cursor)
+            done = state.step
+    steps = done + batches.steps_of(config.sft.epochs)
+    batches.restore(beginning)
+    return steps
+
+
+def text_encoder(tokenizer: Any) -> Encoded:
+    """Encode text as pre-training does: the tokenizer's own prefix, the text with control tokens
+    escaped, then the end of text. Raises ValueError if the tokenizer cannot escape them."""
+    encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
+    before = [index for index in tokenizer("")["input_ids"] if index != end]
+
+    def encode(text: str) -> list[int]:
+        marks = free_marks(text)
+        return encoder.encode(encoder.shield(text, marks), marks)
+
+    return Encoded(encode, tuple(before), (end,))
+
+
+def _no_chats(example: Example) -> list[Segment]:
+    raise AssertionError(f"{example.origin}: rendered as a conversation")
+
+
+def chat_renderer(chat: TemplateChat) -> Render:
+    """Render conversations to ids with the code that rollouts use."""
+    checked: set[tuple[bool, bool]] = set()
+
+    def render(example: Example) -> list[Segment]:
+        tools = [
+            ToolSpec(
+                name=function["name"],
+                description=str(function["description"]),
+                parameters=function["parameters"],
+            )
+            for function in (tool["function"] for tool in example.tools)
+        ]
+        kind = (example.thinking, bool(tools))
+        if len(example.trained) > 1 and kind not in checked:
+            check = check_prefix_law if tools else partial(check_prefix_law, tools=())
+            check(chat, modes=(example.thinking,))
+            checked.add(kind)
+        contexts = taught(
+            chat, example.messages, tools, thinking=example.thinking, trained=example.trained
+        )
+        return [
+            supervised_segment(example.origin, context.ids, context.said) for context in contexts
+        ]
+
+    return render
+
+
+def _solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Worked solution of a reasoning_gym question; None if the task has none."""
+    solution = TAUGHT.get(task)
+    if solution is None or not solution.covers(entry["metadata"]):
+        return None
+    working = solution.working(entry["metadata"])
+    return {"role": "assistant", "content": str(entry["answer"]), "reasoning_content": working}
+
+
+# Warnings.
+
+
+def _warnings(config: Config, model: PlannedModel) -> list[str]:
+    """Suspicious settings, GPUs that others use, and a layout other than the run's first one."""
+    path, hardware, lacking = config.model.path, model.hardware, model.missing_weights
+    single = [
+        slow_dtype(config, gpu=hardware.gpu),
+        hardware.taken_said,
+        UNKNOWN_GIB if hardware.gpu and not hardware.gpu_gib else "",
+    ]
     where = f"model.path = {path!r}: {lacking}; `keel train` needs them where it runs"
-    taken = found.hardware.taken_said
-    ignored = ignored_code(local_folder(path), transformers)
-    unknown = found.hardware.gpu and not found.hardware.gpu_gib
-    slow = slow_dtype(config, gpu=found.hardware.gpu)
     return [
-        *([slow] if slow else []),
-        *([taken] if taken else []),
-        *([UNKNOWN_GIB] if unknown else []),
-        *missing_lines(config, found.hardware),
-        *([found.before.changed] if found.before.changed else []),
-        *lint_recipe(config, found.facts),
+        *filter(None, single),
+        *missing_node_warnings(config, hardware),
+        *([model.saved_choice.changed] if model.saved_choice.changed else []),
+        *lint_recipe(config, model.facts),
         *literal_lines(config),
-        *thinking_lines(config, found.tokenizer),
+        *thinking_warnings(config, model.tokenizer),
         *([where] if lacking else []),
-        *(f"model.path = {path!r}: {line}" for line in ignored),
-        *crowded(config, found.choice.plan, 0 if found.hardware.gpu else memory_gib()),
+        *(
+            f"model.path = {path!r}: {line}"
+            for line in ignored_code(local_folder(path), transformers)
+        ),
+        *crowding_warnings(config, model.choice.plan, 0 if hardware.gpu else memory_gib()),
     ]
 
 
-def thinking_lines(config: Config, tokenizer: Any) -> Iterator[str]:
-    """Warn about sources that ask for thinking in other marks than the model's, or in none."""
-    marks = marks_of(tokenizer, config.model.thinking_marks)
+def thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
+    """Warn about sources whose thinking marks differ from the model's, or that have none."""
     if config.endpoint.base_url:
         return
+    marks = marks_of(tokenizer, config.model.thinking_marks)
     for source in config.data.sources:
         if not source.thinking or source.raw:
             continue
@@ -424,8 +681,8 @@ def thinking_lines(config: Config, tokenizer: Any) -> Iterator[str]:
             )
 
 
-def missing_lines(config: Config, hardware: Hardware) -> Iterator[str]:
-    """What a start does where some of the nodes that it is planned on are not there."""
+def missing_node_warnings(config: Config, hardware: Hardware) -> Iterator[str]:
+    """Say how a run starts while planned nodes are missing."""
     if hardware.missing:
         trainer = config.trainer
         yield (
@@ -435,12 +692,12 @@ def missing_lines(config: Config, hardware: Hardware) -> Iterator[str]:
         )
 
 
-def crowded(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
-    """Engines and ranks that together want more than a machine without a GPU has; 0: not known."""
+def crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
+    """Warn if engines and ranks need more than the machine's memory; `machine_gib` 0: unknown."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
-    wanted = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
-    if machine_gib and wanted > machine_gib and not os.environ.get("RAY_ADDRESS"):
+    needed = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
+    if machine_gib and needed > machine_gib and not os.environ.get("RAY_ADDRESS"):
         yield (
             f"rollout.engines = {engines}, trainer.ranks = {ranks}: together they want "
-            f"{wanted:.0f} GiB by the plan, and this machine has {machine_gib:.0f}; lower them"
+            f"{needed:.0f} GiB by the plan, and this machine has {machine_gib:.0f}; lower them"
         )

@@ -321,12 +321,12 @@ def test_a_callback_that_raises_ends_the_run_once_it_is_saved(
     def fails(step: int, numbers: Any) -> None:
         raise raised
 
-    def loop(*parts: Any, enough: Any) -> int:
+    def loop(*parts: Any, should_end: Any) -> int:
         view = parts[2]
         for step in (1, 2):
             view.record(step, {"time/step": 2.0})
             done.append(f"step {step}")
-            if enough():
+            if should_end():
                 done.append("saved")
                 return step
         return 2

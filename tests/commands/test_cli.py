@@ -44,7 +44,7 @@ def test_a_library_that_is_not_there_is_named_with_the_cure(
 
 def test_a_judge_elsewhere_needs_no_engine_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keel.commands.cli.find_spec", lambda n: None if n == "vllm" else n)
-    monkeypatch.setattr("keel.commands.train.run", lambda command, _: 7)
+    monkeypatch.setattr("keel.commands.dispatch.run", lambda command, _: 7)
     assert main(["judge", "answers.jsonl"]) == 7
 
 
@@ -57,7 +57,7 @@ def test_an_engine_for_cpus_is_promised_no_gpu(
     found = SimpleNamespace(distributions=lambda *, name: [there] if name == engine else [])
     monkeypatch.setattr("keel.commands.cli.metadata", found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("keel.commands.train.run", lambda *_: 0)
+    monkeypatch.setattr("keel.commands.dispatch.run", lambda *_: 0)
     main(["check", "quickstart"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if engine == "vllm-cpu" else "0,1")
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from keel.commands.cli import main
-from keel.commands.evaluate import as_the_variant_has_it
+from keel.commands.evaluate import variant_runtime
 from keel.configs.load import load_config
 from keel.configs.schema import Config, EvalVariant
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 from keel.rollout.chat.chat import TemplateChat
-from keel.trainer.launch import System, episodes
+from keel.trainer.launch import Runtime, run_episodes
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
@@ -53,7 +53,8 @@ class Fake:
         self.learner = SimpleNamespace(load=lambda path: self.loaded.append(path.name))
         self.scorer = SimpleNamespace(submit=self.score)
         self.wake = lambda: None
-        self.attended = lambda stop: stop
+        self.with_watchdog = lambda stop: stop
+        self.agents, self.pool = None, SimpleNamespace(steps=0)
         self.counts: dict[str, int] = {}
 
     def submit(self, prompt: Prompt, purpose: str, size: int) -> Future[Any]:
@@ -120,7 +121,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         # A checkpoint's weights are the ranks' to read; a model folder's the engines'.
         assert learner == (len(system.loaded) > before)
 
-    monkeypatch.setattr("keel.commands.evaluate.running", running)
+    monkeypatch.setattr("keel.commands.sampling.launch", running)
     return system
 
 
@@ -151,7 +152,7 @@ def test_results_of_each_set_and_domain(
     numbers = [int(p.prompt_id.rpartition("/")[2]) % 4 for p in heldout["spelling"]]
     assert spelling["contest"] == pytest.approx(np.mean([n > 1 for n in numbers]))
     assert found["all"]["prompts"] == 8 and set(found) >= {"spelling", "spiral", "all"}
-    warned = f"run.dir = {tmp_path} has no checkpoint: model.path itself is asked"
+    warned = f"run.dir = {tmp_path} has no checkpoint"
     for word in ("pass@2", "maj@4", "contest", "95 %", "8 completions missing", warned):
         assert word in out
     assert "\nsampling with model.path = tiny\n" in out
@@ -206,7 +207,7 @@ def test_what_is_not_asked_for_now_does_not_count(
     fewer = [f"data.sources[{name}].holdout=1" for name in ("spelling", "spiral")]
     assert main(["eval", *words, *fewer]) == 0
     assert of(tmp_path / "eval/base")["two"]["all"]["prompts"] == 2
-    assert "\n6 prompts that an earlier start asked are in no set now" in capsys.readouterr().out
+    assert "\n6 prompts sampled earlier are in no set now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -317,13 +318,13 @@ def test_agents_deal_with_a_full_context_as_the_variant_says() -> None:
     )
     task: Any = Agents(config, TemplateChat(build_tokenizer()))
     nothing: Any = None
-    with episodes(task, nothing) as agents:
-        system = System(task=task, pool=nothing, ranks=nothing, scorer=nothing, agents=agents)
+    with run_episodes(task, nothing) as agents:
+        system = Runtime(task=task, pool=nothing, ranks=nothing, scorer=nothing, agents=agents)
         methods: dict[str, str] = {}
         for context in ("discard-all", "as-in-training", "summary"):
             variant = EvalVariant(name="v", context=context)
-            with as_the_variant_has_it(config, system, variant) as changed:
-                assert isinstance(changed, System) and changed.agents is not None
+            with variant_runtime(config, system, variant) as changed:
+                assert isinstance(changed, Runtime) and changed.agents is not None
                 methods[context] = changed.agents._limits["trip"].context.method
     assert methods == {"discard-all": "discard-all", "as-in-training": "none", "summary": "summary"}
 
@@ -341,17 +342,17 @@ def test_budgets_and_ways_with_a_full_context_are_ways_of_asking(
         opened.append((task.config.agents.context, task.config.rollout.sampling.max_tokens))
         return nullcontext("other episodes")
 
-    monkeypatch.setattr("keel.commands.evaluate.episodes", episodes)
+    monkeypatch.setattr("keel.commands.evaluate.run_episodes", episodes)
     config = load_config("mixed-agents")  # `chat` has 32 tokens of its own, the others 48
     given: Any = {"task": Known(config), "pool": None, "ranks": None, "scorer": None}
-    system = System(**given)
-    with as_the_variant_has_it(
+    system = Runtime(**given)
+    with variant_runtime(
         config, system, EvalVariant(name="v", max_tokens=40, context="discard-all")
     ) as other:
-        assert isinstance(other, System) and other.agents == "other episodes"
+        assert isinstance(other, Runtime) and other.agents == "other episodes"
         now = other.task.config
         assert [now.sampling("eval", d).max_tokens for d in ("spelling", "chat")] == [40, 32]
-    with as_the_variant_has_it(config, system, EvalVariant(name="v", thinking="without")) as same:
+    with variant_runtime(config, system, EvalVariant(name="v", thinking="without")) as same:
         assert same is system
     assert opened == [("discard-all", 40)] and config.agents.context == "none"
 

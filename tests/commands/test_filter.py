@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import ray
 
-from keel.commands import filter as module
+from keel.commands import sampling as module
 from keel.commands.cli import main
-from keel.commands.filter import ahead_of, deadline_of, sample_prompts
+from keel.commands.sampling import group_timeout, max_prompts_in_flight, sample_prompts
 from keel.configs.schema import (
     AlgorithmConfig,
     Config,
@@ -72,10 +72,10 @@ class Engines:
             sample=self.sample,
             score=self.score,
             record=self.record,
-            said=lambda: f"{len(self.recorded)} recorded",
-            stop=self.stop,
+            note=lambda: f"{len(self.recorded)} recorded",
+            should_stop=self.stop,
             say=self.said.append,
-            decoded=self.decoded,
+            count_steps=self.decoded,
         )
 
 
@@ -96,7 +96,7 @@ def ready(value: Any) -> Future[Any]:
 
 def test_each_prompt_gets_k_completions_in_groups_as_in_training() -> None:
     engines = AtOnce()
-    prompts = 2 * ahead_of(CONFIG, 10) + 1
+    prompts = 2 * max_prompts_in_flight(CONFIG, 10) + 1
     engines.run(prompts)
     assert [(p.prompt_id, size) for p, size, _ in engines.asked] == [
         (f"p{i}", size) for i in range(prompts) for size in (4, 4, 2)
@@ -122,7 +122,7 @@ def test_decoding_steps_show_progress_before_a_prompt_is_done(
             return len(shown) > 3
 
     monkeypatch.setattr(module, "waiting", waiting)
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "POLL_S", 0.01)
     engines = Watched()
     engines.decoded = lambda: next(steps)
     engines.run(2)
@@ -141,7 +141,9 @@ def test_it_stops_when_asked_keeps_what_is_whole_and_gives_up_the_rest() -> None
     engines = Stops()
     engines.run(99)
     assert list(engines.recorded) == ["p0"]
-    assert len(engines.asked) == 3 * ahead_of(CONFIG, 10), "more under way than there is room for"
+    assert len(engines.asked) == 3 * max_prompts_in_flight(CONFIG, 10), (
+        "more under way than there is room for"
+    )
     assert all(future.cancelled() for p, _, future in engines.asked if p.prompt_id != "p0")
 
 
@@ -162,9 +164,9 @@ def test_what_an_engine_raises_ends_it() -> None:
 def test_engines_that_never_answer_are_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "POLL_S", 0.001)
     monkeypatch.setattr(module, "GRACE_S", 0.02 - CONFIG.group_timeout_s)
-    with pytest.raises(TimeoutError, match=r"for a group of completions .*2 prompts are under way"):
+    with pytest.raises(TimeoutError, match="in flight"):
         Engines().run(2)
 
 
@@ -173,8 +175,8 @@ def test_a_slow_endpoint_has_its_own_time_and_room() -> None:
         base_url="http://h/v1", model="m", max_concurrent=3, timeout_s=7200.0, retries=1
     )
     there = replace(CONFIG, endpoint=endpoint)
-    assert ahead_of(there, 2) == 3  # 6 completions, for 3 at once
-    timeout_s, told = deadline_of(there)
+    assert max_prompts_in_flight(there, 2) == 3  # 6 completions, for 3 at once
+    timeout_s, told = group_timeout(there)
     # A group of four, of which three are asked for at once.
     assert timeout_s > 2 * 2 * 7200 and "endpoint.timeout_s" in told
 
@@ -194,7 +196,8 @@ class Fake:
         self.learner = SimpleNamespace(load=lambda path: self.loaded.append(path.name))
         self.scorer = self
         self.wake = lambda: self.loaded.append("woken")
-        self.attended = lambda stop: stop
+        self.with_watchdog = lambda stop: stop
+        self.agents, self.pool = None, SimpleNamespace(steps=0)
 
     def submit(self, what: Any, purpose: Purpose, size: int = 0) -> Future[Any]:
         assert purpose == "eval"
@@ -216,7 +219,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         # A checkpoint's weights are the ranks' to read; a model folder's the engines'.
         assert learner == (len(system.loaded) > before)
 
-    monkeypatch.setattr("keel.commands.evaluate.running", running)
+    monkeypatch.setattr("keel.commands.sampling.launch", running)
     return system
 
 

@@ -68,16 +68,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.yaml").write_text(RECIPE)
     FakeLearner.made = []
 
-    def found_model(config: Any, left: Any, hardware: Any, *, chats: bool) -> Any:
-        return SimpleNamespace(
-            choice=SimpleNamespace(config=config), hardware=SimpleNamespace(gpu=False)
-        )
+    def plan_model(config: Any, left: Any, hardware: Any, *, chats: bool) -> Any:
+        return SimpleNamespace(config=config, hardware=SimpleNamespace(gpu=False))
 
     for name, value in {
         "start_ray": lambda: None,
         "stop_ray": lambda: None,
         "start_watchdog": lambda say, hang_timeout_s: nullcontext(),
-        "found_model": found_model,
+        "plan_model": plan_model,
         "Learner": FakeLearner,
     }.items():
         monkeypatch.setattr(module, name, value)
@@ -118,7 +116,7 @@ def test_an_overflow_that_nothing_explains_is_not_called_finite(
     """Nor are GPUs reserved for engines that are not started."""
     result = StepResult(version=1, metrics={"train/skipped_steps": Sum(1.0)})
     monkeypatch.setattr(FakeLearner, "step", lambda self, groups, examine: result)
-    found, asked = module.found_model, []
+    found, asked = module.plan_model, []
 
     @contextmanager
     def reserved(config: Any, **options: Any) -> Iterator[Any]:
@@ -130,7 +128,7 @@ def test_an_overflow_that_nothing_explains_is_not_called_finite(
         model.hardware.gpu = True
         return model
 
-    monkeypatch.setattr(module, "found_model", on_gpu)
+    monkeypatch.setattr(module, "plan_model", on_gpu)
     monkeypatch.setattr(module, "reserve_gpus", reserved)
     save_batch(run, 3, GROUPS, [])
     assert main(["replay", str(run)]) == 0

@@ -17,7 +17,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 from keel.commands.cli import main
-from keel.commands.train import COMMANDS, keep_skipped
+from keel.commands.dispatch import COMMANDS
+from keel.commands.train import dump_bad_batch
 from keel.model.tiny.cold_start import Progress
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.launch import model_folder
@@ -325,7 +326,7 @@ def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_aga
     def running(*_: object, **__: object) -> Iterator[Any]:
         yield SimpleNamespace(learner=learner)
 
-    monkeypatch.setattr("keel.commands.train.running", running)
+    monkeypatch.setattr("keel.commands.train.launch", running)
     code, out, _ = run(capsys, "train", "quickstart", *overrides)
     assert code == 0 and "trained model" in out and (done / "model").is_dir()
     code, out, _ = run(capsys, "train", "quickstart", *overrides)
@@ -357,6 +358,6 @@ def test_an_exported_model_that_was_damaged_is_not_trained_on(
 def test_a_batch_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "nonfinite").touch()
     said: list[str] = []
-    keep_skipped(tmp_path, said.append, 3, [], ["p, token 3: nan"])
+    dump_bad_batch(tmp_path, said.append, 3, [], ["p, token 3: nan"])
     assert said[0] == "step 3: no finite gradient: p, token 3: nan"
-    assert said[1].startswith("warning: step 3: its batch could not be kept") and len(said) == 2
+    assert said[1].startswith("warning: step 3: its batch could not be saved") and len(said) == 2

@@ -30,12 +30,18 @@ from keel.rollout.spec import EngineSpec
 from keel.trainer import build_agents as agents
 from keel.trainer.batch_stream import never
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.launch import System, episodes, model_folder, scorer_of
+from keel.trainer.launch import (
+    Runtime,
+    SftRuntime,
+    build_scorer,
+    model_folder,
+    run_episodes,
+    sft_model_folder,
+)
 from keel.trainer.nonfinite import said_of
 from keel.trainer.placement.nodes import start_ray, stop_ray
-from keel.trainer.prepare import Task
+from keel.trainer.prepare import SftTask, Task
 from keel.trainer.run.manifest import Entry
-from keel.trainer.sft.wiring import SftTask, Teaching, starting_model
 from keel.trainer.worker import shares
 from keel.weights.sync import WeightSync
 
@@ -161,7 +167,7 @@ def in_this_process() -> Iterator[None]:
     @contextmanager
     def running(
         task: Task, say: Callable[[str], None], log: Path | None = None, **_: Any
-    ) -> Iterator[System]:
+    ) -> Iterator[Runtime]:
         if not ray.is_initialized():
             start_ray()
         config, model = task.config, model_folder(task)
@@ -170,22 +176,22 @@ def in_this_process() -> Iterator[None]:
             pool = engines.ready(task, model, ranks)
             asks = config.rewards.judge
             judge = stack.enter_context(JudgeService(asks)) if asks.base_url else None
-            scorer = stack.enter_context(scorer_of(config, judge, say, log))
-            runner = stack.enter_context(episodes(task, pool))
-            yield System(task=task, pool=pool, ranks=ranks, scorer=scorer, agents=runner)  # type: ignore[arg-type]
+            scorer = stack.enter_context(build_scorer(config, judge, say, log))
+            runner = stack.enter_context(run_episodes(task, pool))
+            yield Runtime(task=task, pool=pool, ranks=ranks, scorer=scorer, agents=runner)  # type: ignore[arg-type]
 
     @contextmanager
-    def teaching(task: SftTask, say: Callable[[str], None], **_: Any) -> Iterator[Teaching]:
-        learner = LocalLearner(starting_model(task), task.config)
-        yield Teaching(task=task, learner=learner)  # type: ignore[arg-type]
+    def teaching(task: SftTask, say: Callable[[str], None], **_: Any) -> Iterator[SftRuntime]:
+        learner = LocalLearner(sft_model_folder(task), task.config)
+        yield SftRuntime(task=task, learner=learner)  # type: ignore[arg-type]
 
     threads = torch.get_num_threads()
     with (
         patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu"),
         patch("keel.trainer.prepare.check_environments", check_environments),
-        patch("keel.commands.train.running", running),
-        patch("keel.commands.train.teaching", teaching),
-        patch("keel.commands.evaluate.running", running),
+        patch("keel.commands.train.launch", running),
+        patch("keel.commands.sft.launch_sft", teaching),
+        patch("keel.commands.sampling.launch", running),
     ):
         try:
             yield

@@ -14,7 +14,7 @@ import pytest
 from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
 from keel.rl.types import Group, Prompt, ScoredGroup
 from keel.trainer import batch_stream as module
-from keel.trainer.batch_stream import Feed
+from keel.trainer.batch_stream import BatchStream
 from tests.rl.rollouts import finished, prompt
 from tests.waiting import PATIENCE_S
 
@@ -34,7 +34,7 @@ class FakeRequests:
         self.judged: dict[str, Future[ScoredGroup]] = {}
         self.waits: list[str] = []
         self.meanwhile: Callable[[], object] | None = None
-        self.feed = Feed(
+        self.feed = BatchStream(
             config,
             next_prompts=self.next_prompts,
             position=self.position,
@@ -207,7 +207,7 @@ def test_a_silent_system_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     world.feed.open()
     monkeypatch.setattr(world.feed, "_timeout_s", 0.02)
     assert module.GRACE_S > 0
-    with pytest.raises(TimeoutError, match=r"for a group .*: 2 are in flight, 2 of them"):
+    with pytest.raises(TimeoutError, match=r"2 are in flight, 2 of them"):
         world.take()
 
 

@@ -34,7 +34,7 @@ def test_an_engine_that_does_not_come_up_is_a_loss_which_ends_a_run_that_has_nev
     engines.set_exception(error)
     watch: Any = Well()
     with pytest.raises(WorkerLost, match=str(error)) as raised:
-        system._up(engines, watch)
+        system._await_engines(engines, watch)
     restarts = Restarts(3)
     with pytest.raises(WorkerLost):
         restarts.count(raised.value)
@@ -84,7 +84,7 @@ class Starting:
 def started(starting: Starting, **how: bool) -> list[str]:
     parts: Any = starting
     with ThreadPoolExecutor(2) as both:
-        return system.start_both(parts, starting.ranks, both, parts, Wait("starting"), **how)
+        return system._start_together(parts, starting.ranks, both, parts, Wait("starting"), **how)
 
 
 def test_ranks_compile_what_they_need_while_engines_start() -> None:
@@ -115,7 +115,7 @@ def test_engines_alone_are_waited_for() -> None:
     starting: Any = Starting(waits_for="")
     with ThreadPoolExecutor(2) as both:
         how = {"engines_first": True, "warm": True}
-        warnings = system.start_both(starting, None, both, starting, Wait("starting"), **how)
+        warnings = system._start_together(starting, None, both, starting, Wait("starting"), **how)
     assert warnings == ["engines warn"]
 
 
@@ -133,7 +133,7 @@ def test_conversations_behind_an_endpoint_are_forgotten_when_the_last_of_a_promp
 
     parts: dict[str, Any] = {"agents": Agents(), "turns": Turns()}
     unused: Any = None
-    remote = system.Remote(config=unused, completions=unused, scorer=unused, **parts)
+    remote = system.RemoteRuntime(config=unused, completions=unused, scorer=unused, **parts)
     one, other = (SimpleNamespace(prompt_id=name, environment="shop") for name in ("a", "b"))
     for asked in (one, one, other):
         remote.submit(cast(Any, asked), "eval", 8)

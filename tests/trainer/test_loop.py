@@ -12,7 +12,8 @@ import pytest
 from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, StepResult, Trajectory
-from keel.trainer.loop import Clock, Parts, Saver, train
+from keel.trainer.guard import Saver
+from keel.trainer.loop import Clock, Parts, train
 from tests.rl.rollouts import prompt
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -163,12 +164,12 @@ class FakeRun:
             journal=self,
             heldout={"sums": [prompt("held")]},
             save=self.save,
-            stop=self.stop,
-            hurry=self.hurry,
-            leave=self.leave,
-            decoded=self.decoded,
-            keep=self.keep,
-            whole=self.whole,
+            should_stop=self.stop,
+            should_abort=self.hurry,
+            should_skip_evaluation=self.leave,
+            decoding_steps=self.decoded,
+            dump_bad_batch=self.keep,
+            can_checkpoint=self.whole,
         )
         return train(parts, config, start=start)
 
@@ -272,7 +273,7 @@ def test_checkpoints_at_their_interval() -> None:
 def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 10 minutes: after 30 the next is due, counted from the last one that was saved."""
     world, now = FakeRun(), [0.0]
-    monkeypatch.setattr("keel.trainer.loop.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("keel.trainer.guard.time.monotonic", lambda: now[0])
     step = world.step
 
     def slow(groups: Sequence[ScoredGroup]) -> StepResult:
@@ -298,7 +299,7 @@ def test_a_checkpoint_that_cannot_be_written_is_counted_and_tried_again() -> Non
 
 
 def test_a_batch_without_answers_is_refused_with_the_reasons() -> None:
-    with pytest.raises(RuntimeError, match=r"step 1: none of 2 groups.*late"):
+    with pytest.raises(RuntimeError, match=r"none of 2 groups.*late"):
         FakeRun(empty=True).run(config())
 
 

@@ -191,10 +191,7 @@ def test_a_run_whose_engines_or_rewards_end_it_leaves_a_checkpoint(
         world.run(config(steps=9, eval_every=2, checkpoint_every=2))
     assert [event for event in world.events if event.startswith("save")] == saved
     assert sorted(world.records) == list(range(recorded + 1))
-    told = (
-        f"Started again in the same way, the run goes on from step {recorded}, whose checkpoint "
-        "is there"
-    )
+    told = f"Rerun the same command to resume from step {recorded}"
     assert getattr(raised.value, "__notes__", []) == [told] * (recorded > 0)
     assert len([event for event in world.events if event.startswith("asked")]) == 1
 
@@ -209,7 +206,7 @@ def test_the_prompts_of_a_batch_without_a_completion_come_again() -> None:
     with pytest.raises(RuntimeError, match="none of 2 groups has a completion") as raised:
         world.run(config(steps=9, eval_every=5))
     assert world.events[-1] == "save@1" and world.unfinished == ["p2", "p3"]
-    assert "goes on from step 1" in raised.value.__notes__[0]
+    assert "resume from step 1" in raised.value.__notes__[0]
 
 
 def test_nothing_is_promised_where_the_last_checkpoint_could_not_be_written() -> None:

@@ -74,7 +74,7 @@ def test_a_template_goes_from_the_recipe_to_engines_and_to_the_model_that_is_wri
     recipe: Path, tmp_path: Path
 ) -> None:
     task = prepare(str(recipe), [f"model.chat_template={tmp_path}/chat.jinja"])
-    assert task.programs["chats"].startswith("written by model.chat_template")
+    assert task.notes["chats"].startswith("written by model.chat_template")
     config, (prompt,) = task.config, task.dataset.train.sources["sums"]
     ids = render_prompt(task.tokenizer, prompt).token_ids
     assert task.tokenizer.decode(ids) == "<user>1 + 1 =\n<assistant>"

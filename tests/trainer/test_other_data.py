@@ -10,10 +10,9 @@ import pytest
 
 from keel.commands.cli import main
 from keel.configs.schema import ConfigError
-from keel.trainer.prepare import prepare
+from keel.trainer.prepare import prepare, prepare_sft
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.sft.wiring import prepare_sft
 
 
 def write(path: Path, count: int) -> None:
@@ -61,7 +60,7 @@ def test_what_was_sampled_has_ids_of_the_model_that_learns(wrong: int, tmp_path:
     asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
     line: dict[str, Any] = {"messages": [asked, said], "parts": {"correct": 1.0}}
     path.write_text(json.dumps(line))
-    line["tokenizer"] = prepare_sft(str(recipe), ()).tokenizer
+    line["tokenizer"] = prepare_sft(str(recipe), ()).tokenizer_digest
     for last in (3, wrong):
         line["segments"] = [{"ids": [1, 2, last], "said": [[2, 3]]}]
         path.write_text(json.dumps(line))

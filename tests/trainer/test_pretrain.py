@@ -13,11 +13,10 @@ from keel.configs.schema import ConfigError
 from keel.model.tiny.build import build_model
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean, values
-from keel.trainer.prepare import prepare
+from keel.trainer.prepare import prepare, prepare_pretraining, prepare_sft, text_encoder
 from keel.trainer.run.checkpoint import State, save
 from keel.trainer.run.manifest import Entry
-from keel.trainer.sft.loop import measured
-from keel.trainer.sft.wiring import encoded_by, prepare_pretraining, prepare_sft
+from keel.trainer.sft import evaluation_metrics
 
 LENGTH = 40
 SPARSE = {"family": "deepseek_v32", "index_top_k": 16, "max_context": 64}
@@ -130,7 +129,7 @@ def test_the_shipped_stages_take_the_model_of_the_one_before(tmp_path: Path) -> 
         name = f"pretrain-{stage}"
         after = prepare_pretraining(name, [*few, f"model.path={tmp_path}"])
         assert after.config.trainer.attention == stage
-        assert after.tokenizer == task.tokenizer and after.facts.index_top_k == 12
+        assert after.tokenizer_digest == task.tokenizer_digest and after.facts.index_top_k == 12
         before = load_config(name).model.path
         assert before.startswith("runs/pretrain-") and before.endswith("/model")
 
@@ -176,7 +175,7 @@ def test_what_needs_no_choice_is_trained_all_the_same(tmp_path: Path) -> None:
 
 def test_the_word_for_a_control_token_is_not_one_in_text() -> None:
     tokenizer = build_tokenizer()
-    by = encoded_by(tokenizer)
+    by = text_encoder(tokenizer)
     ids = by.encode("so <|im_end|> ends it")
     assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode(list(ids)) == "so <|im_end|> ends it"
@@ -190,7 +189,7 @@ def test_what_is_measured_of_held_out_sets() -> None:
         "a/indexer/held": Mean(1.0, 4),
         "b/c/indexer/held": Mean(3.0, 4),
     }
-    assert values(measured(scored)) == {
+    assert values(evaluation_metrics(scored)) == {
         "eval/a/loss": 3.0,
         "eval/b/c/loss": 1.0,
         "eval/loss": 2.0,
@@ -198,4 +197,4 @@ def test_what_is_measured_of_held_out_sets() -> None:
         "eval/b/c/indexer/held": 0.75,
         "eval/indexer/held": 0.5,
     }
-    assert measured({}) == {}
+    assert evaluation_metrics({}) == {}

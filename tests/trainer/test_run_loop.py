@@ -27,12 +27,12 @@ def system_of(task: Task, **parts: Any) -> Any:
             "task": task,
             "learner": None,
             "pool": SimpleNamespace(),
+            "oom_recovery": None,
             "weights": SimpleNamespace(push=lambda _: None),
-            "lowering": None,
             "agents": None,
             "scorer": SimpleNamespace(tell=lambda say: None),
-            "watch": None,
-            "attended": lambda hurry: hurry,
+            "watchdog": None,
+            "with_watchdog": lambda hurry: hurry,
             **parts,
         }
     )
@@ -52,9 +52,11 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
 
     def two_steps(parts: Any, config: object, *, start: int) -> int:
         parts.journal.record(1, {"eval/spelling/pass@1": Mean(5, 10)}, [])
-        assert not parts.whole(CollectiveTimeout("rank 0 failed")) and not parts.stop()
+        assert (
+            not parts.can_checkpoint(CollectiveTimeout("rank 0 failed")) and not parts.should_stop()
+        )
         parts.journal.record(2, {"eval/spelling/pass@1": Mean(4, 10)}, [])
-        assert parts.stop()
+        assert parts.should_stop()
         with pytest.raises(SaveError):  # none would follow it
             parts.save(2, {})
         return 2
@@ -104,5 +106,5 @@ def test_engines_are_not_woken_when_nothing_more_is_sampled(
 
     monkeypatch.setattr("keel.trainer.loop.train", two_steps)
     with RunFolder(task.config) as folder:
-        run_loop(system, folder, PlainView(60), 0, enough=lambda: stopped)
+        run_loop(system, folder, PlainView(60), 0, should_end=lambda: stopped)
     assert saved == [1, 2] and found == woken

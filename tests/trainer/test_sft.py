@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from keel.commands import sft as command
 from keel.configs.load import load_config
 from keel.configs.schema import ColdStartConfig, Config, ConfigError, TinyModelConfig
 from keel.data.stream import Stream
@@ -22,12 +23,12 @@ from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, supervised_segment
 from keel.rl.types import StepResult
+from keel.trainer import sft
 from keel.trainer.placement.oom_recovery import OomRecovery, RetryOnOom
+from keel.trainer.prepare import prepare_sft
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import OutOfMemory
 from keel.trainer.run.view import PlainView
-from keel.trainer.sft import loop as sft
-from keel.trainer.sft.wiring import prepare_sft, run_lessons
 
 
 def lessons(*lengths: int) -> list[SftExample]:
@@ -119,15 +120,15 @@ class Run:
         return self.ranks.version >= self.hurry_after
 
     def fit(self, heldout: Sequence[SftExample] = (), *, start: int = 0) -> int:
-        parts = sft.Parts(
+        parts = sft.SftParts(
             batches=self.batches,
             learner=self.ranks,
             journal=self,
             heldout={"h": heldout} if heldout else {},
             save=self.save,
-            stop=lambda: len(self.steps) > self.stop_after or self.hurry(),
+            should_stop=lambda: len(self.steps) > self.stop_after or self.hurry(),
             say=self.said.append,
-            hurry=self.hurry,
+            should_abort=self.hurry,
             attempt=self.attempt,
         )
         return sft.fit(parts, self.config, start=start)
@@ -374,7 +375,7 @@ def test_a_model_that_wants_its_experts_balanced_is_refused(tmp_path: Path) -> N
     (folder / "config.json").write_text(json.dumps(asking | {"router_aux_loss_coef": 0.0}))
     prepare_sft(recipe(tmp_path), knobs)
     (folder / "config.json").write_text(json.dumps(asking))
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef: 0\.01.* adds none"):
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef: 0\.01.* does not add"):
         prepare_sft(recipe(tmp_path), knobs)
 
 
@@ -383,19 +384,19 @@ def test_a_supervised_run_leaves_measuring_to_others_where_it_is_told(
 ) -> None:
     seen: list[set[str]] = []
 
-    def fit(parts: sft.Parts, *_: object, start: int) -> int:
+    def fit(parts: sft.SftParts, *_: object, start: int) -> int:
         seen.append(set(parts.heldout))
         watch.say("rank 0 stands still")
         return 1
 
-    monkeypatch.setattr(sft, "fit", fit)
+    monkeypatch.setattr(command, "fit", fit)
     watch = SimpleNamespace(say=print)
     for every in (-1, 0):
         told = [f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}"]
         task = prepare_sft(recipe(tmp_path), told)
-        teaching: Any = SimpleNamespace(task=task, learner=None, lowering=None, watch=watch)
+        teaching: Any = SimpleNamespace(task=task, learner=None, oom_recovery=None, watchdog=watch)
         with RunFolder(task.config) as folder:
-            run_lessons(teaching, folder, PlainView(60), 0)
+            command.run_sft_loop(teaching, folder, PlainView(60), 0)
             (line,) = (folder.path / "events.jsonl").read_text().splitlines()
             assert json.loads(line)["kind"] == "frozen", "as of any run"
     assert seen == [set(), {"chats"}]

@@ -15,7 +15,7 @@ from keel.data.conversations.files import read_trajectories
 from keel.data.eval_store import asked_of
 from keel.rl.records import trajectory_record
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
-from keel.trainer.sft.wiring import renderer
+from keel.trainer.prepare import chat_renderer
 from tests.agents.endpoint.kit import TOOLS, Policy, as_sent, ask, play, recording, result, user
 from tests.agents.endpoint.test_record import script
 from tests.data.conversations.sources import source
@@ -75,7 +75,7 @@ def rendered(
     path = folder / "step_000001.jsonl"
     path.write_text(json.dumps(line) + "\n")
     read = read_trajectories(source(str(path), source="trajectories"), tokenizer="another")
-    render = renderer(chat_of(family))
+    render = chat_renderer(chat_of(family))
     return [segment for example in read.examples for segment in render(example)]
 
 

@@ -17,12 +17,12 @@ from keel.rl.metrics import Mean
 from keel.rl.summary import CUTS
 from keel.trainer.loop import IDLE
 from keel.trainer.run.alarms import ALARMS
-from keel.trainer.sft.loop import MEASURED, measured
+from keel.trainer.sft import MEASURED, evaluation_metrics
 
 ROOT = Path(__file__).parents[3]
 MAKERS = ("rl", "model", "rewards", "rollout", "agents", "data", "trainer")
 KINDS = {"Mean", "Sum", "Max", "mean_of"}
-HELD_OUT = [*measured({f"a/{name}": Mean(1, 1) for name in MEASURED})]
+HELD_OUT = [*evaluation_metrics({f"a/{name}": Mean(1, 1) for name in MEASURED})]
 HOLES = {
     "judge/<>": [f"judge/{name}" for name in JUDGE_COUNTS],
     "agents/<>_cuts": [f"agents/{name}_cuts" for name in CUTS],

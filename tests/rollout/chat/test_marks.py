@@ -14,7 +14,7 @@ from keel.rl.turns import THINK, ThinkingMarks
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import decode_all, render_prompt, split_message
-from keel.trainer.prepare import thinking_lines
+from keel.trainer.prepare import thinking_warnings
 from tests.rl.rollouts import prompt
 from tests.rollout.chat.families import chat_of, tokenizer_of
 
@@ -119,7 +119,7 @@ def test_thinking_that_nothing_marks_is_warned_of(
 ) -> None:
     sums = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=4, **source)
     config = Config(model=ModelConfig(path="somewhere", **model), data=DataConfig(sources=(sums,)))
-    lines = list(thinking_lines(config, tokenizer_of(name)))
+    lines = list(thinking_warnings(config, tokenizer_of(name)))
     assert len(lines) == bool(warns) and all(warns in line for line in lines)
 
 

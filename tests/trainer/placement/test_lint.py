@@ -17,7 +17,7 @@ from keel.trainer.placement.lint import ignored_knobs, lint_recipe
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.plan import make_plan
 from keel.trainer.placement.suggestions import with_knob
-from keel.trainer.prepare import crowded
+from keel.trainer.prepare import crowding_warnings
 from tests.trainer.placement.test_memory import DENSE, recipe
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -159,9 +159,13 @@ def test_more_than_a_machine_without_a_gpu_has_is_warned_about(
     facts = facts_of(model_config(config.model.tiny, build_tokenizer()))
     plan = make_plan(config, facts, gpu=False)
     wanted = (12 * plan.engine.total + config.trainer.ranks * plan.trainer.total) / GIB
-    (line,) = crowded(config, plan, wanted - 1)
+    (line,) = crowding_warnings(config, plan, wanted - 1)
     assert line.startswith("rollout.engines = 12, trainer.ranks = 1: together they want ")
-    assert [*crowded(config, plan, wanted + 1)] == [*crowded(config, plan, 0)] == []
+    assert (
+        [*crowding_warnings(config, plan, wanted + 1)]
+        == [*crowding_warnings(config, plan, 0)]
+        == []
+    )
 
 
 def test_epochs_of_a_recipe_that_has_nothing_for_them() -> None:

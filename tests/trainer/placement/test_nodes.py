@@ -55,7 +55,7 @@ from keel.trainer.placement.ray_internals import (
     lighter,
     without_unused_processes,
 )
-from keel.trainer.prepare import missing_lines
+from keel.trainer.prepare import missing_node_warnings
 from keel.trainer.run.signals import Preempted, watching
 from tests.waiting import PATIENCE_S
 
@@ -253,7 +253,7 @@ def test_what_may_start_on_fewer_ranks_is_planned_as_a_whole(
     assert found.missing.startswith("the recipe needs 8 GPU(s)")
     assert str(found).endswith("this machine; 1 of these nodes not there now")
     assert seat_lines(whole, found)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
-    (line,) = missing_lines(whole, found)
+    (line,) = missing_node_warnings(whole, found)
     assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks)" in line
     one_node = replace(whole, run=replace(GPUS, gpus_per_node=4))
     others = [replace(whole, trainer=TrainerConfig(ranks=4, min_ranks=m)) for m in (0, 4)]

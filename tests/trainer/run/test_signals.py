@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import ActorDiedError
 
-from keel.commands import train as commands
+from keel.commands import dispatch as commands
 from keel.commands.cli import INTERRUPTED, REFUSED, main
 from keel.model.ray_timeouts import RayLost
 from keel.trainer.run.restarts import WorkerLost

@@ -45,7 +45,7 @@ for _ in range(50):
 trackers.close("finished", 3, seconds=1.0)
 Path(sys.argv[1], "longest").write_text(str(longest))
 assert has_abandoned_threads()
-exit_now(0)  # as `keel.commands.train.run` does
+exit_now(0)  # as `keel.commands.dispatch.run` does
 """
 
 

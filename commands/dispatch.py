@@ -1,0 +1,85 @@
+"""Runs commands that need the trainer's libraries, and turns their errors into exit statuses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError
+
+from keel.commands.check import check
+from keel.commands.evaluate import evaluate
+from keel.commands.filter import filter_prompts
+from keel.commands.judge import judge
+from keel.commands.replay import replay
+from keel.commands.sft import pretrain, sft
+from keel.commands.train import train
+from keel.configs.load import load_config
+from keel.configs.schema import ConfigError
+from keel.model.ray_timeouts import RayLost, lost_reason
+from keel.trainer.placement.ray_internals import exit_now
+from keel.trainer.run import checkpoint
+from keel.trainer.run.restarts import WorkerLost
+from keel.trainer.run.signals import PREEMPTED, preempted, print_line
+from keel.trainer.run.trackers.sender import has_abandoned_threads
+
+FAILED, INTERRUPTED = 1, 130
+RESUMES = "rerun the same command to resume"
+
+COMMANDS: dict[str, Callable[..., int | None]] = {
+    "train": train,
+    "sft": sft,
+    "pretrain": pretrain,
+    "check": check,
+    "eval": evaluate,
+    "filter": filter_prompts,
+    "judge": judge,
+    "replay": replay,
+}
+
+
+def run(command: str, *arguments: Any) -> int:
+    """Run a command and return its exit status. Prints errors without a traceback, unless
+    KEEL_TRACEBACK is set."""
+
+    def end(status: int, message: str = "") -> int:
+        if message:
+            print_line(f"keel {command}: {message}", sys.stderr)
+        if lost_reason() or has_abandoned_threads():  # their threads would block exit
+            exit_now(status)
+        return status
+
+    try:
+        status = COMMANDS[command](*arguments) or 0
+    except ConfigError as error:
+        return end(error.exit_status, str(error))
+    except KeyboardInterrupt:
+        if not preempted():
+            return end(INTERRUPTED, f"stopped at once; {_saved(command, *arguments)}")
+        status = 0
+    except (ValueError, RuntimeError, OSError, RayError) as error:
+        if os.environ.get("KEEL_TRACEBACK"):
+            raise
+        notes = getattr(error, "__notes__", [])
+        text = "\n".join([str(error), *notes, "(KEEL_TRACEBACK=1 shows where)"])
+        # A preempted machine loses other processes of the run before this one.
+        if preempted() and isinstance(error, WorkerLost | RayLost | RayError | TimeoutError):
+            return end(PREEMPTED, f"stopped by {preempted()}; {RESUMES}. Also lost: {text}")
+        return end(FAILED, text)
+    if signal := preempted():
+        return end(PREEMPTED, f"stopped by {signal}; {RESUMES}")
+    return end(status)
+
+
+def _saved(command: str, *arguments: Any) -> str:
+    """Say what an interrupted command leaves behind."""
+    if command not in ("train", "sft", "pretrain"):
+        return "finished results are saved"
+    recipe, overrides, *_ = arguments
+    folder = Path(load_config(recipe, overrides).run.dir).expanduser()
+    if newest := checkpoint.latest(folder / "checkpoints"):
+        return f"{RESUMES} from {newest.name}"
+    return "nothing was saved yet, so the same command starts over"

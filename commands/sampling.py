@@ -1,0 +1,316 @@
+"""What `keel eval` and `keel filter` share: a policy to sample from, and the loop that samples.
+
+A prompt's completions are sampled in groups as large as in training, so that all engines share in
+them and a group's timeout holds as it does there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from keel.agents.episode import BROKE
+from keel.configs.load import load_config
+from keel.configs.schema import Config, ConfigError
+from keel.data.dataset import Dataset, load_dataset
+from keel.data.summary import source_lines
+from keel.model.hub import hub_answers
+from keel.rewards.checks import check_spec
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
+from keel.rl.futures import then, when_all
+from keel.rl.types import Group, Prompt, ScoredGroup, Trajectory
+from keel.rollout.endpoint import LATER, EndpointCompletions
+from keel.trainer.batch_stream import GRACE_S, decoding_steps
+from keel.trainer.launch import (
+    RemoteRuntime,
+    Runtime,
+    build_scorer,
+    launch,
+    run_remote_episodes,
+)
+from keel.trainer.prepare import (
+    check_rewards,
+    needs_judge,
+    prepare,
+    prompt_tokens,
+    require_prompts,
+)
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.manifest import fingerprint
+from keel.trainer.run.progress import amount, waiting
+
+POLICY_KNOBS = ("model.", "trainer.")
+"""Knobs that must be a run's own to load its checkpoint."""
+REWARDS_FOLDER = "rewards"
+"""Holds the output of reward functions, in the folder of results."""
+POLL_S = 1.0
+STOPPING = "Stopping; finished prompts are saved. Press Ctrl-C again to stop at once."
+PREEMPTED_FIRST = "{signal}: stopping; finished prompts are saved"
+MAX_ANSWER = 200
+"""Characters beyond which an unmarked answer is not compared with others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The model to sample from, with the prompts to ask it."""
+
+    config: Config
+    dataset: Dataset
+    identity: str
+    """Identifies the policy in saved results."""
+    label: str
+    """Names the policy in messages."""
+    name: str
+    """Names the folder of results."""
+    text: str
+    """The plan."""
+    sampling: Callable[[Path], AbstractContextManager[Runtime | RemoteRuntime]]
+    """Start sampling and scoring; rewards print into a subfolder of the given folder."""
+    tokenizer_digest: str = ""
+    """Empty for an endpoint."""
+    count_tokens: Callable[[Prompt], int] | None = None
+    """None for an endpoint."""
+
+    @property
+    def sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """The prompts of `keel eval` by source."""
+        settings, dataset = self.config.eval, self.dataset
+        heldout = settings.prompts == "heldout"
+        sets = dataset.heldout if heldout else dataset.train.sources
+        return {name: prompts[: settings.size or None] for name, prompts in sets.items()}
+
+
+def choose_policy(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) -> Policy:
+    """The endpoint, or the model at `checkpoint`, the value of `knob`. Raises ConfigError."""
+    config = load_config(recipe, overrides)
+    if config.endpoint.base_url:
+        return _endpoint_policy(config)
+    task = prepare(recipe, overrides)
+    folder = RunFolder(task.config, task.tokenizer_digest)
+    folder.check(POLICY_KNOBS)
+    for line in folder.warnings():
+        print(f"warning: {line}")
+    path = folder.select_checkpoint(knob, checkpoint)
+    if path is None and checkpoint == "last":
+        problem = "has no checkpoint" if folder.path.exists() else "does not exist"
+        print(f"warning: run.dir = {folder.path} {problem}: sampling from model.path ({knob}=base)")
+    weights = fingerprint(path or Path(task.config.model.path).expanduser())
+    suffix = f" (weights {weights})" * bool(weights)
+    source = f"{folder.path.resolve()}, {path.name}" if path else ""
+
+    @contextmanager
+    def sampling(out: Path) -> Iterator[Runtime]:
+        # Ranks load a checkpoint; engines load a model folder themselves.
+        say = partial(print, flush=True)
+        with launch(task, say, out / REWARDS_FOLDER, learner=path is not None) as runtime:
+            if path:
+                runtime.learner.load(path)
+                runtime.wake()
+            yield runtime
+
+    return Policy(
+        config=task.config,
+        dataset=task.dataset,
+        identity=(source or "the base model") + suffix,
+        label=(source or f"model.path = {task.config.model.path}") + suffix,
+        name=path.name if path else "base",
+        text=task.text(trains=False, evaluates=knob == "eval.checkpoint"),
+        sampling=sampling,
+        tokenizer_digest=task.tokenizer_digest,
+        count_tokens=lambda prompt: prompt_tokens(prompt, task.tokenizer, task.facts),
+    )
+
+
+def _endpoint_policy(config: Config) -> Policy:
+    """A model behind an endpoint, whose tokens cannot be counted. Raises ConfigError."""
+    endpoint = config.endpoint
+    require_prompts(config)
+    hint = "leave such sources out (data.only), or serve the model by model.path"
+    for source in config.data.sources:
+        if source.environment.program:
+            raise ConfigError(
+                f"endpoint.base_url = {endpoint.base_url}: returns text, and the program of "
+                f"data.sources[{source.name}] needs tokens; {hint}"
+            )
+        if source.raw:
+            raise ConfigError(
+                f"endpoint.base_url = {endpoint.base_url}: takes chats, and data.sources["
+                f"{source.name}].raw has none; {hint}"
+            )
+    dataset = load_dataset(
+        config.data,
+        seed=config.run.seed,
+        count_tokens=lambda _: 0,
+        check_reward=check_spec,
+        hub_answers=hub_answers,
+    )
+    notes = check_rewards(config, dataset)
+    judged = needs_judge(config, dataset)
+    if judged and not config.rewards.judge.base_url:
+        raise ConfigError(
+            "rewards.judge.base_url: nothing is served here with endpoint.base_url; give the "
+            "judge of these rubrics an endpoint, too"
+        )
+    try:
+        completions = EndpointCompletions(endpoint)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+    @contextmanager
+    def sampling(out: Path) -> Iterator[RemoteRuntime]:
+        with ExitStack() as stack:
+            judge = None
+            if judged:
+                judge = stack.enter_context(JudgeService(config.rewards.judge))
+                judge.check_reachable()
+            scorer = stack.enter_context(build_scorer(config, judge, print, out / REWARDS_FOLDER))
+            stack.enter_context(completions)
+            remote = RemoteRuntime(config=config, completions=completions, scorer=scorer)
+            if config.with_agents:
+                remote = stack.enter_context(run_remote_episodes(remote))
+            yield remote
+
+    lines = [*source_lines(config, dataset), *(f"{name}: {note}" for name, note in notes.items())]
+    identity = f"{endpoint.model} at {endpoint.base_url}"
+    return Policy(
+        config=config,
+        dataset=dataset,
+        identity=identity,
+        label=identity,
+        name=re.sub(r"[^\w+-]+", "-", endpoint.model).strip("-") or "endpoint",
+        text="\n".join(lines),
+        sampling=sampling,
+    )
+
+
+def max_prompts_in_flight(config: Config, samples: int) -> int:
+    """Prompts to keep in flight: twice the capacity of all engines or the endpoint, at least 2."""
+    capacity = config.rollout.engines * config.rollout.max_num_seqs
+    if config.endpoint.base_url:
+        capacity = config.endpoint.max_concurrent
+    if config.with_agents:
+        capacity = max(capacity, config.agents.max_concurrent_episodes)
+    return max(2, -(-2 * capacity // samples))
+
+
+def group_timeout(config: Config) -> tuple[float, str]:
+    """Longest time without a group in seconds, and the knobs that it comes from."""
+    endpoint = config.endpoint
+    if endpoint.base_url:
+        waves = math.ceil(config.algorithm.group_size / endpoint.max_concurrent)
+        sampling = waves * endpoint.timeout_s * (1 + endpoint.retries)
+        if config.with_agents:  # an episode's turns share rollout.timeout_s
+            sampling += config.group_timeout_s
+        knobs = "endpoint.timeout_s for each of endpoint.retries, and the timeouts of rewards"
+        return sampling + config.scoring_timeout_s + GRACE_S, knobs
+    knobs = (
+        "rollout.timeout_s twice, in case an engine is replaced, and the timeouts of its start, of "
+        "weights and of rewards"
+    )
+    return config.group_timeout_s + GRACE_S, knobs
+
+
+def sample_prompts(
+    prompts: Sequence[Prompt],
+    samples: int,
+    config: Config,
+    *,
+    sample: Callable[[Prompt, int], Future[Group]],
+    score: Callable[[Group], Future[ScoredGroup]],
+    record: Callable[[Prompt, Sequence[ScoredGroup]], None],
+    note: Callable[[], str],
+    should_stop: Callable[[], bool],
+    say: Callable[[str], None],
+    count_steps: Callable[[], int] | None = None,
+) -> None:
+    """Sample `samples` completions of each prompt; return when all are done, or soon after
+    `should_stop`.
+
+    sample(prompt, n), score: return at once and have their own timeouts. record: called on this
+    thread once per prompt. note: text to add to the progress line. count_steps: decoding steps of
+    all engines so far, to show progress before a prompt is done. Raises errors of sampling and
+    scoring, and TimeoutError if no group arrives for longer than all their timeouts together.
+    """
+    size = config.algorithm.group_size
+    sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
+    queue, in_flight = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
+    open_groups = set[Future[ScoredGroup]]()
+    timeout_s, knobs = group_timeout(config)
+    arrived_at, finished = time.monotonic(), 0
+    before = count_steps() if count_steps else 0
+    most = decoding_steps(config, len(prompts) * samples)
+    try:
+        with waiting("sampling", total=len(prompts), unit="prompts") as progress:
+            while (queue or in_flight) and not should_stop():
+                while queue and len(in_flight) < max_prompts_in_flight(config, samples):
+                    prompt = queue.popleft()
+                    groups = [then(sample(prompt, n), score) for n in sizes]
+                    open_groups |= set(groups)
+                    in_flight[_gather(groups)] = prompt
+                arrived, _ = wait(open_groups, POLL_S, FIRST_COMPLETED)
+                open_groups -= arrived
+                for group in arrived:
+                    group.result()  # raise now, not when the prompt's last group is done
+                now = time.monotonic()
+                if arrived:
+                    arrived_at = now
+                elif now - arrived_at > timeout_s:
+                    raise TimeoutError(
+                        f"waited {timeout_s:.0f} s for a group of completions ({knobs}): "
+                        f"{len(in_flight)} prompts are in flight"
+                    )
+                for done in [future for future in in_flight if future.done()]:
+                    record(in_flight.pop(done), done.result())
+                    finished, progress.note = finished + 1, note()
+                steps = min(count_steps() - before, most) if count_steps else 0
+                progress.done, progress.total, progress.unit = finished, len(prompts), "prompts"
+                if steps * len(prompts) > finished * most:
+                    progress.done, progress.total = steps, most
+                    progress.unit = "decoding steps"
+        if finished:
+            say(f"sampled {amount(finished, len(prompts), 'prompts')}; {note()}")
+    finally:
+        for group in open_groups:
+            group.cancel()
+
+
+def _gather(groups: Sequence[Future[ScoredGroup]]) -> Future[list[ScoredGroup]]:
+    return when_all(groups, lambda: [group.result() for group in groups])
+
+
+def step_counter(runtime: Runtime | RemoteRuntime) -> Callable[[], int] | None:
+    """Counts decoding steps; None for an endpoint, and for episodes, whose number of turns is
+    unknown."""
+    if isinstance(runtime, RemoteRuntime) or runtime.agents is not None:
+        return None
+    return lambda: runtime.pool.steps
+
+
+def to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
+    """Whether completions are missing because an endpoint was overloaded. The prompt is then asked
+    again by the next start, and not counted as failed."""
+    dropped = [reason for group in groups for reason in group.group.dropped]
+    return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
+
+
+def answer_of(trajectory: Trajectory) -> str:
+    """The marked answer; without one, the final text if it is short."""
+    text = final_text(trajectory.messages).strip()
+    answer = marked_answer(text)
+    if answer is None:
+        answer = text if len(text) <= MAX_ANSWER else ""
+    return " ".join(answer.split())
+
+
+def thinking_of(trajectory: Trajectory) -> str:
+    """The thinking of all turns."""
+    return every_turn(thinking_text, trajectory.messages)

@@ -1,0 +1,71 @@
+"""`keel sft` and `keel pretrain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from keel.commands.train import run_task
+from keel.trainer.launch import SftRuntime, launch_sft
+from keel.trainer.placement.oom_recovery import RetryOnOom
+from keel.trainer.prepare import SftTask, prepare_pretraining, prepare_sft
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.progress import waiting
+from keel.trainer.run.session import open_journal, save_checkpoint
+from keel.trainer.run.signals import Interrupt
+from keel.trainer.run.view import View
+from keel.trainer.sft import SftParts, fit
+
+PREEMPTED_FIRST = "{signal}: stopping after this step, with a checkpoint"
+
+
+def sft(recipe: str, overrides: Sequence[str]) -> None:
+    """`keel sft`: learn from the recipe's conversations, or resume."""
+    with waiting("checking the recipe and its data", f"sft: conversations of {recipe}"):
+        task = prepare_sft(recipe, overrides)
+    _run(["sft", recipe, *overrides], task)
+
+
+def pretrain(recipe: str, overrides: Sequence[str]) -> None:
+    """`keel pretrain`: learn from the recipe's text, or resume."""
+    with waiting("checking the recipe and its data", f"pretrain: text of {recipe}"):
+        task = prepare_pretraining(recipe, overrides)
+    _run(["pretrain", recipe, *overrides], task)
+
+
+def _run(command: Sequence[str], task: SftTask) -> None:
+    run_task(
+        command, task, lambda _, layouts: launch_sft(task, print, layouts=layouts), run_sft_loop
+    )
+
+
+def run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int) -> int:
+    """Run `keel.trainer.sft.fit` on the started ranks and return the last step done."""
+    task, learner = runtime.task, runtime.learner
+    with ExitStack() as stack:
+        journal = open_journal(
+            stack, folder, view, task.config, start=start, tokenizer=task.tokenizer_digest
+        )
+        if runtime.watchdog is not None:
+            runtime.watchdog.say = partial(journal.say, "frozen")
+        interrupt = stack.enter_context(
+            Interrupt(view.say, preempted_first=PREEMPTED_FIRST, grace_s=task.config.run.grace_s)
+        )
+        attempt = None
+        if (recovery := runtime.oom_recovery) is not None:
+            say = partial(journal.say, "out of memory")
+            attempt = RetryOnOom(learner=learner, lowering=recovery, say=say).attempt
+        save = partial(save_checkpoint, folder, task.config, learner, stop=interrupt, say=view.say)
+        parts = SftParts(
+            batches=task.batches,
+            learner=learner,
+            journal=journal,
+            heldout=task.lessons.heldout if task.config.run.eval_every >= 0 else {},
+            save=save,
+            should_stop=interrupt,
+            say=view.say,
+            should_abort=interrupt.should_abort,
+            attempt=attempt,
+        )
+        return fit(parts, task.config, start=start)

@@ -1,0 +1,171 @@
+"""Checkpoints of a run, also when it is aborted or fails. The loop calls it and stays readable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from keel.configs.schema import RunConfig
+from keel.rl.buffer import Batch
+from keel.rl.metrics import Metric, Sum
+from keel.rl.types import ScoredGroup, StepResult
+from keel.trainer.batch_stream import BatchStream, Cancelled, EmptyBatch
+
+Save = Callable[[int, Mapping[str, Any]], bool | None]
+"""Write a checkpoint of a step and of this position in the data. Returns True if it could not be
+written and the run continues without it."""
+
+
+class RunJournal(Protocol):
+    """Records a run and shows its progress."""
+
+    def begin(self, activity: str) -> None: ...
+
+    def reach(self, done: int, total: int, unit: str) -> None:
+        """Report progress of the current activity."""
+        ...
+
+    def record(
+        self,
+        step: int,
+        metrics: Mapping[str, Metric],
+        sample: Sequence[ScoredGroup],
+        discarded: Sequence[ScoredGroup] = (),
+    ) -> None:
+        """Record a step with the groups it trained on and those sampled for it in vain."""
+        ...
+
+    def evaluated(self, step: int) -> bool:
+        """Whether evaluation results of this step are recorded."""
+        ...
+
+
+@dataclass(slots=True)
+class Saver:
+    """Writes checkpoints when they are due and counts those that could not be written."""
+
+    write: Save
+    run: RunConfig
+    saved: int
+    """The last step with a checkpoint, or the step that the run started from."""
+    tried_at: float = field(default_factory=lambda: time.monotonic())
+    unwritten: int = 0
+
+    def due(self, step: int) -> bool:
+        run, since_s = self.run, time.monotonic() - self.tried_at
+        by_steps = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
+        return step == run.steps or by_steps or 0 < run.checkpoint_minutes * 60 <= since_s
+
+    def save(self, step: int, position: Mapping[str, Any]) -> bool:
+        """Return True if the checkpoint is written."""
+        failed = bool(self.write(step, position))
+        self.saved, self.tried_at = self.saved if failed else step, time.monotonic()
+        self.unwritten += failed
+        return not failed
+
+    def metrics(self) -> dict[str, Metric]:
+        return {"checkpoint/unwritten": Sum(self.unwritten)} if self.unwritten else {}
+
+
+class RunGuard:
+    """Ends a run with a checkpoint when it is aborted, or when engines or rewards fail.
+
+    An abort (`Cancelled`) drops what is in flight. Errors after an optimizer step are deferred
+    until the step is recorded. Errors of the learner itself pass through: its state is lost.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        start: int,
+        stream: BatchStream,
+        journal: RunJournal,
+        save: Save,
+        should_abort: Callable[[], bool],
+        can_checkpoint: Callable[[Exception], bool],
+    ) -> None:
+        self.reached = start
+        """The last step done."""
+        self.saver = Saver(save, run, start)
+        self._stream, self._journal = stream, journal
+        self._should_abort, self._can_checkpoint = should_abort, can_checkpoint
+        self._deferred: Exception | None = None
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """The whole run: an abort ends it, with a checkpoint of the last step."""
+        try:
+            yield
+        except Cancelled:
+            self._stream.close()  # or saving waits for engines that have to make room
+            if self.saver.saved < self.reached:
+                self.saver.save(self.reached, self._stream.position())
+        finally:
+            self._stream.close()
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Sampling of a batch: an error ends the run with a checkpoint of the step before."""
+        self._journal.begin("sampling")
+        try:
+            yield
+        except Cancelled:
+            raise
+        except Exception as error:
+            if self._can_checkpoint(error):
+                self.final_checkpoint(error)
+            raise
+
+    @contextmanager
+    def deferred_errors(self, activity: str) -> Iterator[None]:
+        """An activity after an optimizer step: `finish` raises its error."""
+        self._journal.begin(activity)
+        try:
+            yield
+        except Cancelled:
+            pass
+        except Exception as error:
+            if not self._can_checkpoint(error):
+                raise
+            self._deferred = error
+
+    def continues(self, result: StepResult) -> bool:
+        """Whether the step goes on to publish and evaluate what it trained."""
+        return not (result.gave_up or self._deferred or self._should_abort())
+
+    def finish(
+        self, step: int, metrics: Mapping[str, Metric], batch: Batch, result: StepResult
+    ) -> None:
+        """Record a step; then raise if it ended the run."""
+        self._journal.record(step, metrics, batch.groups, batch.discarded)
+        if result.gave_up:  # without a checkpoint: the policy may be broken
+            raise RuntimeError(f"step {step}: {result.gave_up}")
+        self.reached = step
+        if self._deferred is not None:
+            self.final_checkpoint(self._deferred)
+            raise self._deferred
+
+    def save(self, step: int) -> bool:
+        """Write a checkpoint and return True if it is written."""
+        self._journal.begin("saving a checkpoint")
+        if self._should_abort():
+            self._stream.close()
+        return self.saver.save(step, self._stream.position())
+
+    def final_checkpoint(self, error: Exception) -> None:
+        """Save the last step, unless it is saved, before `error` ends the run, and note in it how
+        to resume."""
+        self._stream.close()
+        untrained = error.prompts if isinstance(error, EmptyBatch) else ()
+        try:
+            if self.saver.saved < self.reached:
+                self._journal.begin("saving a checkpoint")
+                if not self.saver.save(self.reached, self._stream.position(untrained)):
+                    return
+            if self.reached:
+                error.add_note(f"Rerun the same command to resume from step {self.reached}")
+        except Exception as second:
+            error.add_note(f"No checkpoint could be written: {second}")

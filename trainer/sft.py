@@ -1,0 +1,237 @@
+"""The loop of supervised fine-tuning: take conversations, step, measure held-out sets.
+
+Everything it drives is a Protocol, as in `keel.trainer.loop`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from keel.configs.schema import Config, SftConfig
+from keel.rl.metrics import Mean, Metric, Sum, merge
+from keel.rl.packing import TrainBatch
+from keel.rl.sft import SftExample, pack_sft
+from keel.rl.types import StepResult
+from keel.trainer.batch_stream import never
+from keel.trainer.guard import RunJournal, Save, Saver
+from keel.trainer.loop import Clock, evaluation_due
+from keel.trainer.nonfinite import SAID
+
+MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
+"""Metrics that ranks return for a held-out set, with their names under `eval/`."""
+
+
+class SftStream(Protocol):
+    """An endless, seeded order of conversations."""
+
+    def take(self, n: int) -> list[SftExample]: ...
+
+    def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]:
+        """The position in the data, from which `unfinished` examples are repeated first."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class SftLearner(Protocol):
+    @property
+    def version(self) -> int: ...
+
+    def train(
+        self, shares: Sequence[Sequence[TrainBatch]], examples: Sequence[SftExample], /
+    ) -> StepResult:
+        """Take an optimizer step; `examples` name what is found wrong in them."""
+        ...
+
+    def score(
+        self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool], /
+    ) -> dict[str, Metric]:
+        """Return `<name>/nll` of named batches, and `<name>/indexer/held` during indexer warm-up;
+        nothing once `should_abort`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftParts:
+    batches: Batches
+    learner: SftLearner
+    journal: RunJournal
+    heldout: Mapping[str, Sequence[SftExample]]
+    save: Save
+    should_stop: Callable[[], bool]
+    """Return True to stop after the current step."""
+    say: Callable[[str], None]
+    should_abort: Callable[[], bool] = never
+    """Return True to skip everything but a checkpoint."""
+    attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
+    """Run a step, and again with a smaller config if memory runs out
+    (`keel.trainer.placement.oom_recovery.RetryOnOom`)."""
+
+
+class Batches:
+    """The conversations of each step."""
+
+    def __init__(self, stream: SftStream, config: SftConfig, *, epoch: float) -> None:
+        """`epoch`: conversations per epoch."""
+        self._stream, self._config, self._epoch = stream, config, epoch
+        self._next: SftExample | None = None
+        """Drawn, but too long for the previous step."""
+        self._drawn = 0
+
+    def take(self) -> list[SftExample]:
+        """Return the next batch; the last one of `sft.epochs` may be smaller."""
+        batch: list[SftExample] = []
+        room, remaining = self._config.tokens_per_step, self._remaining
+        if not room:
+            batch = self._stream.take(min(remaining, self._config.conversations_per_step))
+        while room and len(batch) < remaining and (not batch or self._peek().total_tokens <= room):
+            batch.append(self._peek())
+            self._next, room = None, room - batch[-1].total_tokens
+        self._drawn += len(batch)
+        return batch
+
+    def position(self) -> dict[str, Any]:
+        return {**self._stream.state([self._next] if self._next else []), "taken": self._drawn}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._stream.restore(state)
+        self._next, self._drawn = None, int(state["taken"])
+
+    def steps_of(self, epochs: float) -> int:
+        """Count the steps from here to the end of `epochs`, without moving."""
+        before, end, steps = self.position(), self._conversations(epochs), 0
+        while self._drawn < end:
+            self.take()
+            steps += 1
+        self.restore(before)
+        return steps
+
+    def passes(self, steps: int) -> float:
+        """Mean number of passes in `steps`; 0 if unknown because batches are sized by tokens."""
+        if self._config.epochs or self._config.tokens_per_step:
+            return self._config.epochs
+        return steps * self._config.conversations_per_step / self._epoch
+
+    @property
+    def epochs(self) -> float:
+        """Mean number of times that conversations have been seen."""
+        return self._drawn / self._epoch
+
+    def _conversations(self, epochs: float) -> int:
+        return math.ceil(epochs * self._epoch - 1e-9)
+
+    @property
+    def _remaining(self) -> int:
+        """Conversations until the end of `sft.epochs`; unlimited without or after it."""
+        remaining = self._conversations(self._config.epochs) - self._drawn
+        return remaining if remaining > 0 else sys.maxsize
+
+    def _peek(self) -> SftExample:
+        if self._next is None:
+            (self._next,) = self._stream.take(1)
+        return self._next
+
+
+def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
+    """Run steps `start + 1 … config.run.steps` and return the last step done.
+
+    Stops early, with a checkpoint, once `parts.should_stop()`.
+    """
+    run, learner = config.run, parts.learner
+    heldout = _pack_heldout(parts.heldout, config)
+
+    def measure() -> dict[str, Metric]:
+        if parts.should_abort():
+            return {}
+        parts.journal.begin("measuring")
+        return evaluation_metrics(learner.score(heldout, parts.should_abort))
+
+    # Before the first step, or if the evaluation of `start` was cut off.
+    due = not start or (evaluation_due(run, start) and not parts.journal.evaluated(start))
+    if heldout and due and (measured := measure()):
+        parts.journal.record(start, measured, [])
+    if parts.should_abort():
+        return start
+    saver = Saver(parts.save, run, start)
+    for step in range(start + 1, run.steps + 1):
+        clock = Clock(seconds={})
+        parts.journal.begin("training")
+        examples = parts.batches.take()
+
+        def learn(config: Config, examples: Sequence[SftExample] = examples) -> StepResult:
+            trainer = config.trainer
+            shares = pack_sft(
+                examples,
+                ranks=trainer.groups,
+                micro_batch_tokens=trainer.micro_batch_tokens,
+                mean=config.sft.mean,
+            )
+            result = learner.train([[share] for share in shares], examples)
+            sizes = _batch_metrics(examples, shares, trainer.micro_batch_tokens)
+            return replace(result, metrics={**sizes, **result.metrics})
+
+        with clock.time("train"):
+            result = parts.attempt(learn) if parts.attempt else learn(config)
+        for line in result.findings[:SAID]:
+            parts.say(f"step {step}: no finite gradient: {line}")
+        metrics = {**result.metrics, "sft/epochs": Mean(parts.batches.epochs, 1), **saver.metrics()}
+        metrics |= clock.metrics(sum(example.learned_tokens for example in examples))
+        if heldout and evaluation_due(run, step):
+            metrics |= measure()
+        parts.journal.record(step, metrics, [])
+        if result.gave_up:
+            raise RuntimeError(f"step {step}: {result.gave_up}")
+        if saver.due(step) or parts.should_stop():
+            parts.journal.begin("saving a checkpoint")
+            written = saver.save(step, parts.batches.position())
+            if parts.should_stop() and written:  # also if asked to during the save
+                return step
+    return max(start, run.steps)
+
+
+def _pack_heldout(
+    heldout: Mapping[str, Sequence[SftExample]], config: Config
+) -> list[dict[str, TrainBatch]]:
+    """Each rank group's share of the held-out sets, by name; empty without any."""
+    trainer = config.trainer
+    packed = {
+        name: pack_sft(
+            examples, ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
+        )
+        for name, examples in heldout.items()
+    }
+    return [
+        {name: batches[group] for name, batches in packed.items()}
+        for group in range(trainer.groups if packed else 0)
+    ]
+
+
+def evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return `eval/<set>/loss`, in nats per token, and `eval/loss` over all sets; likewise
+    `indexer/held` during indexer warm-up."""
+    metrics: dict[str, Metric] = {}
+    for metric, name in MEASURED.items():
+        by_set = {
+            f"eval/{key.removesuffix(metric)}{name}": value
+            for key, value in scored.items()
+            if key.endswith(f"/{metric}")
+        }
+        metrics |= by_set | merge({f"eval/{name}": value} for value in by_set.values())
+    return metrics
+
+
+def _batch_metrics(
+    examples: Sequence[SftExample], shares: Sequence[TrainBatch], capacity: int
+) -> dict[str, Metric]:
+    """Sizes of a batch; `sft/packed` is the fill of its micro-batches."""
+    rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]
+    return {
+        "sft/conversations": Sum(len(examples)),
+        "sft/learned_tokens": Sum(sum(example.learned_tokens for example in examples)),
+        "sft/tokens": Sum(sum(example.total_tokens for example in examples)),
+        "sft/packed": Mean(sum(rows), sum(max(capacity, row) for row in rows)),
+    }

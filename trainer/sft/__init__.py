@@ -1,1 +1,0 @@
-"""`keel sft`: its loop, and what it is wired from."""
