@@ -50,7 +50,7 @@ def next_node_number() -> int:
     return autograd._get_sequence_nr()
 
 
-def node_at_work() -> int | None:
+def running_node() -> int | None:
     """The number of the node whose backward pass is running; None outside of backward passes."""
     if torch._C._current_graph_task_id() == -1:
         return None

@@ -1,17 +1,17 @@
-"""Keep Routing: the trainer sends each token to the experts that the rollout engine recorded.
+"""Keep Routing: the trainer routes each token to the experts that the rollout engine recorded.
 
-DeepSeek-V3.2 (2025), section 3.1. Only the choice of experts is replayed. Their weights are
-computed from the current scores at the recorded indices, so gradient reaches the router; a row
-of −1 was not recorded and uses the live router.
+DeepSeek-V3.2 (2025), section 3.1. Only the choice of experts is replayed. Their weights come from
+the current scores at the recorded indices, so gradient reaches the router. Rows of −1 were not
+recorded and use the live router.
 
-**Activation recomputation.** A checkpointed layer runs its router a second time, inside the
-backward pass, and must then see the routes of the forward pass it repeats, whatever is replayed by
-then. Autograd numbers its nodes in the order of their making; a context notes the numbers that
-fell into it, and a router that runs during a backward pass looks up to which context the node at
-work belongs. So backward may run inside the with-block or after it, in any order, with reentrant
-and non-reentrant checkpoints, and a layer that ran without replay is recomputed without replay.
-The routes of the last `REMEMBERED` closed contexts are kept for this; recomputing an older one is
-an error. Not supported: a reentrant checkpoint nested in another, whose nodes are made too late.
+**Activation recomputation.** A checkpointed layer runs its router again inside the backward pass,
+and must then use the routes of the forward pass that it repeats. Autograd numbers its nodes in the
+order of creation. A context records the range of numbers created in it, and a router that runs in
+a backward pass finds the context of the running node. So backward may run inside the with-block or
+after it, in any order, with reentrant and non-reentrant checkpoints, and a layer that ran without
+replay is recomputed without replay. The routes of the last `REMEMBERED` closed contexts are kept;
+recomputing an older one is an error. A reentrant checkpoint nested in another is not supported,
+because its nodes are created too late.
 """
 
 from __future__ import annotations
@@ -20,58 +20,62 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from keel.model.device import to_device
-from keel.model.routing.checks import check_routes
 from keel.model.routing.routers import ROUTERS, router_modules
-from keel.model.torch_internals import next_node_number, node_at_work
+from keel.model.torch_internals import next_node_number, running_node
 from keel.rl.metrics import Mean
 from keel.rl.types import NO_ROUTE
 
 REMEMBERED = 8
-"""Closed contexts whose layers can still be recomputed."""
+"""Number of closed contexts whose layers can be recomputed."""
 HOOKED = "keel_hooked"
-"""Attribute of a router that has the hooks."""
-_KNOWN_AS_OLD = 1024
-"""Closed contexts whose recomputation is recognised, if only to be refused."""
+"""Attribute that marks a router with hooks."""
+_DETECTED = 1024
+"""Number of closed contexts whose recomputation is detected, to raise an error."""
+
+_SUSPECT_ROWS = 16
+"""With one expert per token, minimum number of tokens for rejecting a layer of zeros. With more,
+zeros are rejected as repeated experts."""
 
 
 @contextmanager
 def replay_routes(
     module: nn.Module, routes: Tensor | NDArray[Any], *, by_token: bool = False
 ) -> Iterator[Replay]:
-    """Within the block, forward passes of `module` use the recorded experts.
+    """Make forward passes of `module` inside the block use the recorded experts.
 
     Args:
-        module: holds the routers; a transformers model or anything around one.
-        routes: [tokens, L, K] integers, input-aligned. tokens are all rows that the routers see
-            (batch × length, flattened); L counts MoE layers only, in layer order. A row of −1
-            uses the live router. Host memory is checked and sent to the device once; routes that
-            are on a device are taken as they are.
-        by_token: also count for `Replay.overlap_N`.
+        module: a module with routers, such as a transformers model.
+        routes: [tokens, L, K] integers, input-aligned. tokens are all rows that the routers get
+            (batch × length, flattened); L counts MoE layers only, in layer order. Rows of −1 use
+            the live router. Routes in host memory are validated and copied to the device once;
+            routes on a device are not validated.
+        by_token: also compute `Replay.overlap_N`.
 
     Yields:
-        A `Replay`, for its metrics.
+        A `Replay` with metrics.
 
     Raises:
-        ValueError: on entry, naming the token and layer, for routes that cannot be: of another
-            number of layers or experts a token than the model's, out of range, partly −1, with an
-            expert twice in a row (all zeros, say), or all zero in a whole layer; and if the
-            model's family is not in `keel.model.routing.routers.ROUTERS`. In the forward pass, for
-            another number of tokens.
-        RuntimeError: at the end of the block, if a router never ran in it, so that its routes
-            were not applied; on entry, if one of the routers is already being replayed.
+        ValueError: on entry, naming token and layer, for invalid routes: wrong number of layers or
+            experts per token, out of range, partly −1, a repeated expert in a row, or a whole layer
+            of zeros; also for a model family that is not in `keel.model.routing.routers.ROUTERS`.
+            In the forward pass, for a wrong number of tokens.
+        RuntimeError: on exit, if a router never ran in the block, so that its routes were not
+            applied; on entry, if one of the routers is already being replayed.
     """
     routers = router_modules(module)
     if not routers:
-        raise ValueError(f"{type(module).__name__} has no routers, so there is nothing to replay")
-    check_routes(routes, routers)
+        raise ValueError(f"{type(module).__name__} has no routers: nothing to replay")
+    _check_routes(routes, routers)
     if any(_replaying(router) for router in routers):
         raise RuntimeError("replay_routes: a router of this module is already being replayed")
     _hook(routers)
@@ -86,11 +90,11 @@ def replay_routes(
 
 
 @contextmanager
-def record_routes(module: nn.Module) -> Iterator[Recording]:
-    """Within the block, note which experts the live routers choose, replayed or not."""
+def record_routes(module: nn.Module) -> Iterator[RouteRecording]:
+    """Record the experts that the live routers choose inside the block, replayed or not."""
     routers = router_modules(module)
     _hook(routers)
-    recording = Recording(routers)
+    recording = RouteRecording(routers)
     _recordings.append(recording)
     try:
         yield recording
@@ -99,7 +103,7 @@ def record_routes(module: nn.Module) -> Iterator[Recording]:
 
 
 class Replay:
-    """One `replay_routes` context. Its metrics may be read inside it or after."""
+    """One `replay_routes` context. Metrics may be read inside the block or after it."""
 
     def __init__(self, routers: list[nn.Module], routes: Tensor, *, by_token: bool = False) -> None:
         self._layer_of = WeakKeyDictionary({router: at for at, router in enumerate(routers)})
@@ -113,23 +117,24 @@ class Replay:
         self._counts: list[Tensor] = []
         self._counts_tokens = by_token
         self._by_token_2N: Tensor | None = None
-        """Recorded experts of each token that the live router chooses too, and layers that have any
-        recorded, so far."""
+        """Per token: recorded experts that the live router also chooses, and recorded layers."""
 
     def overlap_N(self) -> Tensor | None:
-        """Share of each token's recorded experts, over all layers, that the live router chooses
-        too; NaN for a token without. On the device. None without `by_token`."""
+        """Return the fraction of each token's recorded experts that the live router also chooses.
+
+        Over all layers, on the device; NaN for a token without routes. None without `by_token`.
+        """
         if self._by_token_2N is None:
             return None
         same_N, layers_N = self._by_token_2N
         return same_N / (layers_N * self._experts)
 
     def metrics(self, *, ends: int = 0) -> dict[str, Mean]:
-        """`routing/overlap`: share of recorded experts that the live router chooses too.
-        `routing/fallback_fraction`: share of (token, layer) rows that should have been recorded and
-        were not; `ends` tokens (the last of each segment) were never an input, so they have none.
+        """Return metrics of the forward passes, without recomputation. Synchronises once.
 
-        Forward passes count, recomputation does not. Waits for the device, once.
+        routing/overlap            fraction of recorded experts that the live router also chooses
+        routing/fallback_fraction  fraction of (token, layer) rows that were not recorded, except
+                                   for `ends` tokens, the last of each segment, which were no inputs
         """
         same, recorded = torch.stack(self._counts).sum(0).tolist() if self._counts else (0, 0)
         routable = self._rows - ends * len(self._calls)
@@ -139,14 +144,14 @@ class Replay:
         }
 
     def apply(self, router: nn.Module, output: Any, *, again: bool) -> Any:
-        """The router's output with the recorded experts; `again` while recomputing."""
+        """Return the router's output for the recorded experts. again: a recomputation."""
         family = ROUTERS[type(router).__name__]
         layer = self._layer_of[router]
         live = family.experts(output)
         recorded = self._layer(layer, live.device)
         if len(recorded) != len(live):
             raise ValueError(
-                f"routes are for {len(recorded)} tokens, but the router of MoE layer {layer} got "
+                f"routes have {len(recorded)} tokens, but the router of MoE layer {layer} got "
                 f"{len(live)}"
             )
         known = recorded[:, :1] != NO_ROUTE
@@ -155,14 +160,14 @@ class Replay:
             self._counts.append(torch.stack([same.sum(), known.sum()]))
             if self._counts_tokens:
                 here = torch.stack([same.sum((-2, -1), dtype=torch.int32), known[:, 0].int()])
-                so_far = self._by_token_2N
-                self._by_token_2N = here if so_far is None else so_far + here
+                total = self._by_token_2N
+                self._by_token_2N = here if total is None else total + here
             self._rows += len(live)
             self._calls[layer] += 1
         return family.replay(router, output, recorded.where(known, live))
 
     def owns(self, router: nn.Module, node: int) -> bool:
-        """Whether the autograd node of this number was made while `router` was replayed here."""
+        """Return whether the autograd node was created while `router` was replayed here."""
         closed = self._stop is not None and node >= self._stop
         return router in self and node >= self._start and not closed
 
@@ -170,42 +175,41 @@ class Replay:
         return router in self._layer_of
 
     def close(self) -> bool:
-        """End the context. Whether a backward pass may come back to it."""
+        """End the context. Return whether a backward pass may need it."""
         self._stop = next_node_number()
         self._on_device = None
         return self._stop > self._start
 
     def forgotten(self) -> Replay:
-        """What is left to know of it, without the routes; what its metrics are made of goes with
-        whoever is going to read them."""
+        """Drop the routes and return a copy without metrics, which only detects recomputation."""
         self._routes_LNK = self._on_device = None
-        known = copy(self)
-        known._counts, known._by_token_2N = [], None
-        return known
+        stub = copy(self)
+        stub._counts, stub._by_token_2N = [], None
+        return stub
 
     def check_applied(self) -> None:
         idle = [layer for layer, calls in enumerate(self._calls) if calls == 0]
         if idle:
             raise RuntimeError(
-                f"replay_routes: the routers of MoE layers {idle} did not run inside the context, "
-                "so their routes were not applied. Was another module run than the one given?"
+                f"replay_routes: the routers of MoE layers {idle} did not run in the block, so "
+                "their routes were not applied. Run the module that was passed"
             )
 
     def _layer(self, layer: int, device: torch.device) -> Tensor:
-        """[tokens, K] int64. All layers go to the device together."""
+        """Return [tokens, K] int64. All layers are copied to the device together."""
         if self._on_device is None or self._on_device.device != device:
             routes = self._routes_LNK
             if routes is None:
                 raise RuntimeError(
                     f"recomputation of a forward pass more than {REMEMBERED} replays ago, whose "
-                    "routes are gone: run its backward pass earlier, or inside replay_routes"
+                    "routes were dropped. Run its backward pass earlier, or inside replay_routes"
                 )
             self._on_device = to_device(routes, device)
         return self._on_device[layer].long()
 
 
-class Recording:
-    """What `record_routes` saw: for each router, the experts of each forward pass."""
+class RouteRecording:
+    """Experts of each router in each forward pass of `record_routes`."""
 
     def __init__(self, routers: list[nn.Module]) -> None:
         self._passes: dict[nn.Module, list[Tensor]] = {router: [] for router in routers}
@@ -215,22 +219,22 @@ class Recording:
             self._passes[router].append(experts.detach())
 
     def routes(self, index: int = -1) -> Tensor:
-        """[tokens, L, K] int64 of one forward pass, by default the last."""
+        """Return [tokens, L, K] int64 of one forward pass, by default the last."""
         return torch.stack([passes[index] for passes in self._passes.values()], dim=1)
 
 
-# Hooks stay on the routers after a context, since a recomputation may come later. They find what
-# to do here rather than in themselves, so that a copy of a model does not act as the original.
+# Hooks stay on the routers after a context, because a recomputation may follow. Their state is here
+# and not in the hooks, so that a copy of a model is not replayed like the original.
 _open: list[Replay] = []
-_closed: deque[Replay] = deque(maxlen=_KNOWN_AS_OLD)
-_recordings: list[Recording] = []
+_closed: deque[Replay] = deque(maxlen=_DETECTED)
+_recordings: list[RouteRecording] = []
 _logits: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-"""What a gate just computed, until its router is done."""
+"""Output of a gate until its router returns."""
 
 
 def _hook(routers: list[nn.Module]) -> None:
     for router in routers:
-        if not getattr(router, HOOKED, False):  # a copy of a router brings both along
+        if not getattr(router, HOOKED, False):  # a copy of a router has both
             setattr(router, HOOKED, True)
             router.register_forward_hook(_on_router)
             if gate := ROUTERS[type(router).__name__].gate:
@@ -245,8 +249,8 @@ def _on_router(router: nn.Module, _arguments: Any, output: Any) -> Any:
     family = ROUTERS[type(router).__name__]
     if family.gate:
         output = (_logits.pop(router.get_submodule(family.gate)), *output)
-    node = node_at_work()
-    if node is not None:  # inside a backward pass: a recomputation
+    node = running_node()
+    if node is not None:  # a recomputation in a backward pass
         for replay in (*_open, *reversed(_closed)):
             if replay.owns(router, node):
                 return replay.apply(router, output, again=True)
@@ -266,3 +270,56 @@ def _remember(replay: Replay) -> None:
         _closed.append(replay)
         if len(_closed) > REMEMBERED:
             _closed[-1 - REMEMBERED] = _closed[-1 - REMEMBERED].forgotten()
+
+
+def _check_routes(routes: Tensor | NDArray[Any], routers: list[nn.Module]) -> None:
+    """Validate `routes` [tokens, L, K]; values only if they are in host memory."""
+    dtype = routes.dtype
+    floating = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype.kind not in "iu"
+    if routes.ndim != 3 or floating or dtype == torch.bool:
+        raise ValueError(
+            f"routes must be integers [tokens, L, K], is {dtype} of shape {tuple(routes.shape)}"
+        )
+    _, layers, experts = routes.shape
+    if layers != len(routers):
+        raise ValueError(
+            f"routes have L = {layers} layers, but the model has {len(routers)} MoE layers"
+        )
+    for layer, router in enumerate(routers):
+        if router.top_k != experts:
+            raise ValueError(
+                f"routes have K = {experts} experts per token, but MoE layer {layer} chooses "
+                f"{router.top_k}"
+            )
+    if isinstance(routes, Tensor):
+        if routes.device.type != "cpu":
+            return
+        routes = routes.detach().numpy()
+    _check_values(routes, [int(router.num_experts) for router in routers])  # type: ignore[arg-type]
+
+
+def _check_values(routes: NDArray[Any], num_experts: list[int]) -> None:
+    tokens, _, experts = routes.shape
+    columns = np.ascontiguousarray(routes.transpose(2, 0, 1))  # [K, tokens, L]
+    limit = np.array(num_experts)
+
+    def reject(where: NDArray[np.bool_], reason: str) -> None:
+        if where.any():
+            token, layer = (int(at) for at in np.argwhere(where)[0])
+            row = routes[token, layer].tolist()
+            raise ValueError(f"routes: token {token}, MoE layer {layer} is {row}: {reason}")
+
+    missing = columns == NO_ROUTE
+    for column, absent in zip(columns, missing, strict=True):
+        reject(absent != missing[0], "some experts are −1")
+        reject((column < NO_ROUTE) | (column >= limit), f"experts are 0 … {limit.min() - 1}, or −1")
+    for one, other in combinations(columns, 2):
+        reject((one == other) & ~missing[0], "an expert is repeated")
+    if experts == 1 and tokens:
+        recorded = (~missing[0]).sum(0)
+        zero = ((columns[0] == 0) | missing[0]).all(0) & (recorded >= _SUSPECT_ROWS)
+        if zero.any():
+            raise ValueError(
+                f"routes: MoE layer {int(zero.argmax())} routes all {int(recorded[zero][0])} "
+                "tokens to expert 0, like a tensor that was never filled"
+            )

@@ -1,7 +1,7 @@
-"""The routers of mixture-of-experts models: where they are, and how each weighs its experts.
+"""The routers of mixture-of-experts models: where they are, and how they weigh experts.
 
-`ROUTERS` maps the class name of a router to what replay needs to know about it. Class names, so
-that no model code is imported; docs/adding-a-model-family.md shows how to add one.
+`ROUTERS` has the replay functions of each router class, by class name so that no model code is
+imported. docs/adding-a-model-family.md shows how to add one.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Output = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router class. It must have the attributes `top_k` and `num_experts`."""
+    """Replay functions of a router class, which must have `top_k` and `num_experts`."""
 
     experts: Callable[[Output], Tensor]
-    """The experts that the router chose, [tokens, K], from its output."""
+    """Return the chosen experts, [tokens, K], from the router's output."""
     replay: Callable[[Any, Output, Tensor], Output]
-    """(router, its output, experts [tokens, K] int64) → the output it would have given for these
-    experts. Weights come from the current scores, with gradient."""
+    """(router, output, experts [tokens, K] int64) → the output for these experts, with weights from
+    the current scores, differentiable."""
     gate: str = ""
-    """Name of the router's submodule that computes the logits, where its output lacks them: they
-    are put before that output. Calling the submodule again would not do: under ZeRO-3 that is a
-    collective, which ranks without routes to replay would miss."""
+    """Submodule that computes the logits, if the router's output lacks them; they are prepended to
+    that output. Calling the submodule again is not possible: under ZeRO-3 that is a collective, in
+    which ranks without routes to replay would not take part."""
 
 
 def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> Router:
-    """transformers' convention: forward returns (logits, weights, experts)."""
+    """Build a router with transformers' output (logits, weights, experts)."""
 
     def replay(router: Any, output: Output, experts: Tensor) -> Output:
         logits, weights, _live = output
@@ -43,7 +43,7 @@ def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> Router:
 
 
 def _softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """softmax over all experts, then the chosen ones; normalised if the config says so."""
+    """Softmax over all experts, normalised over the chosen ones if configured."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
 
@@ -54,7 +54,7 @@ def _softmax_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _softmax_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """DeepSeek-V2. Its limit on groups decides which experts are chosen, not what they weigh."""
+    """DeepSeek-V2. Group limits affect the choice of experts, not their weights."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return weights * router.routed_scaling_factor
 
@@ -64,7 +64,7 @@ def _softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _sigmoid_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """DeepSeek-V3. The correction bias decides which experts are chosen, not what they weigh."""
+    """DeepSeek-V3. The correction bias affects the choice of experts, not their weights."""
     weights = logits.sigmoid().gather(1, experts)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -77,7 +77,7 @@ def _sigmoid_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _autoep(router: Any, output: Output, experts: Tensor) -> Output:
-    """DeepSpeed AutoEP: (weights, experts, tokens of each expert), after the gate's logits."""
+    """DeepSpeed AutoEP, which returns (weights, experts, tokens per expert)."""
     logits, weights, _live, counts = output
     logits = logits.float()
     scores = logits.sigmoid() if router.score_func == "sigmoid" else logits.softmax(-1)
@@ -116,24 +116,24 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def is_moe(config: Any) -> bool:
-    """Whether a transformers config describes a mixture of experts; one expert is one too."""
+    """Return whether a transformers config describes a mixture of one or more experts."""
     config = config.get_text_config()
     return any((getattr(config, name, None) or 0) > 0 for name in _EXPERT_COUNTS)
 
 
 def router_modules(module: nn.Module) -> list[nn.Module]:
-    """The routers inside `module` in layer order; none for a dense model.
+    """Return the routers in `module` in layer order; none for a dense model.
 
     Raises:
-        ValueError: if it has routers or experts of a family that is not in `ROUTERS`.
+        ValueError: it has routers or experts of a family that is not in `ROUTERS`.
     """
     return list(_named_routers(module).values())
 
 
 def moe_layers(model_or_config: Any) -> tuple[int, ...]:
-    """Indices of the decoder layers that route, ascending.
+    """Return the ascending indices of MoE layers.
 
-    A config's model is built without memory to look at, since each family has its own rule.
+    A config's model is built on the meta device, because each family has its own rule.
     """
     model = model_or_config
     if not isinstance(model, nn.Module):
@@ -153,20 +153,19 @@ def moe_layers(model_or_config: Any) -> tuple[int, ...]:
 def _named_routers(module: nn.Module) -> dict[str, nn.Module]:
     named = [(name, type(child).__name__, child) for name, child in module.named_modules()]
     routers = {name: child for name, kind, child in named if kind in ROUTERS}
-    strange = sorted(
+    unknown = sorted(
         {
             kind
             for _, kind, _ in named
             if kind not in ROUTERS
             and _LOOKS_ROUTED.search(kind)
-            # Experts and blocks beside known routers are theirs.
+            # Experts and blocks next to known routers belong to them.
             and (not routers or kind.endswith("Router"))
         }
     )
-    if strange:
+    if unknown:
         raise ValueError(
-            f"{type(module).__name__}: the routing of {', '.join(strange)} is not known. "
-            "docs/models.md lists the families that are, and docs/adding-a-model-family.md shows "
-            "how to add one"
+            f"{type(module).__name__}: routing of {', '.join(unknown)} is not supported. See "
+            "docs/models.md for supported families, and docs/adding-a-model-family.md"
         )
     return routers

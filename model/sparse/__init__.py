@@ -1,1 +1,1 @@
-"""DeepSeek Sparse Attention: attention to the keys that a small indexer has selected."""
+"""DeepSeek Sparse Attention: attention to the keys that a small indexer selects."""

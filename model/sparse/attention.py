@@ -1,26 +1,45 @@
-"""Sparse attention over packed segments, for the family that has it in transformers.
+"""Sparse attention over packed segments, for DeepSeek-V3.2 in transformers.
 
 Eq. 1 and 2 of DeepSeek-V3.2 (2025). Multi-head latent attention in its MQA form: all query heads
-look at one latent entry a token, so that a selected key is read once for all of them.
+attend to one latent entry per token, so a selected key is read once for all heads. Attention runs
+on chunks of queries, so that no tensor of queries × keys exists.
 
-What selects is not differentiable, and the indexer's input is detached: the indexer learns from
-its own loss alone, and everything else from the language model's.
+The selection is not differentiable, and the indexer's input is detached: the indexer learns from
+its own loss only, and the other weights from the language model's loss only.
+
+**Index replay.** Like Keep Routing for experts, the trainer attends to the positions that the
+rollout engine selected, and computes everything else live. A recorder provides, for each input
+token and each layer with an indexer, the attended positions in the token's segment: [T, L, k],
+padded with −1. Rows of −1 were not recorded and use the live selection. A context of at most k
+tokens needs no record, because all of it is selected.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+import transformers
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from keel.model.attention import Segments, UnsupportedAttention, uncompiled
-from keel.model.sparse.chunks import by_chunks
+from keel.model.attention import (
+    Segments,
+    UnsupportedAttention,
+    uncompiled,
+    use_packed_attention,
+)
 from keel.model.sparse.indexer import (
     NONE,
+    causal_mask,
     divergence,
     gather_keys,
     index_scores,
@@ -28,45 +47,42 @@ from keel.model.sparse.indexer import (
     products,
     select,
     selected_scores,
-    up_to_own,
 )
-from keel.model.torch_internals import node_at_work
+from keel.model.torch_internals import running_node
 from keel.model.transformers_internals import become
 
-KNOWN = "DeepseekV32Attention"
-"""The class of transformers that is computed here."""
+_SUPPORTED = "DeepseekV32Attention"
+"""The supported attention class of transformers."""
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
-"""Largest tensor of a chunk of queries."""
+"""Size limit of the largest tensor of a chunk."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SparsePass:
-    """How one forward pass of the network attends, and what its indexers made of it. The keyword
-    `sparse` of the decoder's forward."""
+    """Options and results of one forward pass; the keyword `sparse` of the decoder."""
 
     dense: bool = False
-    """Attend to all earlier tokens, as in the indexer's warm-up; the loss is then Eq. 3, else
-    Eq. 4."""
+    """Attend to all earlier tokens, as in the indexer's warm-up, with the loss of Eq. 3."""
     loss: bool = False
-    """Compute the indexers' loss."""
+    """Compute the indexers' loss: Eq. 4, or Eq. 3 with `dense`."""
     chunk: int | None = None
-    """Queries at a time; None: by `CHUNK_BYTES`."""
+    """Queries per chunk; None: by `CHUNK_BYTES`."""
     recorded_LNk: Tensor | None = None
-    """Positions, counted from the start of a token's segment, that an engine selected for it in
-    each layer; a row of `NONE` has the live selection (`keel.model.sparse.replay`)."""
+    """Positions in the segment that an engine selected for each token in each layer; rows of `NONE`
+    use the live selection. See `recorded_selection`."""
     losses: list[Tensor] = field(default_factory=list[Tensor])
-    """Of each layer: Σ_t KL, with its graph."""
+    """Σ_t KL of each layer, with graph."""
     held: list[Tensor] = field(default_factory=list[Tensor])
-    """Of each layer, under dense attention with the loss: [2], the share of attention that the top
-    k hold, summed over the queries that have more than k keys to choose from, and their number."""
+    """For each layer with dense attention and loss: [2], the sum over queries with more than k keys
+    of the attention on the top k, and the number of these queries."""
 
     def loss_sum(self) -> Tensor:
-        """Σ over layers and queries of KL, in nats."""
+        """Return Σ over layers and queries of KL, in nats."""
         return torch.stack(self.losses).sum()
 
 
 def sparse_layers(model: nn.Module) -> list[nn.Module]:
-    """The attention modules with an indexer, in the order of layers."""
+    """Return the attention modules with an indexer, in layer order."""
     return [m for m in model.modules() if isinstance(getattr(m, "indexer", None), nn.Module)]
 
 
@@ -75,22 +91,22 @@ def indexers(model: nn.Module) -> list[nn.Module]:
 
 
 def use_sparse_attention(model: PreTrainedModel) -> None:
-    """Let the attention of `model` that has an indexer run over packed segments, by chunks.
+    """Make the sparse attention layers of `model` run over packed segments, by chunks.
 
-    Raises ValueError for a family whose indexer is not known here.
+    Raises ValueError for an unsupported family.
     """
     layers = sparse_layers(model)
-    unknown = {type(layer).__name__ for layer in layers} - {KNOWN}
+    unknown = {type(layer).__name__ for layer in layers} - {_SUPPORTED}
     if unknown:
         raise ValueError(
-            f"model of type {model.config.model_type}: the sparse attention of "
-            f"{', '.join(sorted(unknown))} is not known here; that of {KNOWN} is"
+            f"{model.config.model_type}: sparse attention of {', '.join(sorted(unknown))} is not "
+            f"supported, only {_SUPPORTED}"
         )
     for layer in layers:
         become(layer, _packed(type(layer)))
 
 
-@cache  # one class for all layers, or each would be compiled anew
+@cache  # one class for all layers, so that they share compiled code
 def _packed(kind: type[nn.Module]) -> type[nn.Module]:
     if kind.forward is _forward:
         return kind
@@ -113,16 +129,15 @@ def _forward(
     alone = segments.group is None and segments.contexts is None
     if attention_mask is not None or not alone or self.attention_dropout:
         raise UnsupportedAttention(
-            "sparse attention knows no mask but packed segments, no dropout, no sequence "
-            "parallelism and no shared prompts (trainer.sequence_parallel: 1, "
-            "trainer.share_prompts: false)"
+            "sparse attention supports neither masks nor dropout, sequence parallelism or shared "
+            "prompts. Set trainer.sequence_parallel: 1 and trainer.share_prompts: false"
         )
     (hidden,), (cos, sin) = hidden_states, (x[0] for x in position_embeddings)
     nope, rope, rank = self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank
     low = self.q_a_layernorm(self.q_a_proj(hidden))
     query, turned = self.q_b_proj(low).unflatten(-1, (-1, nope + rope)).split([nope, rope], -1)
     latent, shared = self.kv_a_proj_with_mqa(hidden).split([rank, rope], -1)
-    # The projection's weight, by a call: under ZeRO-3 that is what gathers it.
+    # A call returns the projection's weight, because ZeRO-3 gathers it only for calls.
     unit = torch.eye(rank, dtype=hidden.dtype, device=hidden.device)
     up = self.kv_b_proj(unit).view(rank, self.num_heads, -1)  # [r, H, nope + value]
     query = torch.einsum("nhd,rhd->nhr", query, up[..., :nope])
@@ -138,8 +153,11 @@ def _forward(
 def _index_inputs(
     indexer: Any, hidden: Tensor, low: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [N, J, d], weight [N, J] float32 and key [N, d] of Eq. 1. Its rotary embedding turns
-    halves of the first dimensions, where the main attention's turns pairs of the last."""
+    """Compute query [N, J, d], weight [N, J] float32 and key [N, d] of Eq. 1.
+
+    The rotary embedding rotates halves of the first dimensions; the main attention rotates pairs of
+    the last ones.
+    """
     rope = indexer.qk_rope_head_dim
     query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, -1))
     key = indexer.k_norm(indexer.wk(hidden))[:, None]
@@ -152,7 +170,7 @@ def _index_inputs(
     return query, weight * (indexer.softmax_scale * indexer.n_heads**-0.5), key[:, 0]
 
 
-@uncompiled  # blocks differ from row to row
+@uncompiled  # blocks differ between rows
 def _attend(
     layer: Any,
     query: Tensor,
@@ -169,7 +187,7 @@ def _attend(
     recorded = None
     if sparse.recorded_LNk is not None and not sparse.dense:
         recorded = sparse.recorded_LNk[layer.layer_idx].to(query.device).index_select(0, rows)
-    run = partial(Chunk, layer.scaling, layer.kv_lora_rank, top_k, sparse.loss)
+    run = ChunkAttention(layer.scaling, layer.kv_lora_rank, top_k, sparse.loss)
     outputs: list[tuple[Tensor, ...]] = []
     start = 0
     for count, longest in segments.blocks:
@@ -181,28 +199,31 @@ def _attend(
         queries, keys = [*map(block, per_query)], [*map(block, per_key)]
         size = sparse.chunk or chunk_size(queries[0], queries[1], count * longest, top_k)
         if sparse.dense or (longest <= top_k and recorded is None):
-            parts = by_chunks(run().dense, queries, keys, size=size)
+            parts = by_chunks(run.dense, queries, keys, size=size)
         else:
             live = selection(queries[1], queries[2], keys[1], top_k, size)
             chosen = live if recorded is None else _replayed(block(recorded), live)
-            parts = by_chunks(run().chosen, [*queries, chosen], keys, size=size)
+            parts = by_chunks(run.chosen, [*queries, chosen], keys, size=size)
         outputs.append(tuple(part.flatten(0, 1) for part in parts))
         start = stop
     back = segments.row_of_token
     mixed, lost, held = (torch.cat(x).index_select(0, back) for x in zip(*outputs, strict=True))
     if sparse.loss:
         lost, held = lost.sum(), held.detach()
-        if node_at_work() is None:  # not while a backward pass computes it again
-            looked = held >= 0
+        if running_node() is None:  # not in a recomputation
+            computed = held >= 0
             sparse.losses.append(lost)
-            sparse.held.append(torch.stack([held.where(looked, 0).sum(), looked.sum()]))
+            sparse.held.append(torch.stack([held.where(computed, 0).sum(), computed.sum()]))
     return mixed
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Attention of some queries: outputs [B, c, H, r], KL [B, c] and the share of attention [B, c]
-    that the top k hold (−1: not looked at)."""
+class ChunkAttention:
+    """Attention of a chunk of queries.
+
+    Returns outputs [B, c, H, r], KL [B, c], and the fraction of attention on the top k [B, c], or
+    −1 if not computed.
+    """
 
     scaling: float
     rank: int
@@ -220,10 +241,10 @@ class Chunk:
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = products(query.flatten(1, 2), key.transpose(1, 2)) * self.scaling
         logits = logits.unflatten(1, query.shape[1:3])  # [B, c, H, s]
-        seen = up_to_own(first, logits[:, :, 0])
+        seen = causal_mask(first, logits[:, :, 0])
         shares = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
         mixed = torch.einsum("bchs,bsr->bchr", shares.to(key.dtype), key[..., : self.rank])
-        lost, held = self._unknown(mixed)
+        lost, held = self._not_computed(mixed)
         if self.loss:
             target = shares.detach().mean(2)
             scores = index_scores(index_q, weight, index_k)
@@ -249,13 +270,13 @@ class Chunk:
         logits = own_products(query, keys) * self.scaling  # [B, c, H, k]
         shares = logits.masked_fill(~known[:, :, None], -torch.inf).softmax(-1)
         mixed = shares.to(key.dtype) @ keys[..., : self.rank]
-        lost, held = self._unknown(mixed)
+        lost, held = self._not_computed(mixed)
         if self.loss:
             scores = selected_scores(index_q, weight, gather_keys(index_k, chosen))
             lost = divergence(shares.mean(2), scores, known)
         return mixed, lost, held
 
-    def _unknown(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def _not_computed(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         nothing = mixed.new_zeros(mixed.shape[:2], dtype=torch.float32)
         return nothing, nothing - 1
 
@@ -264,7 +285,7 @@ class Chunk:
 def selection(
     query: Tensor, weight: Tensor, key: Tensor, top_k: int, size: int, *, first: int = 0
 ) -> Tensor:
-    """[B, L, k] int32 of all queries, by chunks; `first` as in `by_chunks`."""
+    """Select keys for all queries by chunks, [B, L, k] int32; `first` as in `by_chunks`."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, key: Tensor) -> tuple[Tensor]:
         chosen = select(first, index_scores(query, weight, key), top_k)
@@ -274,7 +295,7 @@ def selection(
 
 
 def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
-    """The recorded selection, and the live one in rows without."""
+    """Return the recorded selection, with the live one in rows that were not recorded."""
     width = max(recorded.shape[-1], live.shape[-1])
     recorded, live = (
         nn.functional.pad(x, (0, width - x.shape[-1]), value=NONE) for x in (recorded, live)
@@ -283,7 +304,10 @@ def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
 
 
 def chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
-    """Queries whose largest tensor, in float32, is within `CHUNK_BYTES`. `keys`: in all rows."""
+    """Return the number of queries whose largest float32 tensor fits `CHUNK_BYTES`.
+
+    keys: total over all rows.
+    """
     rows, width = len(query), query.shape[-1]
     heads = max(query.shape[2], index_q.shape[2])
     largest = 4 * max(heads * keys, rows * min(top_k, keys) * max(width, heads))
@@ -291,8 +315,10 @@ def chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of pairs (0, 1), (2, 3), …, x [N, H, d]; the result holds all first ones of
-    pairs before all second ones, for queries and keys alike."""
+    """Rotate pairs (0, 1), (2, 3), … of x [N, H, d].
+
+    The result has the first elements of all pairs before the second ones, for queries and keys.
+    """
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
     one, two = x[..., 0::2], x[..., 1::2]
@@ -300,6 +326,211 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of pairs (i, i + d/2), x [N, H, d]."""
+    """Rotate pairs (i, i + d/2) of x [N, H, d]."""
     one, two = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat([-two, one], -1) * sin[:, None]
+
+
+ChunkFunction = Callable[..., tuple[Tensor, ...]]
+"""(position of the first query, per-query tensors [B, c, …] …, per-key tensors [B, s, …] …) →
+outputs [B, c, …] …, with the keys up to the last query's position."""
+
+
+def by_chunks(
+    chunk: ChunkFunction,
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    *,
+    size: int,
+    first: int = 0,
+) -> tuple[Tensor, ...]:
+    """Apply `chunk` to `size` queries at a time.
+
+    Queries [B, L, …] and keys [B, first + L, …] give outputs [B, L, …].
+
+    Only inputs and outputs are saved; the backward pass recomputes one chunk at a time. `first` is
+    the position of the first query; keys start at 0. Gradients of keys are summed in float32.
+    """
+    plan = _Plan(chunk, size, len(queries), first)
+    return _ByChunks.apply(plan, *queries, *keys)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    chunk: ChunkFunction
+    size: int
+    queries: int
+    """Number of per-query tensors; the others are per key."""
+    first: int
+
+    def starts(self, tensors: Sequence[Tensor]) -> range:
+        return range(0, tensors[0].shape[1], self.size)
+
+    def part(self, at: int, start: int) -> slice:
+        """Return the slice of tensor `at` for the chunk that begins at `start`."""
+        stop = start + self.size
+        return slice(start, stop) if at < self.queries else slice(0, self.first + stop)
+
+    def run(self, start: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return self.chunk(self.first + start, *tensors)
+
+
+class _ByChunks(Function):
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        parts = [
+            plan.run(start, [x[:, plan.part(at, start)] for at, x in enumerate(tensors)])
+            for start in plan.starts(tensors)
+        ]
+        return tuple(torch.cat(part, 1) for part in zip(*parts, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan: _Plan = ctx.plan
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        leaves = [at for at, need in enumerate(needed) if need]
+        sums: list[Tensor | None] = [None] * len(tensors)
+        for start in plan.starts(tensors):
+            inputs = [
+                x[:, plan.part(at, start)].detach().requires_grad_(needed[at])
+                for at, x in enumerate(tensors)
+            ]
+            with torch.enable_grad():
+                outputs = plan.run(start, inputs)
+            used = [
+                (output, grad[:, start : start + plan.size])
+                for output, grad in zip(outputs, grads, strict=True)
+                if grad is not None and output.requires_grad
+            ]
+            if not used:
+                continue
+            chunk_grads = torch.autograd.grad(
+                [output for output, _ in used],
+                [inputs[at] for at in leaves],
+                [grad for _, grad in used],
+                allow_unused=True,
+            )
+            for at, grad in zip(leaves, chunk_grads, strict=True):
+                if grad is None:
+                    continue
+                x, total = tensors[at], sums[at]
+                if total is None:
+                    dtype = x.dtype if at < plan.queries else torch.float32
+                    total = sums[at] = torch.zeros_like(x, dtype=dtype)
+                total[:, plan.part(at, start)] += grad
+        gradients = (
+            None if total is None else total.to(x.dtype)
+            for total, x in zip(sums, tensors, strict=True)
+        )
+        return None, *gradients
+
+
+def recorded_selection(
+    model: nn.Module, selected_NLk: NDArray[Any], position_N: NDArray[Any]
+) -> Tensor:
+    """Validate a recorded selection and return it as `SparsePass.recorded_LNk`.
+
+    selected_NLk: selected positions of a packed row's N tokens; position_N: their own positions.
+
+    Raises ValueError naming the first token and layer with an invalid selection (later tokens,
+    repeated positions, a wrong number of positions), and for a wrong number of layers.
+    """
+    modules = indexers(model)
+    if selected_NLk.ndim != 3 or selected_NLk.shape[:2] != (len(position_N), len(modules)):
+        raise ValueError(
+            f"recorded selection has shape {selected_NLk.shape} for {len(position_N)} tokens and "
+            f"{len(modules)} layers with an indexer"
+        )
+    top_k = int(getattr(modules[0], "index_topk", 0)) if modules else 0
+    by_layer = np.empty((len(modules), len(position_N), selected_NLk.shape[2]), np.int32)
+    for layer, selected_Nk in enumerate(by_layer):  # one at a time, since all can be gigabytes
+        selected_Nk[:] = selected_NLk[:, layer]
+        _check_selection(selected_Nk, position_N, top_k, layer)
+    return torch.from_numpy(by_layer)
+
+
+def _check_selection(
+    selected_Nk: NDArray[np.int32], position_N: NDArray[Any], top_k: int, layer: int
+) -> None:
+    ordered = np.sort(selected_Nk, -1)
+    count = (ordered != NONE).sum(-1)
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NONE)
+    faults = {
+        "a position before the segment": ordered[:, 0] < NONE,
+        "a later token": ordered[:, -1] > position_N,
+        "a repeated position": repeated.any(-1),
+        f"not min(position + 1, {top_k}) positions": (count > 0)
+        & (count != np.minimum(position_N + 1, top_k)),
+    }
+    for fault, where in faults.items():
+        if where.any():
+            token = int(where.argmax())
+            raise ValueError(
+                f"recorded selection: token {token} (position {position_N[token]}), layer {layer}: "
+                f"{fault}"
+            )
+
+
+_TOLERANCE = 1e-4
+
+
+@cache
+def check_sparse_attention() -> None:
+    """Compare with transformers on a model of a few hundred weights, once per process.
+
+    Raises RuntimeError if results differ or modules were renamed, since training would then be of
+    a different model than the checkpoint's.
+    """
+    message = (
+        f"transformers {transformers.__version__} is not compatible with Keel's sparse attention "
+        "for deepseek_v32. Install transformers 5.17 to 5.19"
+    )
+    try:
+        difference = _difference()
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RuntimeError(f"{message} ({type(error).__name__}: {error})") from error
+    if not difference < _TOLERANCE:
+        raise RuntimeError(f"{message} (its output differs by {difference:.1e})")
+
+
+@torch.no_grad()
+def _difference() -> float:
+    """Return the largest difference of hidden states, for a segment with 4 of 12 keys selected."""
+    tokens, top_k = 12, 4
+    config = AutoConfig.for_model(
+        "deepseek_v32",
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        mlp_layer_types=["dense"],
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        index_n_heads=8,
+        index_head_dim=8,
+        index_topk=top_k,
+        initializer_range=0.5,
+        max_position_embeddings=64,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        ids, positions = torch.randint(0, 16, (1, tokens)), torch.arange(tokens)[None]
+    ours = deepcopy(theirs)
+    use_sparse_attention(ours)
+    use_packed_attention(ours)
+    expected, actual = (
+        model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, **more)
+        for model, more in ((theirs, {}), (ours, {"segments": Segments.of([tokens])}))
+    )
+    return float((expected.last_hidden_state - actual.last_hidden_state).abs().max())

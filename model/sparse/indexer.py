@@ -1,9 +1,9 @@
-r"""The lightning indexer: how much each earlier token matters to a query, and what it learns from.
+r"""The lightning indexer: relevance of earlier tokens for a query, and its loss.
 
     I_{t,s} = Σ_j w_{t,j} · ReLU(q_{t,j} · k_s)
 
-DeepSeek-V3.2 (2025), Eq. 1. Its loss is Σ_t KL(p_{t,·} ‖ softmax(I_{t,·})), p being the main
-attention summed over heads and normalised: over all earlier tokens in the dense warm-up (Eq. 3),
+DeepSeek-V3.2 (2025), Eq. 1. The loss is Σ_t KL(p_{t,·} ‖ softmax(I_{t,·})), where p is the main
+attention, summed over heads and normalised: over all earlier tokens in the dense warm-up (Eq. 3),
 over the selected ones in the sparse stage (Eq. 4).
 """
 
@@ -17,24 +17,25 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 NONE = -1
-"""Entry of a selection that selects nothing."""
+"""Padding of a selection."""
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
-    """Batched products of matrices [B, m, d] and [B, d, n] → [B, m, n] float32, whatever they are
-    in: a bfloat16 logit of 20 is off by up to 0.06. Gradients are of their own precision, as other
-    matrix products' are."""
+    """Multiply matrices [B, m, d] and [B, d, n] → [B, m, n] in float32.
+
+    A bfloat16 logit of 20 is off by up to 0.06. Gradients have the precision of the inputs.
+    """
     return _Products.apply(left, right)  # type: ignore[return-value]
 
 
 def own_products(query: Tensor, key: Tensor) -> Tensor:
-    """With keys of each query's own: query [B, c, H, d], key [B, c, k, d] → [B, c, H, k]."""
+    """Multiply with keys per query: query [B, c, H, d], key [B, c, k, d] → [B, c, H, k]."""
     each = products(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
     return each.unflatten(0, query.shape[:2])
 
 
 class _Products(Function):
-    """A GPU multiplies narrow floats into float32; a CPU has to widen them."""
+    """A GPU multiplies half precision into float32; on a CPU the inputs are cast."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
@@ -52,26 +53,30 @@ class _Products(Function):
 
 
 def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """I of Eq. 1, float32: query [B, c, J, d], weight [B, c, J], key [B, s, d] → [B, c, s]."""
+    """Compute I of Eq. 1 in float32.
+
+    query [B, c, J, d], weight [B, c, J], key [B, s, d] → [B, c, s].
+    """
     each = products(query.flatten(1, 2), key.transpose(1, 2)).relu()
     return (weight.float().unsqueeze(2) @ each.unflatten(1, query.shape[1:3])).squeeze(2)
 
 
 def selected_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """The same with keys of each query's own, key [B, c, k, d] → [B, c, k]."""
+    """Compute I with separate keys per query, key [B, c, k, d] → [B, c, k]."""
     each = own_products(query, key).relu()  # [B, c, J, k]
     return (weight.float().unsqueeze(2) @ each).squeeze(2)
 
 
 def select(first: int, scores: Tensor, top_k: int) -> Tensor:
-    """The `top_k` largest of each query's scores [B, c, s] among those up to its own, in no order:
-    [B, c, min(k, s)] int32, `NONE` where there are fewer. `first`: number of the first query.
+    """Select the `top_k` largest scores [B, c, s] of each query among keys up to its position.
 
-    Of equal scores the later token's counts as larger (where no head of the indexer cares, scores
-    are exactly 0), so that a selection does not depend on what it is computed together with.
+    Returns unordered [B, c, min(k, s)] int32, padded with `NONE`. `first`: position of the first
+    query. Ties go to the later token, so that the selection does not depend on batching; scores
+    are exactly 0 if no head is active.
     """
-    seen = up_to_own(first, scores)
-    bits = (scores.masked_fill(~seen, -torch.inf) + 0.0).view(torch.int32)  # and no −0.0
+    seen = causal_mask(first, scores)
+    # Adding 0.0 turns −0.0 into 0.0.
+    bits = (scores.masked_fill(~seen, -torch.inf) + 0.0).view(torch.int32)
     ordered = bits.where(bits >= 0, bits ^ 0x7FFFFFFF).long() << 32
     ordered += torch.arange(scores.shape[2], device=scores.device)
     chosen = ordered.topk(min(top_k, scores.shape[2]), sorted=False).indices
@@ -79,16 +84,16 @@ def select(first: int, scores: Tensor, top_k: int) -> Tensor:
     return chosen.masked_fill(chosen > queries[:, None], NONE).int()
 
 
-def up_to_own(first: int, scores: Tensor) -> Tensor:
-    """[c, s]: whether a query, the first of which has the number `first`, may see a key."""
+def causal_mask(first: int, scores: Tensor) -> Tensor:
+    """Return [c, s], True where a query may see a key; `first`: position of the first query."""
     queries = torch.arange(first, first + scores.shape[1], device=scores.device)
     return torch.arange(scores.shape[2], device=scores.device) <= queries[:, None]
 
 
 def divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
-    """KL(target ‖ softmax(scores)) over the entries `among`, in nats: [..., s] → [...], float32.
+    """Compute KL(target ‖ softmax(scores)) over the entries `among`, in nats: [..., s] → [...].
 
-    `target`: probabilities, 0 elsewhere. No gradient reaches it.
+    `target` has probabilities, 0 outside `among`; it gets no gradient.
     """
     target = target.detach().float()
     logs = scores.masked_fill(~among, -torch.inf).log_softmax(-1).masked_fill(~among, 0.0)
@@ -96,12 +101,12 @@ def divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
 
 
 def gather_keys(keys: Tensor, chosen: Tensor) -> Tensor:
-    """keys [B, s, d], chosen [B, c, k] (`NONE`: any) → [B, c, k, d]."""
+    """Gather keys [B, s, d] at chosen [B, c, k] → [B, c, k, d]; `NONE` gives an arbitrary key."""
     return _Gather.apply(keys, chosen)  # type: ignore[return-value]
 
 
 class _Gather(Function):
-    """Its gradient is summed in float32: a key may be selected by every query."""
+    """Sums gradients in float32, because all queries may select a key."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, chosen: Tensor) -> Tensor:

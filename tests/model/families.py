@@ -1,4 +1,4 @@
-"""Tiny random models, built in code, of every family whose routing can be replayed."""
+"""Tiny random models of every family with routing replay."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LATENT: dict[str, Any] = {
     "routed_scaling_factor": 1.7,
 }
 
-# The first or second layer is dense where the family knows dense layers.
+# The first or second layer is dense if the family supports dense layers.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
         "num_experts": 8,
@@ -83,7 +83,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build(family: str, **changes: Any) -> PreTrainedModel:
-    """A random model in float32, its routers and correction biases far from zero."""
+    """Build a random float32 model with routers and correction biases far from zero."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**_SIZES, **FAMILIES.get(family, {}), **changes})
     config._attn_implementation = "eager"

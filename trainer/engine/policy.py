@@ -33,9 +33,13 @@ from keel.model.logprobs import (
 from keel.model.rope import fix_long_rope
 from keel.model.routing.replay import Replay, replay_routes
 from keel.model.routing.routers import router_modules
-from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attention
-from keel.model.sparse.contract import check_sparse_attention
-from keel.model.sparse.replay import recorded_selection
+from keel.model.sparse.attention import (
+    SparsePass,
+    check_sparse_attention,
+    indexers,
+    recorded_selection,
+    use_sparse_attention,
+)
 from keel.model.tiny.build import default_cache_dir
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch, TrainBatch

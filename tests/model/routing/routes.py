@@ -1,4 +1,4 @@
-"""Routes of tiny models, live and made up."""
+"""Live and random routes of tiny models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def live_routes(model: PreTrainedModel) -> Tensor:
 
 
 def other_routes(model: PreTrainedModel, seed: int = 0) -> Tensor:
-    """Random ones, of distinct experts."""
+    """Draw random routes with distinct experts."""
     generator = torch.Generator().manual_seed(seed)
     layers = len(router_modules(model))
     return torch.rand(N, layers, E, generator=generator).argsort(-1)[..., :K].to(torch.int16)

@@ -19,9 +19,9 @@ def qwen() -> PreTrainedModel:
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    actual = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return actual
 
 
 def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -37,7 +37,7 @@ def loss_of(model: PreTrainedModel) -> Tensor:
 def checkpointed(model: PreTrainedModel, reentrant: bool) -> None:
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:  # a reentrant checkpoint only runs backward if an input asks for gradient
+    if reentrant:  # a reentrant checkpoint needs an input that requires grad
         model.enable_input_require_grads()
 
 
@@ -46,7 +46,7 @@ def reentrant(request) -> bool:
     return request.param
 
 
-def test_recomputation_repeats_the_replay_inside_and_after_the_context(qwen, reentrant):
+def test_recomputation_repeats_its_replay(qwen, reentrant):
     routes = other_routes(qwen)
     with replay_routes(qwen, routes):
         loss_of(qwen).backward()
@@ -55,15 +55,15 @@ def test_recomputation_repeats_the_replay_inside_and_after_the_context(qwen, ree
     with replay_routes(qwen, routes) as replay:
         loss_of(qwen).backward()
     same(gradients(qwen), expected)
-    assert replay.metrics()["routing/overlap"].count == N * 2, "recomputation must not count"
+    assert replay.metrics()["routing/overlap"].count == N * 2, "recomputation does not count"
     with replay_routes(qwen, routes):
         loss = loss_of(qwen)
     loss.backward()
     same(gradients(qwen), expected)
 
 
-def test_recomputation_finds_its_own_replay_among_others(qwen, reentrant):
-    """Two replays and a live pass wait for backward, which then runs inside a third replay."""
+def test_recomputation_finds_its_replay_among_others(qwen, reentrant):
+    """Backward of two replays and a live pass runs inside a third replay."""
     first, second = other_routes(qwen, 1), other_routes(qwen, 2)
     expected = []
     for routes in (first, second):
@@ -86,7 +86,7 @@ def test_recomputation_finds_its_own_replay_among_others(qwen, reentrant):
             same(gradients(qwen), grads)
 
 
-def test_recomputing_a_forgotten_replay_is_refused(qwen, reentrant, monkeypatch):
+def test_recomputing_a_dropped_replay_fails(qwen, reentrant, monkeypatch):
     monkeypatch.setattr(routing, "REMEMBERED", 1)
     checkpointed(qwen, reentrant)
     losses = []
@@ -94,5 +94,5 @@ def test_recomputing_a_forgotten_replay_is_refused(qwen, reentrant, monkeypatch)
         with replay_routes(qwen, other_routes(qwen, seed)):
             losses.append(loss_of(qwen))
     losses[1].backward()
-    with pytest.raises(RuntimeError, match="more than 1 replays ago"):
+    with pytest.raises(RuntimeError, match="more than 1"):
         losses[0].backward()

@@ -1,4 +1,4 @@
-"""Routes that cannot be, and models that cannot be replayed."""
+"""Invalid routes and unsupported models are refused."""
 
 from __future__ import annotations
 
@@ -30,50 +30,50 @@ def edited(routes: Tensor, at: tuple[int, ...], value: object) -> Tensor:
     [
         (lambda r: r[0], "routes must be integers"),
         (lambda r: r.float(), "routes must be integers"),
-        (lambda r: r[:, :1], "L = 1 layers, but the model has 2 MoE layers"),
-        (lambda r: r[..., :1], "K = 1 experts a token, but MoE layer 0 chooses 2"),
-        (lambda r: edited(r, (4, 1), [0, E]), "token 4, MoE layer 1 is .*experts are 0 … 7"),
-        (lambda r: edited(r, (4, 1), [0, -2]), "token 4, MoE layer 1 is .*experts are 0 … 7"),
-        (lambda r: edited(r, (4, 1), [-1, 0]), "token 4, MoE layer 1 is .*whole or not at all"),
-        (lambda r: edited(r, (4, 1), [0, 0]), "token 4, MoE layer 1 is .*expert is there twice"),
-        (lambda r: edited(r, (slice(None), 1), 0), "token 0, MoE layer 1 is .*there twice"),
+        (lambda r: r[:, :1], "L = 1"),
+        (lambda r: r[..., :1], "K = 1"),
+        (lambda r: edited(r, (4, 1), [0, E]), "token 4, MoE layer 1"),
+        (lambda r: edited(r, (4, 1), [0, -2]), "token 4, MoE layer 1"),
+        (lambda r: edited(r, (4, 1), [-1, 0]), "token 4, MoE layer 1"),
+        (lambda r: edited(r, (4, 1), [0, 0]), "token 4, MoE layer 1"),
+        (lambda r: edited(r, (slice(None), 1), 0), "token 0, MoE layer 1"),
     ],
 )
-def test_routes_that_cannot_be_are_refused_on_entry(qwen, edit, message):
+def test_invalid_routes_are_located(qwen, edit, message):
     context = replay_routes(qwen, edit(other_routes(qwen)))
     with pytest.raises(ValueError, match=message), context:
         pass
 
 
-def test_a_layer_of_zeros_is_refused_with_one_expert_a_token():
+def test_zero_layers_are_refused_with_one_expert():
     model = build("qwen3_moe", num_experts_per_tok=1)
     routes = torch.randint(1, E, (16, 2, 1))
     routes[:, 1] = 0
-    with pytest.raises(ValueError, match="MoE layer 1 sends all its 16 tokens"):
+    with pytest.raises(ValueError, match="MoE layer 1"):
         replay_routes(model, routes).__enter__()
 
 
-def test_routes_for_another_number_of_tokens_are_refused(qwen):
+def test_wrong_number_of_tokens_is_refused(qwen):
     with (
-        pytest.raises(ValueError, match="routes are for 9 tokens, but the router of MoE layer 0"),
+        pytest.raises(ValueError, match="9 tokens"),
         replay_routes(qwen, other_routes(qwen)[:9]),
     ):
         logits(qwen)
 
 
-def test_routes_that_were_never_applied_are_an_error(qwen):
+def test_unapplied_routes_are_an_error(qwen):
     with (
-        pytest.raises(RuntimeError, match=r"routers of MoE layers \[0, 1\] did not run"),
+        pytest.raises(RuntimeError, match=r"\[0, 1\]"),
         replay_routes(qwen, other_routes(qwen)),
     ):
         pass
 
 
-def test_a_router_is_replayed_by_one_context_at_a_time(qwen):
+def test_nested_replays_are_refused(qwen):
     routes = other_routes(qwen)
     with replay_routes(qwen, routes):
         logits(qwen)
-        with pytest.raises(RuntimeError, match="already being replayed"):
+        with pytest.raises(RuntimeError, match="already"):
             replay_routes(qwen, routes).__enter__()
 
 
@@ -86,20 +86,19 @@ class MysteryExperts(nn.Module):
 
 
 @pytest.mark.parametrize("part", [MysteryRouter(4, 4), MysteryExperts()])
-def test_an_unknown_family_is_refused_with_the_known_ones(part):
-    with pytest.raises(ValueError, match=r"Mystery\w+ is not known.*adding-a-model-family"):
+def test_unknown_families_are_refused(part):
+    with pytest.raises(ValueError, match=r"Mystery"):
         router_modules(nn.Sequential(part))
 
 
-def test_a_dense_model_has_no_routers():
+def test_dense_models_have_no_routers():
     model = build("qwen3")
     assert router_modules(model) == [] and not is_moe(model.config) and moe_layers(model) == ()
     with pytest.raises(ValueError, match="no routers"):
         replay_routes(model, np.zeros((N, 0, 2), np.int16)).__enter__()
 
 
-def test_one_expert_is_a_mixture_too():
-    """The model then has routers, which want routes."""
+def test_one_expert_counts_as_moe():
     config = build("qwen3_moe").config
     config.num_experts = 1
     assert is_moe(config) and is_moe(config.get_text_config()) and not is_moe(build("qwen3").config)

@@ -37,7 +37,7 @@ def qwen() -> PreTrainedModel:
     return build("qwen3_moe")
 
 
-def test_its_own_routes_change_nothing(model):
+def test_live_routes_change_nothing(model):
     routes = live_routes(model)
     with replay_routes(model, routes) as replay, torch.no_grad():
         replayed = logits(model)
@@ -49,7 +49,7 @@ def test_its_own_routes_change_nothing(model):
 
 
 def expected_weights(model_type: str, router: nn.Module, scores: Tensor, experts: Tensor) -> Tensor:
-    """The papers' formulas, expert by expert."""
+    """Compute the papers' formulas per expert."""
     weights = []
     for row, chosen in zip(scores.tolist(), experts.tolist(), strict=True):
         if model_type in ("deepseek_v3", "deepseek_v32", "glm4_moe", "minimax_m2"):
@@ -65,8 +65,8 @@ def expected_weights(model_type: str, router: nn.Module, scores: Tensor, experts
     return torch.tensor(weights)
 
 
-def test_other_routes_are_weighed_by_the_current_scores_and_train_the_gate(model):
-    """Softmax over the chosen (gpt_oss) is softmax over all, normalised over the chosen."""
+def test_replayed_experts_use_current_scores_with_gradient(model):
+    """For gpt_oss, softmax over the chosen equals normalised softmax over all."""
     routes = other_routes(model)
     seen = []
     router = router_modules(model)[0]
@@ -84,7 +84,7 @@ def test_other_routes_are_weighed_by_the_current_scores_and_train_the_gate(model
     assert all(router.weight.grad.abs().max() > 0 for router in router_modules(model))
 
 
-def test_rows_of_minus_one_use_the_live_router(model):
+def test_unrecorded_rows_use_the_live_router(model):
     routes = live_routes(model).to(torch.int16)
     routes[3:6] = -1
     with replay_routes(model, routes.numpy()) as replay, torch.no_grad():
@@ -104,33 +104,30 @@ def test_dense_layers_have_no_routes(model):
     assert is_moe(model.config)
 
 
-# Around the context
-
-
-def test_nothing_is_left_after_the_context_or_an_error_in_it(qwen):
+def test_nothing_remains_after_an_error(qwen):
     before = logits(qwen)
     with pytest.raises(KeyError), replay_routes(qwen, other_routes(qwen)):
         raise KeyError
     assert torch.equal(logits(qwen), before)
 
 
-def test_old_replays_take_no_memory_of_the_device(qwen):
-    """But those whose metrics somebody is going to read."""
-    kept = []
+def test_old_replays_free_their_routes(qwen):
+    """Replays that the caller holds keep their metrics."""
+    replays = []
     for _ in range(2 * REMEMBERED):
         with replay_routes(qwen, other_routes(qwen), by_token=True) as replay:
             logits(qwen).sum().backward()
-        kept.append(replay)
-    *old, last = (replay.metrics() for replay in kept)
+        replays.append(replay)
+    *old, last = (replay.metrics() for replay in replays)
     assert all(one == last for one in old) and last["routing/overlap"].count
-    assert all(replay.overlap_N() is not None for replay in kept)
+    assert all(replay.overlap_N() is not None for replay in replays)
     held = [*module._closed][-2 * REMEMBERED :]
     without = [not replay._counts and replay.overlap_N() is None for replay in held]
     assert without == [True] * REMEMBERED + [False] * REMEMBERED
     assert [replay._routes_LNK is None for replay in held] == without
 
 
-def test_a_copy_of_a_replayed_model_is_not_replayed(qwen):
+def test_copies_are_not_replayed(qwen):
     with replay_routes(qwen, other_routes(qwen)):
         logits(qwen)
         twin = copy.deepcopy(qwen)
@@ -138,7 +135,7 @@ def test_a_copy_of_a_replayed_model_is_not_replayed(qwen):
     assert torch.equal(changed, logits(twin))
 
 
-def test_a_copy_of_a_replayed_model_counts_each_pass_once(qwen):
+def test_copies_count_each_pass_once(qwen):
     routes = other_routes(qwen)
     with replay_routes(qwen, routes) as original:
         logits(qwen)
@@ -149,7 +146,7 @@ def test_a_copy_of_a_replayed_model_counts_each_pass_once(qwen):
     assert torch.equal(recording.routes()[:, 0], live_routes(qwen)[:, 0])
 
 
-def test_two_models_can_be_replayed_at_once(qwen):
+def test_two_models_replay_at_once(qwen):
     other = build("mixtral")
     with (
         replay_routes(qwen, other_routes(qwen)),
@@ -160,7 +157,7 @@ def test_two_models_can_be_replayed_at_once(qwen):
     assert replay.metrics()["routing/overlap"].value == 1
 
 
-def test_overlap_counts_experts_in_any_order(qwen):
+def test_overlap_ignores_the_order_of_experts(qwen):
     routes = live_routes(qwen)
     with replay_routes(qwen, routes.flip(-1)) as replay:
         logits(qwen)
@@ -174,8 +171,7 @@ def test_overlap_counts_experts_in_any_order(qwen):
         assert replay.metrics()["routing/overlap"].value < 0.75
 
 
-def test_overlap_of_each_token(qwen):
-    """A token with another expert in one of its layers, one without routes, and the others."""
+def test_overlap_per_token(qwen):
     routes = live_routes(qwen).to(torch.int16)
     layers, experts = routes.shape[1:]
     routes[2, 0, 0] = min(set(range(E)) - set(routes[2, 0].tolist()))
@@ -188,14 +184,14 @@ def test_overlap_of_each_token(qwen):
     known_N = ~overlap_N.isnan()
     of_all = replay.metrics()["routing/overlap"]
     assert float(overlap_N[known_N].mean()) == pytest.approx(of_all.value)
-    # What comes after the other expert sees other hidden states, this layer does not.
+    # Later layers get other hidden states, this layer does not.
     assert 1 - overlap_N[2] >= 1 / (layers * experts) - 1e-6
     with replay_routes(qwen, routes) as replay, torch.no_grad():
         logits(qwen)
     assert replay.overlap_N() is None
 
 
-def test_a_recording_sees_the_live_router_behind_a_replay(qwen):
+def test_recording_sees_the_live_router_under_replay(qwen):
     routes = other_routes(qwen)
     live_first_layer = live_routes(qwen)[:, 0]
     with replay_routes(qwen, routes), record_routes(qwen) as recording:
@@ -203,17 +199,14 @@ def test_a_recording_sees_the_live_router_behind_a_replay(qwen):
     assert torch.equal(recording.routes()[:, 0], live_first_layer)
 
 
-def test_uint8_routes_are_taken(qwen):
+def test_uint8_routes_are_accepted(qwen):
     with replay_routes(qwen, other_routes(qwen).numpy().astype(np.uint8)) as replay:
         logits(qwen)
     assert replay.metrics()["routing/fallback_fraction"].value == 0
 
 
-# DeepSpeed AutoEP's router, by its interface
-
-
 class TokenChoiceTopKRouter(nn.Module):
-    """What DeepSpeed's router of this name does, without its group limits."""
+    """Imitates the router of DeepSpeed AutoEP, without group limits."""
 
     def __init__(self, score_func: str, norm: bool) -> None:
         super().__init__()
@@ -234,7 +227,7 @@ class TokenChoiceTopKRouter(nn.Module):
 
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
-def test_the_expert_parallel_router_is_replayed(score_func, norm):
+def test_expert_parallel_routers_are_replayed(score_func, norm):
     torch.manual_seed(0)
     router, x, bias = TokenChoiceTopKRouter(score_func, norm), torch.randn(N, 6), torch.randn(E)
     live = router(x, bias)
@@ -246,14 +239,14 @@ def test_the_expert_parallel_router_is_replayed(score_func, norm):
     router.gate.register_forward_hook(lambda *_: calls.append(1))
     with replay_routes(router, forced[:, None].to(torch.int16)):
         weights, experts, counts = router(x, bias)
-    assert len(calls) == 1, "under ZeRO-3 another call is another collective"
+    assert len(calls) == 1, "a second call would be an extra collective under ZeRO-3"
     assert torch.equal(experts, forced)
     assert torch.equal(counts, torch.bincount(forced.flatten(), minlength=E).int())
     weights.pow(2).sum().backward()
     assert router.gate.weight.grad.abs().max() > 0
 
 
-def test_every_known_router_is_of_a_family_tested_here_or_an_equal_of_one():
+def test_all_routers_are_covered():
     tested = {type(r).__name__ for family in FAMILIES for r in router_modules(build(family))}
     equals = {"FlexOlmoTopKRouter", "Glm4MoeLiteTopkRouter", "GlmMoeDsaTopkRouter"}
     equals |= {"Qwen3_5MoeTopKRouter", "TokenChoiceTopKRouter"}

@@ -20,12 +20,11 @@ SIZES = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
 
 
 def theirs(**changes: Any) -> PreTrainedModel:
-    """transformers' own. With eight index heads hardly any two scores are equal, and what is
-    selected among equal ones is nobody's business."""
+    """Build transformers' model, with eight index heads so that ties are rare."""
     model = build("deepseek_v32", **{"index_topk": TOP_K, "index_n_heads": 8} | SIZES | changes)
     for name, parameter in model.named_parameters():
         if "self_attn" in name and parameter.ndim == 2:
-            parameter.data.mul_(8)  # so that attention is far from uniform
+            parameter.data.mul_(8)  # makes attention far from uniform
     return model
 
 
@@ -42,7 +41,7 @@ def segments_of_ids() -> list[Tensor]:
 
 
 def run(model: PreTrainedModel, ids: list[Tensor], sparse: SparsePass) -> Tensor:
-    """Hidden states [N, D] of the packed row."""
+    """Return the hidden states [N, D] of the packed row."""
     lengths = [part.shape[1] for part in ids]
     return model.get_decoder()(
         input_ids=torch.cat(ids, 1),
@@ -54,7 +53,7 @@ def run(model: PreTrainedModel, ids: list[Tensor], sparse: SparsePass) -> Tensor
 
 
 def weighted(hidden: Tensor) -> Tensor:
-    """A sum of hidden states in which each counts differently."""
+    """Sum hidden states with random weights."""
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
     return (hidden * weights).sum()
 
@@ -64,8 +63,8 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """To rounding, each relative to its tensor's largest entry."""
+    """Compare up to rounding, relative to each tensor's largest entry."""
     assert actual.keys() == expected.keys()
-    for name, wanted in expected.items():
-        bound = 2e-5 * max(float(wanted.abs().max()), 1e-3)
-        torch.testing.assert_close(actual[name], wanted, rtol=0, atol=bound, msg=name)
+    for name, grad in expected.items():
+        bound = 2e-5 * max(float(grad.abs().max()), 1e-3)
+        torch.testing.assert_close(actual[name], grad, rtol=0, atol=bound, msg=name)

@@ -1,5 +1,4 @@
-"""Sparse attention over packed rows: equal to transformers' on each segment, and the same however
-it is cut into chunks, packed or recomputed."""
+"""Sparse attention over packed rows equals transformers' on each segment."""
 
 from __future__ import annotations
 
@@ -8,9 +7,13 @@ import torch
 from torch import nn
 
 from keel.model.attention import Segments, UnsupportedAttention
-from keel.model.sparse import contract
-from keel.model.sparse.attention import Chunk, SparsePass, use_sparse_attention
-from keel.model.sparse.contract import check_sparse_attention
+from keel.model.sparse import attention
+from keel.model.sparse.attention import (
+    ChunkAttention,
+    SparsePass,
+    check_sparse_attention,
+    use_sparse_attention,
+)
 from keel.model.sparse.indexer import NONE, products, select
 from tests.model.families import build
 from tests.model.sparse.packed_rows import (
@@ -26,7 +29,7 @@ from tests.model.sparse.packed_rows import (
 
 
 @pytest.mark.parametrize("top_k", [TOP_K, 64], ids=["sparse", "all selected"])
-def test_packed_equals_transformers_on_each_segment(top_k: int) -> None:
+def test_packed_equals_transformers_per_segment(top_k: int) -> None:
     plain, ids = theirs(index_topk=top_k), segments_of_ids()
     packed = ours(plain)
     alone = torch.cat([plain.get_decoder()(x, use_cache=False).last_hidden_state[0] for x in ids])
@@ -34,13 +37,13 @@ def test_packed_equals_transformers_on_each_segment(top_k: int) -> None:
     together = run(packed, ids, SparsePass(chunk=5))
     weighted(together).backward()
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-    assert_same_gradients(gradients(packed), gradients(plain))  # and none for an indexer in either
+    assert_same_gradients(gradients(packed), gradients(plain))  # none for the indexer
     dense = run(packed, ids, SparsePass(dense=True))
     assert torch.allclose(dense, together, atol=1e-4) == (top_k == 64)
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-def test_chunks_recomputation_and_packing_change_nothing(dense: bool) -> None:
+def test_chunks_recomputation_and_packing_are_equivalent(dense: bool) -> None:
     ids = segments_of_ids()
     results = []
     for way in ("whole", "chunks", "recomputed", "apart"):
@@ -54,7 +57,7 @@ def test_chunks_recomputation_and_packing_change_nothing(dense: bool) -> None:
         hidden = torch.cat([run(model, row, one) for row, one in zip(rows, passes, strict=True)])
         loss = torch.stack([one.loss_sum() for one in passes]).sum()
         (weighted(hidden) + loss).backward()
-        assert all(len(one.losses) == 2 for one in passes)  # a layer's is counted once
+        assert all(len(one.losses) == 2 for one in passes)
         held = torch.stack([torch.stack(one.held).sum(0) for one in passes]).sum(0)
         results.append((hidden.detach(), loss.detach(), held, gradients(model)))
     hidden, loss, held, expected = results[0]
@@ -64,7 +67,7 @@ def test_chunks_recomputation_and_packing_change_nothing(dense: bool) -> None:
         assert_same_gradients(other[3], expected)
 
 
-def test_of_equal_scores_the_later_ones_are_selected() -> None:
+def test_ties_go_to_later_tokens() -> None:
     scores = torch.tensor([[[0.0, 3.0, -1.0, 0.0], [0.0, -0.0, 0.0, -2.0]]])
     chosen = select(2, scores, 2)  # queries 2 and 3 of a segment
     assert [sorted(row) for row in chosen[0].tolist()] == [[0, 1], [1, 2]]
@@ -72,7 +75,7 @@ def test_of_equal_scores_the_later_ones_are_selected() -> None:
     assert sorted(select(0, scores[:, :1], 3)[0, 0].tolist()) == [NONE, NONE, 0]
 
 
-def test_a_family_that_is_not_known_is_refused() -> None:
+def test_unsupported_models_and_inputs_are_refused() -> None:
     model = build("deepseek_v32")
     other = type("OtherAttention", (nn.Module,), {})()
     other.indexer = nn.Linear(1, 1)
@@ -83,21 +86,19 @@ def test_a_family_that_is_not_known_is_refused() -> None:
     with pytest.raises(UnsupportedAttention, match="segments"):
         decoder(torch.zeros(1, 3, dtype=torch.long))
     shared = Segments.of([1, 1, 1], follows=[-1, 0, 0])
-    with pytest.raises(UnsupportedAttention, match=r"trainer\.share_prompts: false"):
+    with pytest.raises(UnsupportedAttention, match=r"trainer\.share_prompts"):
         decoder(torch.zeros(1, 3, dtype=torch.long), segments=shared)
 
 
-def test_another_computation_in_transformers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incompatible_transformers_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     check_sparse_attention()
-    monkeypatch.setattr(contract, "_difference", lambda: 0.1)
-    with pytest.raises(
-        RuntimeError, match=r"otherwise than 5\.17 to 5\.19 do.*differs by 1\.0e-01"
-    ):
-        contract.check_sparse_attention.__wrapped__()
+    monkeypatch.setattr(attention, "_difference", lambda: 0.1)
+    with pytest.raises(RuntimeError, match=r"5\.17 to 5\.19"):
+        attention.check_sparse_attention.__wrapped__()
 
 
-def test_logits_are_as_exact_as_their_inputs() -> None:
-    """In bfloat16 the next number after 20 is 20.125, so keys 1/16 apart would be the same."""
+def test_logits_are_exact_for_bfloat16_inputs() -> None:
+    """bfloat16 logits near 20 would not distinguish keys 1/16 apart."""
     query = torch.tensor([[[[4.0, 1 / 32]]]]).bfloat16()  # [B, c, H, r]
     key = torch.tensor([[[5.0, 0.0], [5.0, 2.0]]]).bfloat16()
     index = (
@@ -106,7 +107,7 @@ def test_logits_are_as_exact_as_their_inputs() -> None:
         torch.zeros(1, 2, 2).bfloat16(),
     )
     chosen = torch.tensor([[[0, 1]]])
-    chunk = Chunk(scaling=1.0, rank=2, top_k=2, loss=False)
+    chunk = ChunkAttention(scaling=1.0, rank=2, top_k=2, loss=False)
     share = torch.tensor([0.0, 1 / 16]).softmax(0)[1]
     for mixed, *_ in (
         chunk.dense(1, query, index[0], index[1], key, index[2]),
@@ -116,7 +117,7 @@ def test_logits_are_as_exact_as_their_inputs() -> None:
         assert mixed[0, 0, 0, 1] != 1.0
 
 
-def test_gradients_of_products_are_those_of_matrix_products() -> None:
+def test_gradients_of_products_match_matmul() -> None:
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(2, 3, 5, generator=generator).requires_grad_()
     right = torch.randn(2, 5, 4, generator=generator).requires_grad_()

@@ -1,5 +1,4 @@
-"""The indexer's loss (Eq. 3 and 4): equal to its definition, and its gradient goes to the indexer
-alone, as the language model's goes to everything else."""
+"""The indexer's loss (Eq. 3 and 4) matches its definition and trains only the indexer."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from tests.model.sparse.packed_rows import (
 
 
 def by_definition(dense: bool) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """The loss over all segments and layers, the attention that the top k hold, and gradients:
-    from transformers' own attention weights [H, T, T], all at once."""
+    """Compute loss, attention on the top k, and gradients from full attention weights [H, T, T]."""
     model = theirs(index_topk=64 if dense else TOP_K)
     seen: dict[str, list[tuple[Tensor, ...]]] = {}
     for name, layer in model.named_modules():
@@ -68,8 +66,8 @@ def by_definition(dense: bool) -> tuple[Tensor, float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["Eq. 3", "Eq. 4"])
-def test_loss_is_the_definition_and_teaches_the_indexer_alone(dense: bool) -> None:
-    expected, held, wanted = by_definition(dense)
+def test_loss_matches_its_definition(dense: bool) -> None:
+    expected, held, expected_grads = by_definition(dense)
     model = ours(theirs())
     sparse = SparsePass(dense=dense, loss=True, chunk=5)
     run(model, segments_of_ids(), sparse)
@@ -77,15 +75,15 @@ def test_loss_is_the_definition_and_teaches_the_indexer_alone(dense: bool) -> No
     torch.testing.assert_close(sparse.loss_sum().detach(), expected, rtol=1e-5, atol=0)
     if dense:
         total, queries = torch.stack(sparse.held).sum(0).tolist()
-        # Of three segments, the queries with more than k keys to choose from; two layers.
+        # Queries with more than k keys in three segments, for two layers.
         assert queries == 2 * sum(length - TOP_K for length in (19, 7, 16))
         assert total == pytest.approx(held, rel=1e-5)
-    found = {name for name, grad in gradients(model).items() if grad.any()}
-    assert found == {n for n, _ in model.named_parameters() if ".indexer." in n}
-    assert_same_gradients(gradients(model), wanted)
+    actual = {name for name, grad in gradients(model).items() if grad.any()}
+    assert actual == {n for n, _ in model.named_parameters() if ".indexer." in n}
+    assert_same_gradients(gradients(model), expected_grads)
 
 
-def test_the_language_models_loss_does_not_reach_the_indexer() -> None:
+def test_language_model_loss_skips_the_indexer() -> None:
     model = ours(theirs())
     sparse = SparsePass(loss=True)
     (weighted(run(model, segments_of_ids(), sparse)) + 0 * sparse.loss_sum()).backward()

@@ -1,4 +1,4 @@
-"""The dense warm-up (Eq. 3): afterwards the top k hold nearly all of the attention."""
+"""The dense warm-up (Eq. 3) concentrates attention on the top k."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from tests.model.sparse.packed_rows import ours, run, theirs
 ROWS, LENGTH, TOP_K, STEPS, LR = 4, 48, 12, 150, 2e-2
 
 
-def test_what_a_warm_up_trains_is_known_of_a_model_before_it_is_loaded() -> None:
+def test_indexer_parameters_are_known_from_the_config() -> None:
     model = theirs(index_topk=TOP_K)
     own = sum(p.numel() for indexer in indexers(model) for p in indexer.parameters())
     assert 0 < own == facts_of(model.config).indexer_parameters
 
 
 @pytest.mark.e2e  # two seconds of arithmetic
-def test_after_the_warm_up_the_top_k_miss_little_attention() -> None:
-    """Trained indexers miss less than a third of what random ones do, on tokens they never saw.
-
-    The attention is far from uniform: no few tokens could hold most of a uniform one.
-    """
+def test_trained_indexers_miss_little_attention() -> None:
+    """On unseen tokens, less than a third of what random indexers miss."""
     model = theirs(index_topk=TOP_K)
     for name, parameter in model.named_parameters():
         if "self_attn" in name and parameter.ndim == 2 and ".indexer." not in name:
