@@ -1,1 +1,1 @@
-"""What a completion is worth: rule rewards and their composition."""
+"""Rewards: verifiers, judges and functions, and their composition into a score."""

@@ -1,4 +1,4 @@
-"""From the parts of a reward to the reward."""
+"""Combines the named parts of a reward into its value."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from keel.rewards.custom import load_function, meant
-from keel.rewards.failure_budget import is_function
+from keel.rewards.custom import is_function, load_function
 from keel.rl.types import FUNCTIONS
 
 LANGUAGE_PARTS = {
@@ -15,7 +14,7 @@ LANGUAGE_PARTS = {
     "language_answer": "answer",
     "language_thinking": "thinking",
 }
-"""Part → of what it is the share in the prompt's language. Looked at where a recipe weighs it."""
+"""Language part → the text it measures. Computed only if a recipe weights it."""
 JUDGED_PARTS = {
     "rubric": ("rubric", "disagreement"),
     "proof": (
@@ -34,10 +33,9 @@ JUDGED_PARTS = {
         "disagreement",
     ),
 }
-"""Kind of reward spec → the parts that its judge adds to `correct`, which is the whole score."""
+"""Kind of judged reward spec → its parts besides `correct`, the total score."""
 REFUSAL = "refusal"
-"""Part: whether the answer declines the task, by the judge. Of any prompt; looked at where a recipe
-weighs it, be it with 0."""
+"""Part: 1 if the completion declines the task, by the judge. Computed if weighted, even by 0."""
 PARTS = (
     "correct",
     "format",
@@ -45,28 +43,30 @@ PARTS = (
     *LANGUAGE_PARTS,
     *dict.fromkeys(part for parts in JUDGED_PARTS.values() for part in parts),
 )
-"""What a recipe may weigh: `data.sources[].rewards`. A dotted name is the user's own function."""
+"""Built-in parts that `data.sources[].rewards` may weight, besides dotted names of functions."""
 ERROR = "error"
-"""A part that is always there: 1 where the verifier crashed or ran out of time, else 0."""
-ROUNDING = 1e-12
-"""Of the largest term of a sum: what is left of it that is no larger is no reward."""
+"""Part: 1 if a verifier crashed or timed out. Always present, never weighted."""
+_ROUNDING = 1e-12
+"""Sums below this share of their largest term are rounding errors of terms that cancel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one completion is worth."""
+    """Reward of one completion."""
 
     value: float
-    """The parts, weighted and added up."""
+    """Weighted sum of the parts."""
     parts: Mapping[str, float]
-    """Before weighting, 0 … 1 each."""
+    """Unweighted parts, 0 … 1 each."""
 
 
 def check_weights(
     weights: Mapping[str, Mapping[str, float]], environments: Collection[str] = ()
 ) -> None:
-    """Raise ValueError for a part that does not exist. `weights`: domain → part → weight;
-    `environments`: domains whose environments bring parts of names of their own."""
+    """Raise ValueError for an unknown part or a function that cannot be loaded.
+
+    weights: domain → part → weight. environments: domains whose environments define parts.
+    """
     for domain, parts in weights.items():
         for name in parts:
             if is_function(name):
@@ -75,86 +75,82 @@ def check_weights(
                 except ValueError as error:
                     raise ValueError(f"rewards of domain {domain!r}: {error}") from error
             elif name not in PARTS and domain not in environments:
-                near = difflib.get_close_matches(name, PARTS, n=1)
-                hint = f"did you mean {near[0]}?" if near else _known(name)
+                known = f"use {', '.join(PARTS)} or MODULE.FUNCTION"
+                hint = _did_you_mean(name, PARTS) or known
                 raise ValueError(f"rewards of domain {domain!r}: no reward {name!r}; {hint}")
 
 
-def _known(name: str) -> str:
-    """What there is, where `name` is nearly nothing of it."""
-    if found := meant(name):
-        return f"a function of yours is MODULE.FUNCTION: did you mean {found}?"
-    return (
-        f"there are {', '.join(PARTS)}; a function of yours is MODULE.FUNCTION, for example "
-        "my_rewards.brief for `def brief` in my_rewards.py"
-    )
-
-
-def unknown_parts(weights: Mapping[str, float], given: Collection[str]) -> str:
-    """What is wrong with weights beside the parts that an environment's verdict gave; "" nothing,
-    as far as that verdict shows."""
+def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
+    """Describe the first weighted part missing from an environment's verdict; "" if none is."""
     for name in weights:
-        if not is_function(name) and name not in PARTS and name not in given:
-            near = difflib.get_close_matches(name, given, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ". A verdict without it ends the run"
+        if not is_function(name) and name not in PARTS and name not in known:
+            hint = _did_you_mean(name, known) or "a verdict without it stops the run"
             return (
-                f"its verdict has {', '.join(given) or 'no parts'}, and data.sources[].rewards "
-                f"weighs {name!r}{hint}"
+                f"its verdict has {', '.join(known) or 'no parts'}, but data.sources[].rewards "
+                f"weights {name!r}; {hint}"
             )
     return ""
 
 
+def _did_you_mean(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
-    """Raise ValueError if prompts of this kind do not have a part that `weights` weighs."""
-    functions = any(is_function(name) and weight > 0 for name, weight in weights.items())
-    if kind == FUNCTIONS and not functions:
+    """Raise ValueError if prompts judged by `kind` cannot have a weighted part."""
+    if kind == FUNCTIONS and not _function_weights(weights):
         raise ValueError(
-            "has none of `answer`, `criteria`, `tests`, `refuse` and `reward`, and no function of "
-            "your own judges it (data.sources[].rewards: {my_rewards.brief: 1.0})"
+            "has none of `answer`, `criteria`, `tests`, `refuse` and `reward`, and no function in "
+            "data.sources[].rewards judges it"
         )
     for name in weights:
-        having = [of for of, parts in JUDGED_PARTS.items() if name in parts]
-        if having and kind not in having:
+        kinds = [kind for kind, parts in JUDGED_PARTS.items() if name in parts]
+        if kinds and kind not in kinds:
             raise ValueError(
-                f"has no reward {name!r}, because it is of kind {kind!r} and not "
-                f"{' or '.join(having)}; give its source a domain and rewards of its own"
+                f"has no reward {name!r}: it is of kind {kind!r}, not {' or '.join(kinds)}. Give "
+                "its source a separate domain"
             )
 
 
-def check_found(parts: Mapping[str, float], weights: Mapping[str, float]) -> None:
-    """Raise ValueError for a part that `weights` weighs and nothing gave."""
+def check_complete(parts: Mapping[str, float], weights: Mapping[str, float]) -> None:
+    """Raise ValueError if a weighted part is missing."""
     if missing := [name for name in weights if name not in parts]:
         raise ValueError(
-            f"no part {missing[0]!r}, which its domain weighs (data.sources[].rewards): there are "
-            f"{', '.join(sorted(parts))}. An environment's verdict names its own; give sources "
-            "without one a domain of their own"
+            f"no part {missing[0]!r}, which data.sources[].rewards weights; it has "
+            f"{', '.join(sorted(parts))}. Give sources without it a separate domain"
         )
 
 
-def of_functions(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """`correct` of a prompt that functions alone judge: the mean of those that are worth
-    something, by their weights."""
-    of = {name: weight for name, weight in weights.items() if is_function(name) and weight > 0}
-    return sum(weight * parts[name] for name, weight in of.items()) / sum(of.values())
+def _function_weights(weights: Mapping[str, float]) -> dict[str, float]:
+    return {name: weight for name, weight in weights.items() if is_function(name) and weight > 0}
 
 
-def worst(weights: Mapping[str, float]) -> dict[str, float]:
-    """The parts of what is worth the least that `weights` allow."""
+def mean_of_functions(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """`correct` of a prompt judged by functions alone: their mean by positive weights."""
+    positive = _function_weights(weights)
+    return sum(weight * parts[name] for name, weight in positive.items()) / sum(positive.values())
+
+
+def worst_parts(weights: Mapping[str, float]) -> dict[str, float]:
+    """Parts with the lowest possible reward, for an episode that crashed."""
     parts = {name: float(weight < 0) for name, weight in weights.items()}
     return {**parts, "correct": 0.0, ERROR: 0.0}
 
 
-def worth_nothing(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Of what was cut off: wrong, and no better than what is wrong and came to its end."""
-    wrong = compose({**parts, "correct": 0.0}, weights)
-    return replace(wrong, value=min(0.0, wrong.value))
+def compose_cut_off(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
+    """Score a completion that was cut off as wrong, and never above 0."""
+    score = compose({**parts, "correct": 0.0}, weights)
+    return replace(score, value=min(0.0, score.value))
 
 
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """The weighted sum. Parts without a weight are kept for the metrics and count nothing. What is
-    left of terms that cancel is 0, and not their rounding, by which siblings would differ."""
+    """Weighted sum of the parts. Parts without a weight are kept for the metrics.
+
+    Terms that cancel give exactly 0: a rounding error would otherwise become an advantage.
+    """
     terms = [weight * parts[name] for name, weight in weights.items()]
     value = sum(terms)
-    if abs(value) <= ROUNDING * max(map(abs, terms), default=0.0):
+    if abs(value) <= _ROUNDING * max(map(abs, terms), default=0.0):
         value = 0.0
     return Score(value=value, parts=parts)

@@ -1,25 +1,22 @@
-"""What a completion's length costs it, and what becomes of a completion that was cut off.
+"""Length costs, and the treatment of completions that were cut off.
 
-Both costs are in units of reward; n is the number of sampled tokens, all turns together:
+Costs are in units of reward; n is the number of sampled tokens of all turns:
 
     linear:   linear  · max(0, n − target) / (limit − target)
     overlong: overlong · clip((n − (limit − margin)) / margin, 0, 1)
 
-`linear` is centred among the siblings that are alike: c_i = mean(cost) − cost_i over the right
-completions of the group, and over its wrong ones if `wrong_too`. So the mean reward of the right
-and of the wrong completions is what it was, and a group in which all are of one length is left
-alone.
+`linear` is centred among the right completions of a group, and among its wrong ones if `wrong_too`:
+c_i = mean(cost) − cost_i. The mean reward of right and of wrong completions is unchanged, and so is
+a group whose completions all have one length.
 
 `overlong` is the soft overlong punishment of DAPO (arXiv 2503.14476, Eq. 13), with L_max = limit
-and L_cache = margin. DAPO takes it off every completion, right or wrong, and so does
-`overlong_charges: all`: c_i = mean(cost) − cost_i over the whole group, which is DAPO's up to a
-constant of the group that no advantage sees. `right` centres it like `linear`, which is ours and
-not DAPO's: a wrong completion then loses nothing by being cut off.
+and L_cache = margin. DAPO subtracts it from every completion; `overlong_charges: all` centres it
+over the whole group, which gives the same advantages. `right`, which is not in DAPO, centres it
+like `linear`: a wrong completion loses nothing by being cut off.
 
-Then all c of the group are scaled down, if need be, until every right completion that was ahead of
-a wrong one keeps half of its lead. That is ours too. With `may_outweigh` nothing is scaled, and
-both costs are centred over the whole group: a short wrong completion may then beat a long right
-one.
+All c of a group are then scaled down, if needed, until every right completion keeps half of its
+lead over each wrong one (not in DAPO either). With `may_outweigh` nothing is scaled and both costs
+are centred over the whole group: a short wrong completion may then beat a long right one.
 """
 
 from __future__ import annotations
@@ -37,14 +34,14 @@ from keel.rl.types import Trajectory
 
 Floats = NDArray[np.float64]
 KEPT_LEAD = 0.5
-"""Share of its lead that a right completion keeps, whatever the lengths."""
-LENGTH, LENGTH_COST = "length", "length_cost"
-"""Parts of domains with a length rule: what was added to the reward, and the cost it comes from."""
+"""Share of its lead over wrong completions that a right one keeps at least."""
+_LENGTH, _LENGTH_COST = "length", "length_cost"
+"""Parts of domains with a length rule: the adjustment of the reward, and the cost behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRule:
-    """One domain's rule; `keel.configs.schema.LengthConfig` says what the fields mean."""
+    """One domain's rule; see `keel.configs.schema.LengthConfig` for the fields."""
 
     linear: float = 0.0
     overlong: float = 0.0
@@ -71,10 +68,7 @@ class LengthRule:
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """From the fields of `LengthConfig`; limit: where that says 0.
-
-        Raises ValueError naming the knob.
-        """
+        """Build from the fields of `LengthConfig`. limit: replaces a limit of 0."""
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -85,7 +79,7 @@ class LengthRule:
         return self.linear > 0 or self.overlong > 0
 
     def cost(self, tokens_G: NDArray[np.int64]) -> Floats:
-        """[G] ≥ 0, in units of reward: both."""
+        """Sum of both costs, [G] ≥ 0, in units of reward."""
         return self._linear(tokens_G) + self._overlong(tokens_G)
 
     def _linear(self, tokens_G: NDArray[np.int64]) -> Floats:
@@ -99,40 +93,40 @@ class LengthRule:
     def adjustment(
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
     ) -> Floats:
-        """[G]: what is added to each reward. rewards_G: without length; correct_G: 0 … 1."""
+        """Adjustment of each reward, [G]. rewards_G: without length; correct_G: 0 … 1."""
         right = correct_G >= self.correct_threshold
-        everyone = np.ones_like(right)
+        every = np.ones_like(right)
         if self.may_outweigh:
-            return _centred(self.cost(tokens_G), everyone)
+            return _centred(self.cost(tokens_G), every)
         to_all = self.overlong_charges == "all"
         cost = self._linear(tokens_G) if to_all else self.cost(tokens_G)
         added = _centred(cost, right)
         if self.wrong_too:
             added += _centred(cost, ~right)
         if to_all:
-            added += _centred(self._overlong(tokens_G), everyone)
+            added += _centred(self._overlong(tokens_G), every)
         lead = rewards_G[right][:, None] - rewards_G[~right][None, :]
         lost = added[~right][None, :] - added[right][:, None]
-        endangered = (lead > 0) & (lost > (1 - KEPT_LEAD) * lead)
-        if endangered.any():
-            added *= ((1 - KEPT_LEAD) * lead[endangered] / lost[endangered]).min()
+        excessive = (lead > 0) & (lost > (1 - KEPT_LEAD) * lead)
+        if excessive.any():
+            added *= ((1 - KEPT_LEAD) * lead[excessive] / lost[excessive]).min()
         return added
 
 
 def with_length(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
-    """A group's scores with the rule's addition, and the parts LENGTH and LENGTH_COST."""
+    """Apply a length rule to a group's scores and add the parts `length` and `length_cost`."""
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
     crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)
-    tokens[crashed] = tokens.max(initial=0)  # to be over soon is no merit of a crash
+    tokens[crashed] = tokens.max(initial=0)  # a crash must not gain by being short
     added = rule.adjustment(
         np.array([score.value for score in scores], np.float64),
         np.array([score.parts["correct"] for score in scores], np.float64),
         tokens,
     )
     return [
-        Score(score.value + more, {**score.parts, LENGTH: more, LENGTH_COST: cost})
+        Score(score.value + more, {**score.parts, _LENGTH: more, _LENGTH_COST: cost})
         for score, more, cost in zip(
             scores, added.tolist(), rule.cost(tokens).tolist(), strict=True
         )
@@ -140,11 +134,11 @@ def with_length(
 
 
 def _centred(cost: Floats, members: NDArray[np.bool_]) -> Floats:
-    """mean − cost among `members`, 0 for the rest."""
+    """mean − cost among `members`, 0 for the others."""
     added = np.zeros_like(cost)
     if members.any():
         inside = cost[members]
-        # From the first: equal costs then differ by 0, not by the rounding of their mean.
+        # Relative to the first, so that equal costs give exactly 0.
         above = inside - inside[0]
         added[members] = above.mean() - above
     return added

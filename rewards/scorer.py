@@ -1,13 +1,13 @@
-"""Groups in, scored groups out."""
+"""Turns groups of trajectories into scored groups."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -16,25 +16,24 @@ from keel.rewards.compose import (
     LANGUAGE_PARTS,
     REFUSAL,
     Score,
-    check_found,
+    check_complete,
     check_parts,
     check_weights,
     compose,
-    of_functions,
-    worst,
-    worth_nothing,
+    compose_cut_off,
+    mean_of_functions,
+    worst_parts,
 )
-from keel.rewards.custom import TextTrajectory, prompt_fields, sees_group
-from keel.rewards.explanations import notes_of
-from keel.rewards.failure_budget import Failures, is_function, to_standard_error
+from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, sees_group
+from keel.rewards.failure_budget import FailureBudget, to_standard_error
 from keel.rewards.judge.results import Counts, Failed, Judged
-from keel.rewards.judge.rubric import REFUSAL as DECLINING
+from keel.rewards.judge.rubric import REFUSAL as REFUSAL_SPEC
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule, with_length
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import final_text, raw_text
-from keel.rewards.workers.pool import Verdict, WorkerPool
+from keel.rewards.workers.pool import VerifierScore, WorkerPool
 from keel.rl.advantages import group_advantages
 from keel.rl.futures import failed, when_all
 from keel.rl.metrics import Metric
@@ -50,31 +49,123 @@ from keel.rl.types import (
     Trajectory,
 )
 
+_Judgement = Judged | Failed
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The parts of one trajectory while they are collected."""
+
+    trajectory: Trajectory
+    parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
+    notes: dict[str, str] = field(default_factory=dict[str, str])
+    """Criterion → score and reason; part → the verifier's error."""
+    dropped: str = ""
+    """Reason to leave the trajectory out of its group."""
+
+
+class RewardPart(Protocol):
+    """One source of reward parts for a group: a verifier, a judge, functions, an environment."""
+
+    @property
+    def futures(self) -> Sequence[Future[Any]]: ...
+
+    def add_to(self, drafts: Sequence[_Draft]) -> None:
+        """Add this source's parts, once `futures` are done. Raises ValueError for bad input."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
-    """A group that is being judged, with a future for each trajectory (or for all together)."""
+class _EnvironmentPart:
+    """The parts of the environment's verdicts. A grader that follows overrides them."""
 
-    group: Group
-    rule: Sequence[Future[list[Verdict]]]
-    judge: Sequence[Future[Judged | Failed]]
-    refusals: Sequence[Future[Judged | Failed]]
-    others: Mapping[str, Future[list[Verdict]]]
-    """Parts about the whole trajectory, by name."""
+    graded: bool
+    """Whether something else gives `correct`."""
+    futures: Sequence[Future[Any]] = ()
 
-    def notes(self) -> list[dict[str, str]]:
-        """Once all is done."""
-        judged = {
-            "": [future.result() for future in self.judge],
-            f"{REFUSAL}: ": [future.result() for future in self.refusals],
-        }
-        verified = {name: future.result() for name, future in self.others.items()}
-        verified["correct"] = [verdict for future in self.rule for verdict in future.result()]
-        return notes_of(len(self.group.trajectories), judged, verified)
+    def add_to(self, drafts: Sequence[_Draft]) -> None:
+        for draft in drafts:
+            if draft.trajectory.verdict is not None:
+                draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
+        if not self.graded and any("correct" not in draft.parts for draft in drafts):
+            raise ValueError(
+                "its environment's verdict has no part `correct`, and nothing else grades it. "
+                "Return one from the environment, or give the prompts something to be judged by"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _JudgePart:
+    """The parts of a rubric, a proof or, with `refusal`, of whether the answer declines."""
+
+    futures: Sequence[Future[_Judgement]]
+    refusal: bool = False
+
+    def add_to(self, drafts: Sequence[_Draft]) -> None:
+        prefix = f"{REFUSAL}: " if self.refusal else ""
+        for draft, future in zip(drafts, self.futures, strict=True):
+            result = future.result()
+            if isinstance(result, Failed):
+                draft.dropped = (
+                    draft.dropped or f"the judge failed ({result.kind}): {result.reason}"
+                )
+                continue
+            draft.parts |= (
+                {REFUSAL: result.value}
+                if self.refusal
+                else {"correct": result.value, **result.parts}
+            )
+            for verdict in result.verdicts:
+                draft.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class _VerifierPart:
+    """The score of a rule, a program, a function or the language, as the part `name`."""
+
+    name: str
+    futures: Sequence[Future[list[VerifierScore]]]
+    record: Callable[[Sequence[VerifierScore]], None]
+
+    def add_to(self, drafts: Sequence[_Draft]) -> None:
+        scores = [score for future in self.futures for score in future.result()]
+        self.record(scores)
+        for draft, score in zip(drafts, scores, strict=True):
+            draft.parts |= {**score.parts, self.name: score.score}
+            if score.error:
+                draft.parts[ERROR] = 1.0
+                draft.notes[self.name] = f"error: {score.error}"
+
+
+@dataclass(frozen=True, slots=True)
+class _FunctionMeanPart:
+    """`correct` of a prompt that only functions judge. Follows their parts."""
+
+    weights: Mapping[str, float]
+    futures: Sequence[Future[Any]] = ()
+
+    def add_to(self, drafts: Sequence[_Draft]) -> None:
+        for draft in drafts:
+            draft.parts["correct"] = mean_of_functions(draft.parts, self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _FormatPart:
+    """The part `format`, for trajectories without an environment's verdict."""
+
+    thinking: bool
+    futures: Sequence[Future[Any]] = ()
+
+    def add_to(self, drafts: Sequence[_Draft]) -> None:
+        for draft in drafts:
+            if draft.trajectory.verdict is None:
+                text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
+                keeps = keeps_format(text, thinking=self.thinking, finished=finished)
+                draft.parts["format"] = float(keeps)
 
 
 class Scorer:
-    """Scores groups as they arrive, in worker processes of its own. A context manager."""
+    """Scores groups as they arrive, in worker processes. A context manager."""
 
     def __init__(
         self,
@@ -91,61 +182,71 @@ class Scorer:
         log: Path | None = None,
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
-        """weights: domain → reward part → weight; scale: of the advantages; workers: processes (0:
-        none, and then no deadline either); timeout_s: longest look at one completion; code: how
-        programs are run, the fields of `keel.configs.schema.CodeConfig`; lengths: domain → its
-        rule; judge: for rubrics and proofs, closed by whoever opened it; max_failure_fraction: of a
-        user's function, as in `RewardsConfig`; environments: domains that have some; log: folder
-        for what the worker processes print (standard error without one); say: for people, the first
-        error of each kind.
+        """Start the workers.
 
-        Raises ValueError for a reward part that does not exist.
+        weights: domain → reward part → weight.
+        scale: scaling of the advantages.
+        workers: number of processes; 0 scores in this process, without deadlines.
+        timeout_s: time limit for one completion.
+        code: sandbox settings, the fields of `keel.configs.schema.CodeConfig`.
+        lengths: domain → length rule.
+        judge: judges rubrics and proofs; closed by the caller.
+        max_failure_fraction: tolerated failures of a user's function, as in `RewardsConfig`.
+        environments: domains whose environments define parts.
+        log: folder for the workers' output; standard error without one.
+        say: prints one line about an error.
+
+        Raises ValueError for an unknown reward part.
         """
         check_weights(weights, environments)
         self._weights = weights
         self._scale: Literal["none", "std"] = scale
-        self._grouped = {n for w in weights.values() for n in w if is_function(n) and sees_group(n)}
+        self._group_functions = {
+            name
+            for parts in weights.values()
+            for name in parts
+            if is_function(name) and sees_group(name)
+        }
         self._lengths, self._judge = lengths or {}, judge
-        self._counted = Counts()
-        self._failures = Failures(max_failure_fraction, say)
-        self._log, self._told = log, False
+        self._reported_counts = Counts()
+        self._failures = FailureBudget(max_failure_fraction, say)
+        self._log, self._log_announced = log, False
         self._pool = WorkerPool(workers, timeout_s=timeout_s, code=code, log=log)
 
     def tell(self, say: Callable[[str], None]) -> None:
-        """From now on say there what went wrong."""
-        self._failures.say = say
+        """Print further lines about errors with `say`."""
+        self._failures.report = say
 
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
-        """Judge all trajectories of a group.
+        """Score all trajectories of a group.
 
-        A completion whose verifier fails gets 0 for that part and `error` 1. One that the judge
-        could not judge is dropped from its group, with the reason; so is, in training, one that was
-        cut off, where the domain's rule says so. The future fails with ValueError naming the prompt
-        for a domain without weights and for a reward spec that nothing reads, and with JudgeStopped
-        or RewardStopped where too many completions could not be scored.
+        A completion whose verifier fails scores 0 for that part and 1 for `error`. A completion
+        that the judge could not judge is dropped from its group. In training, so is one that was
+        cut off if the domain's length rule drops them. The future fails with ValueError for a
+        domain without weights or a bad reward spec, and with JudgeStopped or RewardStopped if too
+        many completions could not be scored.
         """
         try:
-            pending = self._submit(group)
+            sources = self._sources(group)
         except ValueError as error:
-            return failed(error)
-        parts = [*pending.rule, *pending.judge, *pending.refusals, *pending.others.values()]
-        return when_all(parts, lambda: self._scored(pending, purpose))
+            return failed(ValueError(f"prompt {group.prompt.prompt_id} {error}"))
+        futures = [future for source in sources for future in source.futures]
+        return when_all(futures, lambda: self._scored(group, sources, purpose))
 
     def score(self, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
-        """`submit` of all `groups`: their scores, in their order. Every wait has a deadline."""
+        """Score all groups, in order. Every completion has its own deadline."""
         futures = [self.submit(group, purpose) for group in groups]
         return [future.result() for future in futures]
 
     def metrics(self) -> dict[str, Metric]:
-        """What the judge did since the last call; nothing without a judge."""
+        """The judge's metrics since the last call; empty without a judge."""
         if self._judge is None:
             return {}
-        before, now = self._counted, self._judge.counts()
-        self._counted = now
-        return now.since(before)
+        previous, self._reported_counts = self._reported_counts, self._judge.counts()
+        return self._reported_counts.since(previous)
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         self._pool.close()
 
     def __enter__(self) -> Scorer:
@@ -154,239 +255,173 @@ class Scorer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _submit(self, group: Group) -> _Pending:
-        prompt = group.prompt
-        if prompt.domain not in self._weights:
+    def _sources(self, group: Group) -> list[RewardPart]:
+        """Submit a group's trajectories to everything that scores them, in order of application."""
+        prompt, trajectories = group.prompt, group.trajectories
+        kind, weights = prompt.reward.get("kind"), self._weights.get(prompt.domain)
+        if weights is None:
             raise ValueError(
-                f"prompt {prompt.prompt_id}: no rewards for its domain {prompt.domain!r}; "
-                f"there are {', '.join(self._weights)}"
+                f"has no rewards for its domain {prompt.domain!r}; data.sources defines "
+                f"{', '.join(self._weights)}"
             )
-        weights = self._weights[prompt.domain]
-        try:
-            check_parts(str(prompt.reward.get("kind")), weights)
-        except ValueError as error:
-            raise ValueError(f"prompt {prompt.prompt_id} {error}") from error
-        others: dict[str, Future[list[Verdict]]] = {}
+        check_parts(str(kind), weights)
+        sources: list[RewardPart] = []
+        if prompt.environment:
+            sources.append(_EnvironmentPart(graded=kind != ENVIRONMENT))
+        if is_judged(prompt.reward):
+            sources.append(_JudgePart([self._ask(prompt, t) for t in trajectories]))
+        elif kind not in (ENVIRONMENT, FUNCTIONS):
+            label = (str(prompt.reward.get(key, "")) for key in ("kind", "task", "match"))
+            name = f"correct ({' '.join(filter(None, label))})"
+            sources.append(self._part("correct", group, self._verify(prompt, trajectories), name))
+        if REFUSAL in weights:
+            declining = replace(prompt, reward=REFUSAL_SPEC)
+            futures = [self._ask(declining, trajectory) for trajectory in trajectories]
+            sources.append(_JudgePart(futures, refusal=True))
         for name in weights:
             if is_function(name):
-                spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
-                if name in self._grouped:
-                    others[name] = self._group_verdicts(spec, group)
-                    continue
+                future = self._call(name, group)
             elif name in LANGUAGE_PARTS:
-                asked = _asked(group)
-                spec = {"kind": "language", "prompt": asked, "of": LANGUAGE_PARTS[name]}
+                spec = {"kind": "language", "prompt": _task(group), "of": LANGUAGE_PARTS[name]}
+                future = self._pool.submit(spec, [_sampled_text(t).dumps() for t in trajectories])
             else:
                 continue
-            sampled = name in LANGUAGE_PARTS
-            texts = [_text_of(t, sampled=sampled).dumps() for t in group.trajectories]
-            others[name] = self._pool.submit(spec, texts)
-        rule: Sequence[Future[list[Verdict]]] = ()
-        judge: Sequence[Future[Judged | Failed]] = ()
-        if prompt.reward.get("kind") in (ENVIRONMENT, FUNCTIONS):
-            pass  # its verdict has come with the trajectory, or the functions are all there is
-        elif is_judged(prompt.reward):
-            judge = [self._ask(prompt, trajectory) for trajectory in group.trajectories]
-        else:
-            rule = self._verify(prompt, group.trajectories)
-        refusals: Sequence[Future[Judged | Failed]] = ()
-        if REFUSAL in weights:
-            asked = replace(prompt, reward=DECLINING)
-            refusals = [self._ask(asked, trajectory) for trajectory in group.trajectories]
-        return _Pending(group, rule, judge, refusals, others)
+            sources.append(self._part(name, group, [future], name))
+        if kind == FUNCTIONS:
+            sources.append(_FunctionMeanPart(weights))
+        return [*sources, _FormatPart(prompt.thinking)]
 
-    def _group_verdicts(self, spec: Mapping[str, Any], group: Group) -> Future[list[Verdict]]:
-        """Of a function that sees all trajectories at once."""
-        texts = [_text_of(t, sampled=False).dumps() for t in group.trajectories]
-        asked = self._pool.submit({**spec, "group": True}, [json.dumps(texts)])
+    def _part(
+        self, part: str, group: Group, futures: Sequence[Future[list[VerifierScore]]], name: str
+    ) -> _VerifierPart:
+        """name: of the verifier or function in messages."""
 
-        def each() -> list[Verdict]:
-            (whole,) = asked.result()
-            scores = [whole.parts.get(str(index), 0.0) for index in range(len(texts))]
-            return [replace(whole, score=score, parts={}) for score in scores]
+        def record(scores: Sequence[VerifierScore]) -> None:
+            errors = [(score.error, score.at) for score in scores]
+            counted = is_function(part)
+            self._failures.record(name, group.prompt.prompt_id, errors, counted=counted)
 
-        return when_all([asked], each)
+        return _VerifierPart(part, futures, record)
 
-    def _ask(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
+    def _call(self, name: str, group: Group) -> Future[list[VerifierScore]]:
+        """Call a user's function on a group, whole if it takes `trajectories`."""
+        spec = {"kind": "function", "name": name, "prompt": prompt_fields(group.prompt)}
+        texts = [_text(trajectory).dumps() for trajectory in group.trajectories]
+        if name not in self._group_functions:
+            return self._pool.submit(spec, texts)
+        whole = self._pool.submit({**spec, "group": True}, [json.dumps(texts)])
+
+        def split() -> list[VerifierScore]:
+            (result,) = whole.result()
+            scores = [result.parts.get(str(index), 0.0) for index in range(len(texts))]
+            return [replace(result, score=score, parts={}) for score in scores]
+
+        return when_all([whole], split)
+
+    def _ask(self, prompt: Prompt, trajectory: Trajectory) -> Future[_Judgement]:
         if self._judge is None:
-            why = "needs a judge, and there is none; set rewards.judge.base_url and model"
-            raise ValueError(f"prompt {prompt.prompt_id}: {why}")
-        opened = replace(prompt, messages=_opening(prompt, trajectory))
-        return self._judge.submit(opened, trajectory)
+            raise ValueError("needs a judge; set rewards.judge.base_url and model")
+        prompt = replace(prompt, messages=_opening(prompt, trajectory))
+        return self._judge.submit(prompt, trajectory)
 
     def _verify(
         self, prompt: Prompt, trajectories: Sequence[Trajectory]
-    ) -> list[Future[list[Verdict]]]:
+    ) -> list[Future[list[VerifierScore]]]:
         completions = [final_text(trajectory.messages) for trajectory in trajectories]
         if prompt.reward.get("kind") != "code":
             return [self._pool.submit(prompt.reward, completions)]
-        # Programs take seconds: one job each, so that all workers share in them.
-        jobs = {
-            completion: self._pool.submit(prompt.reward, [completion])
-            for completion in set(completions)
-        }
-        return [jobs[completion] for completion in completions]
+        # Programs take seconds: one job each, so that all workers share them.
+        jobs = {text: self._pool.submit(prompt.reward, [text]) for text in set(completions)}
+        return [jobs[text] for text in completions]
 
-    def _scored(self, pending: _Pending, purpose: Purpose) -> ScoredGroup:
-        group = pending.group
+    def _scored(self, group: Group, sources: Sequence[RewardPart], purpose: Purpose) -> ScoredGroup:
+        weights = self._weights[group.prompt.domain]
+        rule = self._lengths.get(group.prompt.domain, LengthRule())
+        drafts = [_Draft(trajectory) for trajectory in group.trajectories]
         try:
-            parts, notes = self._parts(pending), pending.notes()
+            for source in sources:
+                source.add_to(drafts)
+            for draft in drafts:
+                _finish(draft, weights)
         except ValueError as error:
             raise ValueError(f"prompt {group.prompt.prompt_id}: {error}") from error
-        length = self._lengths.get(group.prompt.domain, LengthRule())
-        kept: list[Trajectory] = []
+        self._announce_log()
         scores: list[Score] = []
-        said: list[Mapping[str, str]] = []
-        dropped: list[str] = []
-        left_out: list[Trajectory] = []
-        for trajectory, found, note in zip(group.trajectories, parts, notes, strict=True):
-            cut = trajectory.cut and trajectory.finish_reason != "crash"
-            out = cut and length.truncated == "drop" and purpose == "train"
-            if isinstance(found, str) or out:
-                dropped.append(found if isinstance(found, str) else CUT_OFF)
-                left_out.append(trajectory)
-            else:
-                kept.append(trajectory)
-                said.append(note)
-                worth = worth_nothing if cut and length.truncated == "zero" else compose
-                scores.append(worth(found, self._weights[group.prompt.domain]))
-        if dropped:
-            group = replace(group, trajectories=tuple(kept), dropped=(*group.dropped, *dropped))
-        if length.active:
-            scores = with_length(scores, kept, length)
+        for draft in drafts:
+            cut = draft.trajectory.cut and draft.trajectory.finish_reason != "crash"
+            if cut and rule.truncated == "drop" and purpose == "train":
+                draft.dropped = draft.dropped or CUT_OFF
+            if not draft.dropped:
+                score = compose_cut_off if cut and rule.truncated == "zero" else compose
+                scores.append(score(draft.parts, weights))
+        remaining = [draft for draft in drafts if not draft.dropped]
+        trajectories = tuple(draft.trajectory for draft in remaining)
+        notes = tuple(draft.notes for draft in remaining)
+        if len(remaining) < len(drafts):
+            reasons = (draft.dropped for draft in drafts if draft.dropped)
+            group = replace(group, trajectories=trajectories, dropped=(*group.dropped, *reasons))
+        if rule.active:
+            scores = with_length(scores, trajectories, rule)
         rewards = torch.tensor([score.value for score in scores], dtype=torch.float32)
-        # A group may have lost all its trajectories, and nothing has no mean.
+        # An empty group has no mean.
         advantages = group_advantages(rewards, scale=self._scale) if scores else rewards
         return ScoredGroup(
             group=group,
             rewards_G=rewards.numpy(),
             parts_G=tuple(score.parts for score in scores),
             advantages_G=advantages.numpy(),
-            left_out=tuple(left_out),
-            notes_G=tuple(said) if any(said) else (),
+            left_out=tuple(draft.trajectory for draft in drafts if draft.dropped),
+            notes_G=notes if any(notes) else (),
         )
 
-    def _parts(self, pending: _Pending) -> list[dict[str, float] | str]:
-        """The parts of each trajectory, or why it has none. Every wait inside has a deadline of
-        its own, completion by completion."""
-        group = pending.group
-        parts: list[dict[str, float] | str] = []
-        for result in (future.result() for future in pending.judge):
-            if isinstance(result, Failed):
-                parts.append(_unjudged(result))
-            else:
-                parts.append({"correct": result.value, **result.parts, ERROR: 0.0})
-        weights = self._weights[group.prompt.domain]
-        alone = group.prompt.reward.get("kind") == FUNCTIONS
-        if alone:
-            parts = [{ERROR: 0.0} for _ in group.trajectories]
-        ruled = [verdict for future in pending.rule for verdict in future.result()]
-        for verdict in ruled:
-            error = float(bool(verdict.error))
-            parts.append({**verdict.parts, "correct": verdict.score, ERROR: error})
-        self._note(_verifier(group.prompt), group, ruled)
-        if group.prompt.environment:
-            parts = _with_verdicts(group, parts)
-        for index, result in enumerate(future.result() for future in pending.refusals):
-            if isinstance(found := parts[index], str):
-                continue
-            if isinstance(result, Failed):
-                parts[index] = _unjudged(result)
-            else:
-                found[REFUSAL] = result.value
-        for name, future in pending.others.items():
-            verdicts = future.result()
-            self._note(name, group, verdicts)
-            for found, verdict in zip(parts, verdicts, strict=True):
-                if not isinstance(found, str):
-                    found[name] = verdict.score
-                    found[ERROR] = max(found[ERROR], float(bool(verdict.error)))
-        for found in parts if alone else ():
-            assert not isinstance(found, str)
-            found["correct"] = of_functions(found, weights)
-        for found, trajectory in zip(parts, group.trajectories, strict=True):
-            if not isinstance(found, str) and trajectory.verdict is None:
-                found["format"] = float(
-                    keeps_format(
-                        raw_text(trajectory.messages),
-                        thinking=group.prompt.thinking,
-                        finished=not trajectory.cut,
-                    )
-                )
-        for index, trajectory in enumerate(group.trajectories):
-            if trajectory.finish_reason == "crash":  # nothing that it had done counts
-                parts[index] = worst(weights)
-            elif not isinstance(found := parts[index], str):
-                try:
-                    check_found(found, weights)
-                except ValueError as error:
-                    if trajectory.verdict is None or trajectory.verdict.parts:
-                        raise
-                    # A program that was ended gives none: no reason to end the run, too.
-                    parts[index] = f"its program or environment gave no verdict: {error}"
-        return parts
-
-    def _note(self, name: str, group: Group, verdicts: Sequence[Verdict]) -> None:
-        errors = [(verdict.error, verdict.at) for verdict in verdicts]
-        self._failures.note(name, group.prompt.prompt_id, errors)
-        if self._log is not None and not self._told and self._pool.printed():
-            self._told = True
-            self._failures.say(f"the reward workers print to {self._log}")
+    def _announce_log(self) -> None:
+        if self._log is not None and not self._log_announced and self._pool.printed():
+            self._log_announced = True
+            self._failures.report(f"the reward workers print to {self._log}")
 
 
-def _unjudged(failed: Failed) -> str:
-    return f"the judge failed ({failed.kind}): {failed.reason}"
+def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
+    """Check that all weighted parts are there. A crashed episode gets the worst ones."""
+    if draft.trajectory.finish_reason == "crash":
+        draft.parts, draft.dropped = worst_parts(weights), ""
+    elif not draft.dropped:
+        try:
+            check_complete(draft.parts, weights)
+        except ValueError as error:
+            if draft.trajectory.verdict is None or draft.trajectory.verdict.parts:
+                raise
+            # A program ended by its deadline has an empty verdict, which should not stop the run.
+            draft.dropped = f"its program or environment gave no verdict: {error}"
 
 
-def _asked(group: Group) -> str:
-    """What the user said last of the opening."""
-    every = [_opening(group.prompt, one) for one in group.trajectories[:1]]
-    return str([*every, group.prompt.messages][0][-1].get("content") or "")
+def _task(group: Group) -> str:
+    """The last message before the policy's first turn."""
+    openings = [_opening(group.prompt, trajectory) for trajectory in group.trajectories[:1]]
+    return str([*openings, group.prompt.messages][0][-1].get("content") or "")
 
 
 def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
-    """What was said before the policy spoke: an environment opens the conversation."""
-    every = trajectory.messages if prompt.environment else ()
-    roles = [message.get("role") for message in every]
+    """The messages before the policy's first turn, which an environment may choose."""
+    messages = trajectory.messages if prompt.environment else ()
+    roles = [message.get("role") for message in messages]
     first = trajectory.opening or (roles.index("assistant") if "assistant" in roles else 0)
-    return every[:first] or prompt.messages
+    return messages[:first] or prompt.messages
 
 
-def _with_verdicts(
-    group: Group, ruled: Sequence[dict[str, float] | str]
-) -> list[dict[str, float] | str]:
-    """The parts of the environment's verdicts, and those of a rule or judge where there is one."""
-    parts: list[dict[str, float] | str] = []
-    for index, trajectory in enumerate(group.trajectories):
-        own = {} if trajectory.verdict is None else dict(trajectory.verdict.parts)
-        found = ruled[index] if ruled else {ERROR: 0.0}
-        parts.append(found if isinstance(found, str) else {**own, **found})
-    if not ruled and any("correct" not in found for found in parts):
-        raise ValueError(
-            "its environment's verdict has no part `correct`, and nothing else grades it: have "
-            "the environment give one, or give the prompts an answer, tests, criteria or a reward"
-        )
-    return parts
-
-
-def _verifier(prompt: Prompt) -> str:
-    """For messages: `correct (reasoning_gym gcd)`. No dots in it: it is no user's function."""
-    said = [str(prompt.reward.get(key, "")) for key in ("kind", "task", "match")]
-    return f"correct ({' '.join(filter(None, said))})".replace(".", " ")
-
-
-def _programs(message: Mapping[str, Any]) -> bool:
-    return message.get("role") == "assistant" and message.get("name") == PROGRAM
-
-
-def _text_of(trajectory: Trajectory, *, sampled: bool) -> TextTrajectory:
-    """sampled: without what an agent program said for the policy."""
-    messages = trajectory.messages
-    if sampled:
-        messages = tuple(m for m in messages if not _programs(m))
+def _text(trajectory: Trajectory) -> TextTrajectory:
     return TextTrajectory(
-        messages=messages,
+        messages=trajectory.messages,
         finish_reason="length" if trajectory.cut else "stop",
         sampled_tokens=trajectory.sampled_tokens,
         opening=trajectory.opening,
     )
+
+
+def _sampled_text(trajectory: Trajectory) -> TextTrajectory:
+    """As `_text`, without messages that an agent program wrote in the policy's name."""
+    messages = tuple(
+        message
+        for message in trajectory.messages
+        if not (message.get("role") == "assistant" and message.get("name") == PROGRAM)
+    )
+    return replace(_text(trajectory), messages=messages)

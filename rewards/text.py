@@ -1,7 +1,7 @@
-"""The answer in a completion. Nothing inside `<think>` ever counts; rollouts write a family's own
-marks as these.
+"""Finds the answer in a completion. Nothing inside `<think>` ever counts.
 
-Everything here takes untrusted text and runs in time linear in its length.
+Rollouts write every model family's thinking marks as `<think>`. All functions take untrusted text
+and run in time linear in its length.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ from keel.rl.turns import THINK
 
 BOXED = "\\boxed{"
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit)\s*\{([^{}]*)\}")
-_UNSEEN = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
+_INVISIBLE = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", flags=re.DOTALL)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", flags=re.DOTALL)
+_RAISED = re.compile("([⁺⁻]?[⁰¹²³⁴-⁹]+)|([₊₋]?[₀-₉]+)")
+
+
+def _last_turn(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The policy's last message; empty if absent."""
+    turns = [message for message in messages if message.get("role") == "assistant"]
+    return turns[-1] if turns else {}
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the policy's last message without its thinking; "" if the thinking never ended."""
-    spoken = [message for message in messages if message.get("role") == "assistant"]
-    if not spoken:
-        return ""
-    raw = spoken[-1].get("raw")
-    text = str(spoken[-1].get("content") or "")
+    """Return the policy's last message without thinking; "" if the thinking never ended."""
+    message = _last_turn(messages)
+    raw = message.get("raw")
+    text = str(message.get("content") or "")
     if isinstance(raw, str) and THINK.close in raw:
         # From `raw`, so that text before the thinking cannot be taken for the answer.
         text = raw
@@ -40,41 +45,36 @@ def outside_think(text: str) -> str:
 
 def blank(text: str) -> bool:
     """Return whether a text is invisible: white space, format and control characters, fillers."""
-    return all(unicodedata.category(c)[0] in "ZC" or c in _UNSEEN for c in text)
+    return all(unicodedata.category(c)[0] in "ZC" or c in _INVISIBLE for c in text)
 
 
 def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last message as it was sampled, with its thinking between `<think>` marks."""
-    spoken = [message for message in messages if message.get("role") == "assistant"]
-    if not spoken:
-        return ""
-    message = spoken[-1]
+    """Return the last message as sampled, with its thinking between `<think>` marks."""
+    message = _last_turn(messages)
     if isinstance(message.get("raw"), str):
         return message["raw"]
-    thoughts = message.get("reasoning_content")
-    before = f"{THINK.open}{thoughts}{THINK.close}" if thoughts is not None else ""
-    return f"{before}{message.get('content') or ''}"
+    thinking = message.get("reasoning_content")
+    prefix = f"{THINK.open}{thinking}{THINK.close}" if thinking is not None else ""
+    return f"{prefix}{message.get('content') or ''}"
 
 
 def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the thinking before the policy's last message; "" without any."""
-    spoken = [message for message in messages if message.get("role") == "assistant"]
-    if not spoken:
-        return ""
-    thoughts = spoken[-1].get("reasoning_content")
-    if thoughts is not None:
-        return str(thoughts)
-    raw = str(spoken[-1].get("raw") or "")
+    """Return the thinking of the policy's last message, or ""."""
+    message = _last_turn(messages)
+    thinking = message.get("reasoning_content")
+    if thinking is not None:
+        return str(thinking)
+    raw = str(message.get("raw") or "")
     return raw.rpartition(THINK.close)[0].removeprefix(THINK.open).strip()
 
 
 def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Apply `of` (`final_text` or `thinking_text`) to each of the policy's turns, and join the
-    results as paragraphs. Messages of tools and users and arguments of calls are left out."""
-    spoken = [message for message in messages if message.get("role") == "assistant"]
-    return "\n\n".join(filter(None, (of([message]) for message in spoken)))
+    """Apply `of` (`final_text` or `thinking_text`) to each of the policy's turns and join the
+    results as paragraphs, without tool calls and other messages."""
+    turns = [message for message in messages if message.get("role") == "assistant"]
+    return "\n\n".join(filter(None, (of([message]) for message in turns)))
 
 
 def marked_answer(text: str) -> str | None:
@@ -88,25 +88,25 @@ def marked_answer(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> list[str]:
-    r"""Return the contents of all `\boxed{…}` outside any other, else of all `<answer>`."""
+    r"""Return the contents of all outermost `\boxed{…}`, else of all `<answer>`."""
     boxes: list[str] = []
-    opened: list[int] = []  # where each open brace's content starts; boxes count from the outermost
-    box = -1
+    starts: list[int] = []  # of the open braces' contents
+    box_depth = -1  # of the outermost open box
     for match in _BRACES.finditer(text):
         if match[0].endswith("{") and match[0] != "\\{":
-            opened.append(match.end())
-            if match[0] == BOXED and box < 0:
-                box = len(opened)
-        elif match[0] == "}" and opened:
-            start = opened.pop()
-            if len(opened) < box:
+            starts.append(match.end())
+            if match[0] == BOXED and box_depth < 0:
+                box_depth = len(starts)
+        elif match[0] == "}" and starts:
+            start = starts.pop()
+            if len(starts) < box_depth:
                 boxes.append(text[start : match.start()].strip())
-                box = -1
+                box_depth = -1
     return boxes or [inside.strip() for inside in _ANSWER.findall(text)]
 
 
 def _braced(text: str, start: int) -> str | None:
-    """Return the text from `start` to the brace that closes it; None if nothing does."""
+    """Return the text from `start` to its closing brace, or None."""
     depth = 1
     for match in re.finditer(r"\\.|[{}]", text[start:], flags=re.DOTALL):
         if match[0] in "{}":
@@ -122,21 +122,17 @@ def answer_in(text: str) -> str:
     return text.strip() if marked is None else marked
 
 
-_RAISED = re.compile("([⁺⁻]?[⁰¹²³⁴-⁹]+)|([₊₋]?[₀-₉]+)")
-
-
 def normalise(text: str) -> str:
-    """Normalise Unicode form and white space. Raised and lowered digits keep their place: 10² is
-    10^2, not 102."""
+    """Normalise Unicode and white space, keeping raised digits: 10² is 10^2, not 102."""
     return " ".join(unicodedata.normalize("NFKC", raised(text)).split())
 
 
 def raised(text: str) -> str:
     """Write x² and x₂ as x^2 and x_2."""
-    return _RAISED.sub(_placed, text)
 
+    def replacement(match: re.Match[str]) -> str:
+        digits = unicodedata.normalize("NFKC", match[0]).replace("−", "-")
+        sign = "^" if match[1] else "_"
+        return f"{sign}{digits}" if len(digits) == 1 else f"{sign}{{{digits}}}"
 
-def _placed(match: re.Match[str]) -> str:
-    digits = unicodedata.normalize("NFKC", match[0]).replace("−", "-")
-    sign = "^" if match[1] else "_"
-    return f"{sign}{digits}" if len(digits) == 1 else f"{sign}{{{digits}}}"
+    return _RAISED.sub(replacement, text)

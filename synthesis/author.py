@@ -16,7 +16,7 @@ import openai
 from openai import AsyncOpenAI, Timeout
 
 from keel.configs.synthesis import AuthorConfig, BudgetConfig
-from keel.rewards.judge.bounded import bounded_http
+from keel.rewards.judge.client import bounded_http
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 
 CONNECT_S = 10.0

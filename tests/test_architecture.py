@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "configs": set[str](),
     "rl": set[str](),
     "data": {"rl", "configs"},
-    "rewards": {"rl"},
+    "rewards": {"rl", "configs"},
     "agents": {"rl", "configs"},
     "synthesis": {"rl", "configs", "agents", "rewards"},
     "examples": {"rl", "configs", "agents", "rewards", "synthesis", "commands"},

@@ -1,1 +1,1 @@
-"""Programs against hidden tests."""
+"""Rewards for programs, from hidden tests."""

@@ -1,8 +1,7 @@
-"""Whether what a program said is what a test wants.
+"""Compares a program's output with the expected one.
 
-The wanted value comes from the prompt; the other was written by a program that nobody vouches for.
-So both are plain data, nothing of it is built into objects that could have opinions of their own,
-and the work follows the wanted value's shape: the other cannot make it long.
+The output is untrusted, so both sides are plain data, never objects with custom equality, and the
+work is bounded by the expected value's shape.
 """
 
 from __future__ import annotations
@@ -15,91 +14,87 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
-REL_TOLERANCE = 1e-9
-"""Between floating-point numbers, unless the prompt says otherwise."""
-MOST_LOOKS = 500_000
-"""At values, where rounding has changed the order of items that have none: some tenths of a second.
-Enough for 300 pairs whose first components are all equal but for that, and for any number of them
-where few are."""
+_REL_TOLERANCE = 1e-9
+"""Default tolerance between floating-point numbers."""
+_MAX_COMPARISONS = 500_000
+"""Budget for matching unordered items whose order rounding has changed: some tenths of a second,
+enough for 300 pairs whose first components all agree up to rounding."""
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
-def same_value(wanted: Any, given: Any, tolerance: float | None = None) -> bool:
-    """Whether two values in the JSON form of `keel.rewards.code.call_driver` are equal.
+def same_value(expected: Any, value: Any, tolerance: float | None = None) -> bool:
+    """Compare two values in the JSON form of `keel.rewards.code.call_driver`.
 
-    Lists and tuples are alike; sets and dicts have no order; a number is no boolean. tolerance:
-    absolute or relative to the wanted number; absolute alone where that is an integer, and none
-    between two integers. What `MOST_LOOKS` looks do not show to be equal is not.
+    Lists equal tuples; sets and dicts are unordered; numbers differ from booleans. tolerance:
+    absolute or relative to the expected number; only absolute if that is an integer, and none
+    between two integers. Values that exceed `_MAX_COMPARISONS` differ.
     """
     try:
-        return _same(wanted, given, tolerance, _Looks(MOST_LOOKS))
-    except _TooMany:
+        return _same(expected, value, tolerance, _Budget(_MAX_COMPARISONS))
+    except _BudgetExceeded:
         return False
 
 
-class _TooMany(Exception):
+class _BudgetExceeded(Exception):
     pass
 
 
 @dataclass(slots=True)
-class _Looks:
-    """At values, out of their order."""
-
-    left: int
+class _Budget:
+    comparisons: int
 
     def take(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise _TooMany
+        self.comparisons -= count
+        if self.comparisons < 0:
+            raise _BudgetExceeded
 
 
-def _same(wanted: Any, given: Any, tolerance: float | None, looks: _Looks) -> bool:
-    if _is_number(wanted) and _is_number(given):
-        return _close(wanted, given, tolerance)
-    if _is_pair(wanted, given, list):
-        kind, left, right = "~tuple", cast(list[Any], wanted), cast(list[Any], given)
+def _same(expected: Any, value: Any, tolerance: float | None, budget: _Budget) -> bool:
+    if _is_number(expected) and _is_number(value):
+        return _close(expected, value, tolerance)
+    if _are_lists(expected, value):
+        kind, left, right = "~tuple", cast(list[Any], expected), cast(list[Any], value)
     else:
-        kind, left = _taken_apart(wanted)
-        other, right = _taken_apart(given)
-        if kind != other or kind == "?":  # whatever that was to be, it is no value
+        kind, left = _items_of(expected)
+        other, right = _items_of(value)
+        if kind != other or kind == "?":  # malformed
             return False
     if kind == "":
-        return type(wanted) is type(given) and wanted == given
+        return type(expected) is type(value) and expected == value
     if len(left) != len(right):
         return False
     if kind != "~tuple":
-        return _Items(left, right, tolerance, looks).same()
-    return all(_same(a, b, tolerance, looks) for a, b in zip(left, right, strict=True))
+        return _Items(left, right, tolerance, budget).same()
+    return all(_same(a, b, tolerance, budget) for a, b in zip(left, right, strict=True))
 
 
 class _Items:
-    """As many items as are wanted, both without an order. Sorted, equal ones stand in one place, or
-    near it where rounding has changed the order; then each is looked for."""
+    """Unordered items of equal number. Sorted, equal ones have the same position, or a close one if
+    rounding has changed the order; then they are matched."""
 
     def __init__(
-        self, wanted: list[Any], given: list[Any], tolerance: float | None, looks: _Looks
+        self, expected: list[Any], value: list[Any], tolerance: float | None, budget: _Budget
     ) -> None:
-        self._wanted, self._given = sorted(wanted, key=_place), sorted(given, key=_place)
-        self._tolerance, self._looks = tolerance, looks
-        self._at: dict[int, int] = {}  # from the wanted to the given
-        self._of: dict[int, int] = {}  # and back
+        self._expected, self._values = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
+        self._tolerance, self._budget = tolerance, budget
+        self._match: dict[int, int] = {}  # from expected to value
+        self._inverse: dict[int, int] = {}
 
     def same(self) -> bool:
-        alone: list[int] = []
-        for i, (wanted, given) in enumerate(zip(self._wanted, self._given, strict=True)):
-            if _same(wanted, given, self._tolerance, self._looks):
-                self._at[i] = self._of[i] = i
+        unmatched: list[int] = []
+        for i, (expected, value) in enumerate(zip(self._expected, self._values, strict=True)):
+            if _same(expected, value, self._tolerance, self._budget):
+                self._match[i] = self._inverse[i] = i
             else:
-                alone.append(i)
-        if not alone:
+                unmatched.append(i)
+        if not unmatched:
             return True
-        rounded = any(isinstance(one, float) for one in _inside([self._wanted, self._given]))
-        return rounded and all(map(self._found, alone))
+        rounded = any(isinstance(v, float) for v in _values_in([self._expected, self._values]))
+        return rounded and all(map(self._find_match, unmatched))
 
-    def _found(self, first: int) -> bool:
-        """Whether one that is alone has a partner, where others may have to take another one: the
-        shortest augmenting path of a bipartite matching."""
-        reached: dict[int, int] = {}  # of the given, and from which
+    def _find_match(self, first: int) -> bool:
+        """Extend the bipartite matching by an item, along a shortest augmenting path."""
+        reached: dict[int, int] = {}  # value → the expected item it was reached from
         pending = deque([first])
         while pending:
             i = pending.popleft()
@@ -107,101 +102,99 @@ class _Items:
                 if j in reached or not self._fit(i, j):
                     continue
                 reached[j] = i
-                if j in self._of:
-                    pending.append(self._of[j])
+                if j in self._inverse:
+                    pending.append(self._inverse[j])
                     continue
-                while True:  # all on the way take the one that they have reached
+                while True:  # flip the matching along the path
                     i = reached[j]
-                    before = self._at.get(i, -1)
-                    self._at[i], self._of[j] = j, i
+                    previous = self._match.get(i, -1)
+                    self._match[i], self._inverse[j] = j, i
                     if i == first:
                         return True
-                    j = before
+                    j = previous
         return False
 
     def _near(self, i: int) -> Iterator[int]:
-        """All places, those around `i` first."""
-        for distance in range(len(self._given)):
+        """All positions, by distance from `i`."""
+        for distance in range(len(self._values)):
             for j in (i + distance, i - distance) if distance else (i,):
-                self._looks.take(1)
-                if 0 <= j < len(self._given):
+                self._budget.take(1)
+                if 0 <= j < len(self._values):
                     yield j
 
     def _fit(self, i: int, j: int) -> bool:
-        wanted, given = self._wanted[i], self._given[j]
-        self._looks.take(sum(1 for _ in _inside([wanted, given])))
-        return _same(wanted, given, self._tolerance, self._looks)
+        expected, value = self._expected[i], self._values[j]
+        self._budget.take(sum(1 for _ in _values_in([expected, value])))
+        return _same(expected, value, self._tolerance, self._budget)
 
 
-def same_text(wanted: str, given: str, tolerance: float | None = None) -> bool:
-    """Whether a program's output is `wanted`, up to white space at the ends of lines and of all.
+def same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
+    """Compare outputs up to white space at the ends of lines and of the text.
 
-    tolerance: compares word by word, numbers up to so much, as `same_value` does.
+    tolerance: compare word by word, with numbers as in `same_value`.
     """
     if tolerance is None:
-        return _lines(wanted) == _lines(given)
-    left, right = wanted.split(), given.split()
+        return _lines(expected) == _lines(output)
+    left, right = expected.split(), output.split()
     return len(left) == len(right) and all(
         a == b or _close_words(a, b, tolerance) for a, b in zip(left, right, strict=True)
     )
 
 
-def least_output(wanted: str, tolerance: float | None = None) -> int:
-    """Bytes that any output which `same_text` takes for `wanted` has."""
+def min_output(expected: str, tolerance: float | None = None) -> int:
+    """Minimum size in bytes of an output that `same_text` accepts."""
     if tolerance is None:
-        return len("\n".join(_lines(wanted)).encode(errors="replace"))
-    return max(0, 2 * len(wanted.split()) - 1)  # a number may be written in fewer digits
+        return len("\n".join(_lines(expected)).encode(errors="replace"))
+    return max(0, 2 * len(expected.split()) - 1)  # a number may be written in fewer digits
+
+
+def _are_lists(*values: Any) -> bool:
+    return all(isinstance(value, list) for value in values)
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_pair(wanted: Any, given: Any, kind: type) -> bool:
-    return isinstance(wanted, kind) and isinstance(given, kind)
-
-
-def _close(wanted: int | float, given: int | float, tolerance: float | None) -> bool:
-    if isinstance(wanted, int) and isinstance(given, int):
-        return wanted == given
+def _close(expected: int | float, value: int | float, tolerance: float | None) -> bool:
+    if isinstance(expected, int) and isinstance(value, int):
+        return expected == value
     try:
-        left, right = float(wanted), float(given)
+        left, right = float(expected), float(value)
     except OverflowError:  # an integer beyond floating point
         return False
     if math.isnan(left) or math.isnan(right):
         return math.isnan(left) and math.isnan(right)
-    return _near(left, right, tolerance, whole=isinstance(wanted, int))
+    return _near(left, right, tolerance, whole=isinstance(expected, int))
 
 
-def _near(wanted: float, given: float, tolerance: float | None, *, whole: bool) -> bool:
-    """whole: an integer is wanted, of which a share may be many."""
-    if wanted == given:
+def _near(expected: float, value: float, tolerance: float | None, *, whole: bool) -> bool:
+    if expected == value:
         return True
-    difference = abs(wanted - given)
+    difference = abs(expected - value)
     if not math.isfinite(difference):
         return False
     if tolerance is None:
-        most = REL_TOLERANCE * abs(wanted)
+        most = _REL_TOLERANCE * abs(expected)
         return difference <= (min(most, 1e-6) if whole else max(most, 1e-12))
-    return difference <= tolerance * (1.0 if whole else max(1.0, abs(wanted)))
+    return difference <= tolerance * (1.0 if whole else max(1.0, abs(expected)))
 
 
-def _close_words(wanted: str, given: str, tolerance: float) -> bool:
-    whole = _WHOLE.fullmatch(wanted) is not None
-    if whole and _WHOLE.fullmatch(given):
-        return int(wanted) == int(given) if max(len(wanted), len(given)) < 4000 else False
-    if not given.isascii() or "_" in given:  # digits and numbers to Python alone
+def _close_words(expected: str, value: str, tolerance: float) -> bool:
+    whole = _WHOLE.fullmatch(expected) is not None
+    if whole and _WHOLE.fullmatch(value):
+        return int(expected) == int(value) if max(len(expected), len(value)) < 4000 else False
+    if not value.isascii() or "_" in value:  # numbers to Python only
         return False
     try:
-        left, right = float(wanted), float(given)
+        left, right = float(expected), float(value)
     except ValueError:
         return False
     return _near(left, right, tolerance, whole=whole)
 
 
-def _taken_apart(value: Any) -> tuple[str, list[Any]]:
-    """The kind of a collection and what is in it; kind "" for anything else, "?" for what is
-    written like a collection and is none."""
+def _items_of(value: Any) -> tuple[str, list[Any]]:
+    """Kind and items of a collection; kind "" for other values and "?" for a malformed one."""
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):
@@ -214,25 +207,24 @@ def _taken_apart(value: Any) -> tuple[str, list[Any]]:
     return "~dict", [[key, item] for key, item in items.items()]
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    """A value and all that it is made of."""
+def _values_in(value: Any) -> Iterator[Any]:
+    """A value and everything nested in it."""
     pending = [value]
     while pending:
         value = pending.pop()
         yield value
-        pending += _taken_apart(value)[1]
+        pending += _items_of(value)[1]
 
 
-def _place(item: Any) -> tuple[int, Any]:
-    """Where it stands among others without an order. Numbers stand by value, so that 9.999999 and
-    10.0, which may be equal, have the same place."""
+def _sort_key(item: Any) -> tuple[int, Any]:
+    """Sort key for unordered items. Numbers sort by value, so that 9.999999 is next to 10.0."""
     if _is_number(item):
         return 0, math.inf if math.isnan(item) else item
-    kind, inside = _taken_apart(item)
+    kind, inside = _items_of(item)
     if kind in ("", "?"):
         return 1, json.dumps(item)
-    places = [_place(part) for part in inside]
-    return 2, (kind, places if kind == "~tuple" else sorted(places))
+    keys = [_sort_key(part) for part in inside]
+    return 2, (kind, keys if kind == "~tuple" else sorted(keys))
 
 
 def _lines(text: str) -> list[str]:

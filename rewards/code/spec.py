@@ -1,5 +1,7 @@
-"""Reads what a prompt says about its programs (`rewards.code` shows how), and finds the program in
-a completion."""
+"""Reads the reward spec of a programming task, and finds the program in a completion.
+
+`keel.rewards.code.verifier` shows the spec.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,68 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
-from keel.rewards.code.languages import LANGUAGES, Language
 from keel.rewards.sandbox.watch import Limits
 from keel.rl.strict_json import allow_long_integers
 
-allow_long_integers()  # in tests, and in what programs return
+allow_long_integers()  # in tests and in return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A test of a program's output, or, with `call`, of what a function returns."""
+class Language:
+    """How to build and run programs in a language; commands as in `Sandbox.run`."""
+
+    source: str
+    """Name of the source file in `{box}`."""
+    run: tuple[str, ...]
+    compile: tuple[str, ...] = ()
+    """Writes the file `program` in the current folder, which `run` finds in `{box}`; empty for
+    interpreted languages."""
+    extra: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """Further files in `{box}`."""
+    calls: tuple[str, ...] = ()
+    """Calls functions by the protocol of `keel.rewards.code.call_driver`; empty if unsupported."""
+    bounded: bool = True
+    """Limit address space, which some runtimes cannot live with."""
+
+
+_LAUNCH = b"""
+import builtins, sys
+if hasattr(sys, "set_int_max_str_digits"):
+    sys.set_int_max_str_digits(0)  # the time limit bounds what it reads and prints
+builtins.exit = builtins.quit = sys.exit
+source = compile(open(sys.argv.pop(), encoding="utf-8").read(), "solution.py", "exec")
+del builtins, sys  # a program must import them itself
+exec(globals().pop("source"))
+"""
+_DRIVER = Path(__file__).with_name("call_driver.py")
+
+_LANGUAGES: dict[str, Language] = {
+    # Without `site`, which doubles the start-up time.
+    "python": Language(
+        source="solution.py",
+        run=("{python}", "-S", "{box}/launch.py", "{box}/solution.py"),
+        extra={"launch.py": _LAUNCH, "driver.py": _DRIVER.read_bytes()},
+        calls=("{python}", "-S", "{box}/driver.py", "{box}/solution.py"),
+    ),
+    "c++": Language(
+        source="solution.cpp",
+        compile=("g++", "-O2", "-std=c++17", "-o", "program", "{box}/solution.cpp"),
+        run=("{box}/program",),
+    ),
+    "c": Language(
+        source="solution.c",
+        compile=("gcc", "-O2", "-std=c17", "-o", "program", "{box}/solution.c", "-lm"),
+        run=("{box}/program",),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTest:
+    """A test of a program's output or, with `call`, of a function's return value."""
 
     stdin: bytes = b""
     stdout: str = ""
@@ -28,22 +80,20 @@ class Case:
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     returns: Any = None
     sample: bool = False
-    """Whether the task shows it."""
+    """Shown in the task."""
     subtask: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A spec that has been read."""
+class CodeTask:
+    """A parsed spec."""
 
     language: Language
-    tests: tuple[Case, ...]
+    tests: tuple[CodeTest, ...]
     partial: bool
-    """Whether the score is the share of tests passed; else it is all or nothing, and the tests
-    after the first failure are not run."""
+    """Score the share of passed tests; otherwise all must pass, and a failure ends the run."""
     subtasks: Mapping[str, float]
-    """Share of the score that each is worth, all of its tests passed; they sum to 1. Empty: there
-    are none."""
+    """Share of the score for passing all tests of a subtask; the shares sum to 1."""
     reference: str | None
     tolerance: float | None
     limits: Mapping[str, Any]
@@ -53,13 +103,13 @@ class Task:
 
 
 def code_block(text: str) -> str | None:
-    """The content of the last fenced code block; None without one, or if it is cut off."""
+    """Content of the last fenced code block; None without one or if it is cut off."""
     blocks = code_blocks(text)
     return blocks[-1] if blocks else None
 
 
 def code_blocks(text: str) -> list[str]:
-    """The contents of the fenced code blocks; none of them if the last is cut off."""
+    """Contents of all fenced code blocks; empty if the last one is cut off."""
     blocks: list[str] = []
     fence: re.Match[str] | None = None
     inside: list[str] = []
@@ -72,7 +122,7 @@ def code_blocks(text: str) -> list[str]:
             blocks.append("\n".join(inside) + "\n")
             fence = None
         else:
-            # A block in a list is indented as its fence is.
+            # A block in a list item is indented like its fence.
             inside.append(line.removeprefix(fence[1]))
     return blocks if fence is None else []
 
@@ -92,33 +142,33 @@ _KEYS = [
     "tolerance",
     "environment",
     "columns",
-]  # of a spec
+]
 _OF_ANY = ("sample", "subtask")
 _STDIN_KEYS, _CALL_KEYS = ("stdin", "stdout"), ("call", "args", "kwargs", "returns")
 
 
-def read_task(spec: Mapping[str, Any]) -> Task:
-    """Raises ValueError naming what cannot be read, and the test it is in."""
-    _no_others(spec, _KEYS, "code reward")
+def read_task(spec: Mapping[str, Any]) -> CodeTask:
+    """Parse a spec. Raises ValueError naming the key and the test."""
+    _check_keys(spec, _KEYS, "code reward")
     name = spec.get("language", "python")
-    if not isinstance(name, str) or name not in LANGUAGES:
-        raise ValueError(f"code reward: language {name!r}; there are {', '.join(LANGUAGES)}")
-    language = LANGUAGES[name]
+    if not isinstance(name, str) or name not in _LANGUAGES:
+        raise ValueError(f"code reward: language {name!r}; use one of {', '.join(_LANGUAGES)}")
+    language = _LANGUAGES[name]
     tests = spec.get("tests")
     if not isinstance(tests, list) or not tests:
         raise ValueError("code reward: tests must be a list of at least one test")
-    read = tuple(
+    cases = tuple(
         _read_test(test, f"code reward: tests[{index}]", language)
         for index, test in enumerate(cast(list[Any], tests))
     )
-    subtasks = _subtasks(spec, read)
+    subtasks = _subtasks(spec, cases)
     partial, reference = spec.get("partial", False), spec.get("reference")
     if not isinstance(partial, bool):
         raise ValueError(f"code reward: partial = {partial!r} must be true or false")
     if reference is not None and not isinstance(reference, str):
         raise ValueError("code reward: reference must be the source of a program")
     if partial and subtasks:
-        raise ValueError("code reward: has `partial` and `subtasks`; keep one")
+        raise ValueError("code reward: `partial` and `subtasks` exclude each other; remove one")
     limits: dict[str, Any] = {}
     for key, knob in (("time_limit_s", "time_s"), ("memory_mib", "memory_mib")):
         if spec.get(key) is not None:
@@ -131,9 +181,9 @@ def read_task(spec: Mapping[str, Any]) -> Task:
     tolerance = spec.get("tolerance")
     if tolerance is not None and _positive(tolerance, "tolerance", float) >= 1:
         raise ValueError(f"code reward: tolerance = {tolerance!r} must be below 1")
-    return Task(
+    return CodeTask(
         language=language,
-        tests=read,
+        tests=cases,
         partial=partial,
         subtasks=subtasks,
         reference=reference,
@@ -142,30 +192,28 @@ def read_task(spec: Mapping[str, Any]) -> Task:
     )
 
 
-def _read_test(test: Any, where: str, language: Language) -> Case:
+def _read_test(test: Any, where: str, language: Language) -> CodeTest:
     if not isinstance(test, dict):
         raise ValueError(f"{where} must be an object")
     fields = cast(dict[str, Any], test)
     sample, subtask = fields.get("sample", False), fields.get("subtask", "")
     if not isinstance(sample, bool) or not isinstance(subtask, str):
-        raise ValueError(f"{where}: sample must be true or false, and subtask the name of one")
+        raise ValueError(f"{where}: sample must be true or false, and subtask a name")
     if "call" not in fields:
-        _no_others(fields, (*_STDIN_KEYS, *_OF_ANY), where)
+        _check_keys(fields, (*_STDIN_KEYS, *_OF_ANY), where)
         stdin, stdout = fields.get("stdin", ""), fields.get("stdout")
         if not isinstance(stdin, str) or not isinstance(stdout, str):
-            raise ValueError(f"{where}: stdin and stdout must be texts, or name a function to call")
-        return Case(stdin=stdin.encode(), stdout=stdout, sample=sample, subtask=subtask)
-    _no_others(fields, (*_CALL_KEYS, *_OF_ANY), where)
+            raise ValueError(f"{where}: stdin and stdout must be texts, or set `call`")
+        return CodeTest(stdin=stdin.encode(), stdout=stdout, sample=sample, subtask=subtask)
+    _check_keys(fields, (*_CALL_KEYS, *_OF_ANY), where)
     call, args, kwargs = fields["call"], fields.get("args", []), fields.get("kwargs", {})
     if not isinstance(call, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", call):
-        raise ValueError(
-            f"{where}: call = {call!r} must name a function, or a class and its method"
-        )
+        raise ValueError(f"{where}: call = {call!r} must be a function, or a class and its method")
     if not isinstance(args, list) or not isinstance(kwargs, dict) or "returns" not in fields:
         raise ValueError(f"{where}: needs args (a list), kwargs (an object) and returns")
     if not language.calls:
-        raise ValueError(f"{where}: functions can be called in Python only; use stdin and stdout")
-    return Case(
+        raise ValueError(f"{where}: only Python functions can be called; use stdin and stdout")
+    return CodeTest(
         call=call,
         args=cast(list[Any], args),
         kwargs=cast(dict[str, Any], kwargs),
@@ -175,37 +223,36 @@ def _read_test(test: Any, where: str, language: Language) -> Case:
     )
 
 
-def _subtasks(spec: Mapping[str, Any], tests: Sequence[Case]) -> dict[str, float]:
-    """`Task.subtasks`, from the points of each. Raises ValueError."""
-    given, named = spec.get("subtasks"), {test.subtask for test in tests} - {""}
-    if given is None:
+def _subtasks(spec: Mapping[str, Any], tests: Sequence[CodeTest]) -> dict[str, float]:
+    """Read `CodeTask.subtasks` from the points of each."""
+    entries, named = spec.get("subtasks"), {test.subtask for test in tests} - {""}
+    if entries is None:
         if named:
             raise ValueError(
-                f"code reward: a test is of subtask {min(named)!r}; say in `subtasks` how many "
-                "points each is worth"
+                f"code reward: a test has the subtask {min(named)!r}; set its points in `subtasks`"
             )
         return {}
-    if not isinstance(given, dict) or not given:
-        raise ValueError("code reward: subtasks must be an object: the points of each by its name")
+    if not isinstance(entries, dict) or not entries:
+        raise ValueError("code reward: subtasks must be an object from names to points")
     points: dict[str, float] = {
         str(name): _positive(value, f"subtasks[{name}]", float)
-        for name, value in cast(dict[Any, Any], given).items()
+        for name, value in cast(dict[Any, Any], entries).items()
     }
     for name in (*sorted(named - points.keys()), *(points.keys() - named)):
-        where = "a test names it, and `subtasks` does not" if name in named else "has no test"
-        raise ValueError(f"code reward: subtask {name!r}: {where}")
+        problem = "is missing in `subtasks`" if name in named else "has no test"
+        raise ValueError(f"code reward: subtask {name!r} {problem}")
     for index, test in enumerate(tests):
         if not test.subtask and not test.sample:
-            raise ValueError(f"code reward: tests[{index}] needs a `subtask`, or `sample: true`")
+            raise ValueError(f"code reward: tests[{index}] needs a `subtask` or `sample: true`")
     return {name: value / sum(points.values()) for name, value in points.items()}
 
 
-def _no_others(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def _check_keys(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for key in fields:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise ValueError(f"{where}: no field {key!r}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
+            raise ValueError(f"{where}: unknown key {key!r}; {hint}")
 
 
 def _positive(value: Any, key: str, kind: type) -> Any:

@@ -1,1 +1,1 @@
-"""Generative rewards: a model judges answers by their prompt's own rubric, and proofs."""
+"""Rewards from a judge model, for rubrics and proofs."""

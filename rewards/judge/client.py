@@ -1,71 +1,73 @@
-"""Calls to the judge's endpoint: bounded in number, in time and in cost."""
+"""Calls to the judge's endpoint, limited in number, time, size and cost."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import random
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import openai
-from openai import AsyncOpenAI, Timeout
+from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
-from keel.rewards.judge.bounded import TooLarge, bounded_http
-from keel.rewards.judge.cache import Cache, Chats, Memory
-from keel.rewards.judge.prompts import Question
-from keel.rewards.judge.replies import BadReply
+from keel.configs.sections.rewards import JudgeConfig
+from keel.rewards.judge.cache import ChatLog, MemoryCache, SqliteCache
+from keel.rewards.judge.prompts import BadReply, Question
 from keel.rewards.judge.results import (
-    NONE,
+    NO_MEAN,
     Counts,
     FailureKind,
-    JudgeSettings,
     JudgeStopped,
-    Server,
+    ServedJudge,
     Unjudged,
 )
 from keel.rewards.judge.untrusted import new_fence, size
 from keel.rl.metrics import Mean
 
-CONNECT_S = 10.0
-"""Longest wait for a connection: a host that is not there is found out before the deadline."""
-LONGEST_PAUSE_S = 30.0
-"""Between two attempts, whatever the endpoint asks for."""
-RETRIED = frozenset({408, 409, 425})
-"""Besides 429 and 5xx: HTTP statuses that may be another the next time."""
-TOO_LONG = frozenset({400, 413, 422})
+_CONNECT_TIMEOUT_S = 10.0
+_MAX_PAUSE_S = 30.0
+"""Maximum pause between attempts, whatever the endpoint asks for."""
+_MAX_DOUBLINGS = 10
+"""Bounds the exponent of the pause before it is clipped."""
+_RETRIED = frozenset({408, 409, 425})
+"""HTTP statuses retried besides 429 and 5xx."""
+_TOO_LONG_STATUSES = frozenset({400, 413, 422})
 _TOO_LONG = re.compile(
     r"context|too (?:long|large|many tokens)|maximum.{0,40}(?:length|tokens)|reduce the length",
     re.IGNORECASE,
 )
-MOST_TOKENS = 1 << 32
-"""Of one call. What an endpoint says may be no number that a metric can hold."""
-MOST_DOUBLINGS = 10
-"""Of the pause between attempts, which is bounded long before that."""
+_MAX_TOKENS = 1 << 32
+"""Maximum credible token count of one call."""
+_MAX_REPLY_BYTES = 16 << 20
 
 T = TypeVar("T")
 
 
 class Endpoint:
-    """An OpenAI-compatible endpoint with a cache before it. Belongs to one event loop."""
+    """An OpenAI-compatible endpoint behind a cache. Belongs to one event loop."""
 
     def __init__(
-        self, settings: JudgeSettings, *, server: Server | None = None, backoff_s: float = 0.5
+        self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
-        """server: takes the place of `settings.base_url`, and is asked for its URL before the
-        first call and whenever it does not answer; backoff_s: the first pause before another
-        attempt, which doubles each time.
+        """Open the cache and, without a server, the client.
 
-        Raises ValueError without an endpoint, without its key, or for an unusable cache or file.
+        server: replaces `settings.base_url`; asked for its URL before the first call and after a
+            call that got no answer.
+        backoff_s: pause before the first retry, doubled for each further one.
+
+        Raises ValueError for a missing endpoint or key and for an unusable cache or file.
         """
         if not (settings.base_url or server) or not settings.model:
             raise ValueError(
-                "rewards.judge.base_url is empty, and rewards by rubric need a judge; set it to an "
+                "rewards.judge.base_url is empty, but a rubric needs a judge; set it to an "
                 "OpenAI-compatible endpoint and rewards.judge.model to its model"
             )
         self._settings = settings
@@ -73,19 +75,19 @@ class Endpoint:
         self._backoff_s = backoff_s
         self._key = server.key if server else _api_key(settings.api_key_env)
         self._url: str = "" if server else settings.base_url
-        self._client = None if server else self._connected(settings.base_url)
-        self._finding = asyncio.Lock()
-        self._cache = Cache(settings.cache_dir) if settings.cache_dir else Memory()
-        self._chats = Chats(settings.chats)
+        self._client = None if server else self._connect(settings.base_url)
+        self._locating = asyncio.Lock()
+        folder = settings.cache_dir
+        self._cache = SqliteCache(folder) if folder else MemoryCache()
+        self._chats = ChatLog(settings.chats)
         self._slots = asyncio.Semaphore(settings.max_concurrent)
-        self._under_way: dict[str, asyncio.Task[str]] = {}
+        self._in_flight: dict[str, asyncio.Task[str]] = {}
         self._stopped = ""
         self._calls = self._cached = self._prompt_tokens = self._reply_tokens = 0
         self._retried: Counter[FailureKind] = Counter()
-        self._call_s = self._queue_s = NONE
+        self._call_s = self._queue_s = NO_MEAN
 
     def counts(self) -> Counts:
-        """The calls so far, their tokens and their times."""
         return Counts(
             calls=self._calls,
             cached=self._cached,
@@ -97,209 +99,198 @@ class Endpoint:
         )
 
     def stop(self, reason: str) -> JudgeStopped:
-        """From now on every call raises the result."""
+        """Make every further call raise the returned error."""
         self._stopped = self._stopped or reason
         return JudgeStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
-        """The judge's reply; equal questions of the same `sample` are asked once,
-        unless `fresh`.
+        """Return the judge's reply. Equal questions of a sample are asked once, unless `fresh`.
 
-        Raises Unjudged when all attempts failed, and JudgeStopped when there must be no more.
+        Raises Unjudged if all attempts failed, and JudgeStopped if no more calls are allowed.
         """
-        chosen = self._settings
+        settings = self._settings
         key = question.key(
-            chosen.model, chosen.temperature, chosen.max_reply_tokens, dict(chosen.extra), sample
+            settings.model,
+            settings.temperature,
+            settings.max_reply_tokens,
+            dict(settings.extra),
+            sample,
         )
-        kept = None if fresh else self._cache.get(key)
-        if kept is not None:
+        cached = None if fresh else self._cache.get(key)
+        if cached is not None:
             try:
-                reply = question.read(kept)
+                reply = question.read(cached)
             except BadReply:
-                pass  # written by something else: asked again, and written over
+                pass  # corrupt: ask again and overwrite
             else:
                 self._cached += 1
                 return reply
-        task = self._under_way.get(key)
+        task = self._in_flight.get(key)
         if task is not None:
             self._cached += 1
         else:
             task = asyncio.create_task(self._attempts(question, key))
-            self._under_way[key] = task
-            task.add_done_callback(lambda _: self._under_way.pop(key))
-        # Shielded: others may be waiting for the same reply.
+            self._in_flight[key] = task
+            task.add_done_callback(lambda _: self._in_flight.pop(key))
+        # Shielded: others may await the same reply.
         return question.read(await asyncio.shield(task))
 
     async def close(self) -> None:
-        """End the connections."""
-        for task in self._under_way.values():
+        for task in self._in_flight.values():
             task.cancel()
         if self._client:
             await self._client.close()
         self._cache.close()
         self._chats.close()
 
-    def _connected(self, url: str) -> AsyncOpenAI:
+    def _connect(self, url: str) -> AsyncOpenAI:
         timeout_s = self._settings.timeout_s
-        timeout = Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
         return AsyncOpenAI(
             base_url=url,
-            # Never the library's own OPENAI_API_KEY: that key belongs to somebody else.
+            # Never the library's default OPENAI_API_KEY, which is meant for another service.
             api_key=self._key or "none",
-            max_retries=0,
-            timeout=timeout,
-            # A server inside the cluster is not behind the proxy of the way out.
+            max_retries=0,  # retries are counted by reason and against `max_calls`
+            timeout=Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
+            # A server inside the cluster is not behind the proxy.
             http_client=bounded_http(trust_env=self._server is None),
         )
 
-    async def _found(self) -> AsyncOpenAI:
-        """A client of where the run's own server is now. Raises JudgeStopped if there is none."""
+    async def _locate(self) -> AsyncOpenAI:
+        """Return a client for the server's current URL. Raises JudgeStopped if it is gone."""
         assert self._server is not None
-        async with self._finding:
+        async with self._locating:
             try:
                 url = await asyncio.to_thread(self._server.url)
             except RuntimeError as error:
                 raise self.stop(str(error)) from error
             if self._client is None or url != self._url:
-                # The old one may still have calls under way; they fail by themselves.
-                self._url, self._client = url, self._connected(url)
+                # Calls in flight on the old client fail by themselves.
+                self._url, self._client = url, self._connect(url)
             return self._client
 
     async def _attempts(self, question: Question[Any], key: str) -> str:
-        """The content of a valid reply, kept in the cache."""
-        attempt, came = 0, time.monotonic()
-        # The slot is held during the pauses too: that is what slows everything down together
-        # when the endpoint has too much to do.
+        """Return the content of a valid reply and store it in the cache."""
+        attempt, started = 0, time.monotonic()
+        # The slot is held during pauses, which slows all calls down if the endpoint is busy.
         async with self._slots:
-            self._queue_s = self._queue_s.merge(Mean(time.monotonic() - came, 1))
+            self._queue_s = self._queue_s.merge(Mean(time.monotonic() - started, 1))
             while True:
                 try:
-                    asked = question.messages(new_fence())
-                    content = await self._once(question, asked)
+                    messages = question.messages(new_fence())
+                    content = await self._call(question, messages)
                     self._cache.put(key, content)
-                    self._chats.add(asked, content)
+                    self._chats.add(messages, content)
                     return content
                 except Unjudged as error:
                     attempt += 1
                     if not error.retry or attempt > self._settings.retries:
                         raise
                     self._retried[error.kind] += 1
-                    pause = self._backoff_s * 2 ** min(attempt - 1, MOST_DOUBLINGS)
+                    pause = self._backoff_s * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
                     pause *= random.uniform(0.5, 1.5)
-                    await asyncio.sleep(min(max(pause, error.after_s), LONGEST_PAUSE_S))
+                    await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
 
-    async def _once(self, question: Question[Any], asked: list[dict[str, str]]) -> str:
+    async def _call(self, question: Question[Any], messages: list[dict[str, str]]) -> str:
         settings = self._settings
         if self._stopped:
             raise JudgeStopped(self._stopped)
-        # Before calls are counted: while it is looked for, others may make the last there are.
-        client = self._client or await self._found()
+        # Before the limit is checked: other calls may be made while the server is located.
+        client = self._client or await self._locate()
         if 0 < settings.max_calls <= self._calls:
             raise self.stop(
-                f"the judge has been called {self._calls} times, and rewards.judge.max_calls = "
-                f"{settings.max_calls} is the ceiling; raise it and start again to resume from the "
-                "last checkpoint"
+                f"the judge has been called {self._calls} times, the limit of "
+                f"rewards.judge.max_calls = {settings.max_calls}; raise it and rerun to resume "
+                "from the last checkpoint"
             )
         self._calls += 1
+        schema = {"name": "judgement", "strict": True, "schema": dict(question.schema)}
         try:
-            # The library's timeout is for each read; a server that drips bytes would outlast it.
+            # The library's timeout applies to each read, so a slow trickle would outlast it.
             async with self._timed(), asyncio.timeout(settings.timeout_s):
                 response = await client.chat.completions.with_raw_response.create(
                     model=settings.model,
-                    messages=cast(Any, asked),
+                    messages=cast(Any, messages),
                     temperature=settings.temperature,
                     max_tokens=settings.max_reply_tokens,
-                    response_format={
-                        "type": "json_schema",
-                        "json_schema": {
-                            "name": "judgement",
-                            "strict": True,
-                            "schema": dict(question.schema),
-                        },
-                    },
+                    response_format=cast(Any, {"type": "json_schema", "json_schema": schema}),
                     extra_body=dict(settings.extra) or None,
                 )
         except (TimeoutError, openai.APITimeoutError) as error:
             if self._server:
-                await self._found()  # its machine may be gone
+                await self._locate()  # its machine may be gone
             raise Unjudged(
                 "timeout", f"no reply within {settings.timeout_s:g} s", retry=True
             ) from error
         except openai.APIStatusError as error:
-            raise self._status(error, question) from error
-        except openai.APIConnectionError as error:
+            raise self._status_failure(error, question) from error
+        except APIConnectionError as error:
             if self._server:
-                await self._found()
-            large = error if isinstance(error, TooLarge) else error.__cause__
-            if isinstance(large, TooLarge):
-                raise Unjudged("invalid", large.message, retry=True) from error
-            why = f"cannot be reached ({error.__cause__ or error})"
-            raise Unjudged("unreachable", self._public(why), retry=True) from error
+                await self._locate()
+            cause = error if isinstance(error, ReplyTooLarge) else error.__cause__
+            if isinstance(cause, ReplyTooLarge):
+                raise Unjudged("invalid", cause.message, retry=True) from error
+            reason = self._public(f"cannot be reached ({error.__cause__ or error})")
+            raise Unjudged("unreachable", reason, retry=True) from error
         try:
             content = self._content(response.text)
             question.read(content)
         except BadReply as error:
-            why = self._public(f"invalid reply: {error}")
-            raise Unjudged("invalid", why, retry=True) from error
+            reason = self._public(f"invalid reply: {error}")
+            raise Unjudged("invalid", reason, retry=True) from error
         return content
 
     @asynccontextmanager
     async def _timed(self) -> AsyncGenerator[None]:
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             yield
         finally:
-            self._call_s = self._call_s.merge(Mean(time.monotonic() - began, 1))
+            self._call_s = self._call_s.merge(Mean(time.monotonic() - started, 1))
 
-    def _status(self, error: openai.APIStatusError, question: Question[Any]) -> Unjudged:
+    def _status_failure(self, error: openai.APIStatusError, question: Question[Any]) -> Unjudged:
         code = error.status_code
-        said = self._public(f"HTTP {code}: {error.message}")
-        if code == 429:
-            return Unjudged("busy", said, retry=True, after_s=_retry_after(error))
-        if code >= 500:
-            return Unjudged("server", said, retry=True, after_s=_retry_after(error))
-        if code in TOO_LONG and _TOO_LONG.search(error.message):
+        reason = self._public(f"HTTP {code}: {error.message}")
+        if code == 429 or code >= 500:
+            kind: FailureKind = "busy" if code == 429 else "server"
+            return Unjudged(kind, reason, retry=True, after_s=_retry_after(error))
+        if code in _TOO_LONG_STATUSES and _TOO_LONG.search(error.message):
             thinking = size(question.material.get("thinking", ""))
-            return Unjudged("too_long", said, retry=False, thinking=thinking)
-        return Unjudged("refused", said, retry=code in RETRIED)
+            return Unjudged("too_long", reason, retry=False, thinking=thinking)
+        return Unjudged("refused", reason, retry=code in _RETRIED)
 
     def _content(self, body: str) -> str:
-        """The text of a chat completion's only choice."""
+        """Text of a chat completion's first choice. Raises BadReply."""
         try:
             completion = json.loads(body)
             choice = completion["choices"][0]
             content, finish = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise BadReply("not a chat completion") from error
-        self._count_tokens(completion.get("usage"))
+        usage = completion.get("usage")
+        if isinstance(usage, Mapping):
+            counts = cast(Mapping[str, Any], usage)
+            self._prompt_tokens += _tokens(counts.get("prompt_tokens"))
+            self._reply_tokens += _tokens(counts.get("completion_tokens"))
         if finish == "length":
-            raise BadReply(
-                f"cut off after rewards.judge.max_reply_tokens = {self._settings.max_reply_tokens}"
-            )
+            limit = self._settings.max_reply_tokens
+            raise BadReply(f"cut off after rewards.judge.max_reply_tokens = {limit}")
         if not isinstance(content, str):
             raise BadReply("no text in it")
         try:
             content.encode()
-        except UnicodeEncodeError as error:  # half a character: JSON can say it, the cache cannot
+        except UnicodeEncodeError as error:  # a lone surrogate, which the cache cannot store
             raise BadReply("not text") from error
         return content
 
-    def _count_tokens(self, usage: Any) -> None:
-        if isinstance(usage, Mapping):
-            counted = cast(Mapping[str, Any], usage)
-            self._prompt_tokens += _tokens(counted.get("prompt_tokens"))
-            self._reply_tokens += _tokens(counted.get("completion_tokens"))
-
     def _public(self, text: str) -> str:
-        """`text` for a message: short, fit for a terminal, and without the key if the endpoint
-        repeats it."""
+        """Shorten text for a message and remove the key and control characters from it."""
         text = (text.replace(self._key, "***") if self._key else text)[:300]
         return "".join(c if c.isprintable() else " " for c in text)
 
 
-def _tokens(said: Any) -> int:
-    """0 where an endpoint says what no call can have taken."""
-    return said if type(said) is int and 0 <= said <= MOST_TOKENS else 0
+def _tokens(value: Any) -> int:
+    """A reported token count; 0 if it is not credible."""
+    return value if type(value) is int and 0 <= value <= _MAX_TOKENS else 0
 
 
 def _api_key(variable: str) -> str:
@@ -308,7 +299,7 @@ def _api_key(variable: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(
-            f"rewards.judge.api_key_env = {variable!r}: that environment variable is not set; "
+            f"rewards.judge.api_key_env = {variable!r}: this environment variable is not set; "
             "export the judge's key in it"
         )
     return key
@@ -317,5 +308,61 @@ def _api_key(variable: str) -> str:
 def _retry_after(error: openai.APIStatusError) -> float:
     try:
         return max(0.0, float(error.response.headers.get("retry-after", "0")))
-    except ValueError:  # a date; the usual pause has to do
+    except ValueError:  # a date
         return 0.0
+
+
+# --- HTTP with bounded replies ---
+
+# httpx, or the package that replaces it in newer releases of openai.
+_BASE = next(kind for kind in DefaultAsyncHttpxClient.__mro__ if kind.__name__ == "AsyncClient")
+_HTTPX: Any = importlib.import_module(_BASE.__module__.partition(".")[0])
+_ByteStream: Any = _HTTPX.AsyncByteStream
+
+
+class ReplyTooLarge(APIConnectionError):
+    """Raised for a reply over the size limit, or a compressed one."""
+
+
+class _BoundedStream(_ByteStream):
+    def __init__(self, response: Any) -> None:
+        self._stream, self._request = response.stream, response.request
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        total = 0
+        async for chunk in self._stream:
+            total += len(chunk)
+            if total > _MAX_REPLY_BYTES:
+                message = f"the reply has more than {_MAX_REPLY_BYTES >> 20} MiB"
+                raise ReplyTooLarge(message=message, request=self._request)
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+async def _bound(response: Any) -> None:
+    if response.headers.get("content-encoding", "identity") != "identity":
+        message = "the reply is compressed, although only identity encoding was accepted"
+        raise ReplyTooLarge(message=message, request=response.request)
+    response.stream = _BoundedStream(response)
+
+
+@cache  # reading the certificates takes 30 ms, and a relocated server gets a new client
+def _certificates(*, trust_env: bool) -> Any:
+    return _HTTPX.create_ssl_context(trust_env=trust_env)
+
+
+def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
+    """HTTP client for `AsyncOpenAI(http_client=…)` that limits the size of replies.
+
+    It follows no redirects: those calls would not be counted, and go to addresses that the recipe
+    does not name. trust_env: use the environment's proxies.
+    """
+    return DefaultAsyncHttpxClient(
+        trust_env=trust_env,
+        verify=_certificates(trust_env=trust_env),
+        follow_redirects=False,
+        headers={"accept-encoding": "identity"},
+        event_hooks={"response": [_bound]},
+    )

@@ -1,9 +1,9 @@
-"""`keel judge`: a file of answers, judged as in a run, so that a rubric can be tried before one.
+"""`keel judge`: judges a file of answers as a run would, to try a rubric.
 
     {"prompt": "…", "answer": "…", "criteria": [{"name": "…", "text": "…", "weight": 1}]}
 
-A line may have `messages` in place of `prompt`, and `reference`, `thinking` and `id`; `reward`, a
-whole reward spec, in place of `criteria`; and neither where a rubric comes along for all lines.
+A line may have `messages` instead of `prompt`, `reward` (a whole spec) instead of `criteria`, or
+neither if a rubric for all lines is given; and `reference`, `thinking` and `id`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from keel.rewards.judge.results import Failed, FailureKind, Judged, JudgeSettings, Server
+from keel.configs.sections.rewards import JudgeConfig
+from keel.rewards.judge.results import Failed, FailureKind, Judged, ServedJudge
 from keel.rewards.judge.rubric import Rubric
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import judged_spec
 from keel.rl.types import Prompt
 
-KEYS = ("prompt", "messages", "answer", "thinking", "criteria", "reference", "reward", "id")
-COUNTING = threading.Lock()
-SHOWN = 50
-"""Rows of the table; the file of results has all."""
+_KEYS = ("prompt", "messages", "answer", "thinking", "criteria", "reference", "reward", "id")
+_MAX_ROWS = 50
+"""Rows of the printed table; the file of results has all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One line: an answer, and what it is judged by."""
+class AnswerToJudge:
+    """One line of the file."""
 
     label: str
     prompt: Prompt
@@ -46,148 +46,135 @@ class Item:
 
     @property
     def calls(self) -> int:
-        """The most calls that one sample takes, without retries."""
+        """Maximum calls per sample, without retries."""
         spec = judged_spec(self.prompt.reward)
-        if isinstance(spec, Rubric):
-            return len({criterion.thinking for criterion in spec.criteria})
-        return 3
+        return len({c.thinking for c in spec.criteria}) if isinstance(spec, Rubric) else 3
 
 
-def read_answers(path: Path, rubric: Path | None = None) -> list[Item]:
-    """The answers in the JSONL file `path`; `rubric`: for lines that have no criteria.
+def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
+    """Read a JSONL file; `rubric` applies to lines without criteria.
 
-    Raises ValueError naming file and line for whatever cannot be judged.
+    Raises ValueError naming file and line for a line that cannot be judged.
     """
-    common = None if rubric is None else read_rubric(rubric)
-    items: list[Item] = []
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            items.append(_item(line, str(number), common))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
-    if not items:
-        raise ValueError(f"{path}: holds no answer")
-    return items
+    common = None if rubric is None else _read_rubric(rubric)
+    answers: list[AnswerToJudge] = []
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                answers.append(_answer(line, str(number), common))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+    if not answers:
+        raise ValueError(f"{path}: the file has no answers")
+    return answers
 
 
-def read_rubric(path: Path) -> Mapping[str, Any]:
-    """The reward spec in a YAML or JSON file: `criteria` and maybe `reference`, or a bare list of
-    criteria, or `kind: proof`. Raises ValueError naming the file."""
-    text = _text(path)
+def _read_rubric(path: Path) -> Mapping[str, Any]:
+    """Read a spec from YAML or JSON: an object, or a bare list of criteria."""
     try:
-        content: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML or JSON: {error}") from error
-    if isinstance(content, list):
-        content = {"criteria": cast(list[Any], content)}
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must hold `criteria: …`")
-    spec: dict[str, Any] = {"kind": "rubric", **cast(dict[str, Any], content)}
-    try:
+        content: Any = yaml.safe_load(_read_text(path))
+        if isinstance(content, list):
+            content = {"criteria": cast(list[Any], content)}
+        if not isinstance(content, dict):
+            raise ValueError("must hold `criteria: …`")
+        spec: dict[str, Any] = {"kind": "rubric", **cast(dict[str, Any], content)}
         judged_spec(spec)
-    except ValueError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return spec
 
 
-class Shown(Protocol):
-    """A wait that is shown."""
-
+class _Progress(Protocol):
     done: float
 
 
-class Show(Protocol):
-    """Of how many answers (0: none)."""
+class _ShowProgress(Protocol):
+    """Opens a progress display; total: number of answers, or 0 if unknown."""
 
-    def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Shown]: ...
+    def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[_Progress]: ...
 
 
 @dataclass(slots=True)
-class _Unseen:
+class _Hidden:
     done: float = 0.0
 
 
-def _unseen(what: str, *, total: int = 0) -> AbstractContextManager[Shown]:
-    return nullcontext(_Unseen())
+def _show_nothing(what: str, *, total: int = 0) -> AbstractContextManager[_Progress]:
+    return nullcontext(_Hidden())
 
 
 def judge_answers(
-    items: Sequence[Item],
-    settings: JudgeSettings,
+    answers: Sequence[AnswerToJudge],
+    settings: JudgeConfig,
     out: Path,
     console: Console,
     *,
-    server: Server | None = None,
-    show: Show = _unseen,
+    server: ServedJudge | None = None,
+    show: _ShowProgress = _show_nothing,
 ) -> int:
-    """Judge `items`, write a line of JSON for each to `out` in their order, and print a table.
-    show: what is waited for; what it gives has `done` of the answers.
+    """Judge answers, write one JSON line each to `out`, in order, and print a table.
 
-    Returns how many could not be judged. Raises ValueError for a judge that cannot be used, and
-    JudgeStopped when it gives out; what was judged by then is in `out`.
+    Returns the number of failures. Raises ValueError if the judge cannot be used, and JudgeStopped
+    if it stops; earlier results are then in `out`.
     """
+
+    def print_line(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    lock = threading.Lock()
     with JudgeService(settings, server=server) as judge:
-        with show("starting the judge" if server else "asking the judge whether it is there"):
+        with show("starting the judge" if server else "connecting to the judge"):
             judge.check_reachable()
-        most = sum(item.calls for item in items) * settings.samples
-        console.print(
-            f"{len(items)} answers, judged by {settings.model}: at most {most} calls",
-            markup=False,
-            highlight=False,
-        )
-        pending = [
-            judge.submit_text(item.prompt, item.answer, thinking=item.thinking) for item in items
-        ]
-        with show("judging", total=len(items)) as shown:
-            # In any order: the first may take the longest.
-            for future in pending:
-                future.add_done_callback(lambda _: _count(shown))
-            done = _written(items, pending, out)
-            with COUNTING:
-                shown.done = len(items)  # the last one's may be under way
+        calls = sum(answer.calls for answer in answers) * settings.samples
+        print_line(f"{len(answers)} answers, judged by {settings.model}: at most {calls} calls")
+        futures = [judge.submit_text(a.prompt, a.answer, thinking=a.thinking) for a in answers]
+        with show("judging", total=len(answers)) as progress:
+
+            def count(_: Future[Any]) -> None:
+                with lock:
+                    progress.done += 1
+
+            for future in futures:
+                future.add_done_callback(count)
+            results = _write(answers, futures, out)
+            with lock:
+                progress.done = len(answers)  # the last callback may still be running
         counts = judge.counts()
-    console.print(_table(done))
-    judged = [result for _, result in done if isinstance(result, Judged)]
-    lines = [f"mean score {sum(r.value for r in judged) / len(judged):.3f}"] if judged else []
-    lines += [f"{name} {mean:.3f}" for name, mean in _means(judged).items()]
-    console.print(" · ".join(lines), markup=False, highlight=False)
-    failed = len(done) - len(judged)
-    console.print(
-        f"judged {len(judged)}, failed {failed}{_kinds(counts.failed)}; {counts.calls} calls, "
-        f"{sum(counts.retried.values())} of them again{_kinds(counts.retried)}, {counts.cached} "
-        f"from the cache; {counts.prompt_tokens:,} tokens in, {counts.reply_tokens:,} out\n"
-        f"reasons: {out}",
-        markup=False,
-        highlight=False,
+    console.print(_table(answers, results))
+    judged = [result for result in results if isinstance(result, Judged)]
+    scores: dict[str, list[float]] = {}
+    for result in judged:
+        scores.setdefault("mean score", []).append(result.value)
+        for verdict in result.verdicts:
+            scores.setdefault(verdict.name, []).append(verdict.score)
+    print_line(" · ".join(f"{name} {sum(v) / len(v):.3f}" for name, v in scores.items()))
+    failures = len(results) - len(judged)
+    print_line(
+        f"judged {len(judged)}, failed {failures}{_by_kind(counts.failed)}; {counts.calls} calls, "
+        f"{sum(counts.retried.values())} of them retries{_by_kind(counts.retried)}, "
+        f"{counts.cached} cached; {counts.prompt_tokens:,} tokens in, {counts.reply_tokens:,} out\n"
+        f"reasons: {out}"
     )
-    return failed
+    return failures
 
 
-def _kinds(counted: Mapping[FailureKind, int]) -> str:
-    said = ", ".join(f"{number} {kind}" for kind, number in counted.items())
-    return f" ({said})" if said else ""
+def _by_kind(counts: Mapping[FailureKind, int]) -> str:
+    text = ", ".join(f"{number} {kind}" for kind, number in counts.items())
+    return f" ({text})" if text else ""
 
 
-def _count(shown: Shown) -> None:
-    with COUNTING:
-        shown.done += 1
-
-
-def _written(
-    items: Sequence[Item], pending: Sequence[Future[Judged | Failed]], out: Path
-) -> list[tuple[Item, Judged | Failed]]:
-    """The results, each written down as it comes."""
-    done: list[tuple[Item, Judged | Failed]] = []
+def _write(
+    answers: Sequence[AnswerToJudge], futures: Sequence[Future[Judged | Failed]], out: Path
+) -> list[Judged | Failed]:
+    results: list[Judged | Failed] = []
     try:
         file = out.open("w", encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{out}: cannot be written: {error}") from error
+        raise ValueError(f"{out} cannot be written: {error}") from error
     with file:
-        for item, future in zip(items, pending, strict=True):
+        for answer, future in zip(answers, futures, strict=True):
             result = future.result()
-            line: dict[str, Any] = {"id": item.label}
+            line: dict[str, Any] = {"id": answer.label}
             if isinstance(result, Judged):
                 line |= {"score": result.value, "parts": dict(result.parts)}
                 line["verdicts"] = [asdict(verdict) for verdict in result.verdicts]
@@ -195,113 +182,84 @@ def _written(
                 line |= {"score": None, "failed": asdict(result)}
             file.write(json.dumps(line) + "\n")
             file.flush()
-            done.append((item, result))
-    return done
+            results.append(result)
+    return results
 
 
-def _item(line: str, number: str, common: Mapping[str, Any] | None) -> Item:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+def _answer(line: str, number: str, common: Mapping[str, Any] | None) -> AnswerToJudge:
+    record: Any = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError("must be an object")
     fields = cast(dict[str, Any], record)
-    label = str(fields.get("id", number))
     for key in fields:
-        near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
-        if key not in KEYS and near:
-            raise ValueError(f"no such key as {key!r}; did you mean {near[0]}?")
-    spec = _spec(fields, common)
-    judged_spec(spec)
-    return Item(
+        near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)
+        if key not in _KEYS and near:
+            raise ValueError(f"unknown key {key!r}; did you mean {near[0]}?")
+    spec: Any = fields.get("reward")
+    if spec is None:
+        has_criteria = "criteria" in fields
+        spec = {"kind": "rubric", "criteria": fields["criteria"]} if has_criteria else common
+        if not spec:
+            raise ValueError("no `criteria`; add them to the line, or use --rubric")
+        if "reference" in fields:
+            spec = {**spec, "reference": fields["reference"]}
+    if not isinstance(spec, Mapping):
+        raise ValueError("`reward` must be a reward spec")
+    reward = cast(Mapping[str, Any], spec)
+    judged_spec(reward)
+    if fields.get("messages") is None:
+        messages: list[Any] = [{"role": "user", "content": _text_of(fields, "prompt")}]
+    else:
+        messages = cast(list[Any], fields["messages"])
+    is_chat = isinstance(cast(Any, messages), list) and all(
+        isinstance(m, dict) and isinstance(cast(dict[str, Any], m).get("content"), str)
+        for m in messages
+    )
+    if not is_chat or not messages:
+        raise ValueError("`messages` must be a list of messages with `role` and `content`")
+    label = str(fields.get("id", number))
+    return AnswerToJudge(
         label=label,
-        prompt=Prompt(
-            prompt_id=label, domain="judge", messages=tuple(_messages(fields)), reward=spec
-        ),
-        answer=_string(fields, "answer"),
-        thinking=_string(fields, "thinking", ""),
+        prompt=Prompt(prompt_id=label, domain="judge", messages=tuple(messages), reward=reward),
+        answer=_text_of(fields, "answer"),
+        thinking=_text_of({"thinking": "", **fields}, "thinking"),
     )
 
 
-def _spec(fields: Mapping[str, Any], common: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if "reward" in fields:
-        if not isinstance(fields["reward"], dict):
-            raise ValueError("`reward` must be a reward spec")
-        return cast(dict[str, Any], fields["reward"])
-    if "criteria" in fields:  # in place of all that the rubric for all lines says
-        spec: dict[str, Any] = {"kind": "rubric", "criteria": fields["criteria"]}
-    else:
-        spec = dict(common or {})
-    if not spec:
-        raise ValueError("no `criteria`; give them in the line, or a rubric for all with --rubric")
-    if "reference" in fields:
-        spec["reference"] = fields["reference"]
-    return spec
-
-
-def _messages(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    if "messages" not in fields:
-        return [{"role": "user", "content": _string(fields, "prompt")}]
-    messages = fields["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("`messages` must be a list of at least one message")
-    chat = cast(list[Any], messages)
-    for message in chat:
-        if not isinstance(message, dict) or not isinstance(
-            cast(dict[str, Any], message).get("content"), str
-        ):
-            raise ValueError("each of `messages` needs `role` and `content`, both text")
-    return chat
-
-
-def _string(fields: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    value = fields.get(key, default)
+def _text_of(fields: Mapping[str, Any], key: str) -> str:
+    value = fields.get(key)
     if not isinstance(value, str):
         raise ValueError(f"`{key}` must be text" if key in fields else f"no `{key}`")
     return value
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _table(done: Sequence[tuple[Item, Judged | Failed]]) -> Table:
+def _table(answers: Sequence[AnswerToJudge], results: Sequence[Judged | Failed]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("id", no_wrap=True)
     table.add_column("score", justify="right")
     table.add_column("spread", justify="right")
     table.add_column("verdicts")
-    for item, result in done[:SHOWN]:
+    for answer, result in list(zip(answers, results, strict=True))[:_MAX_ROWS]:
         if isinstance(result, Failed):
-            table.add_row(_visible(item.label), "failed", "", _visible(result.reason))
+            table.add_row(_printable(answer.label), "failed", "", _printable(result.reason))
             continue
         verdicts = ", ".join(f"{verdict.name} {verdict.score:g}" for verdict in result.verdicts)
         if all(score == 0 for score in result.parts.values()) and result.verdicts:
             verdicts += f" ({result.verdicts[0].reason})"
-        spread = result.parts["disagreement"]
-        table.add_row(
-            _visible(item.label), f"{result.value:.3f}", f"{spread:.2f}", _visible(verdicts)
-        )
-    if len(done) > SHOWN:
-        table.add_row("…", "", "", f"{len(done) - SHOWN} more in the file")
+        spread = f"{result.parts['disagreement']:.2f}"
+        table.add_row(_printable(answer.label), f"{result.value:.3f}", spread, _printable(verdicts))
+    if len(results) > _MAX_ROWS:
+        table.add_row("…", "", "", f"{len(results) - _MAX_ROWS} more in the file")
     return table
 
 
-def _visible(text: str) -> Text:
-    """For a terminal: judges quote answers, and an answer may hold escape sequences."""
+def _printable(text: str) -> Text:
+    """Remove control characters: judges quote answers, which may hold escape sequences."""
     return Text("".join(c if c.isprintable() else " " for c in text)[:300])
-
-
-def _means(judged: Sequence[Judged]) -> dict[str, float]:
-    """Mean score of each criterion, by name."""
-    scores: dict[str, list[float]] = {}
-    for result in judged:
-        for verdict in result.verdicts:
-            scores.setdefault(verdict.name, []).append(verdict.score)
-    return {name: sum(values) / len(values) for name, values in scores.items()}

@@ -1,10 +1,9 @@
-"""What the judge is asked, and how its reply is read.
+"""Questions to the judge and the strict reading of its replies.
 
-The layout keeps trusted text and a policy's text apart. The system message has the instructions,
-the task and the criteria. The answer is alone in the user's message: one line of JSON
-(`keel.rewards.judge.untrusted`) between two lines with a random word that is new in each call. The
-part of the system message that siblings share comes first, so that a prefix cache serves a whole
-group.
+Trusted text and a policy's text are kept apart. The system message holds the instructions, the task
+and the criteria. The answer is alone in the user's message: one line of JSON
+(`keel.rewards.judge.untrusted`) between two lines with a random word that is new in each call. What
+siblings share comes first in the system message, so that a prefix cache serves a whole group.
 """
 
 from __future__ import annotations
@@ -15,22 +14,80 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from keel.rewards.judge.replies import (
-    TEXT,
-    BadReply,
-    chosen,
-    exactly,
-    object_of,
-    one_of,
-    read_object,
-    text_of,
-)
 from keel.rewards.judge.untrusted import as_json, fenced
 
-TEMPLATE_VERSION = 1
-"""Raised with every change of a template: cached replies to the old one are then not found."""
+_TEMPLATE_VERSION = 1
+"""Part of the cache key: increase it with every change of a template."""
 
 T = TypeVar("T")
+
+
+class BadReply(ValueError):
+    """Raised for a reply that does not match its schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One of some words, each with a score."""
+
+    scores: Mapping[str, float]
+
+
+_Shape = type[str] | _Choice | list["_Shape"] | dict[str, "_Shape"]
+"""Shape of a reply: text, a choice, a list of one item shape, or an object."""
+
+
+def _schema(shape: _Shape) -> dict[str, Any]:
+    if isinstance(shape, _Choice):
+        return {"type": "string", "enum": list(shape.scores)}
+    if isinstance(shape, list):
+        return {"type": "array", "items": _schema(shape[0])}
+    if not isinstance(shape, dict):
+        return {"type": "string"}
+    return {
+        "type": "object",
+        "properties": {key: _schema(value) for key, value in shape.items()},
+        "required": list(shape),
+        "additionalProperties": False,
+    }
+
+
+def _read(shape: _Shape, content: str) -> Any:
+    """Parse a reply of exactly this shape; choices become scores. Raises BadReply."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise BadReply("a key appears twice")
+        return dict(pairs)
+
+    try:
+        reply = json.loads(content, object_pairs_hook=unique)
+    except BadReply:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise BadReply(f"not JSON ({error})") from error
+    return _value(shape, reply, "the reply")
+
+
+def _value(shape: _Shape, value: Any, name: str) -> Any:
+    if isinstance(shape, _Choice):
+        if not isinstance(value, str) or value not in shape.scores:
+            raise BadReply(f"{name} is {value!r}, not one of {', '.join(shape.scores)}"[:200])
+        return shape.scores[value]
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            raise BadReply(f"{name} is not a list")
+        return [_value(shape[0], item, name) for item in cast(list[Any], value)]
+    if not isinstance(shape, dict):
+        if not isinstance(value, str):
+            raise BadReply(f"{name} is not text")
+        return value
+    if not isinstance(value, dict):
+        raise BadReply(f"{name} is not an object")
+    fields = cast(dict[str, Any], value)
+    if fields.keys() != shape.keys():
+        raise BadReply(f"{name} has the keys {list(fields)} instead of {list(shape)}"[:200])
+    return {key: _value(shape[key], fields[key], f"{name}.{key}") for key in shape}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +95,24 @@ class Question(Generic[T]):
     """One call to the judge."""
 
     instructions: str
-    """Trusted text: what to do, the task, the criteria."""
+    """Trusted text: instructions, task and criteria."""
     material: Mapping[str, str]
     """Untrusted text by name: what is judged."""
     schema: Mapping[str, Any]
     """JSON schema of the reply."""
     read: Callable[[str], T]
-    """The reply's content. Raises BadReply."""
+    """Parses the reply's content. Raises BadReply."""
 
     def messages(self, fence: str) -> list[dict[str, str]]:
-        """A system and a user message: the two roles that every chat template knows."""
+        """A system and a user message, the two roles of every chat template."""
         return [
             {"role": "system", "content": f"{self.instructions}\n\n{_GUARD.format(fence=fence)}"},
             {"role": "user", "content": fenced(as_json(dict(self.material)), fence)},
         ]
 
     def key(self, *settings: Any) -> str:
-        """Hash of everything that the reply may depend on, but for the random fence."""
-        content = [TEMPLATE_VERSION, self.messages("fence"), self.schema, settings]
+        """Hash of everything that the reply depends on, except the random fence."""
+        content = [_TEMPLATE_VERSION, self.messages("fence"), self.schema, settings]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -90,7 +147,7 @@ _THINKING = """
 The material has two entries: "thinking", what the author thought before answering, and "answer". \
 These criteria are about the thinking; the answer is there for comparison."""
 
-VERDICTS: Mapping[str, float] = {"met": 1.0, "partly": 0.5, "missed": 0.0}
+_VERDICTS: Mapping[str, float] = {"met": 1.0, "partly": 0.5, "missed": 0.0}
 SCORES: Mapping[str, float] = {"0": 0.0, "0.5": 0.5, "1": 1.0}
 
 _SCALE = """\
@@ -138,7 +195,7 @@ by the author of the first."""
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a verifier says about a proof."""
+    """A verifier's evaluation of a proof."""
 
     evaluation: str
     flaws: tuple[str, ...]
@@ -148,7 +205,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class MetaCheck:
-    """Whether the flaws that an evaluation claims are real."""
+    """A check of whether the flaws that an evaluation claims are real."""
 
     analysis: str
     score: float
@@ -163,91 +220,59 @@ def rubric_question(
     *,
     thinking: str | None = None,
 ) -> Question[Mapping[str, tuple[float, str]]]:
-    """`criteria`: id → text, in the order in which they are asked. With `thinking`, that is what
-    they are about. Reads a reply as id → (score, reason).
+    """Ask which criteria (id → text, in this order) are met; reads id → (score, reason).
+
+    thinking: if not None, the criteria are about it instead of the answer.
     """
     instructions = _RUBRIC.format(
         task=_task(task),
-        reference=_REFERENCE.format(reference=as_json(reference)) if reference else "",
+        reference=_reference(reference),
         criteria="\n".join(as_json({"id": key, "text": text}) for key, text in criteria.items()),
     )
-    verdict = object_of({"reason": TEXT, "verdict": one_of(VERDICTS)})
+    verdict: _Shape = {"reason": str, "verdict": _Choice(_VERDICTS)}
+    shape: _Shape = dict.fromkeys(criteria, verdict)
 
     def read(content: str) -> Mapping[str, tuple[float, str]]:
-        reply = read_object(content, list(criteria))
-        return {key: _verdict(key, reply[key]) for key in criteria}
+        reply = _read(shape, content)
+        return {key: (reply[key]["verdict"], reply[key]["reason"]) for key in criteria}
 
-    return Question(
-        instructions=instructions if thinking is None else instructions + _THINKING,
-        material={"answer": answer} if thinking is None else _both(thinking, answer),
-        schema=object_of(dict.fromkeys(criteria, verdict)),
-        read=read,
-    )
+    if thinking is None:
+        return Question(instructions, {"answer": answer}, _schema(shape), read)
+    material = {"thinking": thinking, "answer": answer}
+    return Question(instructions + _THINKING, material, _schema(shape), read)
 
 
 def verify_question(
     task: Sequence[Mapping[str, Any]], reference: str, solution: str
 ) -> Question[Verification]:
-    """Is the proof right? DeepSeekMath-V2 (2025), section 2.1."""
+    """Ask for a proof's flaws and score. DeepSeekMath-V2 (2025), section 2.1."""
+    shape: _Shape = {"evaluation": str, "flaws": [str], "score": _Choice(SCORES)}
 
     def read(content: str) -> Verification:
-        reply = read_object(content, ["evaluation", "flaws", "score"])
-        flaws = reply["flaws"]
-        if not isinstance(flaws, list):
-            raise BadReply("`flaws` is not a list")
-        claimed = tuple(text_of("flaws", flaw) for flaw in cast(list[Any], flaws))
-        score = chosen("score", reply["score"], SCORES)
-        if score < 1 and not claimed:
-            raise BadReply(f"score {score:g} without a flaw")
-        return Verification(text_of("evaluation", reply["evaluation"]), claimed, score)
+        reply = _read(shape, content)
+        if reply["score"] < 1 and not reply["flaws"]:
+            raise BadReply(f"score {reply['score']:g} without a flaw")
+        return Verification(reply["evaluation"], tuple(reply["flaws"]), reply["score"])
 
-    return Question(
-        instructions=_VERIFY.format(
-            scale=_SCALE,
-            task=_task(task),
-            reference=_REFERENCE.format(reference=as_json(reference)) if reference else "",
-        ),
-        material={"solution": solution},
-        schema=object_of(
-            {
-                "evaluation": TEXT,
-                "flaws": {"type": "array", "items": TEXT},
-                "score": one_of(SCORES),
-            }
-        ),
-        read=read,
-    )
+    instructions = _VERIFY.format(scale=_SCALE, task=_task(task), reference=_reference(reference))
+    return Question(instructions, {"solution": solution}, _schema(shape), read)
 
 
 def meta_question(
     task: Sequence[Mapping[str, Any]], solution: str, evaluation: str
 ) -> Question[MetaCheck]:
-    """Are the flaws real that an evaluation claims? DeepSeekMath-V2 (2025), section 2.1."""
-
-    def read(content: str) -> MetaCheck:
-        reply = read_object(content, ["analysis", "score"])
-        return MetaCheck(
-            text_of("analysis", reply["analysis"]), chosen("score", reply["score"], SCORES)
-        )
-
+    """Ask whether an evaluation's flaws are real. DeepSeekMath-V2 (2025), section 2.1."""
+    shape: _Shape = {"analysis": str, "score": _Choice(SCORES)}
+    material = {"solution": solution, "evaluation": evaluation}
+    instructions = _META.format(scale=_SCALE, task=_task(task))
     return Question(
-        instructions=_META.format(scale=_SCALE, task=_task(task)),
-        material={"solution": solution, "evaluation": evaluation},
-        schema=object_of({"analysis": TEXT, "score": one_of(SCORES)}),
-        read=read,
+        instructions, material, _schema(shape), lambda content: MetaCheck(**_read(shape, content))
     )
+
+
+def _reference(reference: str) -> str:
+    return _REFERENCE.format(reference=as_json(reference)) if reference else ""
 
 
 def _task(messages: Sequence[Mapping[str, Any]]) -> str:
     return as_json([{"role": m.get("role"), "content": m.get("content")} for m in messages])
-
-
-def _both(thinking: str, answer: str) -> dict[str, str]:
-    return {"thinking": thinking, "answer": answer}
-
-
-def _verdict(key: str, value: Any) -> tuple[float, str]:
-    entry = exactly(key, value, ["reason", "verdict"])
-    return chosen(f"{key}.verdict", entry["verdict"], VERDICTS), text_of(
-        f"{key}.reason", entry["reason"]
-    )

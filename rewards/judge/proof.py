@@ -1,17 +1,21 @@
-"""Proofs that judge themselves: the composed reward of DeepSeekMath-V2 (2025).
+"""Rewards for proofs with a self-evaluation, and for evaluations of proofs: DeepSeekMath-V2 (2025).
 
-The policy writes a proof Y and its own evaluation Z of it, which ends in a score s'. A verifier
-scores the proof (s), and a meta-check says whether the flaws that an evaluation claims are real:
+The policy writes a proof Y and its own evaluation Z, which ends in a score s'. A verifier scores
+the proof (s), and a meta-check scores whether the flaws that an evaluation claims are real:
 
     R = R_format · (α · R_Y + (1 − α) · R_Z),    R_Z = (1 − |s' − R_Y|) · R_meta(Z)
 
-DeepSeekMath-V2 (2025), section 2.2, where α = 0.76 and β = 1 − α = 0.24. So a policy that owns up
-to a flaw earns more than one that claims to be right, and less than one that repairs it.
+DeepSeekMath-V2 (2025), section 2.2, with α = 0.76. A policy that admits a flaw earns more than one
+that claims to be right, and less than one that repairs it.
 
-There R_Y = s, of a verifier that was trained against a meta-verifier. Here the verifier may be any
-model, so where it finds something wrong its criticism is meta-checked in turn, as in the paper's
-automatic labelling (section 2.3), and costs the proof only as much as is confirmed:
-R_Y = 1 − m · (1 − s) with m the meta-check of the verifier.
+In the paper R_Y = s, from a verifier trained against a meta-verifier. Here any model may verify,
+so its criticism is meta-checked too, as in the paper's automatic labelling (section 2.3), and
+costs the proof only what is confirmed: R_Y = 1 − m · (1 − s), m the meta-check of the verifier.
+
+A policy can also be trained as the verifier (section 2.1). It evaluates a proof in its prompt,
+whose score s is known:
+
+    R = R_format · (1 − |s' − s|) · R_meta
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from keel.rewards.judge.results import CriterionVerdict, Judged
 from keel.rewards.judge.rubric import check_keys, optional_text
 from keel.rewards.text import BOXED, marked_answer
 
-ALPHA = 0.76
+_ALPHA = 0.76
 INSTRUCTIONS = r"""Write your final response in two sections with exactly these titles:
 
 ## Solution
@@ -37,7 +41,7 @@ Your own evaluation of that solution. Go through its key steps, point out every 
 you know of, and end with its score: \boxed{1} if it is complete and correct, \boxed{0.5} if it \
 has minor errors or leaves out details, \boxed{0} if it has a fatal error or a severe gap. An \
 honest low score is worth more than a false high one."""
-"""What a policy has to be told; the `system` of a data source of proofs."""
+"""Instructions for the policy, as the `system` of a data source of proofs."""
 
 _SOLUTION = re.compile(r"^##[ \t]*Solution[ \t]*$", re.MULTILINE)
 _EVALUATION = re.compile(r"^##[ \t]*Self Evaluation[ \t]*$", re.MULTILINE)
@@ -50,18 +54,18 @@ class Proof:
     solution: str
     evaluation: str
     score: float
-    """s': what the answer says it is worth. 0, 0.5 or 1."""
+    """s', the answer's score for itself: 0, 0.5 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """One sample of the judgement."""
+class ProofSample:
+    """One judgement of a proof."""
 
     verification: Verification
     verifier_check: MetaCheck | None
-    """Of the verifier's criticism; None where it had none."""
+    """Meta-check of the verifier; None if it found no flaw."""
     self_check: MetaCheck
-    """Of the answer's own evaluation."""
+    """Meta-check of the answer's self-evaluation."""
 
     @property
     def proof(self) -> float:
@@ -72,14 +76,14 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class ProofSpec:
-    """How a proof is judged."""
+    """Settings of a proof's reward."""
 
     reference: str = ""
-    """A solution, or notes for marking; "": none."""
-    alpha: float = ALPHA
-    """Share of the proof itself; the rest goes to the honesty of the self-evaluation."""
+    """Optional solution or notes for marking."""
+    alpha: float = _ALPHA
+    """Weight of the proof; the rest is for an honest self-evaluation."""
 
-    def judged(self, proof: Proof, samples: Sequence[Checked]) -> Judged:
+    def judged(self, proof: Proof, samples: Sequence[ProofSample]) -> Judged:
         """The composed reward; each part is a mean over the samples."""
         proofs = [sample.proof for sample in samples]
         right = sum(proofs) / len(proofs)
@@ -96,41 +100,40 @@ class ProofSpec:
             "disagreement": max(proofs) - min(proofs),
         }
         first = samples[0]
-        verdicts = (
-            CriterionVerdict("proof", right, first.verification.evaluation),
-            CriterionVerdict("self_score", honest, f"claims {proof.score:g}"),
-            CriterionVerdict("self_meta", meta, first.self_check.analysis),
-            *(
-                CriterionVerdict("verifier_meta", parts["verifier_meta"], c.analysis)
-                for c in checks[:1]
-            ),
-        )
-        return Judged(value, parts, verdicts)
+        reasons = {
+            "proof": first.verification.evaluation,
+            "self_score": f"claims {proof.score:g}",
+            "self_meta": first.self_check.analysis,
+            **({"verifier_meta": checks[0].analysis} if checks else {}),
+        }
+        verdicts = [CriterionVerdict(name, parts[name], text) for name, text in reasons.items()]
+        return Judged(value, parts, tuple(verdicts))
 
-    def missed(self, why: str) -> Judged:
-        """R_format = 0, and nobody asked."""
+    def missed(self, reason: str) -> Judged:
+        """R_format = 0, without asking the judge."""
         names = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format")
-        parts = {**dict.fromkeys(names, 0.0), "disagreement": 0.0}
-        return Judged(0.0, parts, (CriterionVerdict("proof_format", 0.0, why),))
+        parts: dict[str, float] = dict.fromkeys((*names, "disagreement"), 0.0)
+        return Judged(0.0, parts, (CriterionVerdict("proof_format", 0.0, reason),))
 
 
 def proof_from(spec: Mapping[str, Any]) -> ProofSpec:
-    """The spec `{"kind": "proof", "reference": "…", "alpha": 0.76}`; both are optional.
-
-    Raises ValueError naming the key.
-    """
+    """Read `{"kind": "proof", "reference": "…", "alpha": 0.76}`; both keys are optional."""
     check_keys(spec, ("kind", "reference", "alpha", "environment", "columns"), "proof")
-    alpha = spec.get("alpha", ALPHA)
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
-        raise ValueError(f"proof: alpha {alpha!r} must be a number in [0, 1]")
-    return ProofSpec(optional_text(spec, "reference", "proof"), float(alpha))
+    alpha = _fraction(spec.get("alpha", _ALPHA), "proof: alpha")
+    return ProofSpec(optional_text(spec, "reference", "proof"), alpha)
+
+
+def _fraction(value: Any, label: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{label} {value!r} must be a number in [0, 1]"[:200])
+    return float(value)
 
 
 def read_proof(answer: str) -> Proof | str:
-    """The two sections and the score of an answer, or what is wrong with its form (R_format).
+    """Parse the two sections and the score of an answer, or describe its malformation (R_format).
 
-    Each title appears once, the solution comes first, nothing comes before it, and the evaluation
-    ends in a boxed score.
+    Each title must appear once, with the solution first and nothing before it, and the evaluation
+    must have a boxed score.
     """
     solutions = list(_SOLUTION.finditer(answer))
     evaluations = list(_EVALUATION.finditer(answer))
@@ -138,12 +141,82 @@ def read_proof(answer: str) -> Proof | str:
         return "needs one section `## Solution` and one `## Self Evaluation`"
     (start,), (middle,) = solutions, evaluations
     if answer[: start.start()].strip() or middle.start() < start.end():
-        return "has to start with `## Solution`, then `## Self Evaluation`"
+        return "must start with `## Solution`, then `## Self Evaluation`"
     solution = answer[start.end() : middle.start()].strip()
     evaluation = answer[middle.end() :].strip()
     if not solution or not evaluation:
         return "has an empty section"
-    score = marked_answer(evaluation) if BOXED in evaluation else None
-    if score is None or score not in SCORES:
+    score = _boxed_score(evaluation)
+    if score is None:
         return "has no boxed score of 0, 0.5 or 1 in its self-evaluation"
-    return Proof(solution, evaluation, SCORES[score])
+    return Proof(solution, evaluation, score)
+
+
+def _boxed_score(text: str) -> float | None:
+    return SCORES.get(marked_answer(text) or "") if BOXED in text else None
+
+
+_VERIFICATION_PARTS = (
+    "verification_score",
+    "verification_meta",
+    "verification_format",
+    "disagreement",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A policy's evaluation of a proof."""
+
+    text: str
+    score: float
+    """s': 0, 0.5 or 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationSpec:
+    """A proof to evaluate."""
+
+    problem: str
+    proof: str
+    score: float
+    """s, the proof's known score, 0 … 1."""
+
+    def judged(self, evaluation: Evaluation, samples: Sequence[MetaCheck]) -> Judged:
+        """R, with the mean meta-check of the samples."""
+        checks = [sample.score for sample in samples]
+        near, meta = 1 - abs(evaluation.score - self.score), sum(checks) / len(checks)
+        spread = max(checks) - min(checks)
+        verdicts = (
+            CriterionVerdict("verification_score", near, f"says {evaluation.score:g}"),
+            CriterionVerdict("verification_meta", meta, samples[0].analysis),
+        )
+        values = (near, meta, 1.0, spread)
+        parts: dict[str, float] = dict(zip(_VERIFICATION_PARTS, values, strict=True))
+        return Judged(near * meta, parts, verdicts)
+
+    def missed(self, reason: str) -> Judged:
+        """R_format = 0, without asking the judge."""
+        verdict = CriterionVerdict("verification_format", 0.0, reason)
+        parts: dict[str, float] = dict.fromkeys(_VERIFICATION_PARTS, 0.0)
+        return Judged(0.0, parts, (verdict,))
+
+
+def verification_from(spec: Mapping[str, Any]) -> VerificationSpec:
+    """Read `{"kind": "verification", "problem": "…", "proof": "…", "score": 0.5}`."""
+    check_keys(
+        spec, ("kind", "problem", "proof", "score", "environment", "columns"), "verification"
+    )
+    for key in ("problem", "proof"):
+        if not isinstance(spec.get(key), str) or not spec[key].strip():
+            raise ValueError(f"verification: needs a `{key}`, a text")
+    score = _fraction(spec.get("score"), "verification: score")
+    return VerificationSpec(spec["problem"], spec["proof"], score)
+
+
+def read_evaluation(answer: str) -> Evaluation | str:
+    """Parse an evaluation and its score, or describe its malformation (R_format)."""
+    score = _boxed_score(answer)
+    if score is None:
+        return "has no boxed score of 0, 0.5 or 1"
+    return Evaluation(answer, score)

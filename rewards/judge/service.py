@@ -1,27 +1,248 @@
-"""The judge for code that does not run in an event loop: completions in, futures out."""
+"""Judges completions by their prompt's rubric or proof spec, in a background thread."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
 
-from keel.rewards.judge.judge import Judge
-from keel.rewards.judge.results import Counts, Failed, Judged, JudgeSettings, Server
-from keel.rewards.text import final_text, thinking_text
+from keel.configs.sections.rewards import JudgeConfig
+from keel.rewards.failure_budget import FailureRate
+from keel.rewards.judge.prompts import (
+    MetaCheck,
+    Verification,
+    meta_question,
+    rubric_question,
+    verify_question,
+)
+from keel.rewards.judge.proof import (
+    Evaluation,
+    Proof,
+    ProofSample,
+    ProofSpec,
+    VerificationSpec,
+    read_evaluation,
+    read_proof,
+)
+from keel.rewards.judge.results import (
+    Counts,
+    Failed,
+    FailureKind,
+    Judged,
+    ServedJudge,
+    Unjudged,
+)
+from keel.rewards.judge.rubric import Rubric, Sample
+from keel.rewards.judge.specs import JudgedSpec, judged_spec
+from keel.rewards.judge.untrusted import size, tail
+from keel.rewards.text import blank, final_text, outside_think, thinking_text
 from keel.rl.types import Prompt, Trajectory
 
-CLOSE_S = 10.0
-"""Longest wait for the thread to end."""
+T = TypeVar("T")
+
+_CLOSE_TIMEOUT_S = 10.0
+_LONG = 0.1
+"""Share of `max_characters` beyond which the answer and thinking, not the task, are taken to have
+exceeded the judge's context."""
+
+
+class Judge:
+    """Judges completions on one event loop."""
+
+    def __init__(
+        self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
+    ) -> None:
+        """server: this run's server, which replaces
+        `base_url`. backoff_s: pause before the first retry.
+
+        Raises ValueError naming the knob for a missing endpoint or key and an unusable cache.
+        """
+        # Imported late: few runs have a judge, and openai takes more than a second to load.
+        from keel.rewards.judge.client import Endpoint  # noqa: PLC0415
+
+        self._settings = settings
+        self._endpoint = Endpoint(settings, server=server, backoff_s=backoff_s)
+        self._rate = FailureRate(settings.max_failure_fraction)
+        self._failed: Counter[FailureKind] = Counter()
+        self._judged = self._unasked = 0
+
+    def counts(self) -> Counts:
+        return replace(
+            self._endpoint.counts(),
+            judged=self._judged,
+            failed=dict(self._failed),
+            unasked=self._unasked,
+        )
+
+    async def judge(self, prompt: Prompt, answer: str, *, thinking: str = "") -> Judged | Failed:
+        """Judge an answer by `prompt.reward`.
+
+        thinking: shown only to criteria that ask for it. Thinking within `answer` is removed.
+        Raises ValueError for a bad spec, and JudgeStopped if the calls are spent or too many
+        completions could not be judged.
+        """
+        try:
+            spec = judged_spec(prompt.reward)
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
+        final = outside_think(answer)
+        parsed = _parse(spec, final)
+        limit = self._settings.max_characters
+        reason = ""
+        if size(final) > limit:
+            reason = f"the answer has {size(final)} characters, above max_characters = {limit}"
+        elif blank(final):
+            reason = "there is no answer"
+        elif isinstance(parsed, str):
+            reason = f"the answer {parsed}"
+        if reason:
+            self._judged += 1
+            self._unasked += 1
+            return spec.missed(reason)
+        try:
+            if isinstance(spec, Rubric):
+                result = await self._rubric(spec, prompt, final, thinking)
+            elif isinstance(spec, ProofSpec):
+                assert isinstance(parsed, Proof)
+                result = await self._proof(spec, prompt, parsed)
+            else:
+                assert isinstance(parsed, Evaluation)
+                result = await self._verification(spec, parsed)
+        except Unjudged as error:
+            # A completion too long for the context is the policy's fault, not the judge's.
+            if error.kind == "too_long" and size(final) + error.thinking > limit * _LONG:
+                self._unasked += 1
+                return self._count(spec.missed(f"it exceeds the judge's context: {error}"))
+            return self._count(Failed(error.kind, str(error)))
+        return self._count(result)
+
+    async def check_reachable(self) -> None:
+        """Ask for one small judgement. Raises ValueError if that fails."""
+        question = rubric_question(
+            [{"role": "user", "content": "Name a colour."}],
+            {"c1": "The answer names a colour."},
+            "",
+            "Blue.",
+        )
+        try:
+            await self._endpoint.ask(question, fresh=True)
+        except Unjudged as error:
+            settings = self._settings
+            if not settings.base_url:
+                raise ValueError(
+                    f"rewards.judge.model = {settings.model!r} is served but gives no judgement: "
+                    f"{error}. Check rewards.judge.server and max_reply_tokens, or use another "
+                    "model"
+                ) from error
+            raise ValueError(
+                f"rewards.judge.base_url = {settings.base_url!r}: the judge {settings.model!r} "
+                f"does not answer: {error}. Start it, or correct base_url, model or api_key_env"
+            ) from error
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+    async def _rubric(self, rubric: Rubric, prompt: Prompt, answer: str, thinking: str) -> Judged:
+        thinking = tail(thinking, self._settings.max_characters)
+
+        async def judge_sample(sample: int) -> Sample:
+            calls = rubric.questions(prompt.messages, answer, thinking, sample=sample)
+            replies = await asyncio.gather(
+                *(self._endpoint.ask(question, sample=sample) for _, question in calls),
+                return_exceptions=True,
+            )
+            # Errors other than Unjudged first, then the call without the thinking.
+            failures = [reply for reply in replies if isinstance(reply, BaseException)]
+            if failures:
+                raise min(failures, key=lambda failure: isinstance(failure, Unjudged))
+            verdicts: dict[str, tuple[float, str]] = {}
+            for (criteria, _), reply in zip(calls, replies, strict=True):
+                assert not isinstance(reply, BaseException)
+                verdicts |= rubric.named(criteria, reply)
+            return verdicts
+
+        return rubric.judged(await self._samples(judge_sample))
+
+    async def _proof(self, spec: ProofSpec, prompt: Prompt, proof: Proof) -> Judged:
+        task = prompt.messages
+
+        async def verify(sample: int) -> tuple[Verification, MetaCheck | None]:
+            question = verify_question(task, spec.reference, proof.solution)
+            verification = await self._endpoint.ask(question, sample=sample)
+            if verification.score == 1:
+                return verification, None
+            flaws = "\n".join(f"{n}. {flaw}" for n, flaw in enumerate(verification.flaws, 1))
+            text = f"{verification.evaluation}\n\nFlaws:\n{flaws}\n\nScore: {verification.score:g}"
+            check = meta_question(task, proof.solution, text)
+            return verification, await self._endpoint.ask(check, sample=sample)
+
+        async def judge_sample(sample: int) -> ProofSample:
+            self_question = meta_question(task, proof.solution, proof.evaluation)
+            (verification, check), self_check = await asyncio.gather(
+                verify(sample), self._endpoint.ask(self_question, sample=sample)
+            )
+            return ProofSample(verification, check, self_check)
+
+        return spec.judged(proof, await self._samples(judge_sample))
+
+    async def _verification(self, spec: VerificationSpec, evaluation: Evaluation) -> Judged:
+        task = [{"role": "user", "content": spec.problem}]
+        question = meta_question(task, spec.proof, evaluation.text)
+
+        async def judge_sample(sample: int) -> MetaCheck:
+            return await self._endpoint.ask(question, sample=sample)
+
+        return spec.judged(evaluation, await self._samples(judge_sample))
+
+    async def _samples(self, judge_sample: Callable[[int], Awaitable[T]]) -> list[T]:
+        """Judge `samples` times concurrently; more than half must succeed."""
+        count = self._settings.samples
+        results = await asyncio.gather(
+            *(judge_sample(i) for i in range(count)), return_exceptions=True
+        )
+        failures = [result for result in results if isinstance(result, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, Unjudged):
+                raise failure
+        if 2 * len(failures) >= count:
+            raise failures[0]
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    def _count(self, result: Judged | Failed) -> Judged | Failed:
+        """Count a result. Raises JudgeStopped if too many recent ones failed."""
+        excess = self._rate.add(isinstance(result, Failed))
+        if not isinstance(result, Failed):
+            self._judged += 1
+            return result
+        self._failed[result.kind] += 1
+        if excess:
+            settings = self._settings
+            where = f"at {settings.base_url}" if settings.base_url else f"{settings.model!r}"
+            raise self._endpoint.stop(
+                f"the judge {where} failed on {excess}, above rewards.judge.max_failure_fraction = "
+                f"{settings.max_failure_fraction:g}; last error: {result.reason}"
+            )
+        return result
+
+
+def _parse(spec: JudgedSpec, final: str) -> Proof | Evaluation | str | None:
+    """Parse an answer as its spec requires, or describe its malformation; None for rubrics."""
+    if isinstance(spec, Rubric):
+        return None
+    return read_proof(final) if isinstance(spec, ProofSpec) else read_evaluation(final)
 
 
 class JudgeService:
-    """A `Judge` in a thread of its own. A context manager."""
+    """A `Judge` with its own thread and event loop. A context manager."""
 
     def __init__(
-        self, settings: JudgeSettings, *, server: Server | None = None, backoff_s: float = 0.5
+        self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
-        """As `Judge`. Raises ValueError naming the knob."""
+        """As `Judge`."""
         self._judge = Judge(settings, server=server, backoff_s=backoff_s)
         self._loop = asyncio.new_event_loop()
         self._closed = False
@@ -29,14 +250,14 @@ class JudgeService:
         self._thread.start()
 
     def submit(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
-        """Judge the final answer of `trajectory`. The future raises what `Judge.judge` raises."""
+        """Judge a trajectory's final answer. The future raises as `Judge.judge`."""
         messages = trajectory.messages
         return self.submit_text(prompt, final_text(messages), thinking=thinking_text(messages))
 
     def submit_text(
         self, prompt: Prompt, answer: str, *, thinking: str = ""
     ) -> Future[Judged | Failed]:
-        """Judge `answer`. Every wait inside has a deadline, so the future is done some day."""
+        """Judge an answer. Every call inside has a deadline."""
         if self._closed:
             raise RuntimeError("the judge is closed")
         return asyncio.run_coroutine_threadsafe(
@@ -44,21 +265,22 @@ class JudgeService:
         )
 
     def check_reachable(self) -> None:
-        """Raises ValueError if the judge does not give one small judgement in due form, and
-        JudgeStopped if it is served by this run and does not start."""
+        """Ask for one small judgement.
+
+        Raises ValueError if that fails, and JudgeStopped if this run's server does not start.
+        """
         asyncio.run_coroutine_threadsafe(self._judge.check_reachable(), self._loop).result()
 
     def counts(self) -> Counts:
-        """What has been done so far."""
         return self._judge.counts()
 
     def close(self) -> None:
-        """End the thread. Judgements that are under way are cancelled."""
+        """Stop the thread and cancel judgements in flight."""
         if self._closed:
             return
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     def __enter__(self) -> JudgeService:
         return self

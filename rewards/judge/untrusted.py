@@ -1,4 +1,4 @@
-"""Text of a policy as data for a judge: lossless, on one line, and without a way out."""
+"""Encodes a policy's text as inert data for a judge: one line without control tokens, lossless."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import re
 import secrets
 from typing import Any
 
-# Two kinds of characters are written as JSON escapes; the text stays the same. What is between
-# `<…>`, `[…]` or `|…|` may be a control token of the judge's own chat template (`<|im_end|>`,
-# `[INST]`, `[|endofturn|]`, `[start_header_id]`, `|NEWLINE|`, `]~b]`, `[e~[`), whatever its family:
-# inference servers turn it into that token wherever it stands. And what cannot be seen (format
-# controls, tag characters, variation selectors, private use, lone surrogates) can spell a message
-# that only a model reads, or cannot be sent at all.
+# Two kinds of characters become JSON escapes. Text in `<…>`, `[…]` or `|…|` may be a control token
+# of the judge's chat template (`<|im_end|>`, `[INST]`, `[|endofturn|]`, `[start_header_id]`,
+# `|NEWLINE|`, `]~b]`, `[e~[`), which inference servers parse anywhere in a message. Invisible
+# characters (format controls, tag characters, variation selectors, private use, lone surrogates)
+# can spell a message that only a model reads, or cannot be sent at all.
 _ESCAPED = re.compile(
     r"<(?![ 0-9=])"
     r"|\[(?=/?[A-Za-z_]\w{2,}\]|\|)"
@@ -26,40 +25,39 @@ _ESCAPED = re.compile(
 
 
 def as_json(value: Any) -> str:
-    """`value` as JSON on one line of visible characters, with no chat-template tokens."""
+    """Encode as JSON on one line of visible characters, without chat-template tokens."""
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 
 def inert(text: str) -> str:
-    """`text` over as many lines as it has, with the escapes of `as_json`: for tools' results, which
-    models read as they stand."""
+    """Apply the escapes of `as_json` to plain text, keeping its lines, as for a tool's result."""
     return _ESCAPED.sub(_escape, text)
 
 
 def size(text: str) -> int:
-    """Characters that `text` takes as JSON, without the quotes."""
+    """Length of a text as JSON, without the quotes."""
     return len(as_json(text)) - 2
 
 
-def tail(text: str, most: int) -> str:
-    """An end of `text` that takes at most `most` characters as JSON."""
-    text = text[-most:]
-    while size(text) > most:
+def tail(text: str, max_size: int) -> str:
+    """The end of a text, at most `max_size` characters as JSON."""
+    text = text[-max_size:]
+    while size(text) > max_size:
         text = text[len(text) // 4 + 1 :]
     return text
 
 
 def _escape(match: re.Match[str]) -> str:
-    # surrogatepass: a lone half is text that a policy can come up with, too.
+    # surrogatepass: a policy can sample a lone surrogate.
     units = match[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
 
 
 def new_fence() -> str:
-    """A word that nobody could have written before the call it is made for."""
+    """A random word that the author of the material cannot know."""
     return secrets.token_hex(16)
 
 
 def fenced(text: str, fence: str) -> str:
-    """`text`, a single line, between lines that carry the fence."""
+    """A single line of text between two lines with the fence."""
     return f"<<<DATA {fence}\n{text}\nDATA {fence}>>>"

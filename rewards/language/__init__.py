@@ -1,1 +1,1 @@
-"""Does the policy speak its prompt's language?"""
+"""Rewards for answering in the prompt's language."""

@@ -1,4 +1,4 @@
-"""Function words of many languages (and, que, nicht) tell running text from code and formulas."""
+"""Function words of many languages, which tell running text from code and formulas."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ ada adalah akan atau bahwa dalam dan dari dengan di ini itu juga ke kita maka ol
 tidak untuk yang
 """
 KEYWORDS = frozenset(_KEYWORDS.split())
-"""Of programming languages. Many are words of English, too, so they say nothing."""
+"""Keywords of programming languages. Many are English words too, so they are no evidence."""
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split()) - KEYWORDS
-"""Words that hold sentences together, in English, German, French, Spanish, Portuguese, Italian,
-Polish, Dutch, Swedish, Turkish and Indonesian."""
+"""English, German, French, Spanish, Portuguese, Italian, Polish, Dutch, Swedish, Turkish and
+Indonesian function words."""
 COMMANDS = frozenset({"because", "chi", "det", "hat", "le", "ne", "nu", "sin", "to"})
-"""Function words that are commands of LaTeX."""
+"""Function words that are also LaTeX commands."""

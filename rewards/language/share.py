@@ -1,52 +1,59 @@
-"""Does the policy speak its prompt's language? The share of its words that do, 0 … 1.
+"""Share of a completion's words that are in the prompt's language, 0 … 1.
 
-Code, formulas, links and single Latin letters (which are variables, mostly) are set aside, but for
-running text in them (`keel.rewards.language.prose`). What is left is cut into sentences. A
-sentence counts by its letters in the prompt's script, and not at all if a language detector
-(py3langid) is sure that it is in another language than the prompt. It is seldom sure of a sentence
-of three words; those are judged by their script alone.
+Code, formulas, links, tags, identifiers and single Latin letters are set aside, except for running
+text inside them: `$Das ist die Antwort$` is a sentence. Running text is
 
-Where the prompt or the completion has too few words to say, the share is 1: nothing was mixed.
+- in a script other than Latin: a few words, since no keyword or variable is written so;
+- in Latin script: three or more words separated by spaces and commas only. Two of them, and a
+  share, must be function words ("the", "und", "que") or have non-ASCII letters outside a list.
+
+Lists of nouns (`pip install numpy pandas torch`, `apple, banana, cherry`) are set aside: missing
+some words is better than penalising honest code.
+
+The remaining text is split into sentences. A sentence counts by its letters in the prompt's script,
+and not at all if a language detector (py3langid) is sure of another language. Short sentences are
+judged by their script alone. If prompt or completion have too few words, the share is 1.
+
 Everything here takes untrusted text and runs in time linear in its length.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
-import regex  # its scripts are Unicode's, which `re` does not know
+import regex  # knows Unicode's scripts, unlike `re`
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.language.prose import said_and_in_code, words_of
+from keel.rewards.language.function_words import COMMANDS, FUNCTION_WORDS
 
-_NAMES = """
+_SCRIPT_NAMES = """
 latin greek cyrillic armenian hebrew arabic ethiopic devanagari bengali gurmukhi gujarati oriya
 tamil telugu kannada malayalam sinhala thai lao tibetan myanmar khmer georgian han hangul
 """
-_SCRIPTS = {name: rf"\p{{Script={name}}}" for name in _NAMES.split()}
+_SCRIPTS = {name: rf"\p{{Script={name}}}" for name in _SCRIPT_NAMES.split()}
 _SCRIPTS["kana"] = r"[\p{Script=Hiragana}\p{Script=Katakana}]"
-_LETTERS = {
+_SCRIPT_LETTERS = {
     name: regex.compile(rf"(?=[\p{{L}}\p{{M}}]){signs}") for name, signs in _SCRIPTS.items()
 }
 _WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
-"""Letters of an alphabet that one sign stands for, roughly: texts are compared by their words."""
+"""Alphabetic letters that one character is worth, so that texts compare by words."""
 _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
-"""Scripts that belong to the writing of another."""
+"""Script → scripts used together with it."""
 
 _SENTENCES = regex.compile(r"[\p{Sentence_Terminal}…\n]+")
 
-PROMPT_LETTERS, SENTENCE_LETTERS = 8.0, 20.0
-"""Fewer letters say nothing about the language of a prompt; … of a sentence."""
-IN_CODE = 0.25
-"""What a letter of a code block's comments and strings weighs: many write these in English,
-whatever they speak. A completion that is nothing but a code block is judged by them alone."""
-MAX_DETECTED = 400
-"""Letters of a sentence that the detector gets to see."""
-SURE = 0.1
-"""A sentence is foreign if its prompt's language and kin are less likely than this."""
+_MIN_PROMPT_LETTERS, _MIN_SENTENCE_LETTERS = 8.0, 20.0
+"""Minimum number of letters to detect the language of a prompt and of a sentence."""
+_CODE_WEIGHT = 0.25
+"""Weight of letters in comments and strings of code blocks, which are often English."""
+_MAX_DETECTED = 400
+"""Characters of a sentence passed to the detector."""
+_MIN_LIKELIHOOD = 0.1
+"""A sentence is foreign if the prompt's language and its kin are less likely than this."""
 _KIN = (
     {"no", "nb", "nn", "da"},
     {"hr", "bs", "sr", "sl"},
@@ -57,78 +64,80 @@ _KIN = (
     {"pt", "gl"},
     {"ru", "bg"},
 )
-"""Languages that a short sentence may well be either of."""
+"""Groups of languages that short sentences do not tell apart."""
 _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "vo", "wa"})
-"""Languages that the detector is not asked about: they are found in short sentences of others."""
+"""Languages excluded from detection: they are found in short sentences of others."""
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Judges `TextTrajectory.dumps()`, all turns of it. Spec: `prompt`, its text, and `of`:
-    "answer", "thinking", or "both" for the mean of the two where both are there."""
-    asked, of = str(spec["prompt"]), str(spec["of"])
-    _detector()  # loaded before the clock of the first completion starts
+    """Verifier of `TextTrajectory.dumps()`, over all turns.
+
+    spec: `prompt`, its text, and `of`: "answer", "thinking", or "both" for the mean of the two.
+    """
+    prompt, of = str(spec["prompt"]), str(spec["of"])
+    _detector()  # loaded before the deadline of the first completion starts
 
     def verify(text: str) -> float:
-        said = TextTrajectory.loads(text)
-        texts = {"answer": said.all_said, "thinking": said.all_thinking}
-        wanted = [part for name, part in texts.items() if of in (name, "both") and part]
-        shares = [language_share(asked, part) for part in wanted]
+        trajectory = TextTrajectory.loads(text)
+        texts = {"answer": trajectory.all_said, "thinking": trajectory.all_thinking}
+        parts = [part for name, part in texts.items() if of in (name, "both") and part]
+        shares = [language_share(prompt, part) for part in parts]
         return sum(shares) / len(shares) if shares else 1.0
 
     return verify
 
 
 def language_share(prompt: str, text: str) -> float:
-    """Share of `text` that is in the language of `prompt`, by letters."""
-    allowed, spoken = _asked(prompt)
+    """Share of the letters of `text` that are in the language of `prompt`."""
+    allowed, language = _prompt_language(prompt)
     if not allowed:
         return 1.0
-    own = everything = 0.0
-    for part, weight in zip(said_and_in_code(text), (1.0, IN_CODE), strict=True):
+    fitting = total = 0.0
+    for part, weight in zip(_prose_and_code(text), (1.0, _CODE_WEIGHT), strict=True):
         for sentence in _SENTENCES.split(part):
-            counts = letters_by_script(sentence)
+            counts = _letters_by_script(sentence)
             size = sum(counts.values())
-            everything += weight * size
-            fitting = sum(counts.get(name, 0.0) for name in allowed)
-            if fitting and not _is_foreign(sentence, size, spoken):
-                own += weight * fitting
-    return own / everything if everything else 1.0
+            total += weight * size
+            letters = sum(counts.get(name, 0.0) for name in allowed)
+            if letters and not _is_foreign(sentence, size, language):
+                fitting += weight * letters
+    return fitting / total if total else 1.0
 
 
 @lru_cache(maxsize=16)  # siblings share their prompt
-def _asked(prompt: str) -> tuple[frozenset[str], str]:
-    """The scripts and the language to answer in; no scripts if the prompt is too short to say."""
+def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
+    """Scripts and language to answer in; no scripts if the prompt is too short."""
     words = words_of(prompt)
-    scripts = letters_by_script(words)
-    if sum(scripts.values()) < PROMPT_LETTERS:
+    scripts = _letters_by_script(words)
+    if sum(scripts.values()) < _MIN_PROMPT_LETTERS:
         return frozenset(), ""
-    script = _writing(scripts)
+    script = _main_script(scripts)
     return frozenset({script, *_USED_WITH.get(script, ())}), detected(words)[0]
 
 
-def letters_by_script(text: str) -> dict[str, float]:
-    """Script → its letters in `text`, weighted."""
+def _letters_by_script(text: str) -> dict[str, float]:
+    """Script → weighted number of its letters."""
     counts: dict[str, float] = {}
-    for sign, found in Counter(text).items():
-        if name := _script(sign):
-            counts[name] = counts.get(name, 0.0) + found * _WEIGHT.get(name, 1.0)
+    for character, count in Counter(text).items():
+        if name := _script(character):
+            counts[name] = counts.get(name, 0.0) + count * _WEIGHT.get(name, 1.0)
     return counts
 
 
 @lru_cache(maxsize=1 << 14)
-def _script(sign: str) -> str:
-    """Of a letter or a mark; "" for others, and for those that several scripts share."""
-    return next((name for name, letter in _LETTERS.items() if letter.match(sign)), "")
+def _script(character: str) -> str:
+    """Script of a letter or mark; "" for other characters and shared ones."""
+    return next((name for name, letter in _SCRIPT_LETTERS.items() if letter.match(character)), "")
 
 
 def detected(text: str) -> tuple[str, Mapping[str, float]]:
-    """The likeliest language of `text`, and how likely each is."""
-    likely = dict(_detector()(text[:MAX_DETECTED]))
-    return max(likely, key=lambda name: likely[name]), likely
+    """The most likely language of a text, and the probability of each language."""
+    probabilities = dict(_detector()(text[:_MAX_DETECTED]))
+    return max(probabilities, key=lambda name: probabilities[name]), probabilities
 
 
-def _writing(scripts: Mapping[str, float]) -> str:
-    """The script of a text; a text with kana is Japanese, however much of it is Han."""
+def _main_script(scripts: Mapping[str, float]) -> str:
+    """The script of a text; text with kana is Japanese even if most of it is Han."""
     for script, others in _USED_WITH.items():
         total = sum(scripts.values())
         both = scripts.get(script, 0.0) + sum(scripts.get(name, 0.0) for name in others)
@@ -137,17 +146,17 @@ def _writing(scripts: Mapping[str, float]) -> str:
     return max(scripts, key=lambda name: scripts[name])
 
 
-def _is_foreign(sentence: str, size: float, spoken: str) -> bool:
-    if size < SENTENCE_LETTERS:
+def _is_foreign(sentence: str, size: float, language: str) -> bool:
+    if size < _MIN_SENTENCE_LETTERS:
         return False
-    best, likely = detected(sentence)
-    kin = {spoken}.union(*(group for group in _KIN if spoken in group))
-    return best not in kin and sum(likely.get(name, 0.0) for name in kin) < SURE
+    best, probabilities = detected(sentence)
+    kin = {language}.union(*(group for group in _KIN if language in group))
+    return best not in kin and sum(probabilities.get(name, 0.0) for name in kin) < _MIN_LIKELIHOOD
 
 
 @lru_cache(maxsize=1)
 def _detector() -> Callable[[str], list[tuple[str, float]]]:
-    # It brings numpy and half a second along: only the workers of runs that use it pay.
+    # Imported late: it loads numpy and takes half a second, which most runs do not need.
     from py3langid.langid import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         MODEL_FILE,
         LanguageIdentifier,
@@ -156,3 +165,126 @@ def _detector() -> Callable[[str], list[tuple[str, float]]]:
     identifier = cast(Any, LanguageIdentifier).from_model_file(MODEL_FILE, norm_probs=True)
     identifier.set_languages([name for name in identifier.labels if name not in _RARE])
     return cast(Callable[[str], list[tuple[str, float]]], identifier.rank)
+
+
+# --- Setting aside code and formulas ---
+
+_TOKENS = re.compile(r"```|~~~|`|\$\$|\$|\\\[|\\\]|\\\(|\\\)|\n[ \t]*\n")
+_FENCES = ("```", "~~~")
+_CLOSES = {"```": "```", "~~~": "~~~", "`": "`", "$$": "$$", "$": "$", "\\[": "\\]", "\\(": "\\)"}
+_NOT_WORDS = re.compile(
+    r"https?://\S{1,300}|\\(?:begin|end)\{[A-Za-z]{1,20}\*?\}|\\[A-Za-z]+|</?[A-Za-z_]{1,20}>|(?<![^\W\d_])[A-Za-z](?![^\W\d_])"
+    r"|\b[A-Z]{2,20}\b|\b\w{0,40}[\d_]\w{0,40}\b"
+)
+_WORD = r"[\p{L}\p{M}]+"
+_RUN = regex.compile(rf"{_WORD}(?:['’]{_WORD})*(?:[ \t,]*[ \t]{_WORD}(?:['’]{_WORD})*)*")
+_LETTERS = regex.compile(_WORD)
+_LATIN = regex.compile(r"\p{Script=Latin}")
+_GREEK = regex.compile(r"\p{Script=Greek}{1,2}")
+
+_ASIDE_RUN = 3
+"""Consecutive set-aside words from which on they may be text in disguise."""
+_MIN_WORDS, _MIN_FUNCTION_WORDS = 3, 2
+_FUNCTION_WORDS_SHARE = 0.15
+"""Minimum share of function words in running text."""
+_MIN_LETTERS = 6
+"""Minimum letters of running text in a script other than Latin."""
+
+
+def words_of(text: str) -> str:
+    """A text without code, formulas, links, tags and identifiers."""
+    return "".join(_prose_and_code(text))
+
+
+def _prose_and_code(text: str) -> tuple[str, str]:
+    """Words outside code blocks, and running text inside them.
+
+    A formula must end in its paragraph; a code block may also end with the text.
+    """
+    prose: list[str] = []
+    code: list[str] = []
+    aside: list[str] = []  # consecutive formulas and code spans without words in between
+    blocks: list[str] = []  # the same for code blocks
+
+    def flush() -> None:
+        prose.extend(_running_text(" ".join(aside)))
+        code.extend(_running_text(" ".join(blocks)))
+        aside.clear()
+        blocks.clear()
+
+    def keep(part: str) -> None:
+        if _LETTERS.search(part):
+            flush()
+        prose.append(_without_identifiers(part))
+
+    opened: str | None = None
+    start = 0  # of the pending text
+    for match in _TOKENS.finditer(text):
+        token = match[0]
+        if opened is not None and token == _CLOSES[opened]:
+            prose.append(" ")
+            (blocks if opened in _FENCES else aside).append(text[start : match.start()])
+            start, opened = match.end(), None
+        elif opened in _FENCES:
+            continue
+        elif token in _CLOSES and (opened is None or token in _FENCES):
+            keep(text[start : match.start()])
+            start, opened = match.end(), token
+        elif token.startswith("\n"):
+            keep(text[start : match.end()])
+            start, opened = match.end(), None
+    if opened in _FENCES:
+        blocks.append(text[start:])
+    else:
+        keep(text[start:])
+    flush()
+    return "".join(prose), "".join(code)
+
+
+def _without_identifiers(text: str) -> str:
+    """Remove identifiers, links and tags, unless they read as text: `DAS IST DIE ANTWORT`."""
+    parts: list[str] = []
+    row: list[str] = []
+    end = 0
+
+    def finish() -> None:
+        words = " ".join(row)
+        is_text = len(row) >= _ASIDE_RUN and _is_running_text(words)
+        parts.append(f" {words} " if is_text else " ")
+        row.clear()
+
+    for match in _NOT_WORDS.finditer(text):
+        between = text[end : match.start()]
+        if between.strip():
+            if end:
+                finish()
+            parts.append(between)
+        end = match.end()
+        word = " ".join(_LETTERS.findall(match[0]))
+        known = match[0].startswith("\\") and match[0][1:] in COMMANDS
+        if len(word) > 1 and not known and not match[0].startswith("http"):
+            row.append(word)
+    if end:
+        finish()
+    return "".join([*parts, text[end:]])
+
+
+def _running_text(text: str) -> Iterator[str]:
+    """Running text in code or formulas, one sentence each."""
+    for run in _RUN.finditer(re.sub(r"\\[A-Za-z]+|\w{0,40}[\d_]\w{0,40}", " | ", text)):
+        if _is_running_text(run[0]):
+            yield f". {run[0]}. "
+
+
+def _is_running_text(run: str) -> bool:
+    words = [word for word in _LETTERS.findall(run) if len(word) > 1 or not word.isascii()]
+    others = [word for word in words if not _LATIN.match(word) and not _GREEK.fullmatch(word)]
+    if sum(map(len, others)) >= _MIN_LETTERS:
+        return True
+    if len(words) < _MIN_WORDS:
+        return False
+    is_list = 3 * run.count(",") >= len(words)
+    function_words = sum(
+        word.casefold() in FUNCTION_WORDS or not (is_list or word.isascii()) for word in words
+    )
+    return function_words >= max(_MIN_FUNCTION_WORDS, _FUNCTION_WORDS_SHARE * len(words))

@@ -1,1 +1,1 @@
-"""Rule rewards: one verifier per kind of answer, and what protects it from the answer."""
+"""Rule-based verifiers, one per kind of answer."""

@@ -1,4 +1,4 @@
-"""Which of several choices a completion names as its answer."""
+"""Finds the choice that a completion names as its answer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, cast
 from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import WRAPPED, marked_answers, normalise
 
-MAX_CHARACTERS = 32_768
+_MAX_CHARACTERS = 32_768
 """A longer text is wrong."""
 
-# "The correct answer is (B)", "**Answer:** B. Paris": to the end of the sentence, which no decimal
-# point is. "B is the answer because Rome is older" states nothing after "is".
+# "The correct answer is (B)", "**Answer:** B. Paris": up to the end of the sentence, but not to a
+# decimal point. "B is the answer because Rome is older" states nothing after "is".
 _STATED = re.compile(
     r"\b(?:answer|(?:correct|right|best)\s+(?:option|choice))\b(?:(?!\b(?:because|since)\b)[^.:\n]){0,60}?"
     r"(?:\bis\b\s{0,3}:?|:)[\s*]{0,9}"
@@ -32,7 +32,7 @@ _OPPOSITE = re.compile(
 )
 _REASON = re.compile(r"\b(?:because|since|whereas|while)\b.*", re.IGNORECASE | re.DOTALL)
 _LONE = re.compile(r"\W*(?:(?:option|choice)\W+)?([a-z])\W*", re.IGNORECASE)
-# No letter of a word or of "I'm", and neither "A dog is one" nor "I think".
+# A capital that is not part of a word or of "I'm", nor the first word of "A dog" or "I think".
 _LETTER = re.compile(r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=[AI])\s+(?!or\b|and\b|is\b)[a-z])")
 _OUT = (
     r"(?:rul(?:e|es|ed|ing)\s+out|(?:eliminat|exclud)(?:es?|ed|ing)|(?:reject|discard)(?:s|ed|ing)?"
@@ -46,10 +46,9 @@ _NOT = re.compile(
 )
 
 
-def _ruled_out(one: str) -> re.Pattern[str]:
-    """What `one` of the choices is not the answer in: "not A", "A and C are wrong". Of "not A or B"
-    nobody can say what it means."""
-    option = rf"(?:(?:the|option|choice|answer)\s+){{0,2}}[\W]{{0,3}}{one}[)*\]]{{0,3}}"
+def _exclusions(choice: str) -> re.Pattern[str]:
+    """Pattern of exclusions such as "not A" and "A and C are wrong"; "not A or B" is ambiguous."""
+    option = rf"(?:(?:the|option|choice|answer)\s+){{0,2}}[\W]{{0,3}}{choice}[)*\]]{{0,3}}"
     return re.compile(
         rf"\b{_OUT}\s+{option}(?:(?:\s?,\s?(?:and\s|or\s)?|\s(?:and|or)\s){option})*"
         rf"(?=\W*(?:$|\b(?:so|thus|hence|therefore|leaving|leaves|which)\b))"
@@ -61,20 +60,20 @@ def _ruled_out(one: str) -> re.Pattern[str]:
 
 
 def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""A test for the choice that `answer` names.
+    r"""Test for the choice `answer`.
 
-    Spec: `answer`, a letter or the text of a choice; `choices`, a list of texts (lettered from A
-    on) or an object from letters to texts. Without `choices`, letters are all there is.
+    spec: `answer`, a letter or the text of a choice; `choices`, a list of texts (lettered from A)
+    or an object from letters to texts; without it, only letters count.
 
-    The answer is what is marked (`\boxed{}`, `<answer>`), else what "answer is" or "answer:"
-    states, else the last line, else the whole text. There, letters (`B`, `(B)`, `option B`) and
-    texts of choices count. Two different ones are no answer.
+    The answer is the marked text (`\boxed{}`, `<answer>`), else what follows "answer is" or
+    "answer:", else the last line, else the whole text. Letters (`B`, `(B)`, `option B`) and texts
+    of choices count there; two different ones are wrong.
 
-    Raises ValueError for choices that cannot be read, and for an answer that is not among them.
+    Raises ValueError for malformed choices and for an answer that is not among them.
     """
     texts = _texts(spec.get("choices"))
     letters = set(texts) if texts else set(string.ascii_uppercase)
-    # What could also be a letter is one.
+    # A text that could be a letter is read as one.
     by_text = {_plain(text): letter for letter, text in texts.items()}
     by_text = {text: by_text[text] for text in by_text if text and text.upper() not in letters}
     right = _right(str(spec["answer"]), letters, by_text)
@@ -82,29 +81,29 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     longest_first = sorted(by_text, key=len, reverse=True)
     pattern = "|".join(map(_standing_alone, longest_first)) or "(?!)"
     any_text = re.compile(pattern, re.IGNORECASE)
-    ruled_out = _ruled_out(rf"(?:{pattern}|(?<![\w'’])(?-i:[A-Z])(?![\w'’]))")
+    exclusions = _exclusions(rf"(?:{pattern}|(?<![\w'’])(?-i:[A-Z])(?![\w'’]))")
 
-    def named(fragment: str) -> set[str]:
+    def choices_in(fragment: str) -> set[str]:
         fragment = _one_line(WRAPPED.sub(r"\1", fragment))
         bare = _BRACED.fullmatch(fragment)  # {5}, and the end of {"answer": 5}
         fragment = bare[1] if bare is not None else fragment
         if not fragment.rstrip().endswith("!") and (letter := by_text.get(_plain(fragment))):
             return {letter}
-        fragment = ruled_out.sub("…", fragment)
+        fragment = exclusions.sub("…", fragment)
         lone = _LONE.fullmatch(fragment)
         if lone is not None:
             return {lone[1].upper()} & letters
-        found = {by_text.get(_plain(match[0]), "") for match in any_text.finditer(fragment)} - {""}
+        named = {by_text.get(_plain(match[0]), "") for match in any_text.finditer(fragment)} - {""}
         rest = any_text.sub("…", fragment)
         if _NOT.search(rest):
             return set()
-        return found | ({match[1] for match in _LETTER.finditer(rest)} & letters)
+        return named | ({match[1] for match in _LETTER.finditer(rest)} & letters)
 
-    def reasoned(fragment: str) -> set[str]:
-        return named(_REASON.sub("", fragment)) or named(fragment)
+    def conclusion(fragment: str) -> set[str]:
+        return choices_in(_REASON.sub("", fragment)) or choices_in(fragment)
 
     def same(text: str) -> bool:
-        if len(text) > MAX_CHARACTERS:
+        if len(text) > _MAX_CHARACTERS:
             return False
         marked = marked_answers(text)
         if not marked:
@@ -115,35 +114,35 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
             )
         stated = marked or [match[1] for match in _STATED.finditer(text)]
         if stated:
-            return set[str]().union(*map(reasoned, stated)) == {right}
+            return set[str]().union(*map(conclusion, stated)) == {right}
         lines = text.strip().rstrip("!").splitlines()
-        return bool(lines) and (named(lines[-1]) or named(text)) == {right}
+        return bool(lines) and (choices_in(lines[-1]) or choices_in(text)) == {right}
 
     return same
 
 
 def _texts(choices: Any) -> dict[str, str]:
-    """Letter → text."""
+    """Read choices as letter → text."""
     if choices is None:
         return {}
     if isinstance(choices, list):
         items = cast(list[Any], choices)
         if len(items) > len(string.ascii_uppercase):
-            raise ValueError(f"choices has {len(items)} entries; there are letters for 26")
+            raise ValueError(f"choices has {len(items)} entries; at most 26 are supported")
         choices = dict(zip(string.ascii_uppercase, items, strict=False))
     if not isinstance(choices, dict) or len(cast(dict[str, Any], choices)) < 2:
         raise ValueError(
-            "choices must be a list of texts, or an object from letters to texts, two at least"
+            "choices must be a list of at least two texts, or an object from letters to texts"
         )
     texts: dict[str, str] = {}
     seen: dict[str, str] = {}
     for letter, text in cast(dict[str, Any], choices).items():
         if len(letter) != 1 or letter not in string.ascii_uppercase:
-            raise ValueError(f"choices has the letter {letter!r}; letters are A to Z")
+            raise ValueError(f"choices has the key {letter!r}; use letters A to Z")
         if isinstance(text, (int, float)) and not isinstance(text, bool):
             text = str(text)
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"choices: {letter} must be text that is not blank, is {text!r}")
+            raise ValueError(f"choices: {letter} must be non-empty text, is {text!r}")
         if _plain(text) in seen:
             raise ValueError(f"choices: {seen[_plain(text)]} and {letter} are both {text!r}")
         seen[_plain(text)] = letter
@@ -162,8 +161,8 @@ def _right(answer: str, letters: set[str], by_text: Mapping[str, str]) -> str:
 
 
 def _standing_alone(text: str) -> str:
-    """A pattern for `text` that is no part of a longer word or number: neither 2.5, -5, 5 %, 5!,
-    <5 nor the 5 of a fraction has the choice 5 in it."""
+    """Pattern of a text that is not part of a longer word or number: the choice 5 is not in 2.5,
+    -5, 5 %, 5!, <5 or a fraction."""
     if not text[0].isdigit() and not text[-1].isdigit():
         return rf"(?<!\w){re.escape(text)}(?!\w)"
     before = r"(?<![\w+±√^<>{×·-])(?<!\d[.,/:*])(?<![<>*×·+]\s)(?<!\\cdot)(?<!\\cdot\s)(?<!\\times)"
@@ -175,7 +174,7 @@ def _standing_alone(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text as choices are compared: one notation for formulas, one spelling for words."""
+    """Normalise a choice for comparison: notation of formulas, case of words."""
     if "\\" in text or "^" in text or "," in text:
         text = squeezed(plain(text))
     return _one_line(text).strip("$").rstrip(".!").strip().casefold()

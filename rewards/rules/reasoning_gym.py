@@ -1,54 +1,144 @@
-"""The verifiers that come with reasoning_gym's tasks, and what their partial credit is worth."""
+"""Verifiers of reasoning_gym's tasks, guarded against hostile and padded answers.
+
+Some verifiers call `eval` on the answer, and others sympy's `parse_expr`, which does the same:
+`__import__("os").system(…)` would run. Answers that are not plain literals or formulas are rejected
+before such a verifier sees them.
+
+Other verifiers search for the right answer in the text, or read only its beginning, and accept
+anything around it: a second answer, a "not", a list of candidates. For those, full marks require
+that the answer is all of the text.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
 from keel.rewards.code.call_driver import from_jsonable
-from keel.rewards.rules.reasoning_gym_guards import is_all_answer, may_be_verified
-from keel.rewards.text import answer_in
+from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
+from keel.rewards.text import WRAPPED, answer_in, normalise
 
-MAX_CHARACTERS = 32_768
+_MAX_CHARACTERS = 32_768
 """A longer answer is wrong, unless the right one is that long."""
 MOST_PARTIAL = 0.9
-"""What a procedural verifier's partial credit is worth at most.
+"""Maximum partial credit.
 
-Some give 1 − 1e-16, or more than 1, to the right answer with words after it: the share of its
-letters that are in place. A policy gains nothing by leaving such words out unless that is worth
-something, so all that is not wholly right is a tenth below what is, and no pass.
+Some verifiers give 1 − 1e-16, or more than 1, to the right answer with words after it: the share of
+letters in place. The cap keeps such answers a tenth below the exact one, and from passing.
 """
+_EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+"""Tasks whose verifier evaluates the answer as a Python literal."""
+
+_SYMBOLIC_TASKS = frozenset(
+    {
+        "countdown",
+        "intermediate_integration",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+    }
+)
+"""Tasks whose verifier parses the answer with sympy."""
+
+_NAN_TASKS = frozenset({"complex_arithmetic"})
+"""Tasks whose verifier accepts "nan": `min(1.0, nan)` is 1.0."""
+
+_SAME_WORDS_TASKS = frozenset({"knights_knaves", "letter_jumble", "word_sorting"})
+"""Tasks with one right answer whose verifier ignores some words or the text after the last one."""
+
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
+_TIME = r"\d+:\d+(?::\d+(?:\.\d+)?)?(?: ?UTC[-+]?[\d:]*)?"
+_MOVE = r"Move disk \d+ from Peg \d+ to Peg \d+[.,]?"
+_FRACTION = r"\\d?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+"
+_UNIT = r"[a-z°][a-z./°]{0,19}"
+# Words before an answer, up to white space.
+_LEAD = (
+    r"(?:(?:so|thus|therefore|hence|then)[,:]?"
+    r"|\*{0,2}(?:(?:the|my|final|correct|right)\s){0,3}answer(?:\sis)?\s?:?\*{0,2}:?|\#{1,6})\s"
+)
+_SHAPES = {
+    task: re.compile(shape, re.IGNORECASE)
+    for task, shape in {
+        "advanced_geometry": r"[^,]*(?:,[^,]*)?",
+        "fraction_simplification": _FRACTION,
+        "gsm_symbolic": (
+            rf"(?:[a-z]{{1,20}} ?= ?)?\\?[$€£¥]? ?\d+(?:\.\d+)?"
+            rf"(?: ?\\?[%$€£¥]| {{1,3}}{_UNIT}(?: {_UNIT}){{0,2}})?"
+        ),
+        "kakurasu": r"[01\s,\[\]|]*",
+        "polynomial_equations": rf"{_NUMBER}(?:\s*,\s*{_NUMBER})*(?:\s*,)?",
+        "quantum_lock": r"[\[(\"']*[a-c](?:[a-c]|[-\s→⇒=>,;|\[\]()\"']|\\to\b)*",
+        "sokoban": r"[-udlr\s→>,;|\[\]()\"']*",
+        "survo": rf"(?:{_LEAD}){{0,2}}(?:(?:-?\d+|[|:\[\]-]+|```\w*)(?:\s+|$))*",
+        "time_intervals": rf"-?\d+(?: days?)?|(?:-?\d+ days?, ?)?{_TIME}",
+        "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
+    }.items()
+}
+"""Shape of the whole answer, after `_bare`, for verifiers that ignore what they cannot parse."""
+_SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})
+"""Tasks whose verifiers ignore each part that is not a number, such as `*7` in `*7 8 9*`."""
+
+_WORD = re.compile(r"\w+")
+_FILLERS = "a an and but hence is so the then therefore thus while"
+_OPTIONAL_WORDS = {"knights_knaves": frozenset(_FILLERS.split())}
+"""Words that an answer may omit or repeat."""
+
+_BEFORE = re.compile(_LEAD, re.IGNORECASE)
+_AROUND = re.compile(
+    r"```\w*\n(.*?)\n?```|`([^`]*)`|\*{1,3}([^*]*)\*{1,3}|\"([^\"]*)\"|'([^']*)'|“([^“”]*)”"
+    r"|\$\$?([^$]*)\$\$?|\\\((.*?)\\\)|\\\[(.*?)\\\]",
+    re.DOTALL,
+)
+_MAX_NESTING = 8
+"""Nested marks and phrases to remove from around an answer."""
+
+_NAMES = (
+    "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
+    "sqrt Abs sign erf erfc erfi gamma Ei li Si Ci Rational Integer"
+)
+_NO_UNITS = (FUNCTION_WORDS | KEYWORDS) - {"byte", "long", "of", "per"}
+"""Words after a number that are not units: `20 or so`."""
+_FUNCTIONS = frozenset(_NAMES.split())
+_CONSTANTS = frozenset({"pi"})
+_MAX_EXPONENT = 1000
+
+_LITERAL = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Name, ast.UnaryOp)
+_SYMBOLIC = (ast.Expression, ast.Constant, ast.Name, ast.UnaryOp, ast.BinOp, ast.Call)
+_SIGNS = (ast.Load, ast.USub, ast.UAdd)
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 
 
 def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """The task's own verifier, partial credit included: at most `MOST_PARTIAL`.
+    """The task's verifier, with partial credit up to `MOST_PARTIAL`.
 
-    Full marks are for what it gives exactly 1 (as every task of reasoning_gym 0.1.25 does for its
-    own answers), and that has nothing else around it (`is_all_answer`). Spec: `task`, `params` (the
-    generator's options; verifiers read some of them), `entry`.
+    Full marks require a score of exactly 1, as every task gives its own answers, and nothing around
+    the answer. spec: `task`, `params` (the generator's options), `entry`.
     """
     task = str(spec.get("task"))
-    read = from_jsonable(spec.get("entry"))
-    entry = cast(dict[str, Any], read if isinstance(read, dict) else {})
+    entry_data = from_jsonable(spec.get("entry"))
+    entry = cast(dict[str, Any], entry_data if isinstance(entry_data, dict) else {})
     if not isinstance(entry.get("answer", 0), (str, type(None))):
         raise ValueError(
-            "reward spec of kind 'reasoning_gym' needs `task`, and an `entry` that has an `answer`"
+            "reward spec of kind 'reasoning_gym' needs `task` and an `entry` with an `answer`"
         )
     score_answer = _score_answer(task, json.dumps(spec.get("params", {}), sort_keys=True))
     right = entry["answer"] or ""
-    longest = max(MAX_CHARACTERS, 4 * len(right))
+    longest = max(_MAX_CHARACTERS, 4 * len(right))
 
     def verify(text: str) -> float:
         answer = answer_in(text)
-        if not answer or len(answer) > longest or not may_be_verified(task, answer, right):
+        if not answer or len(answer) > longest or not _may_be_verified(task, answer, right):
             return 0.0
         score = float(score_answer(answer, entry))
         if not math.isfinite(score):
             raise ValueError(f"the verifier of {task} returned {score}")
-        if score == 1.0 and is_all_answer(task, answer, right):
+        if score == 1.0 and _is_all_answer(task, answer, right):
             return 1.0
         return min(max(score, 0.0), MOST_PARTIAL)
 
@@ -57,16 +147,104 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 @lru_cache(maxsize=64)
 def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
-    """`score_answer` of the task, built as the generator was. Workers judge many entries of few
-    tasks, and some tasks load a dictionary when they are built."""
+    """`score_answer` of a task with the generator's options; some tasks load a dictionary."""
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )
 
     tasks = cast(Mapping[str, tuple[Any, Any]], DATASETS)
     if task not in tasks:
-        raise ValueError(f"reward spec has task {task!r}, which reasoning_gym does not have")
+        raise ValueError(f"reward spec has task {task!r}, which reasoning_gym does not define")
     dataset_type, config_type = tasks[task]
     options = cast(dict[str, Any], from_jsonable(json.loads(params)))
     dataset = dataset_type(config=config_type(**options))
     return cast(Callable[[str, Any], float], dataset.score_answer)
+
+
+def _may_be_verified(task: str, answer: str, right: str) -> bool:
+    """Return whether an answer is safe for the task's verifier. The known answer always is.
+
+    A part of the known answer need not be: where sympy could not solve an integral, the answer
+    contains `Integral`, and a policy could state the question that way.
+    """
+    if right and normalise(answer) == normalise(right):
+        return True
+    if task in _EVALUATED_TASKS:
+        tree = _parse(answer)
+        # `eval` also rejects what is no expression, and the verifier compares it as text.
+        return tree is None or all(map(_is_literal, ast.walk(tree)))
+    if task in _SYMBOLIC_TASKS:
+        tree = _parse(answer)
+        # sympy rewrites its input first (`3!`), so what Python cannot parse may still run there.
+        return tree is not None and all(map(_is_symbolic, ast.walk(tree)))
+    return task not in _NAN_TASKS or "nan" not in answer.casefold()
+
+
+def _is_all_answer(task: str, answer: str, right: str) -> bool:
+    """Return whether an answer that the verifier accepts is an answer and nothing else."""
+    text = answer.strip() if task in _SPLIT_TASKS else _bare(answer)
+    words = _WORD.findall(text.casefold())
+    if task in _SAME_WORDS_TASKS:
+        expected = _WORD.findall(right.casefold())
+        if len(words) > 2 * len(expected):
+            return False
+        optional = _OPTIONAL_WORDS.get(task, frozenset())
+        counts = (Counter(w for w in side if w not in optional) for side in (words, expected))
+        return next(counts) == next(counts)
+    if task == "gsm_symbolic" and not _NO_UNITS.isdisjoint(words):
+        return False
+    return task not in _SHAPES or _SHAPES[task].fullmatch(text) is not None
+
+
+def _bare(answer: str) -> str:
+    r"""Remove marks and phrases around an answer: `**$20$**`, `\text{…}`, "The answer is …."."""
+    text = WRAPPED.sub(r" \1 ", answer)
+    for _ in range(_MAX_NESTING):
+        before, text = text, text.strip().rstrip(".,").rstrip()
+        text = text[match.end() :] if (match := _BEFORE.match(text)) else text
+        if match := _AROUND.fullmatch(text):
+            text = match[match.lastindex or 0]
+        if text == before:
+            break
+    return text
+
+
+def _parse(answer: str) -> ast.Expression | None:
+    try:
+        return ast.parse(answer.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _is_literal(node: ast.AST) -> bool:
+    # A bare name is a mere lookup. Calls, attributes and comprehensions do more, and operators can
+    # fill the memory: `[0] * 10**10`.
+    return isinstance(node, (*_LITERAL, *_SIGNS))
+
+
+def _is_symbolic(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+    if isinstance(node, ast.Name):
+        return len(node.id) == 1 or node.id in _FUNCTIONS | _CONSTANTS
+    if isinstance(node, ast.Call):
+        called = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+        return called and not node.keywords
+    return isinstance(node, (*_SYMBOLIC, *_SIGNS, *_OPERATORS)) and not _is_tower(node)
+
+
+def _is_tower(node: ast.AST) -> bool:
+    """Return whether a power such as `9**9**9` is too large: sympy evaluates while parsing."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
+        return False
+    exponents = [n.value for n in ast.walk(node.right) if isinstance(n, ast.Constant)]
+    huge = any(isinstance(n, (int, float)) and abs(n) > _MAX_EXPONENT for n in exponents)
+    return huge or _is_numeric_power(node.right) or _is_numeric_power(node.left)
+
+
+def _is_numeric_power(node: ast.AST) -> bool:
+    """Return whether an expression contains a power but no variable."""
+    inside = list(ast.walk(node))
+    return any(isinstance(n, ast.Pow) for n in inside) and not any(
+        isinstance(n, ast.Name) for n in inside
+    )

@@ -1,4 +1,4 @@
-"""From a prompt's reward spec to the rule that says how correct a completion is: its verifier."""
+"""Verifiers: functions from a completion to how correct it is, built from reward specs."""
 
 from __future__ import annotations
 
@@ -25,57 +25,49 @@ from keel.rewards.text import (
 from keel.rl.turns import THINK
 
 Verifier = Callable[[str], float | Mapping[str, float]]
-"""From a final text (thinking removed) to how correct it is, 0 … 1, or to parts of the reward with
-`correct` among them. May raise, hang or crash on
-what a policy comes up with: `keel.rewards.workers.pool` is there to survive that."""
+"""From a final text (without thinking) to its score, 0 … 1, or to parts that include `correct`. May
+raise, hang or crash on hostile text, which `keel.rewards.workers.pool` contains."""
 
-MAX_CHARACTERS = 32_768
+_MAX_CHARACTERS = 32_768
 """A longer text is wrong, unless the right answer is that long."""
-MATCH_TIMEOUT_S = 0.5
-"""Time for one match of a regular expression."""
+_MATCH_TIMEOUT_S = 0.5
 
 
 def verifier_for(
     spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
 ) -> Verifier:
-    """The verifier for a prompt's reward spec (`Prompt.reward`), or for a part that looks at the
-    whole trajectory (`TRAJECTORY_KINDS`). code: how programs are run. ready: to be used, and not
-    made only to see whether it can be (`mathematical`).
+    """Build the verifier of a prompt's reward spec, or of a part of the whole trajectory.
 
-    Raises ValueError for a spec that no rule reads.
+    ready: prepare it for use now; False only checks the spec (`mathematical`).
+    Raises ValueError for a malformed spec.
     """
     kind = str(spec.get("kind"))
-    if kind in TRAJECTORY_KINDS:
-        return TRAJECTORY_KINDS[kind](spec)
+    if kind in _TRAJECTORY_KINDS:
+        return _TRAJECTORY_KINDS[kind](spec)
     if kind not in KINDS:
-        raise ValueError(f"reward spec has kind {spec.get('kind')!r}; there are {', '.join(KINDS)}")
+        raise ValueError(
+            f"reward spec has kind {spec.get('kind')!r}; use one of {', '.join(KINDS)}"
+        )
     if kind == "answer":
-        verify = answer(spec, ready=ready)
+        verify = _answer(spec, ready=ready)
     else:
         verify = KINDS[kind](spec, code or CodeSettings())
     return lambda text: verify(outside_think(text))
 
 
-def answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
-    """Comparison with a known answer. Spec: `answer`, `match` (one of MATCHES), and what else that
-    one reads.
-
-    Raises ValueError for an `answer` that `match` cannot compare with.
-    """
+def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
+    """Compare with a known `answer` by `match`, one of `_MATCHES`."""
     match, right = spec.get("match", "math"), spec.get("answer")
-    if not isinstance(match, str) or match not in MATCHES:
-        raise ValueError(f"reward spec has match {match!r}; there are {', '.join(MATCHES)}")
+    if not isinstance(match, str) or match not in _MATCHES:
+        raise ValueError(f"reward spec has match {match!r}; use one of {', '.join(_MATCHES)}")
     if match != "schema" and not isinstance(right, str):
         raise ValueError("reward spec of kind 'answer' needs an `answer`, a text")
-    same = mathematics(spec, ready=ready) if match == "math" else MATCHES[match](spec)
+    same = _mathematics(spec, ready=ready) if match == "math" else _MATCHES[match](spec)
     return lambda text: float(same(text))
 
 
-def code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
-    """A program against hidden tests; `rewards.code` shows the spec.
-
-    Raises ValueError for a bad spec, and where this machine cannot hold an untrusted program.
-    """
+def _code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
+    """Run a program against hidden tests (`keel.rewards.code.verifier`)."""
     read_task(spec)
     open_sandbox(settings.isolation)
 
@@ -86,88 +78,87 @@ def code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
     return verify
 
 
-def exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""The same text, up to Unicode form and white space; all of it, or what it marks as answer,
-    also as `\text{…}`."""
-    wanted = normalise(spec["answer"])
-    longest = max(MAX_CHARACTERS, 4 * len(spec["answer"]))
+def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
+    r"""Compare the answer as text, up to Unicode form, white space and `\text{…}`."""
+    expected = normalise(spec["answer"])
+    longest = max(_MAX_CHARACTERS, 4 * len(spec["answer"]))
 
     def same(text: str) -> bool:
         if len(text) > longest:
             return False
-        said = answer_in(text)
-        wrapped = WRAPPED.fullmatch(said)
-        return wanted in (normalise(said), normalise(wrapped[1]) if wrapped else None)
+        answer = answer_in(text)
+        wrapped = WRAPPED.fullmatch(answer)
+        return expected in (normalise(answer), normalise(wrapped[1]) if wrapped else None)
 
     return same
 
 
-def regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """A test for whether the whole answer matches the regular expression `answer`.
+def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Match the whole answer against a regular expression; a timeout is wrong.
 
-    A match that takes longer than `MATCH_TIMEOUT_S` is wrong. Raises ValueError for a pattern that
-    does not compile in Python's `re`.
+    Raises ValueError for a pattern that Python's `re` does not accept.
     """
-    # Loaded for this rule alone: workers stay light.
+    # Imported late to keep workers light.
     import regex as timed_regex  # noqa: PLC0415
 
     try:
-        re.compile(str(spec["answer"]))  # the other library accepts more, so that data would differ
+        re.compile(str(spec["answer"]))  # `regex` accepts more patterns
         compiled = timed_regex.compile(str(spec["answer"]))
     except (re.error, timed_regex.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"answer {spec['answer']!r} is no regular expression: {error}") from error
+        raise ValueError(
+            f"answer {spec['answer']!r} is not a regular expression: {error}"
+        ) from error
 
     def same(text: str) -> bool:
-        if len(text) > MAX_CHARACTERS:
+        if len(text) > _MAX_CHARACTERS:
             return False
         try:
-            return compiled.fullmatch(answer_in(text), timeout=MATCH_TIMEOUT_S) is not None
+            return compiled.fullmatch(answer_in(text), timeout=_MATCH_TIMEOUT_S) is not None
         except TimeoutError:
             return False
 
     return same
 
 
-def mathematics(spec: Mapping[str, Any], *, ready: bool = True) -> Callable[[str], bool]:
+def _mathematics(spec: Mapping[str, Any], *, ready: bool = True) -> Callable[[str], bool]:
     return mathematical(spec["answer"], tolerance=spec.get("tolerance"), ready=ready)
 
 
-MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
-    "math": mathematics,
-    "exact": exact,
+_MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
+    "math": _mathematics,
+    "exact": _exact,
     "choice": choice,
     "schema": schema,
-    "regex": regex,
+    "regex": _regex,
 }
 KINDS: dict[str, Callable[[Mapping[str, Any], CodeSettings], Verifier]] = {
     "reasoning_gym": lambda spec, _: reasoning_gym(spec),
-    "answer": lambda spec, _: answer(spec),
-    "code": code,
+    "answer": lambda spec, _: _answer(spec),
+    "code": _code,
 }
-"""What a prompt's reward spec may be; those that a model judges are in
-`keel.rewards.judge.specs`."""
+"""Kinds of reward specs; judged ones are in `keel.rewards.judge.specs`."""
 
 
-def language(spec: Mapping[str, Any]) -> Verifier:
-    """`keel.rewards.language.share.language`."""
-    # A third of what a worker's start takes, and most runs do without.
+def _language(spec: Mapping[str, Any]) -> Verifier:
+    # Imported late: it takes a third of a worker's start-up time.
     from keel.rewards.language import share  # noqa: PLC0415
 
     return share.language(spec)
 
 
-TRAJECTORY_KINDS: dict[str, Callable[[Mapping[str, Any]], Verifier]] = {
+_TRAJECTORY_KINDS: dict[str, Callable[[Mapping[str, Any]], Verifier]] = {
     "function": function,
-    "language": language,
+    "language": _language,
 }
-"""Parts that look at `TextTrajectory.dumps()`. Never in a prompt: data must not name code."""
+"""Parts computed from `TextTrajectory.dumps()`. Not allowed in prompts: data must not name code."""
 
 
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
-    """Return whether a completion has one closed think block before the answer with thinking on,
-    none with it off, and an answer that is not blank, ends by itself, and is marked at most once.
+    """Return whether a completion is finished and well formed.
 
-    raw: the sampled text. Its `<think>` may be missing: many chat templates end with it.
+    It needs one closed think block before the answer (none with thinking off) and an answer that is
+    not blank and is marked at most once. raw: the sampled text, whose `<think>` may be missing
+    because many chat templates end with it.
     """
     final = outside_think(raw)
     if not finished or blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:

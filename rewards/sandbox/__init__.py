@@ -1,1 +1,1 @@
-"""Runs programs that nobody vouches for."""
+"""Isolation of untrusted programs and environments."""

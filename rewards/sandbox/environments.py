@@ -1,11 +1,11 @@
-"""Puts the process of an environment into a sandbox: as long as its episode, with a channel to it.
+"""Sandboxes for environments: one process tree per episode, with a channel to it.
 
-As programs of completions are held, and yet: it reads its interpreter and the folders that it was
-given, has sockets of the file system (a Jupyter kernel needs them), a /proc and pseudo-terminals of
-its own where the machine lets bubblewrap mount them, and the network where it is asked to.
+As for programs of completions, with these differences: an environment reads its interpreter and the
+folders it is given, may open Unix sockets (for Jupyter kernels), has a private /proc and
+pseudo-terminals if the machine lets bubblewrap mount them, and network access on request.
 
-The first process inside is a shell that reaps whatever the program leaves behind. When it goes all
-others are killed, and only then does the outer process end: who waits for that one waits for all.
+The first process inside is a shell that reaps whatever the program leaves behind. When it exits,
+all others are killed, and only then does the outer process exit.
 """
 
 from __future__ import annotations
@@ -27,36 +27,35 @@ from keel.rewards.sandbox.bubblewrap import (
     TMP,
     IsolationError,
     devices,
-    made_folders,
+    make_folders,
     memory_file,
     namespaces,
-    private,
+    private_folder,
     system,
     tool,
     unprivileged,
 )
-from keel.rewards.sandbox.keeper import KEEPER
+from keel.rewards.sandbox.processes import MEMORY_LIMITER
 from keel.rewards.sandbox.runtime import runtime
 from keel.rewards.sandbox.seccomp import FORKING, LOCAL, NETWORK, seccomp_filter
 
-EnvironmentIsolation = Literal["bubblewrap", "none-i-trust-the-environments"]
+_Isolation = Literal["bubblewrap", "none-i-trust-the-environments"]
 Network = Literal["none", "loopback", "host"]
-"""loopback: sockets, on a network of the sandbox's own that leads nowhere."""
+"""loopback: IP sockets on a private network that leads nowhere."""
 
-OPEN_FILES = 1024
-PROBE_S = 30.0
+_OPEN_FILES = 1024
+_PROBE_TIMEOUT_S = 30.0
 _NETWORK_FILES = ("hosts", "nsswitch.conf", "resolv.conf", "ssl", "pki", "ca-certificates")
-_TAKEN = tuple(map(Path, ("/", "/dev", "/proc", TMP)))
-_INSTALL = "install bubblewrap (`apt-get install bubblewrap`)"
+_RESERVED = tuple(map(Path, ("/", "/dev", "/proc", TMP)))
+_INSTALL = "Install bubblewrap (`apt-get install bubblewrap`)"
 _CURE = (
-    f"{_INSTALL}, or set {{knob}}: "
-    "none-i-trust-the-environments if they, and what the policy does in them, may do on this "
-    "machine whatever you may"
+    f"{_INSTALL}, or set {{knob}}: none-i-trust-the-environments if environments and the policy in "
+    "them may do anything on this machine that you may"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class SandboxLaunch:
     """A command line in its sandbox. Implements `keel.agents.env_process.process.Launch`."""
 
     command: Sequence[str]
@@ -65,16 +64,15 @@ class Launch:
     memory_mib: int | None
 
     def started(self, pid: int) -> Callable[[], str]:
-        if self.memory_mib is None:
-            return lambda: ""
-        KEEPER.hold(pid, self.memory_mib)
-        return partial(KEEPER.release, pid)
+        return _limit_memory(pid, self.memory_mib)
 
 
 class Wrap(Protocol):
+    """Wraps a command line in a sandbox."""
+
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[Launch]: ...
+    ) -> AbstractContextManager[SandboxLaunch]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,26 +86,24 @@ class EnvironmentSandbox:
     writable: Sequence[Path]
     hidden: Sequence[Path]
     mounts: bool
-    """Whether to mount /proc and pseudo-terminals. Some containers let nobody do that."""
+    """Mount a private /proc and pseudo-terminals, which some containers forbid."""
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[Launch]:
-        """Raises FileNotFoundError where there is no such program, and PermissionError for what its
-        user may not read or write inside."""
+    ) -> AbstractContextManager[SandboxLaunch]:
+        """Raises FileNotFoundError for a missing program, and PermissionError for folders that the
+        user inside cannot read or write."""
         return self._launch(command, readable, forking=False)
 
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[Launch]:
-        """Of a process that forks others, which take `inner` upon themselves. It may make
-        namespaces itself."""
+    ) -> AbstractContextManager[SandboxLaunch]:
+        """Sandbox of a process that may create namespaces, for children that apply `inner`."""
         return self._launch(command, readable, forking=True)
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """What makes a forked process as isolated as one that was started. None: that takes a /proc
-        of its own."""
+        """Settings that isolate a forked process like a started one; None without `mounts`."""
         if not self.mounts:
             return None
         return {
@@ -115,117 +111,117 @@ class EnvironmentSandbox:
             "loopback": self.network == "loopback",
             "files_mib": self.files_mib,
             "processes": self.processes,
-            "filter": base64.b64encode(self._rules()).decode(),
+            "filter": base64.b64encode(self._seccomp()).decode(),
         }
 
     @property
     def probe(self) -> str:
-        told = {"KEEL_NETWORK": self.network, "KEEL_PROCESSES": str(self.processes)}
-        return f"import os\nos.environ.update({told!r})\n{_PROBE}"
+        """Python source that looks for ways out and prints `isolated` if it finds none."""
+        return f"import os\nos.environ.update({self._probe_settings!r})\n{_PROBE}"
 
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
-        """Look at its memory from now on. inside: as of the keeper's."""
-        if self.memory_mib is None:
-            return lambda: ""
-        KEEPER.hold(pid, self.memory_mib, inside=inside)
-        return partial(KEEPER.release, pid)
+        """Limit a sandbox's memory; see `MemoryLimiter.hold`. The result lifts the limit and
+        returns why the sandbox was killed, or ""."""
+        return _limit_memory(pid, self.memory_mib, inside=inside)
 
-    def _rules(self, *permitted: str) -> bytes:
+    @property
+    def _probe_settings(self) -> dict[str, str]:
+        return {"KEEL_NETWORK": self.network, "KEEL_PROCESSES": str(self.processes)}
+
+    def _seccomp(self, *permitted: str) -> bytes:
         sockets = LOCAL if self.network == "none" else NETWORK
         return seccomp_filter(platform.machine(), sockets=sockets, permitted=permitted)
 
     @contextmanager
     def _launch(
         self, command: Sequence[str], readable: Sequence[Path], *, forking: bool
-    ) -> Generator[Launch]:
+    ) -> Generator[SandboxLaunch]:
         root = os.geteuid() == 0
         host = self.network == "host"
-        needed = runtime(command[0])
-        # Where the machine is out of memory, an episode ends before an engine does.
+        program = runtime(command[0])
+        # If the machine runs out of memory, the kernel kills an episode before an engine.
         words = [tool("choom"), "-n", "1000", "--", tool("bwrap"), "--as-pid-1"]
         words += [*namespaces(root, network=host), *system()]
-        words += private(TMP, self.files_mib)
-        words += made_folders(["/etc"]) + SYSTEM_FILES
+        words += private_folder(TMP, self.files_mib)
+        words += make_folders(["/etc"]) + SYSTEM_FILES
         if host:
             for name in _NETWORK_FILES:
                 words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-        words += self._folders([*needed.paths, *readable], root)
-        before = ""
+        words += self._mount_folders([*program.paths, *readable], root)
+        mount_proc = ""
         if forking and root:
-            # Where root's bubblewrap mounts it, parts are covered, and no namespace in this one
-            # could mount its own. Nothing that is covered is for the program's user to write to.
-            words += ["--cap-add", "CAP_SYS_ADMIN", *made_folders(["/proc"])]
-            before = "mount -t proc -o nosuid,nodev,noexec proc /proc && "
+            # A /proc mounted by root's bubblewrap is partly covered, so nested namespaces could not
+            # mount theirs. The program's user can write to none of what would be covered.
+            words += ["--cap-add", "CAP_SYS_ADMIN", *make_folders(["/proc"])]
+            mount_proc = "mount -t proc -o nosuid,nodev,noexec proc /proc && "
         elif self.mounts:
             words += ["--proc", "/proc"]
         if self.mounts:
-            words += ["--dev", "/dev", *private("/dev/shm", self.files_mib)]
+            words += ["--dev", "/dev", *private_folder("/dev/shm", self.files_mib)]
             words += ["--remount-ro", "/dev"]
         else:
-            words += [*made_folders(["/dev"]), *devices(), "--symlink", TMP, "/dev/shm"]
+            words += [*make_folders(["/dev"]), *devices(), "--symlink", TMP, "/dev/shm"]
         with ExitStack() as stack:
-            fd = memory_file(stack, self._rules(*FORKING) if forking else self._rules())
+            fd = memory_file(stack, self._seccomp(*FORKING) if forking else self._seccomp())
             words += ["--remount-ro", "/", "--seccomp", str(fd), "--"]
-            words += ["/bin/sh", "-c", before + '"$@"; exit $?', "sh", *unprivileged(root)]
-            words += [*self._limited(root, forking), needed.executable, *command[1:]]
-            where = Path(needed.executable).parent
+            words += ["/bin/sh", "-c", mount_proc + '"$@"; exit $?', "sh", *unprivileged(root)]
+            words += [*self._limit_command(root, forking), program.executable, *command[1:]]
             env = {
                 "HOME": TMP,
                 "TMPDIR": TMP,
                 "USER": "sandbox",
-                "PATH": f"{where}:/usr/local/bin:/usr/bin:/bin",
+                "PATH": f"{Path(program.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             }
-            yield Launch(words, (fd,), env, None if forking else self.memory_mib)
+            yield SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
-    def _folders(self, readable: Sequence[Path], root: bool) -> list[str]:
-        """The deeper one counts: a folder in another may be writable, or hidden."""
+    def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
+        """Mount readable, writable and hidden folders; the deepest setting of a path applies."""
         binds: dict[Path, str] = {}
-        for path in _both(readable):
-            if path in _TAKEN:
+        for path in _with_targets(readable):
+            if path in _RESERVED:
                 raise PermissionError(
-                    f"an environment in a sandbox cannot be given {path} to read; name its folder"
+                    f"a sandboxed environment cannot read {path}; name a folder within it"
                 )
             if not path.exists():
-                raise FileNotFoundError(f"there is no {path}, which the environment is to read")
+                raise FileNotFoundError(f"the environment's readable folder {path} does not exist")
             if root and not _others_may(path, 0o5 if path.is_dir() else 0o4):
                 raise PermissionError(
-                    f"{path} is for its owner alone, and where Keel runs as root an environment in "
-                    f"a sandbox is a user of its own: chmod -R o+rX {path}"
+                    f"{path} is readable by its owner only, but under root a sandboxed environment "
+                    f"runs as another user: chmod -R o+rX {path}"
                 )
             if not path.is_relative_to("/usr"):
                 binds[path] = "--ro-bind"
-        binds.update(dict.fromkeys(_both(self.writable), "--bind"))
-        hidden = _both(self.hidden)
+        binds.update(dict.fromkeys(_with_targets(self.writable), "--bind"))
+        hidden = _with_targets(self.hidden)
         words, last, mounted = list[str](), list[str](), set[Path]()
-        inside = sorted({*binds, *hidden}, key=lambda path: len(path.parts))
-        for path in inside:
+        for path in sorted({*binds, *hidden}, key=lambda path: len(path.parts)):
             above = next((p for p in path.parents if p in binds or p in hidden), None)
             if path in hidden:
-                if _through_a_link(path, mounted):
-                    continue  # what it leads to is hidden by its own name
-                # All of /usr is there, too.
-                seen = above in binds or (above is None and path.is_relative_to("/usr"))
-                if seen and path.is_dir():
+                if _through_link(path, mounted):
+                    continue  # its target is hidden under its real name
+                # All of /usr is mounted too.
+                visible = above in binds or (above is None and path.is_relative_to("/usr"))
+                if visible and path.is_dir():
                     words += ["--perms", "0555", "--tmpfs", str(path)]
                     last += ["--remount-ro", str(path)]
-                elif seen and path.is_file() and path == path.resolve():
+                elif visible and path.is_file() and path == path.resolve():
                     words += ["--ro-bind", os.devnull, str(path)]
             elif above not in binds or binds[above] != binds[path]:
                 folder = path if path.is_dir() else path.parent
                 if above not in binds:
-                    words += made_folders([str(folder)])
+                    words += make_folders([str(folder)])
                 words += [binds[path], str(path), str(path)]
                 mounted.add(path)
         return words + last
 
-    def _limited(self, root: bool, forking: bool) -> list[str]:
-        words = [tool("prlimit"), "--core=0", f"--nofile={OPEN_FILES}"]
+    def _limit_command(self, root: bool, forking: bool) -> list[str]:
+        words = [tool("prlimit"), "--core=0", f"--nofile={_OPEN_FILES}"]
         if self.memory_mib is not None:
             words.append(f"--as={self.memory_mib << 20}")
-        # In a user namespace, its first process counts too.
-        # What is forked has the same limit, and counts here too: it may be raised later.
-        most = f"{self.processes + (not root)}{':' * forking}"
-        return [*words, f"--nproc={most}", "--"]
+        # The first process of a user namespace counts too. Forked children count here and have the
+        # same limit, so the forking parent's (with a colon: the soft one only) can be raised.
+        limit = f"{self.processes + (not root)}{':' * forking}"
+        return [*words, f"--nproc={limit}", "--"]
 
 
 def environment_wrap(
@@ -239,41 +235,44 @@ def environment_wrap(
     hidden: Sequence[Path] = (),
     knob: str = "agents.isolation",
 ) -> Wrap | None:
-    """A sandbox for environments that was tried out: a program in it has looked for ways out. None
-    where none is wanted.
+    """Return a sandbox for environments that has been probed for ways out; None for no isolation.
 
-    memory_mib: resident memory of all processes of an episode together, and address space of each;
-    None: no limit. network: host is the machine's own, its local services included; loopback one of
-    the sandbox's own. processes: with threads. files_mib: of the private /tmp and of /dev/shm,
-    which are memory too. writable: folders of this machine that it may change, all episodes the
-    same. hidden: folders and files that it must not see, though they may lie in a folder that it
-    reads. knob: what sets `isolation`, for messages; empty: nothing does, it is not to be without.
+    memory_mib: resident memory of an episode's processes together, and address space of each; None
+        for no limit.
+    network: `host` includes the machine's local services; `loopback` is a private network.
+    processes: number of processes and threads.
+    files_mib: size of the private /tmp and of /dev/shm, which take memory too.
+    writable: folders of this machine that all episodes may change.
+    hidden: folders and files to hide inside readable folders.
+    knob: name of the setting for messages; empty if isolation cannot be turned off.
 
-    Raises IsolationError where this machine cannot give it, and ValueError for wrong limits.
+    Raises IsolationError if this machine does not support it, and ValueError for wrong limits.
     """
-    known = get_args(EnvironmentIsolation)
-    if isolation not in known:
-        raise IsolationError(f"{knob} = {isolation!r}: there are {', '.join(known)}")
+    if isolation not in get_args(_Isolation):
+        known = ", ".join(get_args(_Isolation))
+        raise IsolationError(f"{knob} = {isolation!r} must be one of {known}")
     if isolation != "bubblewrap":
         return None
     if network not in get_args(Network):
-        raise ValueError(f"network = {network!r}: there are {', '.join(get_args(Network))}")
-    for name, value, least in (("processes", processes, 1), ("files_mib", files_mib, 1)):
-        if value < least:
+        raise ValueError(f"network = {network!r} must be one of {', '.join(get_args(Network))}")
+    for name, value, least in (
+        ("processes", processes, 1),
+        ("files_mib", files_mib, 1),
+        ("memory_mib", memory_mib, 64),
+    ):
+        if value is not None and value < least:
             raise ValueError(f"environment sandbox: {name} = {value} must be at least {least}")
-    if memory_mib is not None and memory_mib < 64:
-        raise ValueError(f"environment sandbox: memory_mib = {memory_mib} must be at least 64")
     for folder in writable:
         if not folder.is_dir():
-            raise ValueError(f"environment sandbox: there is no folder {folder} to write to")
+            raise ValueError(f"environment sandbox: writable folder {folder} does not exist")
         if os.geteuid() == 0 and not _others_may(folder, 0o7):
             raise ValueError(
-                f"environment sandbox: {folder} is not for everybody to write to, and where Keel "
-                f"runs as root an environment is a user of its own: chmod o+rwx {folder}"
+                f"environment sandbox: {folder} is not writable by others, but under root an "
+                f"environment runs as another user: chmod o+rwx {folder}"
             )
-
-    def sandbox(mounts: bool) -> EnvironmentSandbox:
-        return EnvironmentSandbox(
+    problem = ""
+    for mounts in (True, False):
+        sandbox = EnvironmentSandbox(
             network=network,
             memory_mib=memory_mib,
             processes=processes,
@@ -282,72 +281,74 @@ def environment_wrap(
             hidden=tuple(hidden),
             mounts=mounts,
         )
-
-    for mounts in (True, False):
-        if not (complaint := _tried(sandbox(mounts))):
-            return sandbox(mounts)
-        if not complaint.startswith("bwrap"):
+        problem = _probe_problem(sandbox)
+        if not problem:
+            return sandbox
+        if not problem.startswith("bwrap"):
             break
     if not knob:
-        raise IsolationError(f"{isolation} does not work here: {complaint}; {_INSTALL}")
+        raise IsolationError(f"{isolation} does not work here: {problem}. {_INSTALL}")
     cure = _CURE.format(knob=knob)
-    raise IsolationError(f"{knob} = {isolation!r} does not work here: {complaint}; {cure}")
+    raise IsolationError(f"{knob} = {isolation!r} does not work here: {problem}. {cure}")
 
 
-def _through_a_link(path: Path, mounted: Set[Path]) -> bool:
-    """Whether a link in a folder that is mounted leads to it."""
-    for each in (path, *path.parents):
-        if each in mounted:
+def _limit_memory(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
+    if memory_mib is None:
+        return lambda: ""
+    MEMORY_LIMITER.hold(pid, memory_mib, inside=inside)
+    return partial(MEMORY_LIMITER.release, pid)
+
+
+def _through_link(path: Path, mounted: Set[Path]) -> bool:
+    """Return whether a path leads through a symbolic link within a mounted folder."""
+    for folder in (path, *path.parents):
+        if folder in mounted:
             return False
-        if each.is_symlink():
-            return any(above in mounted for above in each.parents)
+        if folder.is_symlink():
+            return any(parent in mounted for parent in folder.parents)
     return False
 
 
-def _both(paths: Sequence[Path]) -> list[Path]:
-    """Each by its name and by what that leads to."""
-    named = [Path(os.path.abspath(path)) for path in paths]
-    return list(dict.fromkeys(name for path in named for name in (path, path.resolve())))
+def _with_targets(paths: Sequence[Path]) -> list[Path]:
+    """Each absolute path together with the path it resolves to."""
+    absolute = [Path(os.path.abspath(path)) for path in paths]
+    return list(dict.fromkeys(name for path in absolute for name in (path, path.resolve())))
 
 
-def _others_may(path: Path, what: int) -> bool:
-    return path.stat().st_mode & what == what
+def _others_may(path: Path, mode: int) -> bool:
+    return path.stat().st_mode & mode == mode
 
 
-def _tried(sandbox: EnvironmentSandbox) -> str:
-    """What a program found out that should not be; "" if nothing."""
+def _probe_problem(sandbox: EnvironmentSandbox) -> str:
+    """Run the probe; "" if it found no way out."""
     try:
-        with sandbox((sys.executable, "-I", "-S", "-c", _PROBE), readable=()) as launch:
-            ran = subprocess.run(
+        with sandbox((sys.executable, "-I", "-S", "-c", sandbox.probe), readable=()) as launch:
+            done = subprocess.run(
                 launch.command,
-                env={
-                    **launch.env,
-                    "KEEL_NETWORK": sandbox.network,
-                    "KEEL_PROCESSES": str(sandbox.processes),
-                },
+                env=launch.env,
                 pass_fds=launch.pass_fds,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                timeout=PROBE_S,
+                timeout=_PROBE_TIMEOUT_S,
                 start_new_session=True,
             )
     except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         return str(error)
-    if ran.returncode == 0 and ran.stdout == b"isolated":
+    if done.returncode == 0 and done.stdout == b"isolated":
         return ""
-    said = (ran.stdout or ran.stderr).decode(errors="replace").strip()
-    return said or f"exit status {ran.returncode}"
+    message = (done.stdout or done.stderr).decode(errors="replace").strip()
+    return message or f"exit status {done.returncode}"
 
 
 _PROBE = """
 import ctypes, os, socket
-ways = ["is root"] if os.getuid() == 0 else []
+holes = ["is root"] if os.getuid() == 0 else []
 if os.getpid() > 9:
-    ways.append("sees processes")
+    holes.append("sees processes")
 for folder in ("/", "/dev", "/etc", "/usr", "/usr/lib"):
     try:
         open(folder + "/probe", "w")
-        ways.append("writes to " + folder)
+        holes.append("writes to " + folder)
     except OSError:
         pass
 open("/tmp/probe", "w").close()
@@ -356,31 +357,31 @@ for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PAC
     try:
         socket.socket(family, socket.SOCK_RAW if family > 10 else socket.SOCK_STREAM).close()
         if family > 10 or os.environ["KEEL_NETWORK"] == "none":
-            ways.append("opens sockets of " + str(family))
+            holes.append("opens sockets of " + str(family))
     except OSError:
         pass
 if os.environ["KEEL_NETWORK"] == "loopback":
     socket.create_server(("127.0.0.1", 0)).close()
     try:
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(("192.0.2.1", 9))
-        ways.append("has a way to other machines")
+        holes.append("has a way to other machines")
     except OSError:
         pass
 try:
     os.memfd_create("probe")
-    ways.append("has memory that is not counted")
+    holes.append("has memory that is not counted")
 except OSError:
     pass
 if ctypes.CDLL(None).unshare(0x10000000) == 0:
-    ways.append("makes namespaces")
+    holes.append("makes namespaces")
 held = os.pipe()
 try:
     for _ in range(int(os.environ["KEEL_PROCESSES"]) + 8):
         if os.fork() == 0:
             os.read(held[0], 1)
-    ways.append("starts processes without limit")
+    holes.append("starts processes without limit")
 except OSError:
     pass
-os.write(1, ("a program in it " + ", ".join(ways)).encode() if ways else b"isolated")
+os.write(1, ("a program inside " + ", ".join(holes)).encode() if holes else b"isolated")
 os._exit(0)
 """

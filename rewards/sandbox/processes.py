@@ -1,12 +1,13 @@
-"""The processes of a sandbox: what a tree of them uses, and how what is left of it is reaped.
+"""Process trees of sandboxes: resource usage, killing, reaping, and a shared memory limit.
 
-psutil has no subreaper, and its `children` reads every process of the machine: 2.3 ms a look among
-114 processes, against 0.2 ms here, twenty times a second per program.
+psutil has no subreaper, and its `children` reads every process of the machine: 2.3 ms among 114
+processes against 0.2 ms here, twenty times a second per program.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import select
 import signal
@@ -19,71 +20,81 @@ from pathlib import Path
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
+_POLL_S = 0.1
+_CPU_SHARE = 0.1
+"""Maximum share of a core for polling; with many sandboxes the interval grows."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of a process and everything below it, at one moment."""
+    """Resources of a process tree at one moment."""
 
     resident: int
-    """Bytes. Pages that processes share count once for each, so this errs on the high side."""
+    """Bytes. Shared pages count once per process, so this is an upper bound."""
     cpu_s: float
-    """User and system time, of children that have ended too."""
+    """User and system time, including reaped children."""
     processes: int
 
 
-def usage(root: int, *, itself: bool = True) -> Usage:
-    """Of the tree under the process `root`, and of that; zeros once it is gone.
+def usage(root: int, *, include_root: bool = True) -> Usage:
+    """Usage of the tree below `root`; zeros once it has exited.
 
-    Orphans stay in the tree of a sandbox: the first process of its namespace is their new parent.
-    Raises OSError where this process may open no more files, or the kernel is out of memory.
+    Orphans stay in a sandbox's tree: the first process of its PID namespace adopts them. Raises
+    OSError if this process may open no more files or the kernel is out of memory.
     """
     resident = ticks = processes = 0
     pending = [root]
     while pending:
         pid = pending.pop()
         folder = Path("/proc") / str(pid)
-        gone = 0  # pages, where the thread that everything is told of has ended before others
+        thread_pages = 0  # read from another thread if the main thread has exited
         try:
-            # The name before the bracket is the program's choice and may hold anything.
-            fields = (folder / "stat").read_bytes().rpartition(b") ")[2].split()
+            fields = _stat(folder)
             for task in os.listdir(folder / "task"):
                 children = (folder / "task" / task / "children").read_bytes()
                 pending += [int(child) for child in children.split()]
                 if fields[0] == b"Z" and task != str(pid):
-                    own = (folder / "task" / task / "stat").read_bytes().rpartition(b") ")[2]
-                    gone = max(gone, int(own.split()[21]))
+                    thread_pages = max(thread_pages, int(_stat(folder / "task" / task)[21]))
         except (FileNotFoundError, ProcessLookupError):
-            continue  # ended meanwhile
-        if pid == root and not itself:
+            continue  # exited meanwhile
+        if pid == root and not include_root:
             continue
         # Fields 14 to 17 (utime, stime, cutime, cstime) and 24 (rss) of proc(5); ours start at 3.
-        ticks += sum(int(field) for field in fields[11:15])
-        resident += max(gone, int(fields[21])) * _PAGE
+        ticks += sum(int(value) for value in fields[11:15])
+        resident += max(thread_pages, int(fields[21])) * _PAGE
         processes += 1
     return Usage(resident=resident, cpu_s=ticks / _TICKS, processes=processes)
 
 
-def end_below(root: int, within_s: float) -> None:
-    """Kill everything under the process `root`, which must be stopped: what a killed sandbox was
-    about to start comes to be its child, and what has ended stays in sight until it is reaped."""
-    until, before = time.monotonic() + within_s, dict[int, bool]()
-    while time.monotonic() < until:
-        now = _below(root)
-        # One look can miss what changes parents meanwhile.
-        if now == before and not any(now.values()):
+def _stat(folder: Path) -> list[bytes]:
+    """The fields of proc(5) `stat` from the third on: the name before them may hold anything."""
+    return (folder / "stat").read_bytes().rpartition(b") ")[2].split()
+
+
+def kill_descendants(root: int, within_s: float) -> None:
+    """Kill everything below the process `root`, which must be stopped.
+
+    A killed sandbox's half-started child is adopted by `root`, and exited children stay visible
+    until a running `root` would reap them.
+    """
+    end, previous = time.monotonic() + within_s, dict[int, bool]()
+    while time.monotonic() < end:
+        current = _descendants(root)
+        # One scan can miss a process that changes parents meanwhile.
+        if current == previous and not any(current.values()):
             return
-        before = now
-        for pid in (pid for pid, runs in now.items() if runs):
+        previous = current
+        for pid in (pid for pid, alive in current.items() if alive):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
 
 
-def _below(root: int) -> dict[int, bool]:
-    """Processes under `root`, and whether each runs: one that has ended and is not reaped does
-    not."""
-    found: dict[int, bool] = {}
+def _descendants(root: int) -> dict[int, bool]:
+    """Processes below `root`, and whether each is alive rather than a zombie."""
+    alive: dict[int, bool] = {}
     pending = [root]
     while pending:
         pid = pending.pop()
@@ -91,43 +102,43 @@ def _below(root: int) -> dict[int, bool]:
         with suppress(FileNotFoundError, ProcessLookupError):
             state = (folder / "stat").read_bytes().rpartition(b") ")[2][:1]
             tasks = os.listdir(folder / "task")
-            if pid != root:  # its first thread may have ended before others
-                found[pid] = state not in b"ZX" or len(tasks) > 1
+            if pid != root:  # its main thread may exit before the others
+                alive[pid] = state not in b"ZX" or len(tasks) > 1
             for task in tasks:
                 pending += map(int, (folder / "task" / task / "children").read_bytes().split())
-    return found
+    return alive
 
 
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, prctl(2)
-_holders = 0
-_lock = threading.Lock()
+_PR_SET_CHILD_SUBREAPER = 36
+_subreapers = 0
+_subreaper_lock = threading.Lock()
 
 
 @contextmanager
 def subreaper() -> Generator[None]:
-    """This process is the parent of orphans below it meanwhile (PR_SET_CHILD_SUBREAPER).
+    """Adopt orphaned descendants meanwhile (PR_SET_CHILD_SUBREAPER).
 
-    Otherwise that is the first process of the machine, which in many containers never reaps.
+    Otherwise the machine's first process adopts them, which in many containers never reaps.
     """
-    global _holders
+    global _subreapers
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    with _lock:
-        if _holders == 0 and prctl(_SUBREAPER, 1, 0, 0, 0):
+    with _subreaper_lock:
+        if _subreapers == 0 and prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-        _holders += 1
+        _subreapers += 1
     try:
         yield
     finally:
-        with _lock:
-            _holders -= 1
-            if _holders == 0:
-                prctl(_SUBREAPER, 0, 0, 0, 0)
+        with _subreaper_lock:
+            _subreapers -= 1
+            if _subreapers == 0:
+                prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def reap(pid: int, within_s: float) -> bool:
-    """Wait for a process to end, and reap it if it is a child by now. False if it lives on.
+    """Wait for a process to exit and reap it if it is our child. Returns False on timeout.
 
-    The first process of a PID namespace ends after all the others in it.
+    The first process of a PID namespace exits after all others in it.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -140,6 +151,117 @@ def reap(pid: int, within_s: float) -> bool:
             return False
     finally:
         os.close(fd)
-    with suppress(ChildProcessError):  # its own parent may have been there in time
+    with suppress(ChildProcessError):  # its own parent may have reaped it
         os.waitpid(pid, os.WNOHANG)
     return True
+
+
+@dataclass(slots=True)
+class _Limit:
+    memory_mib: int
+    inside: bool
+    """The process is the first inside a sandbox, and is not counted itself."""
+    start_time: bytes | None = None
+    """Tells the process from another that reuses its PID; None until it could be read."""
+
+
+class MemoryLimiter:
+    """Kills sandboxes that exceed their memory limit, from one thread for all of them."""
+
+    def __init__(self) -> None:
+        self._limits: dict[int, _Limit] = {}
+        self._reasons: dict[int, str] = {}
+        self._warned = False
+        self._lock = threading.Lock()
+        self._idle = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def hold(self, pid: int, memory_mib: int, *, inside: bool = False) -> None:
+        """Limit the tree below `pid`, a sandbox's outer process.
+
+        inside: `pid` is instead the first process in a forked sandbox, a copy of its parent whose
+        own memory does not count.
+        """
+        with self._lock:
+            limit = self._limits[pid] = _Limit(memory_mib, inside)
+            with suppress(OSError):  # then at the first poll
+                limit.start_time = _start_time(pid)
+            self._reasons.pop(pid, None)
+            self._idle.clear()
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="sandboxes", daemon=True)
+                self._thread.start()
+
+    def release(self, pid: int) -> str:
+        """Remove a limit. Returns why the sandbox was killed, or ""."""
+        with self._lock:
+            self._drop(pid)
+            return self._reasons.pop(pid, "")
+
+    def _drop(self, pid: int) -> None:
+        self._limits.pop(pid, None)
+        if not self._limits:
+            self._idle.set()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._limits:
+                    self._thread = None
+                    return
+                limits = dict(self._limits)
+            started = time.monotonic()
+            for pid, limit in limits.items():
+                try:
+                    self._poll(pid, limit)
+                except OSError as error:  # out of open files or memory: retried
+                    if not self._warned:
+                        log.warning("could not read the memory of a sandbox, retrying: %s", error)
+                    self._warned = True
+            self._idle.wait(max(_POLL_S, (time.monotonic() - started) / _CPU_SHARE))
+
+    def _poll(self, pid: int, limit: _Limit) -> None:
+        if limit.start_time is None:
+            limit.start_time = _start_time(pid)
+        used = usage(pid, include_root=not limit.inside)
+        over = used.resident > limit.memory_mib << 20
+        # The kernel may report no memory for a process that has just started.
+        if not over and (used.processes > 1 or _start_time(pid)):
+            return
+        with self._lock:
+            if self._limits.get(pid) is not limit:
+                return  # released meanwhile
+            if over and limit.start_time == _start_time(pid):  # the PID was not reused
+                if limit.inside:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                else:
+                    _kill_first_inside(pid)
+                self._reasons[pid] = (
+                    f"out of memory: its {used.processes} processes use {used.resident >> 20} MiB "
+                    f"together, the limit is {limit.memory_mib}"
+                )
+            self._drop(pid)
+
+
+def _kill_first_inside(pid: int) -> None:
+    """Kill the first process inside, and with it all others; the outer one then reaps and exits.
+
+    Raises OSError if the children of `pid` cannot be read.
+    """
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
+                os.kill(int(child), signal.SIGKILL)
+
+
+def _start_time(pid: int) -> bytes:
+    """Start time of a process; b"" once it has exited. Raises OSError if it cannot be read."""
+    try:
+        fields = _stat(Path(f"/proc/{pid}"))
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+    return b"" if fields[0] in (b"Z", b"X") else fields[19]
+
+
+MEMORY_LIMITER = MemoryLimiter()

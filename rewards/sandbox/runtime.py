@@ -1,4 +1,4 @@
-"""What a program needs beyond the system: its interpreter, wherever that lives."""
+"""Finds the files that a program needs besides the system: its interpreter and environment."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-_ASK = (
+_QUERY = (
     "import json, sys;"
     "print(json.dumps([sys.executable, sys.prefix, sys.base_prefix, sys.base_exec_prefix]))"
 )
-_ASKING_S = 30.0
+_QUERY_TIMEOUT_S = 30.0
 _PARTS = ("bin", "lib", "lib64", "share", "ssl", "pyvenv.cfg")
-"""Of an interpreter's folder: others' files may lie beside them."""
-_MOST_LINKS = 40
+"""Contents of an interpreter's folder, which may hold unrelated files too."""
+_MAX_LINKS = 40
 _PYTHON = re.compile(r"python[0-9.]*t?")
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
+    """An executable and the paths it reads."""
+
     executable: str
-    """Absolute, and not resolved: a virtual environment is known by the name of the link."""
+    """Absolute but not resolved: a virtual environment is identified by the link's name."""
     paths: tuple[Path, ...]
-    """What it reads, beyond /usr. A path that is a link, or under one, is there by each name."""
+    """Files and folders outside /usr, with symbolic links under every name."""
 
 
 @lru_cache(maxsize=64)
 def runtime(program: str) -> Runtime:
-    """Of a Python, a script with a `#!` line, or any other executable.
+    """Inspect a Python interpreter, a script with a `#!` line, or any other executable.
 
-    Raises FileNotFoundError where there is none.
+    Raises FileNotFoundError if it does not exist.
     """
-    found = shutil.which(program)
-    if found is None:
+    executable = shutil.which(program)
+    if executable is None:
         raise FileNotFoundError(f"there is no program {program}")
-    path = Path(found).absolute()
+    path = Path(executable).absolute()
     if _PYTHON.fullmatch(path.name):
         return _python(path)
     with path.open("rb") as file:
@@ -57,20 +59,20 @@ def runtime(program: str) -> Runtime:
 
 
 def _python(path: Path) -> Runtime:
-    # Without `site`: nothing that somebody put into the environment runs outside the sandbox.
-    command = [str(path), "-I", "-S", "-c", _ASK]
-    kept = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}
+    # Without `site`: nothing from the environment runs outside the sandbox.
+    command = [str(path), "-I", "-S", "-c", _QUERY]
+    env = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}
     try:
-        asked = subprocess.run(
-            command, env=kept, capture_output=True, text=True, timeout=_ASKING_S, check=True
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True
         )
-        executable, *prefixes = json.loads(asked.stdout)
+        executable, *prefixes = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         raise FileNotFoundError(f"{path} is no Python interpreter: {error}") from error
     folders = [Path(prefix) for prefix in prefixes]
-    above = Path(executable).parent.parent
-    if (above / "pyvenv.cfg").is_file():  # before 3.14, `site` is what knows it
-        folders.append(above)
+    venv = Path(executable).parent.parent
+    if (venv / "pyvenv.cfg").is_file():  # before 3.14, only `site` adds it to the prefixes
+        folders.append(venv)
     paths = [
         part
         for folder in dict.fromkeys(folders)
@@ -82,11 +84,11 @@ def _python(path: Path) -> Runtime:
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """A path, what it links to step by step, and where it really is, all but those under /usr."""
-    found, real = [path], path.resolve()
-    while path.is_symlink() and len(found) < _MOST_LINKS:
+    """A path, each step of its symbolic links, and its target, except those under /usr."""
+    names, real = [path], path.resolve()
+    while path.is_symlink() and len(names) < _MAX_LINKS:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))
-        found.append(path)
-    for name in dict.fromkeys([*found, real]):
+        names.append(path)
+    for name in dict.fromkeys([*names, real]):
         if not name.is_relative_to("/usr"):
             yield name

@@ -1,12 +1,12 @@
-"""Runs a program that nobody vouches for.
+"""Runs untrusted programs.
 
-`bubblewrap` gives it namespaces of its own: no network, no view of other processes, a read-only
-system without our files, a private folder that is gone afterwards. Limits on CPU and wall time,
-memory, processes, files and output hold it; `keel.rewards.sandbox.seccomp` closes the ways round
-them. Nothing is written outside: sources, inputs and the filter travel as memory files, so that
-there is nothing to clean up however this process ends, and the sandbox ends with it.
+`bubblewrap` gives each run separate namespaces: no network, no view of other processes, a read-only
+system without our files, and a private folder that is deleted afterwards. CPU and wall time,
+memory, processes, files and output are limited, and `keel.rewards.sandbox.seccomp` closes the ways
+around the limits. Sources, inputs and the filter travel as memory files, so nothing is written
+outside and nothing needs cleaning up; the sandbox dies with this process.
 
-Started by root, the program gets a user id that nobody else has; by anyone else, a user namespace.
+Started by root, the program runs as an unused user ID; otherwise, in a user namespace.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from keel.rewards.sandbox.bubblewrap import (
     TMP,
     IsolationError,
     devices,
-    hidden,
-    made_folders,
+    hide,
+    make_folders,
     memory_file,
     namespaces,
-    packages,
-    private,
+    package_folders,
+    private_folder,
     system,
     tool,
     unprivileged,
@@ -46,13 +46,13 @@ from keel.rewards.sandbox.processes import reap, subreaper
 from keel.rewards.sandbox.seccomp import seccomp_filter
 from keel.rewards.sandbox.watch import FIRST_PROCESS, GRACE_S, Limits, Outcome, Watch
 
-Isolation = Literal["bubblewrap", "none-i-trust-the-answers"]
+_Isolation = Literal["bubblewrap", "none-i-trust-the-answers"]
 
-BOX = "/box"
+_BOX = "/box"
 _KNOB = "rewards.code.isolation"
 _CURE = (
-    f"install bubblewrap (`apt-get install bubblewrap`), or set {_KNOB}: none-i-trust-the-answers "
-    "if every completion may do on this machine whatever you may"
+    f"Install bubblewrap (`apt-get install bubblewrap`), or set {_KNOB}: none-i-trust-the-answers "
+    "if completions may do anything on this machine that you may"
 )
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -68,38 +68,37 @@ _ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Python:
+class _Python:
     """The interpreter inside: the one that this process's environment was made from."""
 
     executable: str
     parts: tuple[str, ...]
-    """What it needs beyond what all programs do."""
+    """Folders to mount in addition to `PROGRAMS`."""
     hidden: tuple[str, ...]
-    """Other people's packages in what is mounted: tasks with their answers may lie there."""
+    """Package folders within mounted ones: tasks with their answers may lie there."""
 
     @staticmethod
-    def current() -> Python:
+    def current() -> _Python:
         prefix = Path(sys.base_prefix).resolve()
-        name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        executable = prefix / "bin" / name
+        executable = prefix / f"bin/python{sys.version_info.major}.{sys.version_info.minor}"
         libraries = [prefix / "lib", prefix / "lib64"]
         shared = [Path("/usr", folder) for folder in PROGRAMS]
-        needed = [
+        parts = [
             str(path)
             for path in (executable, *libraries)
             if path.exists() and not any(path.is_relative_to(folder) for folder in shared)
         ]
         mounted = [str(path) for path in (*libraries, *shared, Path("/lib"), Path("/lib64"))]
-        found = {os.path.realpath(path): path for path in packages(mounted)}
-        return Python(str(executable), tuple(needed), tuple(found))
+        hidden = {os.path.realpath(path): path for path in package_folders(mounted)}
+        return _Python(str(executable), tuple(parts), tuple(hidden))
 
 
 class Sandbox:
     """Runs programs under one kind of isolation. Made by `open_sandbox`; holds nothing open."""
 
-    def __init__(self, isolation: Isolation) -> None:
-        self.isolation: Isolation = isolation
-        self._python = Python.current()
+    def __init__(self, isolation: _Isolation) -> None:
+        self.isolation: _Isolation = isolation
+        self._python = _Python.current()
         self._isolated = isolation == "bubblewrap"
         self._root = os.geteuid() == 0
         if self._isolated:
@@ -120,18 +119,19 @@ class Sandbox:
         bounded: bool = True,
         within_s: float = math.inf,
     ) -> Outcome:
-        """Run `command` in an empty folder that it may write to.
+        """Run `command` in an empty writable folder.
 
-        In its words, `{box}` is the read-only folder of `files` (name → content, executable) and
-        `{python}` the interpreter. lines: end the run after so many lines of output; the time
-        limits then count from line to line (wall) and for all of them (CPU). bounded: whether to
-        limit address space, which some run times reserve by the terabyte. within_s: wall time that
-        the caller has left.
+        command: `{box}` stands for the read-only folder of `files`, `{python}` for the interpreter.
+        files: name → content; all are executable.
+        lines: end the run after this many lines of output. Wall time is then limited per line, and
+            CPU time by the sum over the lines.
+        bounded: limit address space; some runtimes reserve terabytes of it.
+        within_s: the caller's remaining wall time.
 
         Raises RuntimeError if the sandbox itself fails.
         """
         with ExitStack() as stack:
-            box, folder = BOX, None
+            box, folder = _BOX, None
             if not self._isolated:
                 root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
                 box, folder = str(root / "box"), root / "tmp"
@@ -140,26 +140,26 @@ class Sandbox:
                 word.replace("{box}", box).replace("{python}", self._python.executable)
                 for word in command
             ]
-            words = [*self._limited(limits, max(lines, 1), bounded), *words]
+            words = [*self._limit_command(limits, max(lines, 1), bounded), *words]
             if self._isolated:
                 stack.enter_context(subreaper())
             started = time.monotonic()
             status, status_end = _pipe(stack)
             alive, alive_end = _pipe(stack)
-            passed = [status_end.fileno(), alive_end.fileno()]
+            fds = [status_end.fileno(), alive_end.fileno()]
             if self._isolated:
 
-                def give(data: bytes) -> str:
-                    passed.append(memory_file(stack, data))
-                    return str(passed[-1])
+                def share(data: bytes) -> str:
+                    fds.append(memory_file(stack, data))
+                    return str(fds[-1])
 
                 words = [
-                    *self._wrapped(files, stdin, limits, give),
-                    *("--json-status-fd", str(passed[0]), "--sync-fd", str(passed[1]), "--"),
+                    *self._bwrap_command(files, stdin, limits, share),
+                    *("--json-status-fd", str(fds[0]), "--sync-fd", str(fds[1]), "--"),
                     *unprivileged(self._root),
                     *words,
                 ]
-            else:  # it dies with this process, as what bubblewrap starts does
+            else:  # dies with this process, as a sandbox does
                 words = [self._setpriv, "--pdeathsig", "KILL", "--", *words]
             process = stack.enter_context(
                 subprocess.Popen(
@@ -170,7 +170,7 @@ class Sandbox:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     bufsize=0,
-                    pass_fds=passed if self._isolated else (),
+                    pass_fds=fds if self._isolated else (),
                     start_new_session=True,
                 )
             )
@@ -179,25 +179,15 @@ class Sandbox:
             watch = Watch(process, status.fileno(), alive.fileno(), limits, lines)
             outcome = watch.outcome(started, within_s)
             if self._isolated:
-                self._reap(bytes(watch.heard[status.fileno()]), outcome)
+                _reap(bytes(watch.received[status.fileno()]), outcome)
             return outcome
 
-    @staticmethod
-    def _reap(status: bytes, outcome: Outcome) -> None:
-        first = FIRST_PROCESS.search(status)
-        if first is None:
-            if outcome.status == "exited":
-                said = outcome.stderr.decode(errors="replace").strip()
-                raise RuntimeError(f"bubblewrap did not start the program: {said}")
-        elif not reap(int(first[1]), GRACE_S):
-            raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
-
-    def _limited(self, limits: Limits, times: int, bounded: bool) -> list[str]:
+    def _limit_command(self, limits: Limits, lines: int, bounded: bool) -> list[str]:
         memory = limits.memory_mib << 20
         words = [
             self._prlimit,
-            # A backstop: the watch looks at all processes together.
-            f"--cpu={math.ceil(limits.time_s * times) + 1}",
+            # A backstop: the watch counts all processes together.
+            f"--cpu={math.ceil(limits.time_s * lines) + 1}",
             f"--fsize={limits.files_mib << 20}",
             "--nofile=64",
             "--core=0",
@@ -205,56 +195,70 @@ class Sandbox:
         ]
         if bounded:
             words.append(f"--as={memory}")
-        if self._isolated:  # outside, it would count everything else that this user runs
-            # In a user namespace, its first process counts too.
+        if self._isolated:  # outside, it would count this user's other processes
+            # The first process of a user namespace counts too.
             words.append(f"--nproc={limits.processes + (not self._root)}")
         return [*words, "--"]
 
-    def _wrapped(
-        self, files: Mapping[str, bytes], stdin: bytes, limits: Limits, give: Callable[[bytes], str]
+    def _bwrap_command(
+        self,
+        files: Mapping[str, bytes],
+        stdin: bytes,
+        limits: Limits,
+        share: Callable[[bytes], str],
     ) -> list[str]:
+        """share: makes data readable inside and returns its file descriptor."""
         words = [self._bwrap, *namespaces(self._root), *system(PROGRAMS)]
-        above = [str(Path(part).parent) for part in self._python.parts]
-        words += made_folders(("/etc", "/dev", BOX, *above))
+        parents = [str(Path(part).parent) for part in self._python.parts]
+        words += make_folders(("/etc", "/dev", _BOX, *parents))
         words += SYSTEM_FILES
         for part in self._python.parts:
             words += ["--ro-bind", part, part]
-        words += hidden(self._python.hidden)
-        # Without /dev/zero: mapped as shared, it is memory that no process has.
+        words += hide(self._python.hidden)
+        # Without /dev/zero: a shared mapping of it is memory that counts for no process.
         words += devices(DEVICES)
-        # A copy, because there is no /proc for the usual link to lead to.
-        words += ["--perms", "0444", "--file", give(stdin), "/dev/stdin"]
+        # A copy, since there is no /proc for the usual symbolic link.
+        words += ["--perms", "0444", "--file", share(stdin), "/dev/stdin"]
         for name, content in files.items():
-            words += ["--perms", "0555", "--file", give(content), f"{BOX}/{name}"]
-        words += private(TMP, limits.files_mib)
-        words += ["--remount-ro", "/", "--chdir", TMP, "--seccomp", give(self._filter)]
+            words += ["--perms", "0555", "--file", share(content), f"{_BOX}/{name}"]
+        words += private_folder(TMP, limits.files_mib)
+        words += ["--remount-ro", "/", "--chdir", TMP, "--seccomp", share(self._filter)]
         return words
+
+
+def _reap(status: bytes, outcome: Outcome) -> None:
+    first = FIRST_PROCESS.search(status)
+    if first is None:
+        if outcome.status == "exited":
+            message = outcome.stderr.decode(errors="replace").strip()
+            raise RuntimeError(f"bubblewrap did not start the program: {message}")
+    elif not reap(int(first[1]), GRACE_S):
+        raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
 
 
 @lru_cache(maxsize=2)
 def open_sandbox(isolation: str) -> Sandbox:
-    """A sandbox that was tried out: a program in it has looked for ways out.
+    """Return a sandbox that has been tested: a probe inside looked for ways out.
 
-    Raises IsolationError where this machine cannot give `isolation`.
+    Raises IsolationError if this machine does not support `isolation`.
     """
-    if isolation not in get_args(Isolation):
-        known = ", ".join(get_args(Isolation))
-        raise IsolationError(f"{_KNOB} = {isolation!r}: there are {known}")
+    if isolation not in get_args(_Isolation):
+        known = ", ".join(get_args(_Isolation))
+        raise IsolationError(f"{_KNOB} = {isolation!r} must be one of {known}")
+    failure = f"{_KNOB} = {isolation!r} does not work here"
     try:
-        sandbox = Sandbox(cast(Isolation, isolation))
+        sandbox = Sandbox(cast(_Isolation, isolation))
         probe = _PROBE if sandbox.isolation == "bubblewrap" else b""
-        found = sandbox.run(
+        outcome = sandbox.run(
             ["{python}", "-S", "{box}/probe.py"],
             files={"probe.py": probe},
             limits=Limits(time_s=10.0, processes=4),
         )
     except (OSError, RuntimeError, ValueError) as error:
-        raise IsolationError(f"{_KNOB} = {isolation!r} does not work here: {error}; {_CURE}") from (
-            error
-        )
-    if not found.ok or (probe and found.stdout != b"isolated"):
-        said = found.stdout.decode(errors="replace") or found.why()
-        raise IsolationError(f"{_KNOB} = {isolation!r} does not work here: {said}; {_CURE}")
+        raise IsolationError(f"{failure}: {error}. {_CURE}") from error
+    if not outcome.ok or (probe and outcome.stdout != b"isolated"):
+        message = outcome.stdout.decode(errors="replace") or outcome.why()
+        raise IsolationError(f"{failure}: {message}. {_CURE}")
     return sandbox
 
 
@@ -276,25 +280,25 @@ def _write(root: Path, files: Mapping[str, bytes]) -> None:
 
 _PROBE = b"""
 import os
-ways = ["is root"] if os.getuid() == 0 else []
+holes = ["is root"] if os.getuid() == 0 else []
 if os.path.exists("/proc/self"):
-    ways.append("sees processes")
+    holes.append("sees processes")
 for folder in ("/", "/box", "/dev", "/etc", "/usr", "/usr/lib"):
     try:
         open(folder + "/probe", "w")
-        ways.append("writes to " + folder)
+        holes.append("writes to " + folder)
     except OSError:
         pass
 open("/tmp/probe", "w").close()
 try:
     import socket
     socket.socket()
-    ways.append("opens sockets")
+    holes.append("opens sockets")
 except OSError:
     pass
 try:
     os.memfd_create("probe")
-    ways.append("has memory that is not counted")
+    holes.append("has memory that is not counted")
 except OSError:
     pass
 held = os.pipe()
@@ -302,9 +306,9 @@ try:
     for _ in range(8):
         if os.fork() == 0:
             os.read(held[0], 1)
-    ways.append("starts processes without limit")
+    holes.append("starts processes without limit")
 except OSError:
     pass
-os.write(1, ("a program in it " + ", ".join(ways)).encode() if ways else b"isolated")
+os.write(1, ("a program inside " + ", ".join(holes)).encode() if holes else b"isolated")
 os._exit(0)
 """

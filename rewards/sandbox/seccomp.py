@@ -1,8 +1,8 @@
-"""The system calls that a sandboxed program does without, as a seccomp filter.
+"""Seccomp filter of sandboxed programs.
 
-Namespaces and limits hold the rest. What is refused here goes round them: memory that no process
-limit counts (`memfd_create`, System V shared memory), new namespaces, sockets, other processes'
-memory, key rings that users share, and interfaces of the kernel with a long record of holes.
+It refuses what would bypass the namespaces and limits: memory that no process limit counts
+(`memfd_create`, System V shared memory), new namespaces, sockets, the memory of other processes,
+key rings shared between users, and kernel interfaces with a record of vulnerabilities.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import socket
 import struct
 from collections.abc import Sequence
 
-# name → number on x86_64, on aarch64 (the kernel's syscall_64.tbl and asm-generic/unistd.h)
-DENIED = {
+# name → number on x86_64 and aarch64 (the kernel's syscall_64.tbl and asm-generic/unistd.h)
+_DENIED = {
     "acct": (163, 89),
     "add_key": (248, 217),
     "bpf": (321, 280),
@@ -77,10 +77,9 @@ DENIED = {
     "userfaultfd": (323, 282),
     "vmsplice": (278, 75),
 }
-UNKNOWN = 453
-"""Numbers from here on are younger than this table (Linux 6.6), on both machines. C libraries do
-without."""
-UNCOUNTED = {
+_UNKNOWN = 453
+"""First call number newer than this table (Linux 6.6). C libraries fall back to older calls."""
+_UNCOUNTED = {
     "ioprio_set": (251, 30),
     "sched_setaffinity": (203, 122),
     "sched_setattr": (314, 274),
@@ -91,25 +90,25 @@ UNCOUNTED = {
     "setpriority": (141, 140),
     "setsockopt": (54, 208),
 }
-"""Refused to programs whose memory and CPU time are counted from outside. A socket pair holds some
-200 KiB, and more with larger buffers or with other sockets under way in it."""
-PRETENDED = {
+"""Refused if memory and CPU time are counted from outside. A socket pair holds some 200 KiB of
+uncounted memory, and more with larger buffers or with sockets in transit."""
+_PRETENDED = {
     "futimesat": (261, None),
     "utime": (132, None),
     "utimensat": (280, 88),
     "utimes": (235, None),
 }
-"""These change nothing and say that they did: devices are the machine's, and so is their time."""
-MMAP = (9, 222)
-PRLIMIT64 = (302, 261)
-RT_SIGACTION = (13, 134)
-CLONE = (56, 220)
-CLONE3 = (435, 435)
-MACHINES = {"x86_64": 0, "aarch64": 1}
+"""Succeed without any effect: they would change timestamps of the machine's devices."""
+_MMAP = (9, 222)
+_PRLIMIT64 = (302, 261)
+_RT_SIGACTION = (13, 134)
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_MACHINES = {"x86_64": 0, "aarch64": 1}
 """`platform.machine()` → column of the tables above."""
 LOCAL = (socket.AF_UNIX,)
 FORKING = ("mount", "unshare")
-"""What a process needs that is to give its children namespaces of their own."""
+"""Calls permitted to a process that gives its children new namespaces."""
 NETWORK = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
@@ -130,17 +129,17 @@ def seccomp_filter(
     permitted: Sequence[str] = (),
     counted: bool = False,
 ) -> bytes:
-    """A classic BPF program for `machine` (`platform.machine()`), as `bwrap --seccomp` reads it.
+    """Classic BPF program for `bwrap --seccomp`.
 
-    sockets: the families of which `socket` makes some all the same, such as `LOCAL`. permitted:
-    names of `DENIED` that are not refused, such as `FORKING`. counted: also refuse what would keep
-    memory or CPU time out of sight of whoever counts them from outside.
+    machine: `platform.machine()`. sockets: permitted socket families, such as `LOCAL`. permitted:
+    denied calls to permit, such as `FORKING`. counted: also refuse what would hide memory or CPU
+    time from a watch outside.
 
-    Raises ValueError for a machine whose call numbers are not in the table.
+    Raises ValueError for a machine whose call numbers are unknown.
     """
-    if machine not in MACHINES:
-        raise ValueError(f"no system call table for {machine}; there are {', '.join(MACHINES)}")
-    column = MACHINES[machine]
+    if machine not in _MACHINES:
+        raise ValueError(f"no system call table for {machine}, only {', '.join(_MACHINES)}")
+    column = _MACHINES[machine]
     refused = _ERRNO | errno.EPERM
     missing = _ERRNO | errno.ENOSYS
     program = [
@@ -150,25 +149,25 @@ def seccomp_filter(
     ]
     if machine == "x86_64":
         program += _when(_AT_LEAST, _X32, missing)
-    program += _when(_AT_LEAST, UNKNOWN, missing)
-    for name, numbers in DENIED.items():
+    program += _when(_AT_LEAST, _UNKNOWN, missing)
+    for name, numbers in _DENIED.items():
         if name not in permitted and (name != "socket" or not sockets):
             program += _when(_EQUAL, numbers[column], refused)
-    # Its flags are behind a pointer, out of a filter's reach; the C library falls back to clone.
-    program += _when(_EQUAL, CLONE3[column], missing)
+    # Its flags are behind a pointer that a filter cannot follow; C libraries fall back to clone.
+    program += _when(_EQUAL, _CLONE3[column], missing)
     if sockets:
         allowed = [
             instruction for family in sockets for instruction in _when(_EQUAL, family, _ALLOW)
         ]
-        # The family is an `int`: the kernel, too, looks at the lower half of the argument alone.
-        # As on a machine that has no such family: ZeroMQ's library aborts at any other error.
+        # The family is an `int`: the kernel also reads only the lower half of the argument. The
+        # error says that the family is missing: ZeroMQ aborts at any other.
         absent = _ERRNO | errno.EOPNOTSUPP
-        asked = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *allowed, (_RETURN, 0, 0, absent)]
-        program += [(_EQUAL, 0, len(asked), DENIED["socket"][column]), *asked]
+        check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *allowed, (_RETURN, 0, 0, absent)]
+        program += [(_EQUAL, 0, len(check), _DENIED["socket"][column]), *check]
     if counted:
         program += _counted(column, refused)
     program += [
-        (_EQUAL, 0, 3, CLONE[column]),
+        (_EQUAL, 0, 3, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         *_when(_BITS, _NEW_NAMESPACES, refused),
         (_RETURN, 0, 0, _ALLOW),
@@ -176,31 +175,31 @@ def seccomp_filter(
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-Instruction = tuple[int, int, int, int]
+_Instruction = tuple[int, int, int, int]
 
 
-def _counted(column: int, refused: int) -> list[Instruction]:
-    program: list[Instruction] = []
-    for numbers in UNCOUNTED.values():
+def _counted(column: int, refused: int) -> list[_Instruction]:
+    program: list[_Instruction] = []
+    for numbers in _UNCOUNTED.values():
         program += _when(_EQUAL, numbers[column], refused)
-    for numbers in PRETENDED.values():
+    for numbers in _PRETENDED.values():
         if (number := numbers[column]) is not None:
             program += _when(_EQUAL, number, _ERRNO)
-    # A parent that ignores the signal has children whose time nobody is ever told.
-    asked = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_when(_EQUAL, signal.SIGCHLD, refused)]
-    program += [(_EQUAL, 0, len(asked) + 1, RT_SIGACTION[column]), *asked, (_RETURN, 0, 0, _ALLOW)]
-    # Of no process: it stays when nobody has it mapped in.
+    # The CPU time of children is lost if their parent ignores SIGCHLD.
+    check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_when(_EQUAL, signal.SIGCHLD, refused)]
+    program += [(_EQUAL, 0, len(check) + 1, _RT_SIGACTION[column]), *check, (_RETURN, 0, 0, _ALLOW)]
+    # Shared anonymous memory counts for no process once it is unmapped.
     both = _SHARED | _ANONYMOUS
-    asked = [(_LOAD, 0, 0, _FOURTH_ARGUMENT), (_AND, 0, 0, both), *_when(_EQUAL, both, refused)]
-    program += [(_EQUAL, 0, len(asked) + 1, MMAP[column]), *asked, (_RETURN, 0, 0, _ALLOW)]
-    asked = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_unless(_EQUAL, 0, refused)]
-    program += [(_EQUAL, 0, len(asked) + 1, PRLIMIT64[column]), *asked, (_RETURN, 0, 0, _ALLOW)]
+    check = [(_LOAD, 0, 0, _FOURTH_ARGUMENT), (_AND, 0, 0, both), *_when(_EQUAL, both, refused)]
+    program += [(_EQUAL, 0, len(check) + 1, _MMAP[column]), *check, (_RETURN, 0, 0, _ALLOW)]
+    check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_unless(_EQUAL, 0, refused)]
+    program += [(_EQUAL, 0, len(check) + 1, _PRLIMIT64[column]), *check, (_RETURN, 0, 0, _ALLOW)]
     return program
 
 
-def _when(test: int, value: int, action: int) -> tuple[Instruction, Instruction]:
+def _when(test: int, value: int, action: int) -> tuple[_Instruction, _Instruction]:
     return (test, 0, 1, value), (_RETURN, 0, 0, action)
 
 
-def _unless(test: int, value: int, action: int) -> tuple[Instruction, Instruction]:
+def _unless(test: int, value: int, action: int) -> tuple[_Instruction, _Instruction]:
     return (test, 1, 0, value), (_RETURN, 0, 0, action)

@@ -1,1 +1,1 @@
-"""Verifiers in processes of their own: what hangs or crashes costs its own completion."""
+"""Worker processes for verifiers."""

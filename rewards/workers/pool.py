@@ -1,4 +1,4 @@
-"""Worker processes: a completion whose verifier hangs or crashes costs itself and nothing else."""
+"""A pool of verifier processes: a hang or crash costs only the completion that caused it."""
 
 from __future__ import annotations
 
@@ -22,50 +22,44 @@ import psutil
 
 import keel
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.failure_budget import place_in
+from keel.rewards.failure_budget import dump_location
 from keel.rewards.rules.verifiers import verifier_for
-from keel.rewards.sandbox.processes import end_below
+from keel.rewards.sandbox.processes import kill_descendants
 from keel.rewards.workers.worker import PREEMPTION, reply_to
 
-START_DEADLINE_S = 120.0
-"""Longest wait for a worker to start and import its libraries."""
+START_TIMEOUT_S = 120.0
+"""Timeout for starting a worker and importing its libraries."""
 CODE_GRACE_S = 30.0
-"""Beyond the time that a program's tests may take together, for starting and ending sandboxes."""
+"""Time beyond `rewards.code.completion_s` to start and stop sandboxes."""
 GRACE_S = 30.0
-"""Beyond a completion's own deadline, for the worker's timer to go off, and for one that is killed
-to be gone."""
-FIRST_S = 30.0
-"""Deadline of a function's first call in a worker, where its own is shorter: it may load a model
-then, and keep it. Not again in this worker's place where that was too short and no call had ever
-come to an end."""
-LOOK_S = 1.0
-"""How often a worker that does not answer is looked at."""
-STOPPED = 5
-"""Looks in a row that find it stopped, after which it is ended."""
-SPARED = 3
-"""Times that a batch is given to another worker, where the one before has been ended through no
-fault of the batch's."""
-STANDARD_ERROR = 2
-ROOT = Path(keel.__file__).resolve().parent.parent
+"""Time beyond a deadline for the worker's own timer to fire, and for a killed worker to exit."""
+FIRST_CALL_S = 30.0
+"""Minimum deadline of a function's first call in a worker, which may load a model."""
+POLL_S = 1.0
+"""Interval between checks of a worker that does not answer."""
+STOPPED_POLLS = 5
+"""A worker found stopped (SIGSTOP) in this many consecutive polls is replaced."""
+MAX_REASSIGNMENTS = 3
+"""Times that a batch is reassigned after a worker was lost through no fault of the batch."""
+_ROOT = Path(keel.__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """How correct a completion is, 0 … 1; with `error`, why nobody could say (score 0)."""
+class VerifierScore:
+    """How correct a completion is, 0 … 1, or with `error` why it could not be verified (0)."""
 
     score: float
     error: str = ""
     at: str = field(default="", compare=False)
-    """Where it failed, if that is known: `my_rewards.py:12 in brief`."""
+    """Location of the error, such as `my_rewards.py:12 in brief`; "" if unknown."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What the verifier says besides."""
+    """Further parts from the verifier."""
 
 
 class WorkerPool:
-    """Verifies batches of completions in `workers` processes; 0: in this one, without deadlines.
+    """Verifies batches of completions in `workers` processes, or in this one if that is 0.
 
-    A batch is one reward spec with completions of its prompt, so that a worker builds
-    its verifier once.
+    A batch holds completions of one prompt, so a worker builds the prompt's verifier once.
     """
 
     def __init__(
@@ -76,14 +70,15 @@ class WorkerPool:
         code: Mapping[str, Any] | None = None,
         log: Path | None = None,
     ) -> None:
-        """timeout_s: longest look at one completion; code: how programs are run, the fields of
-        `keel.configs.schema.CodeConfig`, whose `completion_s` is the deadline for them; log:
-        folder for what the workers print, a file each; without one it goes to standard error (not
-        the stack of one that is ended: its place is in the verdict)."""
+        """Start the workers, which import their libraries in the background.
+
+        timeout_s: time limit for one completion; none without workers.
+        code: the fields of `keel.configs.schema.CodeConfig`; `completion_s` limits programs.
+        log: folder for the workers' output, one file each; standard error without one.
+        """
         if workers < 0 or not timeout_s > 0:
             raise ValueError(
-                f"worker pool: workers = {workers} must not be negative, timeout_s = {timeout_s} "
-                "must be positive"
+                f"worker pool: workers = {workers} must be >= 0 and timeout_s = {timeout_s} > 0"
             )
         self._code = dict(code or {})
         settings = CodeSettings.from_knobs(self._code)
@@ -91,70 +86,73 @@ class WorkerPool:
         self._timeout_s = timeout_s
         if log is not None:
             log.mkdir(parents=True, exist_ok=True)
-        logs = [log and log / f"worker_{number}.log" for number in range(workers)]
-        self._workers = [_Worker(self._code, path) for path in logs]
+        self._workers = [
+            _Worker(self._code, log and log / f"worker_{number}.log") for number in range(workers)
+        ]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
-            worker.start()  # they import while the first rollouts are under way
+            worker.start()
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(max_workers=workers or 1, thread_name_prefix="rewards")
 
-    def submit(self, spec: Mapping[str, Any], completions: Sequence[str]) -> Future[list[Verdict]]:
-        """One verdict per completion. The future raises ValueError if no rule reads `spec`."""
+    def submit(
+        self, spec: Mapping[str, Any], completions: Sequence[str]
+    ) -> Future[list[VerifierScore]]:
+        """Score each completion. The future raises ValueError for a spec that cannot be read."""
         return self._threads.submit(self._verify, spec, completions)
 
     def printed(self) -> bool:
-        """Whether a worker has written to its log."""
-        return any(worker.written() for worker in self._workers)
+        """Return whether a worker has written to its log."""
+        return any(worker.printed() for worker in self._workers)
 
     def close(self) -> None:
-        """Stop the workers. Batches that have not started are dropped."""
+        """Stop the workers and drop queued batches."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
 
-    def _verify(self, spec: Mapping[str, Any], completions: Sequence[str]) -> list[Verdict]:
-        # Siblings often agree, and one completion that hangs is enough to wait for.
+    def _verify(self, spec: Mapping[str, Any], completions: Sequence[str]) -> list[VerifierScore]:
+        # Siblings often agree, and a completion that hangs should be waited for once.
         distinct = list(dict.fromkeys(completions))
         timeout_s = self._deadlines.get(str(spec.get("kind")), self._timeout_s)
         if self._workers:
-            worker = self._idle.get()  # never waits: as many threads as workers
+            worker = self._idle.get()  # never blocks: there are as many threads as workers
             try:
-                verdicts = worker.verify(spec, distinct, timeout_s)
+                scores = worker.verify(spec, distinct, timeout_s)
             finally:
                 self._idle.put(worker)
         else:
             verifier = verifier_for(spec, CodeSettings.from_knobs(self._code))
-            verdicts = [_verdict(reply_to(verifier, completion)) for completion in distinct]
-        by_completion = dict(zip(distinct, verdicts, strict=True))
+            scores = [_score(reply_to(verifier, completion)) for completion in distinct]
+        by_completion = dict(zip(distinct, scores, strict=True))
         return [by_completion[completion] for completion in completions]
 
 
 class _WorkerLost(Exception):
-    """The worker ended or went silent; says how."""
+    """The worker exited or stopped answering."""
 
-    def __init__(self, how: str, *, blameless: bool = False) -> None:
-        """blameless: through nothing that it was given to do."""
-        super().__init__(how)
+    def __init__(self, message: str, *, blameless: bool = False) -> None:
+        """blameless: the loss was not caused by the worker's input."""
+        super().__init__(message)
         self.blameless = blameless
 
 
 class _Worker:
-    """One worker process, replaced whenever it is lost. Used by one thread at a time."""
+    """One worker process, replaced when it is lost. Used by one thread at a time."""
 
     def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
         self._code = code
         self._log = log
-        self._stacks = None if log else tempfile.TemporaryFile()  # noqa: SIM115
-        """Where it was when it ended, for there is no log: no stack belongs on a terminal."""
-        self._began = self._read = self._size()
+        self._log_start = self._log_size()
+        self._dump = tempfile.TemporaryFile()  # noqa: SIM115
+        """Receives the stack of a process that crashes or runs past its deadline."""
         self._timeout_s = 0.0
         self._called: set[str] = set()
-        """Functions that this process has called."""
-        self._loads: set[str] = set()
-        """Those that have come to an end in a process here."""
+        """Functions that the current process has called."""
+        self._returned: set[str] = set()
+        """Functions that have returned in any process of this worker."""
         self._slow: set[str] = set()
-        """Those whose first call came to no end in time, and none before it had."""
+        """Functions whose first call timed out: they do not get `FIRST_CALL_S` again."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._buffer = b""
@@ -162,98 +160,83 @@ class _Worker:
 
     def start(self) -> None:
         if self._closed:
-            raise RuntimeError("the reward workers have been closed")
-        self._socket, theirs = socket.socketpair()
+            raise RuntimeError("the reward workers are closed")
+        self._socket, child_socket = socket.socketpair()
         self._buffer = b""
         self._called.clear()
-        # A fresh interpreter: nothing of the parent's (CUDA, Ray, open files, the caller's
-        # `__main__`) reaches the process that meets the policy's text.
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with theirs, open(self._log or os.devnull, "ab") as log:
-            output = log if self._log else STANDARD_ERROR
-            passed = [theirs.fileno(), *([self._stacks.fileno()] if self._stacks else [])]
-            # The worker inherits what is blocked here, until it heeds none of them.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
+        # A fresh interpreter: nothing of this process (CUDA, Ray, open files, `__main__`) reaches
+        # the one that handles the policy's text.
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with child_socket, open(self._log or os.devnull, "ab") as log:
+            output = log if self._log else 2
+            fds = (child_socket.fileno(), self._dump.fileno())
+            # The worker starts with these signals blocked, until its handlers are installed.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "keel.rewards.workers.worker", *map(str, passed)],
+                    [sys.executable, "-m", "keel.rewards.workers.worker", *map(str, fds)],
                     env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                    pass_fds=passed,
+                    pass_fds=fds,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
                 )
             finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def close(self) -> None:
-        """Stop for good, also while another thread waits in `verify`."""
+        """Stop for good, even while another thread waits in `verify`."""
         self._closed = True
-        self.stop()
-        if self._stacks is not None:
-            self._stacks.close()
+        self._stop()
 
-    def stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            # A sandbox that is killed while it starts may leave a process that waits for good; its
-            # parent has to live for that to be found.
-            process.send_signal(signal.SIGSTOP)
-            end_below(process.pid, GRACE_S)
-            process.kill()
-            process.wait(GRACE_S)
-        if self._socket is not None:
-            self._socket.close()
+    def printed(self) -> bool:
+        return self._log_size() > self._log_start
 
     def verify(
         self, spec: Mapping[str, Any], completions: Sequence[str], timeout_s: float
-    ) -> list[Verdict]:
+    ) -> list[VerifierScore]:
         name = str(spec["name"]) if spec.get("kind") == "function" else ""
-        verdicts: list[Verdict] = []
-        spared = 0
-        while len(verdicts) < len(completions):
-            rest = completions[len(verdicts) :]
-            self._read = self._size()
+        scores: list[VerifierScore] = []
+        reassignments = 0
+        while len(scores) < len(completions):
+            remaining = completions[len(scores) :]
             try:
-                first_s = self._begin(spec, rest, name, timeout_s)
-            except _WorkerLost as lost:
-                # Not a completion's fault: the libraries or the machine.
-                self.stop()
-                spared += 1
-                if lost.blameless and spared <= SPARED:
+                first_s = self._begin(spec, remaining, name, timeout_s)
+            except _WorkerLost as lost:  # caused by the libraries or the machine
+                where = self._stop()
+                reassignments += 1
+                if lost.blameless and reassignments <= MAX_REASSIGNMENTS:
                     continue
-                at = f" ({place})" if (place := place_in(self._last_words())) else ""
-                message = f"in {self._log}" if self._log else "on standard error, if it has any"
                 raise RuntimeError(
-                    f"a reward worker {lost}{at} while preparing for {spec.get('kind')!r}; its own "
-                    f"message is {message}"
+                    f"a reward worker {lost}{where and f' ({where})'} while preparing for "
+                    f"{spec.get('kind')!r}; see {self._log or 'standard error'}"
                 ) from lost
             try:
-                for number in range(len(rest)):
+                for number in range(len(remaining)):
                     self._timeout_s = timeout_s if number else first_s
-                    verdicts.append(_verdict(self._receive(self._timeout_s + GRACE_S)))
+                    scores.append(_score(self._receive(self._timeout_s + GRACE_S)))
                     self._called.add(name)
-                    self._loads.add(name)
+                    self._returned.add(name)
             except _WorkerLost as lost:
-                self.stop()
-                if name not in self._loads and "deadline" in str(lost):
+                where = self._stop()
+                if name not in self._returned and "deadline" in str(lost):
                     self._slow.add(name)
-                spared += lost.blameless
-                if lost.blameless and spared <= SPARED:
-                    continue
-                verdicts.append(Verdict(0.0, f"verifier {lost}", place_in(self._last_words())))
-        return verdicts
+                reassignments += lost.blameless
+                if not lost.blameless or reassignments > MAX_REASSIGNMENTS:
+                    scores.append(VerifierScore(0.0, f"verifier {lost}", where))
+        return scores
 
     def _begin(
         self, spec: Mapping[str, Any], completions: Sequence[str], name: str, timeout_s: float
     ) -> float:
-        """name: of a function, else "". Returns the deadline of the first completion."""
+        """Send a batch and wait for its verifier. Returns the first completion's deadline."""
         if self._process is None or self._process.poll() is not None:
-            self.stop()
+            self._stop()
             self.start()
-        loads = name and name not in self._called and name not in self._slow
-        first_s = max(timeout_s, FIRST_S) if loads else timeout_s
+        first_s = timeout_s
+        if name and name not in self._called and name not in self._slow:
+            first_s = max(timeout_s, FIRST_CALL_S)
         request = {
             "spec": dict(spec),
             "completions": list(completions),
@@ -261,82 +244,52 @@ class _Worker:
             "timeout_s": timeout_s,
             "code": self._code,
         }
-        self._send(json.dumps(request).encode() + b"\n")
+        assert self._socket is not None
+        self._socket.settimeout(START_TIMEOUT_S)
         try:
-            reply = self._receive(START_DEADLINE_S)
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+        except OSError as error:
+            raise _WorkerLost(self._exit_message()) from error
+        try:
+            reply = self._receive(START_TIMEOUT_S)
         except _WorkerLost as lost:
-            code = self._process.poll() if self._process is not None else None
-            raise _WorkerLost(
-                str(lost), blameless=lost.blameless or code == -signal.SIGKILL
-            ) from lost
+            killed = self._process is not None and self._process.poll() == -signal.SIGKILL
+            raise _WorkerLost(str(lost), blameless=lost.blameless or killed) from lost
         if "refused" in reply:
             raise ValueError(reply["refused"])
         return first_s
 
-    def _send(self, line: bytes) -> None:
-        assert self._socket is not None
-        self._socket.settimeout(START_DEADLINE_S)
-        try:
-            self._socket.sendall(line)
-        except OSError as error:
-            raise _WorkerLost(self._how_it_ended()) from error
-
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         assert self._socket is not None
-        end, looks = time.monotonic() + timeout_s, 0
+        end, stopped_polls = time.monotonic() + timeout_s, 0
         while b"\n" not in self._buffer:
-            self._socket.settimeout(max(0.001, min(LOOK_S, end - time.monotonic())))
+            self._socket.settimeout(max(0.001, min(POLL_S, end - time.monotonic())))
             try:
-                received = self._socket.recv(1 << 16)
+                data = self._socket.recv(1 << 16)
             except TimeoutError as error:
-                looks = looks + 1 if self._stopped() else 0
-                if looks >= STOPPED:
-                    how = f"was found stopped (SIGSTOP) {looks} times in a row"
-                    raise _WorkerLost(how, blameless=True) from error
+                stopped_polls = stopped_polls + 1 if self._is_stopped() else 0
+                if stopped_polls >= STOPPED_POLLS:
+                    message = f"was stopped (SIGSTOP) in {stopped_polls} consecutive checks"
+                    raise _WorkerLost(message, blameless=True) from error
                 if time.monotonic() >= end:
                     raise _WorkerLost(f"did not answer within {timeout_s:g} s") from error
                 continue
             except OSError as error:
-                raise _WorkerLost(self._how_it_ended()) from error
-            if not received:
-                raise _WorkerLost(self._how_it_ended())
-            self._buffer += received
+                raise _WorkerLost(self._exit_message()) from error
+            if not data:
+                raise _WorkerLost(self._exit_message())
+            self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
-    def _stopped(self) -> bool:
-        """Whether it stands still, rather than works."""
+    def _is_stopped(self) -> bool:
         if self._process is None:
             return False
         with suppress(psutil.NoSuchProcess):
             return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
         return False
 
-    def written(self) -> bool:
-        """Whether this run's processes have written to the log."""
-        return self._log is not None and self._size() > self._began
-
-    def _size(self) -> int:
-        if self._stacks is not None:
-            with suppress(OSError, ValueError):  # closed
-                return os.fstat(self._stacks.fileno()).st_size
-        return self._log.stat().st_size if self._log and self._log.exists() else 0
-
-    def _last_words(self) -> str:
-        """Where it was when it ended, if its log says so. Only an end writes that there, and the
-        worker is ahead of this process: it may have ended before it is asked for its reply."""
-        said = b""
-        if self._log is not None:
-            with self._log.open("rb") as file:
-                file.seek(self._read)
-                said = file.read(1 << 16)
-        elif self._stacks is not None:
-            with suppress(OSError, ValueError):  # closed
-                said = os.pread(self._stacks.fileno(), 1 << 16, self._read)
-        _, dumped, frames = said.decode(errors="replace").rpartition("most recent call first")
-        return frames if dumped else ""
-
-    def _how_it_ended(self) -> str:
+    def _exit_message(self) -> str:
         if self._process is None:
             return "was closed"
         try:
@@ -347,8 +300,33 @@ class _Worker:
             return f"ran past its deadline of {self._timeout_s:g} s"
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
+    def _stop(self) -> str:
+        """Kill the process and its descendants. Return the location from its stack dump, or ""."""
+        process, self._process = self._process, None
+        if process is None:
+            return ""
+        # Stopped first, not killed: descendants are found through their living ancestor.
+        process.send_signal(signal.SIGSTOP)
+        kill_descendants(process.pid, GRACE_S)
+        process.kill()
+        process.wait(GRACE_S)
+        if self._socket is not None:
+            self._socket.close()
+        self._dump.seek(0)
+        dump = self._dump.read(1 << 16)
+        self._dump.seek(0)
+        self._dump.truncate()
+        if self._log is not None and dump:
+            with self._log.open("ab") as log:
+                log.write(dump)
+        _, mark, frames = dump.decode(errors="replace").rpartition("most recent call first")
+        return dump_location(frames) if mark else ""
 
-def _verdict(reply: Mapping[str, Any]) -> Verdict:
+    def _log_size(self) -> int:
+        return self._log.stat().st_size if self._log and self._log.exists() else 0
+
+
+def _score(reply: Mapping[str, Any]) -> VerifierScore:
     if "error" in reply:
-        return Verdict(0.0, str(reply["error"]), str(reply.get("at", "")))
-    return Verdict(float(reply["score"]), parts=reply.get("parts", {}))
+        return VerifierScore(0.0, str(reply["error"]), str(reply.get("at", "")))
+    return VerifierScore(float(reply["score"]), parts=reply.get("parts", {}))

@@ -65,7 +65,7 @@ class JudgeActor:
 
 
 class JudgeServer:
-    """`keel.rewards.judge.client.Server`: the endpoint of a judge that belongs to this run."""
+    """`keel.rewards.judge.results.ServedJudge`: a judge that belongs to this run."""
 
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None

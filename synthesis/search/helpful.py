@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.agents.environments.search.environment import Search
-from keel.rewards.judge.replies import BadReply
+from keel.rewards.judge.prompts import BadReply
 from keel.rewards.judge.rubric import Rubric, Sample, rubric_from
 from keel.rewards.judge.untrusted import new_fence
 from keel.rl.turns import ToolSpec

@@ -1,4 +1,4 @@
-"""What tests of rewards share."""
+"""Fixtures of the rewards tests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tests.rewards.judge.judge_server import Server, good, running
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    """The key of another endpoint; and no certificates, because the judges here speak no TLS and
-    reading a bundle of them takes longer than most tests."""
+    """Set another service's key, and load no certificates, which takes longer than most tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENAI_API_KEY", "somebody else's")
         patch.delenv("SSL_CERT_FILE", raising=False)
@@ -28,6 +27,6 @@ def one_server() -> Iterator[Server]:
 
 @pytest.fixture
 def server(one_server: Server) -> Server:
-    one_server.forget()
+    one_server.reset()
     one_server.behave = good
     return one_server

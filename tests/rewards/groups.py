@@ -15,13 +15,13 @@ PROMPT = Prompt(
     messages=({"role": "user", "content": "1+2?"},),
     reward={"kind": "answer", "answer": "3", "match": "exact"},
 )
-"""Its rule loads nothing, where the library of mathematics takes each worker half a second."""
+"""Matched exactly, because loading the math library takes each worker half a second."""
 
 
-def spoken(
+def with_message(
     message: Mapping[str, Any], *, sibling: int = 0, finish: FinishReason = "stop", tokens: int = 1
 ) -> Trajectory:
-    """A trajectory of one message, of so many sampled tokens."""
+    """A trajectory with one message and this many sampled tokens."""
     segment = Segment(
         prompt_id="file/1",
         token_ids_T=np.zeros(tokens + 1, np.int32),
@@ -42,7 +42,7 @@ def trajectory(
     sibling: int, raw: str, finish: FinishReason = "stop", tokens: int = 1
 ) -> Trajectory:
     message = {"role": "assistant", "content": "", "raw": raw}
-    return spoken(message, sibling=sibling, finish=finish, tokens=tokens)
+    return with_message(message, sibling=sibling, finish=finish, tokens=tokens)
 
 
 def group(*raws: str, prompt: Prompt = PROMPT) -> Group:

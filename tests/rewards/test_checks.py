@@ -1,4 +1,4 @@
-"""Rewards that could not work are named before the run."""
+"""Rewards that cannot work are refused before the run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ TRUSTED = CodeSettings(
     isolation="none-i-trust-the-answers", completion_s=PATIENCE_S, limits=Limits(time_s=PATIENCE_S)
 )
 RIGHT, WRONG = "print(input())", "print(1)"
+CORRECT = {"correct": 1.0}
 
 
 def prompt(number: int, **reward: Any) -> Prompt:
@@ -24,36 +25,33 @@ def prompt(number: int, **reward: Any) -> Prompt:
     return Prompt(prompt_id=f"file/{number}", domain="d", messages=messages, reward=reward)
 
 
-def program(number: int, reference: str | None = None) -> Prompt:
-    more = {} if reference is None else {"reference": reference}
-    return prompt(number, kind="code", tests=[{"stdin": "2", "stdout": "2"}], **more)
+def program(number: int, reference: str | None = None, **more: Any) -> Prompt:
+    fields = more if reference is None else {**more, "reference": reference}
+    return prompt(number, **{"kind": "code", "tests": [{"stdin": "2", "stdout": "2"}], **fields})
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    "spec",
     [
-        ({}, "kind None; there are reasoning_gym, answer, code, rubric, proof"),
-        ({"kind": "function", "name": "os.system"}, "kind 'function'"),
-        ({"kind": ["answer"]}, r"kind \['answer'\]"),
-        ({"kind": "answer"}, "needs an `answer`"),
-        ({"kind": "answer", "answer": "3", "match": ["math"]}, r"match \['math'\]"),
-        ({"kind": "answer", "match": "schema"}, "must be a JSON schema"),
-        ({"kind": "answer", "match": "schema", "answer": {"$schema": 5}}, r"its \$schema is 5"),
-        ({"kind": "reasoning_gym", "task": "chain_sum"}, "an `entry` that has an `answer`"),
-        ({"kind": "reasoning_gym", "task": "no", "entry": {"answer": "1"}}, "task 'no'"),
-        (
-            {"kind": "reasoning_gym", "task": "gcd", "entry": {"answer": "1"}, "params": {"x": 1}},
-            "unexpected keyword argument 'x'",
-        ),
-        ({"kind": "code", "language": ["c"], "tests": []}, r"language \['c'\]"),
-        ({"kind": "answer", "answer": "3", "match": "fuzzy"}, "match 'fuzzy'"),
-        ({"kind": "code", "tests": []}, "at least one test"),
-        ({"kind": "rubric", "criteria": []}, "without criteria"),
-        ({"kind": "proof", "alpha": 2}, "alpha 2"),
+        {},
+        {"kind": "function", "name": "os.system"},
+        {"kind": ["answer"]},
+        {"kind": "answer"},
+        {"kind": "answer", "answer": "3", "match": ["math"]},
+        {"kind": "answer", "answer": "3", "match": "fuzzy"},
+        {"kind": "answer", "match": "schema"},
+        {"kind": "answer", "match": "schema", "answer": {"$schema": 5}},
+        {"kind": "reasoning_gym", "task": "chain_sum"},
+        {"kind": "reasoning_gym", "task": "no", "entry": {"answer": "1"}},
+        {"kind": "reasoning_gym", "task": "gcd", "entry": {"answer": "1"}, "params": {"x": 1}},
+        {"kind": "code", "language": ["c"], "tests": []},
+        {"kind": "code", "tests": []},
+        {"kind": "rubric", "criteria": []},
+        {"kind": "proof", "alpha": 2},
     ],
 )
-def test_bad_specs(spec: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_specs(spec: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
         check_spec(spec)
 
 
@@ -64,43 +62,31 @@ def test_good_specs() -> None:
 
 
 @pytest.mark.e2e
-def test_references_have_to_pass_their_own_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = {"correct": 1.0}
+def test_references_must_pass_their_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     good = [program(1, RIGHT), program(2), program(3, RIGHT)]
-    told = check_prompts(good, weights, code=TRUSTED)
-    assert told == "2 of 2 reference solutions run, all pass"
-    with pytest.raises(ValueError, match=r"prompt file/4: its reference solution fails tests\[0\]"):
-        check_prompts([*good, program(4, WRONG)], weights, code=TRUSTED)
+    assert check_prompts(good, CORRECT, code=TRUSTED).startswith("2 of 2 ")
+    with pytest.raises(ValueError, match=r"prompt file/4: .*tests\[0\]"):
+        check_prompts([*good, program(4, WRONG)], CORRECT, code=TRUSTED)
     monkeypatch.setattr(checks, "REFERENCES", 1)
-    late = check_prompts([*good, program(4, WRONG)], weights, code=TRUSTED)
-    assert late == "1 of 3 reference solutions run, all pass"
-    none = check_prompts([program(2)], weights, code=TRUSTED)
-    assert none == "no reference solutions to try the tests on"
-    assert check_prompts([prompt(1, kind="answer", answer="3")], weights, code=TRUSTED) == ""
+    limited = check_prompts([*good, program(4, WRONG)], CORRECT, code=TRUSTED)
+    assert limited.startswith("1 of 3 ")
+    assert check_prompts([prompt(1, kind="answer", answer="3")], CORRECT, code=TRUSTED) == ""
 
 
 @pytest.mark.e2e
-def test_outputs_have_to_fit_the_sandbox() -> None:
-    long = prompt(4, kind="code", tests=[{"stdin": "", "stdout": "9" * 2**21}])
-    with pytest.raises(ValueError, match=r"prompt file/4: tests\[0\] wants 2048 KiB .*output_kib"):
-        check_prompts([program(1), long], {"correct": 1.0}, code=TRUSTED)
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("how", [{}, {"tolerance": 1e-6}], ids=str)
-def test_white_space_and_digits_that_no_program_has_to_make_are_no_output(
-    how: dict[str, float],
-) -> None:
-    line = "1" + " " * 3_000 if not how else "1." + "0" * 3_000
+@pytest.mark.parametrize("options", [{}, {"tolerance": 1e-6}], ids=str)
+def test_expected_output_must_fit_the_sandbox(options: dict[str, float]) -> None:
+    long = program(4, tests=[{"stdin": "", "stdout": "9 " * 2**21}], **options)
+    with pytest.raises(ValueError, match=r"prompt file/4: tests\[0\].*output_kib"):
+        check_prompts([program(1), long], CORRECT, code=TRUSTED)
+    # White space and digits that no program has to print do not count.
+    line = "1." + "0" * 3_000 if options else "1" + " " * 3_000
     tests = [{"stdin": "", "stdout": f"{line}\n" * 600}]
-    wide = prompt(5, kind="code", tests=tests, reference="print('1\\n' * 600)", **how)
-    told = check_prompts([wide], {"correct": 1.0}, code=TRUSTED)
-    assert told == "1 of 1 reference solutions run, all pass"
+    wide = program(5, "print('1\\n' * 600)", tests=tests, **options)
+    assert check_prompts([wide], CORRECT, code=TRUSTED).startswith("1 of 1 ")
 
 
-def test_weights_have_to_fit_the_prompts() -> None:
-    sums = [prompt(1, kind="answer", answer="3")]
-    with pytest.raises(ValueError, match=r"prompt file/1 has no reward 'rubric'.*'answer'"):
-        check_prompts(sums, {"rubric": 1.0}, code=TRUSTED)
-    with pytest.raises(ValueError, match="not rubric or proof"):
-        check_prompts(sums, {"disagreement": -0.1}, code=TRUSTED)
+@pytest.mark.parametrize("part", ["rubric", "disagreement"])
+def test_weights_must_fit_the_prompts(part: str) -> None:
+    with pytest.raises(ValueError, match=f"prompt file/1 .*'{part}'"):
+        check_prompts([prompt(1, kind="answer", answer="3")], {part: 1.0}, code=TRUSTED)

@@ -1,7 +1,8 @@
-"""Laws of the length rule: it moves nothing between right and wrong, and never turns them over."""
+"""Laws of the length rule."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -33,15 +34,19 @@ def adjust(
     ).tolist()
 
 
+def arrays(group: list[tuple[float, int, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rewards, correctness and tokens."""
+    correct, tokens, extra = (np.array(column) for column in zip(*group, strict=True))
+    return correct + extra, correct, tokens
+
+
 @settings(max_examples=40, deadline=None)
 @given(GROUP, RULE, st.booleans())
-def test_each_class_keeps_its_mean_and_every_lead_its_sign(
+def test_means_stay_and_leads_keep_their_sign(
     group: list[tuple[float, int, float]], rule: LengthRule, wrong_too: bool
 ) -> None:
-    rule = LengthRule(**{**_fields(rule), "wrong_too": wrong_too, "overlong_charges": "right"})
-    correct = np.array([c for c, _, _ in group])
-    tokens = np.array([n for _, n, _ in group])
-    rewards = correct + np.array([e for _, _, e in group])
+    rule = replace(rule, wrong_too=wrong_too, overlong_charges="right")
+    rewards, correct, tokens = arrays(group)
     added = rule.adjustment(rewards, correct, tokens)
     right = correct >= rule.correct_threshold
     assert added[right].sum() == pytest.approx(0, abs=1e-9)
@@ -52,23 +57,20 @@ def test_each_class_keeps_its_mean_and_every_lead_its_sign(
             lead = rewards[i] - rewards[j]
             if lead > 0:
                 assert lead + added[i] - added[j] >= KEPT_LEAD * lead - 1e-9
-    # Inside a class the shorter never gets less.
-    for members in (right, ~right):
+    for members in (right, ~right):  # a shorter completion never gets less
         order = np.argsort(tokens[members])
         assert (np.diff(added[members][order]) <= 1e-9).all()
 
 
 @settings(max_examples=40, deadline=None)
 @given(GROUP, DAPO, st.booleans())
-def test_overlong_is_what_dapo_takes_by_length_alone_up_to_a_constant_and_a_factor(
+def test_overlong_is_dapos_up_to_a_constant(
     group: list[tuple[float, int, float]], rule: LengthRule, may_outweigh: bool
 ) -> None:
-    rule = LengthRule(**{**_fields(rule), "may_outweigh": may_outweigh})
-    correct = np.array([c for c, _, _ in group])
-    tokens = np.array([n for _, n, _ in group])
-    rewards = correct + np.array([e for _, _, e in group])
+    rule = replace(rule, may_outweigh=may_outweigh)
+    rewards, correct, tokens = arrays(group)
     added = rule.adjustment(rewards, correct, tokens)
-    dapo = rule.overlong * np.array([_punished(n, rule.limit, rule.margin) for n in tokens])
+    dapo = rule.overlong * np.array([_dapo(n, rule.limit, rule.margin) for n in tokens])
     ours, theirs = added - added[0], dapo - dapo[0]
     spread = np.abs(theirs).max()
     factor = np.abs(ours).max() / spread if spread > 1e-9 else 1.0
@@ -76,60 +78,58 @@ def test_overlong_is_what_dapo_takes_by_length_alone_up_to_a_constant_and_a_fact
     assert factor <= 1 + 1e-9
     right = correct >= rule.correct_threshold
     leads = rewards[right][:, None] - rewards[~right][None, :]
-    now = leads + added[right][:, None] - added[~right][None, :]
+    adjusted = leads + added[right][:, None] - added[~right][None, :]
     if may_outweigh or not (leads > 0).any():
         assert factor == pytest.approx(1)
     else:
-        assert (now[leads > 0] >= KEPT_LEAD * leads[leads > 0] - 1e-9).all()
+        assert (adjusted[leads > 0] >= KEPT_LEAD * leads[leads > 0] - 1e-9).all()
 
 
-def _punished(tokens: int, limit: int, cache: int) -> float:
-    """R_length of DAPO (arXiv 2503.14476), Eq. 13, case by case: 0 … −1."""
+def _dapo(tokens: int, limit: int, cache: int) -> float:
+    """R_length of DAPO (arXiv 2503.14476), Eq. 13: 0 … −1."""
     if tokens <= limit - cache:
         return 0.0
-    if tokens <= limit:
-        return (limit - cache - tokens) / cache
-    return -1.0
+    return (limit - cache - tokens) / cache if tokens <= limit else -1.0
 
 
-def test_a_wrong_answer_that_was_cut_off_loses_to_one_that_ended_unless_told_otherwise() -> None:
-    correct, tokens = [1.0, 0.0, 0.0], [300, 300, 1000]
-    added = adjust(rule(overlong=0.3), correct, tokens)
-    assert added == pytest.approx([0.1, 0.1, -0.2])
-    assert adjust(rule(overlong=0.3), [0.0, 0.0], [300, 1000]) == pytest.approx([0.15, -0.15])
-    assert adjust(rule(overlong=0.3, overlong_charges="right"), correct, tokens) == [0.0] * 3
-    # What is paid along the way stays a matter among the right ones.
-    assert adjust(rule(linear=0.3), correct, tokens) == [0.0] * 3
+def test_costs_by_length() -> None:
+    linear = rule(linear=0.2, target=200).cost(np.array([0, 200, 600, 1000]))
+    np.testing.assert_allclose(linear, [0, 0, 0.1, 0.2])
+    overlong = rule(overlong=1.0).cost(np.array([100, 800, 900, 1000, 5000]))
+    np.testing.assert_allclose(overlong, [0, 0, 0.5, 1, 1])
 
 
-def _fields(rule: LengthRule) -> dict[str, Any]:
-    return {name: getattr(rule, name) for name in LengthRule.__dataclass_fields__}
+@pytest.mark.parametrize(
+    ("knobs", "correct", "tokens", "added"),
+    [
+        ({"overlong": 0.3}, [1, 0, 0], [300, 300, 1000], [0.1, 0.1, -0.2]),
+        ({"overlong": 0.3}, [0, 0], [300, 1000], [0.15, -0.15]),
+        ({"overlong": 0.3, "overlong_charges": "right"}, [1, 0, 0], [300, 300, 1000], [0, 0, 0]),
+        ({"linear": 0.3}, [1, 0, 0], [300, 300, 1000], [0, 0, 0]),
+        ({"linear": 0.2}, [1, 1, 0, 0], [200, 600, 10, 900], [0.04, -0.04, 0, 0]),
+        (
+            {"linear": 0.2, "wrong_too": True},
+            [1, 1, 0, 0],
+            [200, 600, 100, 900],
+            [0.04, -0.04, 0.08, -0.08],
+        ),
+        ({"linear": 0.2}, [0.8, 0.9], [0, 1000], [0, 0]),
+        ({"linear": 0.2, "correct_threshold": 0.7}, [0.8, 0.9], [0, 1000], [0.1, -0.1]),
+    ],
+)
+def test_who_is_compared_with_whom(
+    knobs: dict[str, Any], correct: list[float], tokens: list[int], added: list[float]
+) -> None:
+    assert adjust(rule(**knobs), correct, tokens) == pytest.approx(added)
 
 
-def test_linear_in_tokens_above_the_target() -> None:
-    cost = rule(linear=0.2, target=200).cost(np.array([0, 200, 600, 1000]))
-    np.testing.assert_allclose(cost, [0, 0, 0.1, 0.2])
-
-
-def test_soft_overlong_as_in_dapo() -> None:
-    cost = rule(overlong=1.0).cost(np.array([100, 800, 900, 1000, 5000]))
-    np.testing.assert_allclose(cost, [0, 0, 0.5, 1, 1])
-
-
-def test_siblings_of_one_length_are_left_alone_to_the_last_bit() -> None:
+def test_equal_lengths_change_no_bit() -> None:
     for tokens in (7, 333, 999):
         group = adjust(rule(linear=0.1, overlong=0.7, wrong_too=True), [1, 0, 1, 0], [tokens] * 4)
         assert group == [0.0] * 4
 
 
-def test_right_answers_are_compared_with_right_ones() -> None:
-    added = adjust(rule(linear=0.2), [1, 1, 0, 0], [200, 600, 10, 900])
-    assert added == pytest.approx([0.04, -0.04, 0, 0])
-    both = adjust(rule(linear=0.2, wrong_too=True), [1, 1, 0, 0], [200, 600, 100, 900])
-    assert both == pytest.approx([0.04, -0.04, 0.08, -0.08])
-
-
-def test_a_short_wrong_answer_beats_a_long_right_one_only_if_asked_for() -> None:
+def test_only_may_outweigh_turns_leads_over() -> None:
     correct, tokens = [1.0, 1.0, 0.0], [1000, 0, 0]
     added = adjust(rule(linear=4.0), correct, tokens)
     assert 1 + added[0] == pytest.approx(KEPT_LEAD)
@@ -139,37 +139,25 @@ def test_a_short_wrong_answer_beats_a_long_right_one_only_if_asked_for() -> None
     assert 1 + added[0] < added[2]
 
 
-def test_where_wrong_is_ahead_already_length_goes_on_as_usual() -> None:
-    # The recipe weighs something else higher than `correct`: that is not the length's to mend.
+def test_leads_of_wrong_answers_are_ignored() -> None:
     added = adjust(rule(linear=0.2), [1, 1, 0], [0, 1000, 0], rewards=[0.1, 0.1, 0.5])
     assert added == pytest.approx([0.1, -0.1, 0])
 
 
-def test_a_rubric_says_from_where_on_an_answer_is_right() -> None:
-    assert not any(adjust(rule(linear=0.2), [0.8, 0.9], [0, 1000]))
-    assert adjust(rule(linear=0.2, correct_threshold=0.7), [0.8, 0.9], [0, 1000]) == pytest.approx(
-        [0.1, -0.1]
-    )
-
-
 def test_knobs() -> None:
-    assert LengthRule.from_knobs(_knobs(linear=0.1), limit=500) == LengthRule(
-        linear=0.1, limit=500, margin=100
-    )
-    with pytest.raises(ValueError, match=r"length\.target = 500 .* below limit = 500"):
-        LengthRule.from_knobs(_knobs(target=500), limit=500)
-    with pytest.raises(ValueError, match=r"length\.margin = 600"):
-        LengthRule.from_knobs(_knobs(margin=600), limit=500)
-    with pytest.raises(ConfigError, match=r"length\.linear = -1"):
+    def from_knobs(**knobs: Any) -> LengthRule:
+        return LengthRule.from_knobs(asdict(LengthConfig(**knobs)), limit=500)
+
+    assert from_knobs(linear=0.1) == LengthRule(linear=0.1, limit=500, margin=100)
+    with pytest.raises(ValueError, match=r"length\.target"):
+        from_knobs(target=500)
+    with pytest.raises(ValueError, match=r"length\.margin"):
+        from_knobs(margin=600)
+    with pytest.raises(ConfigError, match=r"length\.linear"):
         LengthConfig(linear=-1)
-    one = SourceConfig(name="a", source="jsonl", path="a", domain="d")
-    two = SourceConfig(
-        name="b", source="jsonl", path="b", domain="d", length=LengthConfig(linear=0.1)
-    )
-    with pytest.raises(ConfigError, match=r"sources\[b\]\.length.*domain 'd' has another"):
-        DataConfig(sources=(one, two))
-
-
-def _knobs(**changes: Any) -> dict[str, Any]:
-    config = LengthConfig(**changes)
-    return {name: getattr(config, name) for name in LengthConfig.__dataclass_fields__}
+    sources = [
+        SourceConfig(name=name, source="jsonl", path=name, domain="d", length=length)
+        for name, length in (("a", LengthConfig()), ("b", LengthConfig(linear=0.1)))
+    ]
+    with pytest.raises(ConfigError, match=r"sources\[b\]\.length"):
+        DataConfig(sources=tuple(sources))

@@ -4,105 +4,122 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from keel.configs.schema import JudgeConfig
 from keel.rewards.compose import check_weights, compose
+from keel.rewards.judge.results import JudgeStopped
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer
 from keel.rl.evaluation import evaluation
-from keel.rl.types import Group, Prompt
+from keel.rl.types import CUT_OFF, FinishReason, Group, Prompt
 from tests.rewards.groups import PROMPT, group, trajectory
+from tests.rewards.judge.judge_server import (
+    Reply,
+    Server,
+    criteria_of,
+    good,
+    material_of,
+    running,
+    says,
+)
 from tests.waiting import PATIENCE_S
 
 WEIGHTS = {"maths": {"correct": 1.0, "format": 0.1}}
+TRUSTED = {
+    "isolation": "none-i-trust-the-answers",
+    "completion_s": PATIENCE_S,
+    "time_s": PATIENCE_S,
+}
+CRITERIA = [
+    {"name": "blue", "text": "says blue", "weight": 0.75},
+    {"name": "sky", "text": "says sky", "weight": 0.25},
+]
 
 
-@pytest.fixture(scope="module")
-def scorer() -> Iterator[Scorer]:
-    with Scorer(WEIGHTS, workers=1, timeout_s=PATIENCE_S) as scorer:
-        yield scorer
+def prompt(domain: str = "maths", **reward: Any) -> Prompt:
+    return Prompt(prompt_id="file/9", domain=domain, messages=PROMPT.messages, reward=reward)
 
 
-@pytest.mark.e2e
-def test_rewards_parts_and_advantages(scorer: Scorer) -> None:
-    asked = group("<think>a</think>3", "<think>a</think>4", "3 </think>", "<think>3")
-    (scored,) = scorer.score([asked])
-    assert scored.group is asked
+def test_rewards_parts_and_advantages() -> None:
+    answers = group("<think>a</think>3", "<think>a</think>4", "3 </think>", "<think>3")
+    with Scorer(WEIGHTS, workers=0) as scorer:
+        (scored,) = scorer.score([answers])
+        cut = replace(answers, trajectories=(trajectory(0, "<think>a</think>3", "length"),))
+        (alone,) = scorer.score([cut])
+    assert scored.group is answers
     assert scored.rewards_G.dtype == scored.advantages_G.dtype == np.float32
     np.testing.assert_allclose(scored.rewards_G, [1.1, 0.1, 0.0, 0.0])
     np.testing.assert_allclose(scored.advantages_G, [0.8, -0.2, -0.3, -0.3], atol=1e-6)
     assert scored.parts_G[0] == {"correct": 1.0, "format": 1.0, "error": 0.0}
     assert scored.parts_G[3] == {"correct": 0.0, "format": 0.0, "error": 0.0}
+    assert alone.parts_G[0] == {"correct": 1.0, "format": 0.0, "error": 0.0}
+    np.testing.assert_array_equal(alone.advantages_G, [0.0])
 
 
-def test_a_cut_answer_may_be_right_but_is_not_in_format(scorer: Scorer) -> None:
-    cut = Group(prompt=PROMPT, trajectories=(trajectory(0, "<think>a</think>3", finish="length"),))
-    (scored,) = scorer.score([cut])
-    assert scored.parts_G[0] == {"correct": 1.0, "format": 0.0, "error": 0.0}
-    np.testing.assert_array_equal(scored.advantages_G, [0.0])
-
-
-def test_groups_are_scored_as_they_arrive_and_keep_their_order(scorer: Scorer) -> None:
-    def arriving() -> Iterator[Group]:
-        for i in range(20):
-            yield group(f"<think></think>{i}", "<think></think>3")
-
-    scored = scorer.score(arriving())
+@pytest.mark.e2e
+def test_groups_keep_their_order_in_workers() -> None:
+    groups = (group(f"<think></think>{i}", "<think></think>3") for i in range(20))
+    with Scorer(WEIGHTS, workers=2, timeout_s=PATIENCE_S) as scorer:
+        scored = scorer.score(groups)
     assert [s.parts_G[0]["correct"] for s in scored] == [float(i == 3) for i in range(20)]
     assert evaluation(scored)["pass@1"].value == pytest.approx((20 + 1) / 40)
-    assert scorer.score([]) == []
 
 
-def test_a_group_that_lost_all_its_trajectories(scorer: Scorer) -> None:
-    (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=(), dropped=("late",))])
+def test_empty_group_stays_empty() -> None:
+    with Scorer(WEIGHTS, workers=0, lengths={"maths": LengthRule(linear=0.1)}) as scorer:
+        (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=(), dropped=("late",))])
     assert len(scored.rewards_G) == len(scored.advantages_G) == len(scored.parts_G) == 0
+    assert scored.group.dropped == ("late",)
     assert evaluation([scored])["pass@1"].value == 0
 
 
-def test_a_step_is_scored_in_no_time(scorer: Scorer) -> None:
-    prompt = replace(PROMPT, reward={**PROMPT.reward, "match": "math"})
-    groups = [
-        group(*(f"<think>{i}</think>{i * j}" for j in range(8)), prompt=prompt) for i in range(16)
-    ]
-
-    def takes_s() -> float:
-        began = time.process_time()
-        scorer.score(groups)
-        return time.process_time() - began
-
-    assert any(takes_s() < 2 for _ in range(4))  # one of some, since the machine may be busy
-
-
-def test_errors_name_the_prompt(scorer: Scorer) -> None:
-    lost = Prompt(prompt_id="x/2", domain="code", messages=PROMPT.messages, reward=PROMPT.reward)
-    with pytest.raises(ValueError, match=r"prompt x/2: no rewards for its domain 'code'"):
-        scorer.score([group("3", prompt=lost)])
-    odd = Prompt(prompt_id="x/3", domain="maths", messages=PROMPT.messages, reward={"kind": "k"})
-    with pytest.raises(ValueError, match=r"prompt x/3: .*kind 'k'"):
-        scorer.score([group("3", prompt=odd)])
+@pytest.mark.parametrize(
+    ("domain", "reward", "weights", "match"),
+    [
+        ("code", {"kind": "answer", "answer": "3"}, {"correct": 1.0}, "code"),
+        ("maths", {"kind": "k"}, {"correct": 1.0}, "kind 'k'"),
+        ("maths", {"kind": "code", "tests": []}, {"correct": 1.0}, "tests"),
+        ("maths", {"kind": "rubric", "criteria": CRITERIA}, {"rubric": 1.0}, "judge"),
+        ("maths", {"kind": "answer", "answer": "3"}, {"rubric": 1.0}, "rubric"),
+        ("maths", {"kind": "answer", "answer": "3"}, {"correct": 1.0, "refusal": 0.0}, "judge"),
+    ],
+)
+def test_errors_name_the_prompt(
+    domain: str, reward: dict[str, Any], weights: dict[str, float], match: str
+) -> None:
+    with (
+        Scorer({"maths": weights}, workers=0) as scorer,
+        pytest.raises(ValueError, match=f"prompt file/9.*{match}"),
+    ):
+        scorer.score([group("3", prompt=prompt(domain, **reward))])
 
 
-def test_weights_and_composition() -> None:
-    with pytest.raises(ValueError, match=r"domain 'maths': no reward 'corect'; did you mean corr"):
+def test_unknown_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'corect'.*correct\?"):
         check_weights({"maths": {"corect": 1.0}})
-    with pytest.raises(ValueError, match="there are correct, format"):
+    with pytest.raises(ValueError, match="length"):
         Scorer({"maths": {"length": 1.0}}, workers=0)
-    score = compose({"correct": 0.5, "format": 1.0, "error": 0.0}, {"correct": 2.0})
-    assert score.value == 1.0
-    assert score.parts["format"] == 1.0
+    with pytest.raises(ValueError, match="progress"):
+        check_weights({"shop": {"progress": 1.0}})
+    check_weights({"shop": {"progress": 1.0}}, ["shop"])
 
 
 def test_terms_that_cancel_leave_no_rounding() -> None:
-    """With `scale_advantages: std` that would be an advantage as large as any."""
+    """With `scale_advantages: std` a rounding error would become a full advantage."""
     weights = {"correct": 0.3, "mine.wordy": -0.1, "mine.late": -0.2}
     assert compose(dict.fromkeys(weights, 1.0), weights).value == 0
     assert compose(dict.fromkeys(weights, 0.0), weights).value == 0
     assert compose({**dict.fromkeys(weights, 1.0), "correct": 1 + 1e-9}, weights).value > 0
+    score = compose({"correct": 0.5, "format": 1.0}, {"correct": 2.0})
+    assert (score.value, score.parts["format"]) == (1.0, 1.0)
 
 
 @pytest.mark.e2e
@@ -120,3 +137,175 @@ def test_workers_stay_light() -> None:
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.e2e
+def test_programs_run_against_their_tests() -> None:
+    adds = "<think></think>```python\nprint(sum(map(int, input().split())))\n```"
+    prints = "<think></think>```python\nprint(3)\n```"
+    tests = [{"stdin": "1 2", "stdout": "3"}, {"stdin": "2 2", "stdout": "4"}]
+    marked = [{**tests[0], "sample": True}, {**tests[1], "subtask": "b"}]
+    subtasks = prompt(kind="code", tests=marked, subtasks={"b": 7})
+    partial = prompt(kind="code", tests=tests, partial=True)
+    with Scorer({"maths": {"correct": 1.0}}, workers=2, code=TRUSTED) as scorer:
+        first, second = scorer.score(
+            [
+                group(adds, prints, adds, "none", prompt=partial),
+                group(adds, prints, prompt=subtasks),
+            ]
+        )
+    assert first.rewards_G.tolist() == [1.0, 0.5, 1.0, 0.0]
+    parts = [(p["correct"], p["samples"], p["subtask/b"]) for p in second.parts_G]
+    assert parts == [(1, 1, 1), (0, 1, 0)]
+
+
+def fails_on_request(request: dict[str, Any]) -> Reply:
+    failing = "500" in str(material_of(request["messages"]))
+    return Reply("{}", status=500) if failing else good(request)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(fails_on_request) as server:
+        yield server
+
+
+def service(server: Server, **knobs: Any) -> JudgeService:
+    config = JudgeConfig(base_url=server.url, model="m", retries=0, **knobs)
+    return JudgeService(config, backoff_s=0.001)
+
+
+def test_judge_failures_leave_the_group(server: Server) -> None:
+    answers = group(
+        "<think>a</think>blue sky",
+        "<think></think>blue",
+        "<think></think>HTTP 500",
+        prompt=prompt(kind="rubric", criteria=CRITERIA),
+    )
+    with (
+        service(server, max_failure_fraction=1.0) as judge,
+        Scorer(WEIGHTS, workers=0, judge=judge) as scorer,
+    ):
+        scored, other = scorer.score([answers, group("<think></think>3")])
+        metrics, unchanged = scorer.metrics(), scorer.metrics()
+    np.testing.assert_allclose(scored.rewards_G, [1.1, 0.85])
+    np.testing.assert_allclose(scored.advantages_G, [0.125, -0.125], atol=1e-6)
+    assert scored.parts_G[1] == {
+        "correct": 0.75,
+        "rubric": 0.75,
+        "disagreement": 0.0,
+        "format": 1.0,
+        "error": 0.0,
+    }
+    assert [t.sibling for t in scored.group.trajectories] == [0, 1]
+    assert [t.sibling for t in scored.left_out] == [2]
+    assert [note.keys() for note in scored.notes_G] == [{"blue", "sky"}] * 2
+    assert scored.notes_G[1]["sky"].startswith("0: ")
+    assert other.notes_G == ()
+    (reason,) = scored.group.dropped
+    assert "(server)" in reason
+    np.testing.assert_allclose(other.rewards_G, [1.1])
+    assert metrics["judge/failures"].value == metrics["judge/failures_server"].value == 1
+    assert (metrics["judge/completions"].value, metrics["judge/calls"].value) == (2, 3)
+    assert not any(metric.value for metric in unchanged.values())
+
+
+def test_judge_that_keeps_failing_stops_the_run(server: Server) -> None:
+    answers = group("<think></think>HTTP 500", prompt=prompt(kind="rubric", criteria=CRITERIA))
+    with (
+        service(server, max_failure_fraction=0.0) as judge,
+        Scorer({"maths": {"rubric": 1.0}}, workers=0, judge=judge) as scorer,
+        pytest.raises(JudgeStopped, match="max_failure_fraction"),
+    ):
+        scorer.score([answers])
+
+
+def declines(request: dict[str, Any]) -> Reply:
+    """A judge that recognises refusals."""
+    ((key, text),) = criteria_of(request).items()
+    refuses = "I cannot" in str(material_of(request["messages"]))
+    met = refuses == text.startswith("The answer declines")
+    return says({key: {"reason": "r", "verdict": "met" if met else "missed"}})
+
+
+def test_refusals_as_verdict_and_as_part() -> None:
+    answers = ("<think>I cannot?</think>3", "<think></think>I cannot do that.")
+    groups = [
+        group(*answers, prompt=prompt(domain, kind="refusal", refuse=refuse))
+        for domain, refuse in (("harmful", True), ("harmless", False))
+    ]
+    weights = {
+        "harmful": {"correct": 1.0},
+        "harmless": {"correct": 1.0},
+        "maths": {"correct": 1.0, "refusal": 0.0},
+    }
+    with (
+        running(declines) as server,
+        service(server) as judge,
+        Scorer(weights, workers=0, judge=judge) as scorer,
+    ):
+        harmful, harmless, sums = scorer.score([*groups, group(*answers)])
+    assert harmful.rewards_G.tolist() == [0, 1] and harmless.rewards_G.tolist() == [1, 0]
+    assert [parts["refusal"] for parts in sums.parts_G] == [0, 1]
+    assert sums.rewards_G.tolist() == [1, 0]
+    assert sums.notes_G[0].keys() == {"refusal: refusal"}
+
+
+def test_length_costs_are_parts() -> None:
+    answers = [("</think>3", 20), ("</think>3", 60), ("</think>4", 10)]
+    trajectories = tuple(trajectory(i, raw, tokens=n) for i, (raw, n) in enumerate(answers))
+    lengths = {"maths": LengthRule(linear=0.2, limit=100, margin=20)}
+    with Scorer({"maths": {"correct": 1.0}}, workers=0, lengths=lengths) as scorer:
+        (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=trajectories)])
+    np.testing.assert_allclose(scored.rewards_G, [1.04, 0.96, 0.0], atol=1e-6)
+    assert [round(parts["length"], 6) for parts in scored.parts_G] == [0.04, -0.04, 0.0]
+    assert [round(parts["length_cost"], 6) for parts in scored.parts_G] == [0.04, 0.12, 0.02]
+
+
+@pytest.mark.parametrize(
+    ("rule", "rewards", "dropped"),
+    [("keep", [1, 1], ()), ("zero", [1, 0], ()), ("drop", [1], (CUT_OFF,))],
+)
+@pytest.mark.parametrize("finish", ["length", "deadline"])
+def test_cut_off_completions(
+    rule: Any, rewards: list[float], dropped: tuple[str, ...], finish: FinishReason
+) -> None:
+    whole = trajectory(0, "</think>3", tokens=20)
+    cut = trajectory(1, "</think>3", finish, tokens=60)
+    both = Group(prompt=PROMPT, trajectories=(whole, cut))
+    lengths = {"maths": LengthRule(truncated=rule)}
+    with Scorer({"maths": {"correct": 1.0}}, workers=0, lengths=lengths) as scorer:
+        (scored,) = scorer.score([both])
+        (measured,) = scorer.score([both], "eval")
+    assert scored.rewards_G.tolist() == rewards
+    assert scored.group.dropped == dropped
+    assert scored.left_out == ((cut,) if dropped else ())
+    # Evaluations drop nothing: endless answers would make a policy look better.
+    assert len(measured.rewards_G) == 2
+
+
+def always(prompt: Prompt, trajectory: object) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(("weight", "rewards"), [(-0.5, [-0.5, -0.5]), (0.5, [0.5, 0.0])])
+def test_cut_off_is_no_better_than_wrong(weight: float, rewards: list[float]) -> None:
+    wrong, cut = trajectory(0, "</think>4"), trajectory(1, "</think>3", "length")
+    lengths = {"maths": LengthRule(truncated="zero")}
+    weights = {"maths": {"correct": 1.0, f"{__name__}.always": weight}}
+    with Scorer(weights, workers=0, lengths=lengths) as scorer:
+        (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=(wrong, cut))])
+    assert scored.rewards_G.tolist() == rewards
+
+
+def finish_reason(prompt: Prompt, trajectory: Any) -> float:
+    return float(trajectory.finish_reason == "length")
+
+
+def test_rewards_do_not_see_which_limit_cut() -> None:
+    cuts = tuple(trajectory(i, "</think>3", f) for i, f in enumerate(("length", "deadline")))
+    weights = {"maths": {"correct": 1.0, "format": 1.0, f"{__name__}.finish_reason": 1.0}}
+    with Scorer(weights, workers=0) as scorer:
+        (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=cuts)])
+    assert scored.parts_G[0] == scored.parts_G[1] and scored.parts_G[0]["format"] == 0
+    assert scored.parts_G[0][f"{__name__}.finish_reason"] == 1

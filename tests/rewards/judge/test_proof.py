@@ -1,4 +1,4 @@
-"""Proofs: the form of an answer, the composed reward, and the calls behind it."""
+"""Proofs: the format of an answer, the composed reward, and the calls behind it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from keel.configs.schema import JudgeConfig
 from keel.rewards.judge.prompts import MetaCheck, Verification
-from keel.rewards.judge.proof import Checked, Proof, ProofSpec, read_proof
+from keel.rewards.judge.proof import Proof, ProofSample, ProofSpec, read_proof
 from keel.rewards.judge.results import Failed, Judged
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import judged_spec
 from keel.rl.types import Prompt
 from tests.rewards.judge.judge_server import Reply, Server, material_of, running, says
 from tests.waiting import PATIENCE_S
@@ -32,55 +31,53 @@ def answer(solution: str = "QED", score: str = "1", evaluation: str = "Fine.") -
     return f"## Solution\n{solution}\n\n## Self Evaluation\n{evaluation}\n\\boxed{{{score}}}"
 
 
-def test_the_sections_of_an_answer() -> None:
+def test_a_well_formed_answer() -> None:
     assert read_proof(answer("By $x$.", "0.5", "A gap.")) == Proof(
         "By $x$.", "A gap.\n\\boxed{0.5}", 0.5
     )
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    "text",
     [
-        ("QED", "one section"),
-        ("## Solution\nQED", "one section"),
-        (answer() + "\n## Solution\nagain", "one section"),
-        (answer("a\n## Self Evaluation\nb"), "one section"),
-        ("First: " + answer(), "one section"),
-        ("I start.\n" + answer(), "has to start"),
-        ("## Self Evaluation\n\\boxed{1}\n## Solution\nQED", "has to start"),
-        (answer(" "), "empty section"),
-        (answer(score="0.9"), "no boxed score"),
-        (answer(score=""), "no boxed score"),
-        ("## Solution\n\\boxed{1}\n## Self Evaluation\nfine", "no boxed score"),
-        ("## Solution\na\n## Self Evaluation\n<answer>1</answer>", "no boxed score"),
+        "QED",
+        "## Solution\nQED",
+        answer() + "\n## Solution\nagain",
+        answer("a\n## Self Evaluation\nb"),
+        "First: " + answer(),
+        "I start.\n" + answer(),
+        "## Self Evaluation\n\\boxed{1}\n## Solution\nQED",
+        answer(" "),
+        answer(score="0.9"),
+        answer(score=""),
+        "## Solution\n\\boxed{1}\n## Self Evaluation\nfine",
+        "## Solution\na\n## Self Evaluation\n<answer>1</answer>",
     ],
 )
-def test_other_forms(text: str, why: str) -> None:
-    problem = read_proof(text)
-    assert isinstance(problem, str)
-    assert why in problem
+def test_malformed_answers(text: str) -> None:
+    assert isinstance(read_proof(text), str)
 
 
-def checked(score: float, *, verifier: float | None = None, own: float = 1.0) -> Checked:
-    return Checked(
+def sample(score: float, *, verifier: float | None = None, own: float = 1.0) -> ProofSample:
+    return ProofSample(
         Verification("e", () if score == 1 else ("f",), score),
         None if verifier is None else MetaCheck("v", verifier),
         MetaCheck("s", own),
     )
 
 
-def reward(claimed: float, *samples: Checked, alpha: float = 0.75) -> float:
+def reward(claimed: float, *samples: ProofSample, alpha: float = 0.75) -> float:
     return ProofSpec(alpha=alpha).judged(Proof("y", "z", claimed), samples).value
 
 
 def test_the_composed_reward() -> None:
-    assert reward(1, checked(1)) == 1
-    assert reward(1, checked(0, verifier=1)) == 0, "a wrong proof that claims to be right"
-    assert reward(0, checked(0, verifier=1)) == 0.25, "one that owns up to it"
-    assert reward(0, checked(0, verifier=1, own=0)) == 0, "… with flaws that it does not have"
-    assert reward(0, checked(0, verifier=0)) == 0.75, "the verifier was wrong"
-    assert reward(0.5, checked(0.5, verifier=1), checked(0.5, verifier=1)) == 0.375 + 0.25
-    assert reward(1, checked(0.5, verifier=0.5)) == pytest.approx(0.75 * 0.75 + 0.25 * 0.75)
+    assert reward(1, sample(1)) == 1
+    assert reward(1, sample(0, verifier=1)) == 0, "a wrong proof that claims to be right"
+    assert reward(0, sample(0, verifier=1)) == 0.25, "one that admits it"
+    assert reward(0, sample(0, verifier=1, own=0)) == 0, "… with flaws that it lacks"
+    assert reward(0, sample(0, verifier=0)) == 0.75, "the verifier was wrong"
+    assert reward(0.5, sample(0.5, verifier=1), sample(0.5, verifier=1)) == 0.375 + 0.25
+    assert reward(1, sample(0.5, verifier=0.5)) == pytest.approx(0.75 * 0.75 + 0.25 * 0.75)
 
 
 SCORE = st.sampled_from([0.0, 0.5, 1.0])
@@ -88,17 +85,19 @@ SCORE = st.sampled_from([0.0, 0.5, 1.0])
 
 @settings(deadline=None)
 @given(SCORE, SCORE, SCORE, SCORE, st.floats(0.5, 1))
-def test_laws(claimed: float, score: float, verifier: float, own: float, alpha: float) -> None:
-    sample = checked(score, verifier=verifier if score < 1 else None, own=own)
-    value = reward(claimed, sample, alpha=alpha)
+def test_honesty_pays(
+    claimed: float, score: float, verifier: float, own: float, alpha: float
+) -> None:
+    one = sample(score, verifier=verifier if score < 1 else None, own=own)
+    value = reward(claimed, one, alpha=alpha)
     assert 0 <= value <= 1
-    assert value <= reward(1, checked(1), alpha=alpha)
-    assert reward(sample.proof, sample, alpha=alpha) >= value, "honesty pays"
-    assert sample.proof >= score, "criticism that is not confirmed costs nothing"
+    assert value <= reward(1, sample(1), alpha=alpha)
+    assert reward(one.proof, one, alpha=alpha) >= value, "honesty pays"
+    assert one.proof >= score, "unconfirmed criticism costs nothing"
 
 
 def scripted(score: str, verifier: str, own: str) -> Any:
-    """A verifier and a meta-verifier that have made up their minds."""
+    """A verifier and a meta-verifier with fixed scores."""
 
     def behave(request: dict[str, Any]) -> Reply:
         material = material_of(request["messages"])
@@ -125,16 +124,19 @@ def service(server: Server) -> Iterator[JudgeService]:
 
 
 def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None:
-    server.forget()
+    server.reset()
     server.behave = scripted("1", "1", "1")
     result = service.submit_text(PROMPT, answer("right")).result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert result.value == 1.0
-    seen = [material_of(request["messages"]) for request in server.requests]
-    assert {tuple(material) for material in seen} == {("solution",), ("solution", "evaluation")}
-    assert {"solution": "right"} in seen, "the verifier does not see what the answer says of itself"
+    materials = [material_of(request["messages"]) for request in server.requests]
+    assert {tuple(material) for material in materials} == {
+        ("solution",),
+        ("solution", "evaluation"),
+    }
+    assert {"solution": "right"} in materials, "the verifier does not see the self-evaluation"
 
-    server.forget()
+    server.reset()
     server.behave = scripted("0.5", "1", "0.5")
     result = service.submit_text(PROMPT, answer("nearly", "1")).result(PATIENCE_S)
     assert isinstance(result, Judged)
@@ -153,42 +155,25 @@ def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None
 
 
 def test_the_reward_of_a_verifier(server: Server, service: JudgeService) -> None:
-    """Nearness to the label, times whether its criticism is real; the label is never shown."""
+    """Closeness to the label times the meta-check. The label is never shown."""
     spec = {"kind": "verification", "problem": "Prove it.", "proof": "QED", "score": 0.25}
     prompt = replace(PROMPT, reward=spec)
-    server.forget()
+    server.reset()
     server.behave = scripted("1", "1", "0.5")
     result = service.submit_text(prompt, "Step 2 fails. \\boxed{0.5}").result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert result.value == pytest.approx(0.75 * 0.5)
-    (asked,) = server.requests
-    assert material_of(asked["messages"])["solution"] == "QED" and "0.25" not in str(asked)
+    (request,) = server.requests
+    assert material_of(request["messages"])["solution"] == "QED" and "0.25" not in str(request)
 
-    server.forget()
+    server.reset()
     result = service.submit_text(prompt, "It is fine.").result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert (result.value, result.parts["verification_format"], server.requests) == (0, 0, [])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ({"proof": ""}, "needs a `proof`"),
-        ({"problem": 3}, "needs a `problem`"),
-        ({"score": 2}, "score 2 must be"),
-        ({"label": 1}, "no such key as 'label'"),
-    ],
-)
-def test_a_bad_spec_of_a_verification(wrong: dict[str, Any], why: str) -> None:
-    spec = {"kind": "verification", "problem": "a", "proof": "b", "score": 1, **wrong}
-    with pytest.raises(ValueError, match=why):
-        judged_spec(spec)
-
-
-def test_an_answer_in_another_form_is_worth_nothing_and_costs_nothing(
-    server: Server, service: JudgeService
-) -> None:
-    server.forget()
+def test_malformed_answers_score_zero_unasked(server: Server, service: JudgeService) -> None:
+    server.reset()
     result = service.submit_text(PROMPT, "It is obvious. \\boxed{1}").result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert (result.value, result.parts["proof_format"]) == (0.0, 0.0)
@@ -205,7 +190,7 @@ def test_an_answer_in_another_form_is_worth_nothing_and_costs_nothing(
         {"evaluation": "good", "flaws": [], "score": "0.75"},
     ],
 )
-def test_a_verifier_that_does_not_keep_to_the_form(
+def test_malformed_verifications_fail(
     server: Server, service: JudgeService, reply: dict[str, Any]
 ) -> None:
     honest = scripted("1", "1", "1")

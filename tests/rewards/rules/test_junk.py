@@ -1,4 +1,4 @@
-"""What is not the answer does not pass, whatever right answer stands in it."""
+"""Only the answer passes, whatever surrounds it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPES = Path(__file__).parents[3] / "configs"
 NAMING = sorted(p.name for p in RECIPES.glob("*.yaml") if "source: reasoning_gym" in p.read_text())
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 SLOW = {"arc_agi", "figlet_font", "futoshiki", "group_anagrams", "knight_swap"}
-"""Tasks that take most of a second to build or to make an item of; checked by hand."""
+"""Tasks that take most of a second to build."""
 
 
 def items(task: str, count: int, params: dict[str, Any]) -> list[tuple[dict[str, Any], Verifier]]:
@@ -34,12 +34,12 @@ def items(task: str, count: int, params: dict[str, Any]) -> list[tuple[dict[str,
 
 
 def score(verifier: Verifier, text: str) -> float:
-    """As a worker counts it: what raises is worth nothing."""
+    """Score as in a worker: an exception is worth 0."""
     return float(reply_to(verifier, text).get("score", 0.0))
 
 
 def around(right: str) -> dict[str, str]:
-    """The right answer, and more."""
+    """The right answer with additions."""
     return {
         "words after it": f"{right} or so",
         "a line after it": f"{right}\nfoo bar",
@@ -74,8 +74,8 @@ def junk(entry: dict[str, Any], others: list[str]) -> dict[str, str]:
     }
 
 
-def is_it(text: str, right: str) -> bool:
-    """A number may be 0, or 00, and a word a palindrome."""
+def same_value(text: str, right: str) -> bool:
+    """Junk may equal the answer: a number may be 0, a word a palindrome."""
     try:
         return float(text) == float(right)
     except ValueError:
@@ -83,16 +83,16 @@ def is_it(text: str, right: str) -> bool:
 
 
 @pytest.mark.parametrize("recipe", NAMING)
-def test_of_the_recipes_tasks_only_the_answer_passes(recipe: str) -> None:
+def test_only_answers_pass_in_recipes(recipe: str) -> None:
     sources = load_config(RECIPES / recipe).data.sources
     procedural = [source for source in sources if source.source == "reasoning_gym"]
     assert procedural
     for source in procedural:
-        only_the_answer_passes(source.task, json.dumps(dict(source.params)))
+        check_task(source.task, json.dumps(dict(source.params)))
 
 
 @cache  # recipes have many in common
-def only_the_answer_passes(task: str, params: str) -> None:
+def check_task(task: str, params: str) -> None:
     entries = items(task, 24, json.loads(params))
     for index, (entry, verifier) in enumerate(entries):
         right = entry["answer"]
@@ -101,7 +101,7 @@ def only_the_answer_passes(task: str, params: str) -> None:
         others = [other["answer"] for other, _ in entries[index + 1 :] + entries[:index]]
         others = [other for other in others if other != right][:3]
         for kind, text in junk(entry, others).items():
-            if not is_it(text, right):
+            if not same_value(text, right):
                 assert score(verifier, text) <= MOST_PARTIAL, f"{kind}: {text!r} for {right!r}"
                 assert not passed(score(verifier, text))
 
@@ -112,7 +112,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("task", sorted(set(DATASETS) - NO_ORACLE - set(REFUSED_TASKS) - SLOW))
-def test_of_no_task_more_than_the_answer_passes(task: str) -> None:
+def test_additions_never_pass(task: str) -> None:
     for entry, verifier in items(task, 2, {}):
         right = entry["answer"]
         for kind, text in around(right).items():
@@ -121,7 +121,7 @@ def test_of_no_task_more_than_the_answer_passes(task: str) -> None:
 
 
 @pytest.mark.parametrize("letters", range(3, 26))
-def test_a_word_with_more_after_it_is_worth_a_tenth_less_however_the_sum_is_rounded(
+def test_partial_credit_is_capped_despite_rounding(
     letters: int,
 ) -> None:
     # Shares of 1/9 add up to more than 1, those of 1/10 to less.
@@ -139,14 +139,14 @@ def test_a_word_with_more_after_it_is_worth_a_tenth_less_however_the_sum_is_roun
         ("knights_knaves", "A is a fool, B is a sage, and C is a sage.", "a fool b sage c sage"),
     ],
 )
-def test_the_order_of_words_is_the_verifiers_business(task: str, right: str, same: str) -> None:
+def test_word_order_is_the_verifiers_choice(task: str, right: str, same: str) -> None:
     entry = {"question": "?", "answer": right, "metadata": {}}
     verifier = verifier_for({"kind": "reasoning_gym", "task": task, "entry": entry})
     assert verifier(right) == verifier(same) == 1.0
 
 
-def said(right: str) -> dict[str, str]:
-    """The right answer, as people mark it."""
+def marked(right: str) -> dict[str, str]:
+    """The right answer in common markup."""
     return {
         "a full stop": f"{right}.",
         "a sentence": f"The answer is {right}.",
@@ -164,7 +164,7 @@ def said(right: str) -> dict[str, str]:
 
 
 def forms(task: str, right: str) -> list[str]:
-    """Other ways to write it, that the task's verifier reads."""
+    """Other spellings that the task's verifier accepts."""
     rows = [line.split() for line in right.split("\n")]
     match task:
         case "gsm_symbolic":
@@ -201,7 +201,7 @@ def forms(task: str, right: str) -> list[str]:
         *("survo", "kakurasu", "polynomial_equations", "knights_knaves"),
     ],
 )
-def test_a_right_answer_may_be_written_in_more_ways_than_one(task: str) -> None:
+def test_right_answers_pass_in_other_forms(task: str) -> None:
     verify = cast(Any, create_dataset(task, size=1)).score_answer
     full = 0
     for entry, verifier in items(task, 4, {}):
@@ -209,12 +209,11 @@ def test_a_right_answer_may_be_written_in_more_ways_than_one(task: str) -> None:
             entry["answer"] = "20"
             verifier = verifier_for({"kind": "reasoning_gym", "task": task, "entry": entry})
         right = entry["answer"]
-        marked = {} if task == "polynomial_equations" else said(right)
-        for text in [*marked.values(), *forms(task, right)]:
-            # What the verifier cannot read is its business.
+        common = {} if task == "polynomial_equations" else marked(right)
+        for text in [*common.values(), *forms(task, right)]:
             try:
                 passes = verify(answer_in(text), from_jsonable(entry)) == 1.0
-            except Exception:  # as a worker takes it
+            except Exception:  # the verifier cannot parse it
                 passes = False
             if passes:
                 full += 1
@@ -225,13 +224,13 @@ def test_a_right_answer_may_be_written_in_more_ways_than_one(task: str) -> None:
 @pytest.mark.parametrize(
     "text", ["20 or so", "20 or 30", "20 30", "not 20", "20, 30", "-20", "20x", "20 / 7", "20\nxx"]
 )
-def test_a_number_with_a_unit_is_one_number(text: str) -> None:
+def test_gsm_answers_hold_one_number(text: str) -> None:
     entry = {"question": "?", "answer": "20", "metadata": {}}
     verifier = verifier_for({"kind": "reasoning_gym", "task": "gsm_symbolic", "entry": entry})
     assert not passed(score(verifier, text))
 
 
-def test_an_integral_left_as_it_is_is_right_where_it_is_the_known_answer() -> None:
+def test_an_unsolved_integral_may_be_the_known_answer() -> None:
     integrand = {"variable": "x", "integrand": "3*x**3*cos(3*x)"}
     known = "3*Integral(x**3*cos(3*x), x) + C"
     entry = {"question": "?", "answer": known, "metadata": integrand}

@@ -1,4 +1,4 @@
-r"""Mathematical answers: the pairs of answers.jsonl by kind, formats of the answer, and bounds."""
+r"""Mathematical answers: the corpus answers.jsonl by kind, formats of the answer, and bounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def verifier(right: str, tolerance: float | None = None) -> Verifier:
 
 
 @pytest.mark.parametrize("kind", sorted(PAIRS))
-def test_pairs_are_judged_as_expected(kind: str) -> None:
+def test_corpus(kind: str) -> None:
     wrong = [
         (pair["answer"], pair["completion"], pair["expected"])
         for pair in PAIRS[kind]
@@ -41,8 +41,15 @@ def test_pairs_are_judged_as_expected(kind: str) -> None:
 
 
 MARKED = ["\\boxed{%s}", "So $\\boxed{%s}$.", "\\[\\boxed{%s}\\]", "<answer>%s</answer>"]
-SAID = ["%s", "**%s**", "`%s`", "The answer is %s.", "The answer is **%s**.", "The answer is `%s`."]
-SAID += ["Therefore, the final answer is: %s", "Work.\n\nThe answer is\n> %s", "**Answer:** %s"]
+STATED = [
+    "%s",
+    "**%s**",
+    "`%s`",
+    "The answer is %s.",
+    "The answer is **%s**.",
+    "The answer is `%s`.",
+]
+STATED += ["Therefore, the final answer is: %s", "Work.\n\nThe answer is\n> %s", "**Answer:** %s"]
 TEXT = ["\\boxed{\\text{%s}}", "\\boxed{\\textbf{%s}}", "<answer>\\text{%s}</answer>"]
 MATHS = ["$%s$", "\\(%s\\)", "The answer is $%s$.", "The answer is (%s).", "<answer>$%s$</answer>"]
 MATHS += ["\\boxed{\\boldsymbol{%s}}", "\\boxed{\\text{The answer is }%s}", "Work.\n#### %s"]
@@ -51,7 +58,7 @@ WORDS = ("no", "False", "no solution", "does not exist", "never", "unknown", "in
 WORDS += ("not enough information", "Not a function", "Paris", "undefined")
 
 
-@pytest.mark.parametrize("format_", [*MARKED, *SAID, *TEXT])
+@pytest.mark.parametrize("format_", [*MARKED, *STATED, *TEXT])
 def test_words_in_every_format(format_: str) -> None:
     for word in WORDS:
         for right in (word, f"\\text{{{word}}}"):
@@ -59,7 +66,7 @@ def test_words_in_every_format(format_: str) -> None:
             assert verifier(right)(format_ % "something else") == 0.0
 
 
-@pytest.mark.parametrize("format_", [*MARKED, *SAID, *MATHS])
+@pytest.mark.parametrize("format_", [*MARKED, *STATED, *MATHS])
 def test_numbers_and_formulas_in_every_format(format_: str) -> None:
     for right in ("42", "-7", "1/2", "3.14", "1000", "\\frac{3}{4}", "2\\sqrt{3}", "x^2+1"):
         assert verifier(right)(format_ % right) == 1.0, right
@@ -67,7 +74,7 @@ def test_numbers_and_formulas_in_every_format(format_: str) -> None:
 
 
 @given(st.integers(-999, 999), st.integers(2, 99), st.sampled_from("+-*/^"))
-def test_an_expression_is_not_the_number(left: int, right: int, sign: str) -> None:
+def test_an_expression_is_not_its_value(left: int, right: int, sign: str) -> None:
     value = {"+": left + right, "-": left - right, "*": left * right}.get(sign, left // right)
     written = f"{left} {sign} {right}"
     if sign == "^":
@@ -118,90 +125,38 @@ def test_formulas_are_equal_by_value(one: str, other: str, alike: bool) -> None:
 @pytest.mark.parametrize(
     "text", ["", "1 2", "3)", "(3", "x^", "\\frac{1}", "\\foo{1}", "42_{16}", "\\sum n", "dollars"]
 )
-def test_a_formula_is_read_whole_or_not(text: str) -> None:
+def test_malformed_formulas_are_unreadable(text: str) -> None:
     with pytest.raises(formula.Unreadable):
         formula.read(text)
 
 
 PARTS = [
-    "1 ",
-    "1,",
-    "(",
-    "{",
-    "[",
-    "\\{",
-    "\\frac",
-    "\\frac{1}{2}",
-    "^",
-    "x^",
-    "-",
-    "1+",
-    "|",
-    "$",
-    "$1$",
-]
-PARTS += [
-    "\\text{a}",
-    "1\\text{ a}",
-    "\\sqrt",
-    "x=1,",
-    "1<x<",
-    "(1,2)\\cup",
-    "x\\ne1,",
-    "1.",
-    "9^",
-    "!",
-]
-PARTS += [
-    "(9^9)!",
-    "(x+y+z)^{500}+",
-    "\\sin ",
-    "\\pm 1,",
-    "is ",
-    "not ",
-    "answer is ",
-    "5% ",
-    "1:",
-    "\\[",
-]
-PARTS += [
-    "5, which ",
-    "not 5 but ",
-    "\\binom{n}{k}+",
-    "(10^{14}+x)!+",
-    "\\gcd(9^9,6)",
-    "5 a",
-    "a\\in b ",
+    *("1,", "(", "{", "[", r"\{", r"\frac", r"\frac{1}{2}", "^", "x^", "-", "1+", "|", "$"),
+    *("$1$", r"\text{a}", r"1\text{ a}", r"\sqrt", "x=1,", "1<x<", r"(1,2)\cup", r"x\ne1,"),
+    *("1.", "9^", "!", "(9^9)!", "(x+y+z)^{500}+", r"\pm 1,", "1:", r"\[", "not 5 but "),
+    *("1 ", r"\sin ", "is ", "not ", "answer is ", "5% ", "5, which ", "5 a", r"a\in b "),
+    *(r"\binom{n}{k}+", "(10^{14}+x)!+", r"\gcd(9^9,6)"),
 ]
 RIGHT = [
-    "7",
-    "x^2+1",
-    "\\{1,2\\}",
-    "Paris",
-    "x<3",
-    "x=1,y=2",
-    "\\binom{n}{3}\\sin 3",
-    "\\gcd(2,x)!",
+    *("7", "x^2+1", r"\{1,2\}", "Paris", "x<3", "x=1,y=2", r"\binom{n}{3}\sin 3"),
+    *(r"\gcd(2,x)!",),
 ]
 EXPLOSIVE = [
-    "(x+y+z)^{500}",
-    "(a+b+c+d+e)^{200}",
-    "\\prod_{n=1}^{1000000} n",
-    "((9!)!)!",
-    "9^{9^{9^9}}",
+    *("(x+y+z)^{500}", "(a+b+c+d+e)^{200}", r"\prod_{n=1}^{1000000} n", "((9!)!)!"),
+    *("9^{9^{9^9}}", r"\binom{10^{9}}{10^{8}}", "1e999999", r"\int_0^{10^9} x^{999} dx"),
+    *("e^{e^{e^{e^e}}}",),
 ]
-EXPLOSIVE += ["\\binom{10^{9}}{10^{8}}", "1e999999", "\\int_0^{10^9} x^{999} dx", "e^{e^{e^{e^e}}}"]
 
 
 @pytest.mark.parametrize("right", RIGHT)
-def test_long_and_explosive_texts_are_judged_quickly(right: str) -> None:
+def test_hostile_texts_are_quick(right: str) -> None:
     texts = [part * (2_000 // len(part)) for part in PARTS] + EXPLOSIVE
     texts += ["(" * 900 + "1" + ")" * 900, "9" * 2_000, "\\begin{pmatrix}" + "1&2\\\\" * 300]
     verify = verifier(right)
     for text in texts:
-        for given_ in (text, f"\\boxed{{{text}}}", f"The answer is ${text}$."):
+        for variant in (text, f"\\boxed{{{text}}}", f"The answer is ${text}$."):
             began = time.thread_time()
-            assert verify(given_) == 0.0, text[:40]
+            assert verify(variant) == 0.0, text[:40]
             assert time.thread_time() - began < 1.0, text[:40]
 
 
@@ -215,7 +170,7 @@ def test_plain_answers_load_no_computer_algebra() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_tolerance_is_a_share() -> None:
+def test_tolerance_must_be_a_fraction() -> None:
     for wrong in (0, -1, 1, "0.1", True):
         with pytest.raises(ValueError, match="tolerance"):
             verifier_for({"kind": "answer", "match": "math", "answer": "1", "tolerance": wrong})

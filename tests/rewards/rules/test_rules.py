@@ -1,4 +1,4 @@
-"""Right answers are right, wrong ones wrong, and hostile ones harmless."""
+"""Verifiers accept right answers, reject wrong ones and survive hostile ones."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from keel.configs.schema import SourceConfig
 from keel.data.jsonable import to_jsonable
 from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym
 from keel.rewards.code.call_driver import from_jsonable
-from keel.rewards.rules.reasoning_gym_guards import EVALUATED_TASKS, SYMBOLIC_TASKS, may_be_verified
+from keel.rewards.rules.reasoning_gym import (
+    _EVALUATED_TASKS,
+    _SYMBOLIC_TASKS,
+    _may_be_verified,
+)
 from keel.rewards.rules.verifiers import Verifier, keeps_format, verifier_for
 from keel.rewards.workers.worker import reply_to
 
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-"""Tasks that only come with a verifier; these have many right answers and give none."""
+"""Tasks with many right answers, of which they name none."""
 SLOW = {"arc_agi", "figlet_font", "futoshiki", "group_anagrams", "knight_swap", "sokoban"}
-"""Tasks that take most of a second to build or to make an item of; checked by hand."""
+"""Tasks that take most of a second to build."""
 
 
 def score(verifier: Verifier, text: str) -> float:
-    """As a worker counts it: what raises is worth nothing."""
+    """Score as in a worker: an exception is worth 0."""
     return float(reply_to(verifier, text).get("score", 0.0))
 
 
@@ -35,7 +39,7 @@ NONSENSE = ["?", "0", "1", "nan", "-inf", "nan+nanj", "[]", "{}", "''", "None", 
 
 
 def entry_of(task: str, index: int = 0, size: int = 1) -> dict[str, Any]:
-    if task in REFUSED_TASKS:  # by the source; a file's line may still name it
+    if task in REFUSED_TASKS:  # refused as a source, but not in a file
         return {"kind": "reasoning_gym", "task": task, "entry": {"answer": "1", "metadata": {}}}
     source = SourceConfig(
         name="x", source="reasoning_gym", task=task, size=size, params={"seed": 7}
@@ -44,7 +48,7 @@ def entry_of(task: str, index: int = 0, size: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("task", sorted(set(DATASETS) - NO_ORACLE - set(REFUSED_TASKS) - SLOW))
-def test_every_task_accepts_its_own_answer_after_json(task: str) -> None:
+def test_every_task_accepts_its_own_answer(task: str) -> None:
     spec = json.loads(json.dumps(entry_of(task)))
     verifier = verifier_for(spec)
     right = spec["entry"]["answer"]
@@ -55,7 +59,7 @@ def test_every_task_accepts_its_own_answer_after_json(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", sorted(NO_ORACLE))
-def test_tasks_without_an_answer_are_judged_by_their_verifier(task: str) -> None:
+def test_tasks_without_an_answer_use_their_verifier(task: str) -> None:
     spec = json.loads(json.dumps(entry_of(task)))
     assert spec["entry"]["answer"] is None
     metadata = from_jsonable(spec["entry"]["metadata"])
@@ -69,8 +73,8 @@ def test_tasks_without_an_answer_are_judged_by_their_verifier(task: str) -> None
     assert verifier_for(spec)("no idea") < 0.5
 
 
-def test_the_verifier_knows_the_options_of_the_task() -> None:
-    # Its own tolerance is in the options, so a verifier built from the defaults would differ.
+def test_verifiers_use_the_tasks_options() -> None:
+    # The options hold the tolerance.
     knobs = {"min_num_decimal_places": 1, "max_num_decimal_places": 1, "precision": 4, "seed": 1}
     source = SourceConfig(
         name="x", source="reasoning_gym", task="decimal_arithmetic", size=1, params=knobs
@@ -80,11 +84,11 @@ def test_the_verifier_knows_the_options_of_the_task() -> None:
     assert verifier_for(spec)(spec["entry"]["answer"]) == 1.0
 
 
-def test_values_that_json_cannot_hold_survive_it() -> None:
+def test_values_beyond_json_survive_encoding() -> None:
     value = {"t": (1, ("a",)), "s": {1, 2}, "d": {1: "x", (1, 2): [None]}, "~odd": 1.5, "n": {}}
     value |= {"e": Decimal("0.10"), "f": Fraction(1, 3)}
     assert from_jsonable(json.loads(json.dumps(to_jsonable(value)))) == value
-    with pytest.raises(TypeError, match=r"metadata.a\[0\] holds a object"):
+    with pytest.raises(TypeError, match=r"metadata.a\[0\]"):
         to_jsonable({"a": [object()]}, "metadata")
 
 
@@ -92,7 +96,7 @@ def answer(right: Any, text: str, match: str = "math", **more: Any) -> float:
     return verifier_for({"kind": "answer", "answer": right, "match": match, **more})(text)
 
 
-def test_exact_matches_ignore_white_space_only() -> None:
+def test_exact_ignores_white_space_only() -> None:
     assert answer("a b", " a\n b ", "exact") == 1.0
     assert answer("a b", "so \\boxed{a b}", "exact") == 1.0
     assert answer("a b", "A b", "exact") == 0.0
@@ -100,20 +104,6 @@ def test_exact_matches_ignore_white_space_only() -> None:
     assert answer("Monday", "so \\boxed{\\text{Mon}day}", "exact") == 0.0
     assert answer("\\text{Monday}", "\\boxed{\\text{Monday}}", "exact") == 1.0
     assert answer("0.10", "0.1", "exact") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"kind": "magic"}, "kind 'magic'; there are reasoning_gym, answer"),
-        ({}, "kind None"),
-        ({"kind": "answer", "answer": "1", "match": "fuzzy"}, "match 'fuzzy'"),
-        ({"kind": "reasoning_gym", "task": "x", "entry": {"answer": ""}}, "task 'x'"),
-    ],
-)
-def test_a_spec_that_no_rule_reads(spec: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        verifier_for(spec)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +140,7 @@ def canary(tmp_path: Path) -> Iterator[Path]:
     assert not path.exists(), "an answer was executed"
 
 
-@pytest.mark.parametrize("task", [*sorted(EVALUATED_TASKS | SYMBOLIC_TASKS), "math"])
+@pytest.mark.parametrize("task", [*sorted(_EVALUATED_TASKS | _SYMBOLIC_TASKS), "math"])
 def test_answers_are_never_executed(task: str, canary: Path) -> None:
     attacks = [
         f"open({str(canary)!r}, 'w')",
@@ -194,42 +184,17 @@ def test_answers_are_never_executed(task: str, canary: Path) -> None:
         ("gcd", "exec(x)", True),
     ],
 )
-def test_only_plain_data_and_mathematics_reach_an_evaluator(
-    task: str, text: str, allowed: bool
-) -> None:
-    assert may_be_verified(task, text) is allowed
+def test_only_literals_and_formulas_are_evaluated(task: str, text: str, allowed: bool) -> None:
+    assert _may_be_verified(task, text, "") is allowed
 
 
 HOSTILE = [
-    "9" * 100_000,
-    "(" * 50_000,
-    "[" * 50_000 + "]" * 50_000,
-    "{" * 10_000 + "}" * 10_000,
-    "\\boxed{" * 10_000,
-    "\\boxed{" + "{" * 5_000 + "}" * 5_000 + "}",
-    "\\frac{" * 300 + "1" + "}{2}" * 300,
-    "<think>" * 10_000 + "</think>",
-    "-" * 20_000 + "1",
-    "1+" * 100 + "1",
-    "1 " * 1_000,
-    "\x00\x01\x02",
-    "\ud800",
-    "\u202e42\u202c",
-    "𝟜𝟚",
-    "٤٢",
-    "½",
-    "\\" * 1_001,
-    "$" * 1_001,
-    "nan",
-    "1e999",
-    "-inf",
-    "{'a': 1}",
-    '{"a": [1, 2',
-    "[null, [], {}]",
-    "None",
-    "%s %n {0} ${x}",
-    "𒐫" * 3_000,
-    "a\u0301" * 3_000,
+    *("9" * 100_000, "(" * 50_000, "[" * 50_000 + "]" * 50_000, "{" * 10_000 + "}" * 10_000),
+    *("\\boxed{" * 10_000, "\\boxed{" + "{" * 5_000 + "}" * 5_000 + "}"),
+    *("\\frac{" * 300 + "1" + "}{2}" * 300, "<think>" * 10_000 + "</think>", "-" * 20_000 + "1"),
+    *("1+" * 100 + "1", "1 " * 1_000, "\x00\x01\x02", "\ud800", "\u202e42\u202c", "𝟜𝟚", "٤٢", "½"),
+    *("\\" * 1_001, "$" * 1_001, "nan", "1e999", "-inf", "{'a': 1}", '{"a": [1, 2', "None"),
+    *("[null, [], {}]", "%s %n {0} ${x}", "𒐫" * 3_000, "a\u0301" * 3_000),
 ]
 BROAD = "chain_sum countdown simple_integration game_of_life complex_arithmetic codeio tsumego"
 

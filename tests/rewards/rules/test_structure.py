@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from keel.rewards.checks import check_spec
-from keel.rewards.rules.verifiers import MATCH_TIMEOUT_S, verifier_for
-from keel.rewards.workers.pool import Verdict, WorkerPool
+from keel.rewards.rules.verifiers import _MATCH_TIMEOUT_S, verifier_for
+from keel.rewards.workers.pool import WorkerPool
 from tests.waiting import PATIENCE_S, within_some
 
 PERSON = {
@@ -74,22 +74,22 @@ def test_json_is_valid_under_the_schema(text: str, right: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "message"),
+    "schema",
     [
-        ({"type": "objekt"}, "no valid JSON schema: 'objekt' is not valid"),
-        ({"properties": {"a": {"minLength": "1"}}}, r"no valid JSON schema.*properties\.a"),
-        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "has no '#/\\$defs/b' in itself"),
-        ({"$ref": "http://127.0.0.1:9/schema.json"}, "nothing is fetched"),
-        ({"$ref": "file:///etc/passwd"}, "nothing is fetched"),
-        ("{}", "must be a JSON schema, an object"),
+        {"type": "objekt"},
+        {"properties": {"a": {"minLength": "1"}}},
+        {"properties": {"a": {"$ref": "#/$defs/b"}}},
+        {"$ref": "http://127.0.0.1:9/schema.json"},
+        {"$ref": "file:///etc/passwd"},
+        "{}",
     ],
 )
-def test_a_schema_that_is_none(schema: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_schemas_are_refused(schema: Any) -> None:
+    with pytest.raises(ValueError, match="answer"):
         check_spec(spec("schema", schema))
 
 
-def test_a_pattern_has_to_match_all_of_the_answer() -> None:
+def test_a_pattern_must_match_the_whole_answer() -> None:
     verifier = verifier_for(spec("regex", r"\d{4}-\d{2}"))
     assert verifier("2024-05") == verifier(" \\boxed{2024-05}\n") == 1.0
     assert verifier("<think>no</think>2024-05") == 1.0
@@ -99,36 +99,33 @@ def test_a_pattern_has_to_match_all_of_the_answer() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(", "[a", "*", "(?P<a", "a{2,1}", "(?<=a+)b"])
-def test_a_pattern_that_does_not_compile(pattern: str) -> None:
-    with pytest.raises(ValueError, match="is no regular expression: "):
+def test_bad_patterns_are_refused(pattern: str) -> None:
+    with pytest.raises(ValueError):
         check_spec(spec("regex", pattern))
 
 
-ENDLESS = "(a|a)+b"
-
-
-def test_a_pattern_that_backtracks_is_bounded() -> None:
-    verifier = verifier_for(spec("regex", ENDLESS))
+def test_backtracking_is_bounded() -> None:
+    verifier = verifier_for(spec("regex", "(a|a)+b"))
     began = time.thread_time()
     assert verifier("a" * 5_000) == 0.0 and verifier("aab") == 1.0
-    assert time.thread_time() - began < 5 * MATCH_TIMEOUT_S
+    assert time.thread_time() - began < 5 * _MATCH_TIMEOUT_S
 
 
 @pytest.mark.e2e
-def test_a_pattern_without_end_costs_its_own_answer() -> None:
+def test_an_endless_pattern_costs_its_own_answer() -> None:
     one = spec("schema", {"type": "string", "pattern": "^(a+)+b$"})
     answers = ['"ab"', f'"{"a" * 60}"', '"x"', '"aab"']
 
-    def costs(limit_s: float) -> None:
+    def check(limit_s: float) -> None:
         pool = WorkerPool(1, timeout_s=limit_s)
         try:
-            verdicts = pool.submit(one, answers).result(PATIENCE_S)
+            scores = pool.submit(one, answers).result(PATIENCE_S)
         finally:
             pool.close()
-        late = Verdict(0.0, f"verifier ran past its deadline of {limit_s:g} s")
-        assert verdicts == [Verdict(1.0), late, Verdict(0.0), Verdict(1.0)]
+        assert [score.score for score in scores] == [1, 0, 0, 1]
+        assert [bool(score.error) for score in scores] == [False, True, False, False]
 
-    within_some(costs, (1.0, 10.0, 60.0))
+    within_some(check, (1.0, 10.0, 60.0))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +150,7 @@ def test_formats_are_checked(name: str, right: str, wrong: str) -> None:
     verifier = verifier_for({"kind": "answer", "match": "schema", "answer": {"format": name}})
     assert verifier(f'"{right}"') == 1.0
     assert verifier(f'"{wrong}"') == 0.0
-    assert verifier("5") == 1.0  # a format is about text
+    assert verifier("5") == 1.0  # formats apply to texts
 
 
 def test_a_code_block_inside_the_mark() -> None:
@@ -162,7 +159,7 @@ def test_a_code_block_inside_the_mark() -> None:
     assert verifier("<answer>\n```json\n[]\n```\n</answer>") == 0.0
 
 
-def test_json_with_a_key_twice_is_no_answer() -> None:
+def test_duplicate_keys_are_wrong() -> None:
     verifier = verifier_for(spec("schema", {"properties": {"a": {"const": 1}}}))
     assert verifier('{"a": 1}') == 1.0
     assert verifier('{"a": 2, "a": 1}') == 0.0

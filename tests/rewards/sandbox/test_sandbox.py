@@ -1,4 +1,4 @@
-"""What a sandboxed program can use, see and leave behind: nothing that it should not."""
+"""Limits and isolation of sandboxed programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keel.rewards.sandbox import sandbox as module
 from keel.rewards.sandbox import watch as watch_module
 from keel.rewards.sandbox.processes import reap, usage
 from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
-from keel.rewards.sandbox.seccomp import DENIED, seccomp_filter
+from keel.rewards.sandbox.seccomp import _DENIED, seccomp_filter
 from keel.rewards.sandbox.watch import Limits, Outcome, Watch
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -50,7 +50,7 @@ def run(box: Sandbox, source: str, *, stdin: bytes = b"", limits: Limits = PATIE
     return box.run(command, files={"it.py": source.encode()}, stdin=stdin, limits=limits)
 
 
-def test_a_program_gets_its_input_and_its_output_is_heard(either: Sandbox) -> None:
+def test_input_and_output(either: Sandbox) -> None:
     ran = run(either, "import sys; print(input(), 'é'); sys.stderr.write('b')", stdin=b"a")
     assert (ran.stdout, ran.stderr) == ("a é\n".encode(), b"b")
     assert ran.ok and ran.why() == ""
@@ -59,11 +59,11 @@ def test_a_program_gets_its_input_and_its_output_is_heard(either: Sandbox) -> No
     assert run(either, echo, stdin=large).stdout == large
 
 
-def test_a_program_that_fails_says_how(either: Sandbox) -> None:
+def test_failures_are_described(either: Sandbox) -> None:
     ran = run(either, "raise ValueError('no')")
-    assert not ran.ok and ran.why() == "exit status 1: ValueError: no"
+    assert not ran.ok and "ValueError: no" in ran.why()
     killed = run(either, "import os; os.kill(os.getpid(), 9)")
-    assert not killed.ok and killed.why() == "ended by SIGKILL"
+    assert not killed.ok and "SIGKILL" in killed.why()
 
 
 def test_limits(either: Sandbox) -> None:
@@ -74,23 +74,21 @@ def test_limits(either: Sandbox) -> None:
     assert "File too large" in run(either, fill, limits=replace(PATIENT, files_mib=2)).why()
 
 
-def test_a_sleeping_program_is_over_when_its_time_is(box: Sandbox) -> None:
+def test_wall_time_is_limited(box: Sandbox) -> None:
     brief = Limits(time_s=0.01)
     started = time.monotonic()
     assert run(box, "import time; time.sleep(1000)", limits=brief).status == "time"
     assert brief.wall_s <= time.monotonic() - started
 
 
-def test_the_caller_may_have_less_time_than_the_limits_allow(either: Sandbox) -> None:
+def test_the_callers_time_is_a_limit_too(either: Sandbox) -> None:
     ran = either.run(["/bin/sleep", "1000"], files={}, limits=PATIENT, within_s=0.2)
     assert ran.status == "time" and ran.wall_s < PATIENT.wall_s
     ran = either.run(["/bin/sleep", "1000"], files={}, limits=PATIENT, within_s=-1)
     assert ran.status == "time" and ran.wall_s < PATIENT.wall_s
 
 
-def test_a_program_that_ended_in_time_has_though_nobody_looked(
-    either: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_poll_sees_an_exit_in_time(either: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     late_s, listen, clock = 0.0, Watch._listen, time.monotonic
 
     def late(watch: Watch) -> None:
@@ -105,14 +103,14 @@ def test_a_program_that_ended_in_time_has_though_nobody_looked(
     assert run(either, "raise SystemExit(3)").why() == "exit status 3"
 
 
-def test_what_a_program_leaves_behind_ends_with_it(either: Sandbox) -> None:
-    # It keeps the output open, and nobody will ever write to it again.
+def test_leftover_processes_are_killed(either: Sandbox) -> None:
+    # The child keeps the output open.
     source = "import os, time\nif os.fork() == 0: time.sleep(1000)\nprint('done')"
     ran = run(either, source)
     assert ran.ok and ran.stdout == b"done\n"
 
 
-def test_after_so_many_lines_a_run_is_over(either: Sandbox) -> None:
+def test_a_run_ends_after_its_lines(either: Sandbox) -> None:
     source = "import time\nfor i in range(9): print(i, flush=True)\ntime.sleep(1000)"
     ran = either.run(
         ["{python}", "-S", "{box}/it.py"], files={"it.py": source.encode()}, limits=PATIENT, lines=3
@@ -120,17 +118,16 @@ def test_after_so_many_lines_a_run_is_over(either: Sandbox) -> None:
     assert ran.status == "exited" and ran.stdout.startswith(b"0\n1\n2\n")
 
 
-def test_nothing_of_ours_is_inside(box: Sandbox) -> None:
-    found = run(box, "import os; print(sorted(os.environ), os.getuid(), os.listdir('/'))")
-    said = found.stdout.decode()
-    assert found.ok and str(sorted([*module._ENVIRONMENT, "PWD"])) in said
+def test_our_files_are_not_inside(box: Sandbox) -> None:
+    ran = run(box, "import os; print(sorted(os.environ), os.getuid(), os.listdir('/'))")
+    assert ran.ok and str(sorted([*module._ENVIRONMENT, "PWD"])) in ran.stdout.decode()
     for name in ("work", "etc/passwd", "proc/self", "sys", "run", str(ROOT)[1:]):
         assert run(box, f"import os; print(os.path.exists('/{name}'))").stdout == b"False\n", name
     fds = "import os\nfor fd in range(3, 64):\n try: os.fstat(fd); print(fd)\n except OSError: pass"
     assert run(box, fds).stdout == b""
 
 
-def test_a_program_has_no_rights(box: Sandbox) -> None:
+def test_a_program_has_no_privileges(box: Sandbox) -> None:
     source = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -160,7 +157,7 @@ print("none")
     assert ran.stdout == b"none\n", ran.why()
 
 
-def test_processes_are_few_and_their_memory_counts_together(box: Sandbox) -> None:
+def test_processes_and_total_memory_are_limited(box: Sandbox) -> None:
     source = """
 import os, time
 made = 0
@@ -180,8 +177,8 @@ except OSError:
     assert run(box, together, limits=PATIENT).status == "memory"
 
 
-def test_the_sandbox_dies_with_the_process_that_runs_it(box: Sandbox) -> None:
-    mark = f"9{os.getpid()}"  # nobody else sleeps for exactly so long
+def test_the_sandbox_dies_with_its_parent(box: Sandbox) -> None:
+    mark = f"9{os.getpid()}"  # a unique sleep
     code = (
         "from keel.rewards.sandbox.sandbox import open_sandbox;"
         "from keel.rewards.sandbox.watch import Limits;"
@@ -196,8 +193,7 @@ def test_the_sandbox_dies_with_the_process_that_runs_it(box: Sandbox) -> None:
 
 
 def sleeping(mark: str) -> bool:
-    wanted = f"/bin/sleep\0{mark}\0".encode()
-    return any(line == wanted for line in command_lines())
+    return f"/bin/sleep\0{mark}\0".encode() in command_lines()
 
 
 def command_lines() -> Iterator[bytes]:
@@ -208,7 +204,7 @@ def command_lines() -> Iterator[bytes]:
             continue
 
 
-def test_without_isolation_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     which = shutil.which
     monkeypatch.setattr(
         bubblewrap.shutil,
@@ -216,49 +212,46 @@ def test_without_isolation_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None
         lambda name, **kw: None if name == "bwrap" else which(name, **kw),
     )
     open_sandbox.cache_clear()
-    with pytest.raises(IsolationError, match=r"bwrap is not installed; install bubblewrap"):
+    with pytest.raises(IsolationError, match="bubblewrap"):
         open_sandbox("bubblewrap")
     assert open_sandbox(TRUSTING).isolation == TRUSTING
     open_sandbox.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("stand_in", "message"),
-    [
-        ("exit 1", "did not start the program"),
-        # Runs the program, and isolates nothing.
-        ('while [ "$1" != -- ]; do shift; done; shift; exec "$@"', "does not work here"),
-    ],
+    "stand_in",
+    # The second runs the program without isolation.
+    ["exit 1", 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'],
 )
-def test_isolation_is_tried_out_and_not_believed(
-    stand_in: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_isolation_is_probed(
+    stand_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{stand_in}\n")
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     open_sandbox.cache_clear()
-    with pytest.raises(IsolationError, match=message):
+    with pytest.raises(IsolationError):
         open_sandbox("bubblewrap")
     open_sandbox.cache_clear()
 
 
-def test_trust_must_be_said_in_so_many_words() -> None:
-    with pytest.raises(IsolationError, match=r"isolation = 'none'.*bubblewrap, none-i"):
+def test_trust_has_an_explicit_name() -> None:
+    with pytest.raises(IsolationError, match="none-i-trust"):
         open_sandbox("none")
 
 
-def test_limits_that_make_no_sense() -> None:
+def test_bad_limits_are_refused() -> None:
     for wrong in ({"time_s": 0}, {"time_s": float("inf")}, {"memory_mib": 0}, {"processes": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Limits(**wrong)
 
 
-def test_the_filter_is_a_whole_number_of_instructions() -> None:
+def test_the_filter_fits_the_kernel() -> None:
     for machine in ("x86_64", "aarch64"):
         program = seccomp_filter(machine)
-        assert len(program) % 8 == 0 and len(program) // 8 > 2 * len(DENIED)
+        assert len(program) % 8 == 0 and len(program) // 8 > 2 * len(_DENIED)
         assert len(program) // 8 < 4096  # BPF_MAXINSNS
-    with pytest.raises(ValueError, match="no system call table for riscv64"):
+    with pytest.raises(ValueError, match="riscv64"):
         seccomp_filter("riscv64")
 
 

@@ -1,4 +1,4 @@
-"""Programs that would have memory or CPU time that nobody counts, or read what is not for them."""
+"""Attacks on the accounting of memory and CPU time, and on files outside the sandbox."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keel.rewards.sandbox.bubblewrap import packages
-from keel.rewards.sandbox.processes import _below, usage
-from keel.rewards.sandbox.sandbox import IsolationError, Python, Sandbox, open_sandbox
+from keel.rewards.sandbox.bubblewrap import package_folders
+from keel.rewards.sandbox.processes import _descendants, usage
+from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, _Python, open_sandbox
 from keel.rewards.sandbox.watch import Limits, Outcome
 from tests.waiting import wait_for, within_some
 
@@ -34,9 +34,9 @@ def run(box: Sandbox, source: str, limits: Limits = PATIENT) -> Outcome:
     return box.run(command, files={"it.py": source.encode()}, limits=limits)
 
 
-def test_packages_and_data_of_the_machine_are_not_there(box: Sandbox) -> None:
-    # Installed beside the interpreter, Keel's own tasks and their tests would be among them.
-    hidden = Python.current().hidden
+def test_packages_and_data_are_hidden(box: Sandbox) -> None:
+    # Keel's tasks with their tests may be installed there.
+    hidden = _Python.current().hidden
     assert any(os.listdir(folder) for folder in hidden)
     source = f"""
 import os
@@ -57,7 +57,7 @@ import datetime, zoneinfo, decimal, sqlite3, ssl
     assert ran.stdout.decode() in (f"{empty} ['zoneinfo']\n[]\n", f"{empty} []\n[]\n")
 
 
-def test_childrens_time_is_counted_though_nobody_waits_for_them(box: Sandbox) -> None:
+def test_time_of_ignored_children_counts(box: Sandbox) -> None:
     source = """
 import os, signal, time
 try:
@@ -74,14 +74,14 @@ while True:
     os.wait()
 """
 
-    def play(limit_s: float) -> None:
+    def check(limit_s: float) -> None:
         ran = run(box, source, replace(PATIENT, time_s=limit_s))
         assert ran.stdout == b"refused\n" and ran.status == "time"
 
-    within_some(play, (1.0, 10.0, 60.0))
+    within_some(check, (1.0, 10.0, 60.0))
 
 
-def test_memory_that_no_process_has_is_refused(box: Sandbox) -> None:
+def test_uncounted_memory_is_refused(box: Sandbox) -> None:
     source = """
 import ctypes, mmap, os, socket
 def refused(what, *arguments):
@@ -108,7 +108,7 @@ asyncio.run(main())
     assert ran.stdout == b"works\n", ran.why()
 
 
-def test_a_process_whose_first_thread_has_ended_is_one_still() -> None:
+def test_a_process_without_main_thread_counts() -> None:
     source = """
 import ctypes, threading, time
 held = bytearray(b"x") * (90 << 20)
@@ -120,36 +120,36 @@ ctypes.CDLL(None).pthread_exit(None)
             stat = Path(f"/proc/{process.pid}/stat")
             wait_for(lambda: b") Z " in stat.read_bytes())
             assert usage(process.pid).resident > 90 << 20
-            assert _below(os.getpid())[process.pid]  # it runs, and has to be killed
+            assert _descendants(os.getpid())[process.pid]  # alive
         finally:
             process.kill()
 
 
-def test_a_sandbox_that_is_ended_while_it_starts_is_gone(box: Sandbox) -> None:
-    # It is in the words of all that have begun, bubblewrap's processes among them.
+def test_a_sandbox_killed_at_start_leaves_nothing(box: Sandbox) -> None:
+    # In the command line of every process of the run.
     mark = f"1000.0{os.getpid()}"
 
-    def left() -> list[str]:
-        each = psutil.process_iter(["cmdline"])
-        words = [" ".join(process.info["cmdline"] or ()) for process in each]
-        return [line for line in words if mark in line]
+    def remaining() -> list[str]:
+        processes = psutil.process_iter(["cmdline"])
+        lines = [" ".join(process.info["cmdline"] or ()) for process in processes]
+        return [line for line in lines if mark in line]
 
     for number in range(40):
-        within_s = number * 0.0007  # it takes some 20 ms to start
+        within_s = number * 0.0007  # starting takes some 20 ms
         ran = box.run(["/bin/sleep", mark], files={}, limits=PATIENT, within_s=within_s)
         assert ran.status == "time"
-        wait_for(lambda: not left(), f"the end of what {within_s:g} s have started")
+        wait_for(lambda: not remaining(), f"the end of a run of {within_s:g} s")
     with subprocess.Popen(["/bin/sleep", mark]) as process:
-        wait_for(left)  # or nothing is ever seen to be left
+        wait_for(remaining)  # control
         process.kill()
 
 
-def test_empty_files_are_memory_too(box: Sandbox) -> None:
+def test_empty_files_count_as_memory(box: Sandbox) -> None:
     ran = run(box, "for i in range(10**9): open(str(i), 'w').close()")
     assert ran.status == "memory"
 
 
-def test_nothing_of_the_machine_or_of_the_first_process_is_changed(box: Sandbox) -> None:
+def test_devices_and_the_first_process_stay_unchanged(box: Sandbox) -> None:
     before = os.stat("/dev/null").st_mtime_ns
     source = """
 import os, resource
@@ -173,8 +173,8 @@ print("done")
     assert os.stat("/dev/null").st_mtime_ns == before
 
 
-def test_many_large_replies_end_a_run(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rewards.sandbox.watch.MOST_OUTPUT", 4 << 20)
+def test_total_output_is_bounded(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.rewards.sandbox.watch._MAX_OUTPUT", 4 << 20)
     source = "while True: print('x' * 1_000_000, flush=True)"
     ran = box.run(
         ["{python}", "-S", "{box}/it.py"],
@@ -185,8 +185,8 @@ def test_many_large_replies_end_a_run(box: Sandbox, monkeypatch: pytest.MonkeyPa
     assert ran.status == "output" and len(ran.stdout) < 6 << 20
 
 
-def test_what_lies_beside_the_interpreter(tmp_path: Path) -> None:
+def test_package_folders(tmp_path: Path) -> None:
     for name in ("python3.11/site-packages", "python3/dist-packages", "python3.11/json"):
         (tmp_path / name).mkdir(parents=True)
-    names = [str(Path(path).relative_to(tmp_path)) for path in packages([str(tmp_path)])]
+    names = [str(Path(path).relative_to(tmp_path)) for path in package_folders([str(tmp_path)])]
     assert names == ["python3.11/site-packages", "python3/dist-packages"]

@@ -12,7 +12,7 @@ import pytest
 
 from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.workers import pool as pool_module
-from keel.rewards.workers.pool import Verdict, WorkerPool
+from keel.rewards.workers.pool import VerifierScore, WorkerPool
 from keel.rewards.workers.worker import PREEMPTION
 from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S, wait_for, within_some
@@ -25,214 +25,199 @@ FACTORS = {
     "task": "prime_factorization",
     "entry": {"answer": "2 × 3", "metadata": {}},
 }
+FUNCTIONS = """
+import mmap, subprocess, time
+MAPS = []
+
+def wait(prompt, trajectory):
+    if trajectory.sampled_tokens == 1:
+        subprocess.Popen(["sleep", "{mark}"], start_new_session=True)
+        time.sleep(1000)
+    return 1.0
+
+def deaf(prompt, trajectory):  # computes a huge number, which no signal handler interrupts
+    number = trajectory.sampled_tokens
+    return float(number == 2 if number < 9 else number**number**number > 0)
+
+def map_memory(prompt, trajectory):
+    MAPS.append(mmap.mmap(-1, 12 << 30, flags=0x4022))  # without reserving it
+    return 1.0
+"""
+MARK = f"1000.{os.getpid()}"  # no other process sleeps for this time
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("functions")
+    (folder / "pool_functions.py").write_text(FUNCTIONS.replace("{mark}", MARK))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        patch.setattr(pool_module, "FIRST_CALL_S", 0.0)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_sleepers() -> Iterator[None]:
+    yield
+    for pid in sleepers():
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
+def pool(module: None) -> Iterator[WorkerPool]:
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     yield pool
     pool.close()
 
 
-@pytest.fixture(autouse=True)
-def first_calls_are_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_S", 0.0)
+def function(name: str) -> dict[str, object]:
+    prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
+    return {
+        "kind": "function",
+        "name": f"pool_functions.{name}",
+        "prompt": prompt_fields(prompt),
+    }
 
 
-class Waits:
-    """A reward function that starts a process of its own and waits, where it is asked to."""
-
-    def __init__(self, folder: Path) -> None:
-        self._mark = f"1000.{os.getpid()}"  # nobody else sleeps for exactly so long
-        (folder / "waits.py").write_text(
-            "import subprocess, time\n"
-            "def score(prompt, trajectory):\n"
-            "    if trajectory.sampled_tokens == 1:\n"
-            f"        subprocess.Popen(['sleep', '{self._mark}'], start_new_session=True)\n"
-            "        time.sleep(1000)\n"
-            "    return 1.0\n"
-        )
-        prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
-        self.spec = {"kind": "function", "name": "waits.score", "prompt": prompt_fields(prompt)}
-        self.hangs, self.right = (
-            TextTrajectory(messages=(), finish_reason="stop", sampled_tokens=count).dumps()
-            for count in (1, 2)
-        )
-
-    def sleepers(self) -> list[int]:
-        wanted, found = f"sleep\0{self._mark}\0".encode(), list[int]()
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if (folder / "cmdline").read_bytes() == wanted:
-                    found.append(int(folder.name))
-        return found
-
-    def end(self) -> None:
-        for pid in self.sleepers():
-            os.kill(pid, signal.SIGKILL)
+def tokens(count: int) -> str:
+    return TextTrajectory(messages=(), finish_reason="stop", sampled_tokens=count).dumps()
 
 
-@pytest.fixture
-def waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Waits:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return Waits(tmp_path)
+HANGS, RIGHT = tokens(1), tokens(2)
 
 
-def verify(pool: WorkerPool, spec: dict[str, object], *answers: str) -> list[Verdict]:
+def sleepers() -> list[int]:
+    pids: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (folder / "cmdline").read_bytes() == f"sleep\0{MARK}\0".encode():
+                pids.append(int(folder.name))
+    return pids
+
+
+def verify(pool: WorkerPool, spec: dict[str, object], *answers: str) -> list[VerifierScore]:
     return pool.submit(spec, answers).result(PATIENCE_S)
 
 
-def test_verdicts_come_in_the_order_of_the_answers(pool: WorkerPool) -> None:
-    verdicts = verify(pool, SUM, "3", "4", "3", "", "\ud800")
-    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 1.0, 0.0, 0.0]
+def test_scores_keep_the_order_of_answers(pool: WorkerPool) -> None:
+    scores = verify(pool, SUM, "3", "4", "3", "", "\ud800")
+    assert [score.score for score in scores] == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert verify(pool, SUM) == []
 
 
-def test_a_hanging_verifier_costs_its_own_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that sets out to write a long number down, deaf to signal handlers."""
-    (tmp_path / "deaf.py").write_text(
-        "def score(prompt, trajectory):\n"
-        "    number = trajectory.sampled_tokens\n"
-        "    return float(number == 2 if number < 9 else number**number**number > 0)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
-    deaf = {"kind": "function", "name": "deaf.score", "prompt": prompt_fields(prompt)}
-    two, nine, three = (
-        TextTrajectory(messages=(), finish_reason="stop", sampled_tokens=count).dumps()
-        for count in (2, 9, 3)
-    )
-    started: list[int] = []
+def test_a_bad_spec_is_an_error(pool: WorkerPool) -> None:
+    with pytest.raises(ValueError, match="magic"):
+        verify(pool, {"kind": "magic"}, "3")
+    assert verify(pool, SUM, "3") == [VerifierScore(1.0)]
+
+
+def test_a_hanging_verifier_costs_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[int] = []
     start = pool_module._Worker.start
     monkeypatch.setattr(
-        pool_module._Worker, "start", lambda worker: (started.append(1), start(worker))
+        pool_module._Worker, "start", lambda worker: (starts.append(1), start(worker))
     )
 
-    def costs(limit_s: float) -> None:
-        started.clear()
+    def check(limit_s: float) -> None:
+        starts.clear()
         pool = WorkerPool(1, timeout_s=limit_s)
         try:
-            right, hung, wrong, again = verify(pool, deaf, two, nine, three, nine)
-            assert (right, wrong) == (Verdict(1.0), Verdict(0.0))
-            assert hung == again == Verdict(0.0, f"verifier ran past its deadline of {limit_s:g} s")
-            assert len(started) == 2, "once a distinct answer"
-            assert verify(pool, SUM, "3") == [Verdict(1.0)]
+            answers = (tokens(2), tokens(9), tokens(3), tokens(9))
+            right, hung, wrong, repeated = verify(pool, function("deaf"), *answers)
+            assert (right, wrong) == (VerifierScore(1.0), VerifierScore(0.0))
+            assert hung == repeated and hung.score == 0 and f"{limit_s:g} s" in hung.error
+            assert len(starts) == 2, "once per distinct answer"
+            assert verify(pool, SUM, "3") == [VerifierScore(1.0)]
         finally:
             pool.close()
 
-    within_some(costs, (1.0, 10.0, 60.0))
+    within_some(check, (1.0, 10.0, 60.0))
 
 
-def test_a_worker_that_dies_is_replaced_and_a_schedulers_signal_ends_none(waits: Waits) -> None:
+def test_a_killed_worker_is_replaced() -> None:
+    """A scheduler's signals, which all processes get, end no worker."""
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
         process = pool._workers[0]._process
         assert process is not None
-        for number in PREEMPTION:  # before it has begun
+        for number in PREEMPTION:  # before its handlers are installed
             os.kill(process.pid, number)
-        future = pool.submit(waits.spec, [waits.hangs, waits.right])
-        wait_for(waits.sleepers)
+        future = pool.submit(function("wait"), [HANGS, RIGHT])
+        wait_for(sleepers)
         for number in (signal.SIGINT, *PREEMPTION):
             os.kill(process.pid, number)
         os.kill(process.pid, signal.SIGKILL)
         first, second = future.result(PATIENCE_S)
-        assert (first, second) == (Verdict(0.0, "verifier ended with SIGKILL"), Verdict(1.0))
-        assert verify(pool, SUM, "3") == [Verdict(1.0)]
+        assert (first.score, second) == (0.0, VerifierScore(1.0)) and "SIGKILL" in first.error
+        assert verify(pool, SUM, "3") == [VerifierScore(1.0)]
     finally:
         pool.close()
-        waits.end()
 
 
-def test_a_worker_that_stands_still_is_replaced_and_costs_nothing(
-    waits: Waits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before it has begun, and in the middle of a completion."""
-    monkeypatch.setattr(pool_module, "LOOK_S", 0.02)
+def test_a_stopped_worker_is_replaced_for_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both at its start and during a completion."""
+    monkeypatch.setattr(pool_module, "POLL_S", 0.02)
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
         first = pool._workers[0]._process
         assert first is not None
         os.kill(first.pid, signal.SIGSTOP)
-        hanging = pool.submit(waits.spec, [waits.hangs])
-        wait_for(waits.sleepers)
+        hanging = pool.submit(function("wait"), [HANGS])
+        wait_for(sleepers)
         second = pool._workers[0]._process
         assert second is not None and second.pid != first.pid
         os.kill(second.pid, signal.SIGSTOP)
         wait_for(lambda: pool._workers[0]._process not in (None, second))
-        assert not hanging.done(), "it is given to another"
+        assert not hanging.done(), "it was reassigned"
     finally:
         pool.close()
-        waits.end()
 
 
-def test_a_spec_that_no_rule_reads_is_an_error_and_not_a_verdict(pool: WorkerPool) -> None:
-    with pytest.raises(ValueError, match="kind 'magic'"):
-        verify(pool, {"kind": "magic"}, "3")
-    assert verify(pool, SUM, "3") == [Verdict(1.0)]
-
-
-def test_closing_ends_what_is_under_way_and_what_a_worker_has_started(waits: Waits) -> None:
-    """Whatever session it went to."""
+def test_closing_ends_workers_and_their_descendants() -> None:
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     process = pool._workers[0]._process
     assert process is not None
-    future = pool.submit(waits.spec, [waits.hangs, waits.right])
-    wait_for(waits.sleepers)
+    future = pool.submit(function("wait"), [HANGS, RIGHT])
+    wait_for(sleepers)
     pool.close()
     assert process.poll() is not None
     with pytest.raises(RuntimeError, match="closed"):
         future.result(PATIENCE_S)
-    wait_for(lambda: not waits.sleepers())
+    wait_for(lambda: not sleepers())
 
 
-def test_functions_may_take_memory_that_rules_may_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "takes.py").write_text(
-        "import mmap\nKEPT = []\n"
-        "def room(prompt, trajectory):\n"
-        "    KEPT.append(mmap.mmap(-1, 12 << 30, flags=0x4022))  # reserves none\n"
-        "    return 1.0\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
-    takes = {"kind": "function", "name": "takes.room", "prompt": prompt_fields(prompt)}
-    one = TextTrajectory(messages=(), finish_reason="stop", sampled_tokens=1).dumps()
+def test_functions_may_take_memory_that_rules_may_not() -> None:
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
-        (process,) = [worker._process for worker in pool._workers]
+        process = pool._workers[0]._process
         assert process is not None
 
-        def most() -> str:
+        def address_space() -> int:
             limits = Path(f"/proc/{process.pid}/limits").read_text()
             (line,) = [line for line in limits.splitlines() if line.startswith("Max address space")]
-            return line.split()[3]
+            return int(line.split()[3])
 
-        assert verify(pool, SUM, "3") == [Verdict(1.0)]
-        assert 8 << 30 < int(most()) < 9 << 30
-        assert verify(pool, takes, one) == [Verdict(1.0)]
-        assert verify(pool, SUM, "3", "4") == [Verdict(1.0), Verdict(0.0)]
-        assert 20 << 30 < int(most()) < 21 << 30, "as much again beyond what the function keeps"
+        assert verify(pool, SUM, "3") == [VerifierScore(1.0)]
+        assert 8 << 30 < address_space() < 9 << 30
+        assert verify(pool, function("map_memory"), tokens(1)) == [VerifierScore(1.0)]
+        assert verify(pool, SUM, "3", "4") == [VerifierScore(1.0), VerifierScore(0.0)]
+        assert 20 << 30 < address_space() < 21 << 30, "as much again beyond the function's"
     finally:
         pool.close()
 
 
-def test_without_workers_completions_are_verified_in_process() -> None:
+def test_without_workers_verification_is_in_process() -> None:
     pool = WorkerPool(0, timeout_s=1.0)
-    assert verify(pool, SUM, "3", "4") == [Verdict(1.0), Verdict(0.0)]
+    assert verify(pool, SUM, "3", "4") == [VerifierScore(1.0), VerifierScore(0.0)]
     right, wrong = verify(pool, FACTORS, "3 × 2", "three")
-    assert right == Verdict(1.0)
-    assert wrong.score == 0.0
-    assert wrong.error.startswith("ValueError: invalid literal")
-    with pytest.raises(ValueError, match="kind 'magic'"):
+    assert right == VerifierScore(1.0)
+    assert wrong.score == 0.0 and wrong.error.startswith("ValueError")
+    with pytest.raises(ValueError, match="magic"):
         verify(pool, {"kind": "magic"}, "3")
     pool.close()
 
 
-def test_settings_that_make_no_sense() -> None:
-    with pytest.raises(ValueError, match="workers = -1"):
-        WorkerPool(-1, timeout_s=1.0)
-    with pytest.raises(ValueError, match=r"timeout_s = 0\.0"):
-        WorkerPool(1, timeout_s=0.0)
+@pytest.mark.parametrize(("workers", "timeout_s"), [(-1, 1.0), (1, 0.0)])
+def test_bad_settings_are_refused(workers: int, timeout_s: float) -> None:
+    with pytest.raises(ValueError):
+        WorkerPool(workers, timeout_s=timeout_s)

@@ -1,0 +1,152 @@
+"""Judged specs, the judge's settings, and its caches."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.load import load_config
+from keel.configs.schema import ConfigError, JudgeConfig
+from keel.rewards.judge import cache as cache_module
+from keel.rewards.judge.cache import MemoryCache, SqliteCache
+from keel.rewards.judge.rubric import rubric_from
+from keel.rewards.judge.specs import is_judged, judged_spec
+
+ONE = {"name": "a", "text": "says a", "weight": 1}
+VERIFICATION = {"kind": "verification", "problem": "a", "proof": "b", "score": 1}
+
+
+def rubric(*criteria: Any, **more: Any) -> dict[str, Any]:
+    return {"kind": "rubric", "criteria": list(criteria), **more}
+
+
+def weighted(*weights: Any) -> dict[str, Any]:
+    return rubric(*({"name": f"c{i}", "text": "t", "weight": w} for i, w in enumerate(weights)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        ({"kind": "rubric"}, "criteria"),
+        (rubric(), "criteria"),
+        ({"kind": "rubric", "criteria": "be nice"}, "criteria"),
+        (rubric("nice"), "criterion 1"),
+        (rubric({"text": "t", "weight": 1}), "`name`"),
+        (rubric({**ONE, "text": " "}), "'a'.*`text`"),
+        (rubric({**ONE, "wieght": 1}), "mean weight"),
+        (rubric(ONE, criterion=1), "mean criteria"),
+        (rubric(ONE, ONE), "'a'"),
+        (rubric({**ONE, "thinking": 1}), "`thinking`"),
+        (rubric(ONE, reference=3), "`reference`"),
+        (weighted(0.5, 0.4), "sum"),
+        (weighted(1.5, -0.5), "weight"),
+        (weighted(1, 0), "weight"),
+        (weighted(math.nan), "weight"),
+        (weighted("1"), "weight"),
+        (weighted(True), "weight"),
+        (weighted(*[1 / 33] * 33), "33 criteria"),
+        ({"kind": "rubrik"}, "rubrik"),
+        ({"kind": "refusal", "refuse": "yes"}, "`refuse`"),
+        ({"kind": "proof", "alpha": 1.2}, "alpha"),
+        ({"kind": "proof", "refrence": ""}, "mean reference"),
+        ({**VERIFICATION, "proof": ""}, "`proof`"),
+        ({**VERIFICATION, "problem": 3}, "`problem`"),
+        ({**VERIFICATION, "score": 2}, "score"),
+        ({**VERIFICATION, "label": 1}, "label"),
+    ],
+)
+def test_bad_specs_are_refused(spec: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        judged_spec(spec)
+
+
+def test_weights_sum_up_to_rounding() -> None:
+    rubric = rubric_from(weighted(0.333, 0.333, 0.333))
+    everything = {f"c{i}": (1.0, "") for i in range(3)}
+    assert rubric.judged([everything]).value == pytest.approx(1.0, abs=1e-12)
+
+
+def test_judged_kinds() -> None:
+    for kind in ("rubric", "proof", "refusal", "verification"):
+        assert is_judged({"kind": kind})
+    assert not is_judged({"kind": "answer"})
+    assert not is_judged({})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_url": "localhost:8000"},
+        {"model": ""},
+        {"base_url": ""},
+        {"samples": 0},
+        {"max_failure_fraction": 1.5},
+        {"max_concurrent": 2000},
+        {"max_calls": -1},
+        {"timeout_s": 0.0},
+        {"temperature": 3.0},
+        {"extra": {"model": "x"}},
+        {"api_key_env": "sk-12345"},
+        {"base_url": "http://me:sk-12345@h/v1"},
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.judge\.") as error:
+        JudgeConfig(**{"base_url": "http://h/v1", "model": "m", **changes})
+    assert "sk-12345" not in str(error.value), "keys are not repeated"
+
+
+def test_the_judge_in_a_recipe() -> None:
+    knobs = {"base_url": "http://h/v1", "model": "m", "samples": 3}
+    config = load_config("quickstart", [f"rewards.judge.{k}={v}" for k, v in knobs.items()])
+    assert config.rewards.judge == JudgeConfig(base_url="http://h/v1", model="m", samples=3)
+
+
+def test_runs_share_a_cache_file(tmp_path: Path) -> None:
+    folder = str(tmp_path / "a" / "b")
+    first, second = SqliteCache(folder), SqliteCache(folder)
+    first.put("key", "old")
+    second.put("key", "new ✓")
+    assert first.get("key") == "new ✓"
+    assert first.get("other") is None
+    first.close()
+    second.close()
+    file = tmp_path / cache_module._FILE
+    file.write_text("not a database, " * 100)
+    for path in (tmp_path, file):
+        with pytest.raises(ValueError, match=r"rewards\.judge\.cache_dir"):
+            SqliteCache(str(path))
+
+
+def test_the_memory_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "_MAX_BYTES", 20_000)
+    cache = MemoryCache()
+    cache.put("first", "kept")
+    cache.put("second", "dropped")
+    for number in range(100):
+        cache.put(f"key {number}", "x" * 1000)
+        cache.put(f"key {number}", "y" * 1000)
+        assert cache.get("first") == "kept", "recently used"
+        assert cache.get(f"key {max(0, number - 5)}") == "y" * 1000
+        assert sum(map(sys.getsizeof, cache._replies.values())) < 20_000
+    assert cache.get("second") is None and cache.get("key 70") is None
+    cache.put("long", "z" * 30_000)
+    assert cache.get("long") is None and cache._bytes == 0
+    cache.close()
+
+
+def test_a_broken_cache_warns_once(tmp_path: Path, logged: list[logging.LogRecord]) -> None:
+    cache = SqliteCache(str(tmp_path))
+    other = sqlite3.connect(tmp_path / cache_module._FILE)
+    other.execute("DROP TABLE replies")
+    other.close()
+    cache.put("key", "reply")
+    assert cache.get("key") is None
+    cache.close()
+    assert len(logged) == 1
