@@ -205,7 +205,7 @@ def plainly(
 
 
 def stats(pool: Any) -> dict[str, float]:
-    (slot,) = pool._fleet.slots
+    (slot,) = pool._supervisor.slots
     return slot.engine.stats().result(ROUND_S)
 
 

@@ -128,7 +128,7 @@ def timed(
             began = time.perf_counter()
             weights.push(0).result(timeout=TIMEOUT_S)
             times.append(time.perf_counter() - began)
-        actor = pool._fleet.slots[0].engine.actor  # pyright: ignore[reportAttributeAccessIssue]
+        actor = pool._supervisor.slots[0].engine.actor  # pyright: ignore[reportAttributeAccessIssue]
         return times, ray.get(actor.__ray_call__.remote(ways_of_workers), timeout=TIMEOUT_S)
     finally:
         pool.shutdown()
@@ -136,7 +136,7 @@ def timed(
 
 def ways_of_workers(worker: Any) -> list[str]:
     """Return how each worker applies updates; runs in the engine's actor."""
-    future = worker._engine._ask(lambda engine: engine._llm.collective_rpc("keel_way"))
+    future = worker._engine._enqueue(lambda engine: engine._llm.collective_rpc("keel_way"))
     return future.result(timeout=TIMEOUT_S)
 
 

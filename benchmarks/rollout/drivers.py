@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -37,8 +36,6 @@ class Arm:
     gpu_only: bool = False
     cascade: bool = True
     """`rollout.cascade_attention`"""
-    bursts: bool = True
-    """Launch several steps at once where nothing changes between them."""
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Changes of vLLM's engine arguments."""
 
@@ -55,7 +52,6 @@ ARMS = {
         replace(PACKED, name="packed-plain", record=False),
         PACKED,
         replace(PACKED, name="packed-no-cascade", cascade=False),
-        replace(PACKED, name="packed-no-bursts", bursts=False),
         replace(
             PACKED, name="packed-head-rounded", changes={"hf_overrides": {"head_dtype": "model"}}
         ),
@@ -130,8 +126,6 @@ class Keel:
             return replace(built(*args), **engine_args(arm, folder, size))
 
         vllm_engine.engine_args = bounded
-        if not arm.bursts:
-            setattr(import_module("keel.rollout.vllm_fast.bursts"), "MOST", 1)  # noqa: B010
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
             sampling=sampling(size, size.completion),
@@ -165,7 +159,7 @@ class Keel:
         return groups
 
     def on_thread(self, call: Callable[[], Any]) -> Any:
-        return self._engine._ask(lambda _: call()).result(timeout=RUN_TIMEOUT_S)
+        return self._engine._enqueue(lambda _: call()).result(timeout=RUN_TIMEOUT_S)
 
 
 def check_lengths(lengths: set[int], expected: int) -> None:

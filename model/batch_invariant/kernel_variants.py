@@ -1,5 +1,5 @@
 """Faster ways to the bits of vLLM's batch-invariant kernels, each compared with them before it is
-taken. Engines and the trainer go the same ones (`keel.rollout.engine.invariant`,
+taken. Engines and the trainer go the same ones (`keel.rollout.engine.patches`,
 `keel.model.batch_invariant.vllm_kernels`), and need not: what is taken gives the same.
 """
 

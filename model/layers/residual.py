@@ -1,5 +1,5 @@
 """The residual stream in float32 (`model.residual_dtype`), in the trainer as in the engines
-(`keel.rollout.engine.residual`).
+(`keel.rollout.engine.patches`).
 
 In half precision the stream is rounded after each block's output is added to it, two times a layer,
 and engine and trainer round it differently. In float32 what is left is the rounding inside blocks:

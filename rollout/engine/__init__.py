@@ -1,1 +1,1 @@
-"""One vLLM engine: started, driven by a thread of its own, seen as a Ray actor."""
+"""One vLLM engine: its thread and Ray actor, its requests, and the patches that it needs."""

@@ -1,5 +1,4 @@
-"""Conversion between the project's types and the engine's: prompts to ids, recordings to
-trajectories."""
+"""Conversion between Keel's types and the engine's: prompts to ids, completions to trajectories."""
 
 from __future__ import annotations
 
@@ -44,52 +43,48 @@ class RenderedPrompt:
 def render_prompt(
     tokenizer: Tokenizer, prompt: Prompt, marks: ThinkingMarks = THINK
 ) -> RenderedPrompt:
-    """Render a prompt by the chat template up to the policy's turn, or a raw prompt as the
-    tokenizer begins a text. marks: between which the policy thinks."""
+    """Render a prompt by the chat template, or encode a raw prompt with the tokenizer's start.
+
+    `marks`: thinking marks of the model's family. Raises ValueError for an empty prompt.
+    """
     if prompt.raw:
-        return _raw(tokenizer, prompt, marks)
-    messages = [dict(message) for message in prompt.messages]
-    tools = [dict(tool) for tool in prompt.tools]
-    text = render(tokenizer, messages, tools, thinking=prompt.thinking)
-    check_developers(messages, text)
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
+        (message,) = prompt.messages
+        text = str(message["content"])
+        token_ids = tokenizer.encode(text, add_special_tokens=True)
+        if token_ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text
+            token_ids = token_ids[:-1]
+    else:
+        messages = [dict(message) for message in prompt.messages]
+        tools = [dict(tool) for tool in prompt.tools]
+        text = render(tokenizer, messages, tools, thinking=prompt.thinking)
+        check_developers(messages, text)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
-        raise ValueError(f"prompt {prompt.prompt_id}: the chat template renders it to nothing")
-    return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(marks.open))
-
-
-def _raw(tokenizer: Tokenizer, prompt: Prompt, marks: ThinkingMarks) -> RenderedPrompt:
-    (message,) = prompt.messages
-    text = str(message["content"])
-    token_ids = tokenizer.encode(text, add_special_tokens=True)
-    if token_ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text
-        token_ids = token_ids[:-1]
-    if not token_ids:
-        raise ValueError(f"prompt {prompt.prompt_id}: is nothing to the tokenizer")
+        source = "tokenizer" if prompt.raw else "chat template"
+        raise ValueError(f"prompt {prompt.prompt_id}: the {source} renders it to nothing")
     return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(marks.open))
 
 
 def decode_all(
     tokenizer: Tokenizer, completions: Sequence[Sequence[int]], marks: ThinkingMarks = THINK
 ) -> list[str]:
-    """Decode completions without special tokens. The thinking marks stay, as `<think>` and
-    `</think>` whatever the family's own are."""
+    """Decode completions without special tokens, with thinking marks translated to `THINK`."""
     completions = [list(ids) for ids in completions]
-    hidden = _hidden(tokenizer, marks)
+    hidden = _hidden_ids(tokenizer, marks)
     if hidden:
         completions = [[index for index in ids if index not in hidden] for ids in completions]
     skip = hidden is None
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        # On all cores; transformers decodes one after the other.
+        # On all cores; transformers decodes one at a time.
         texts = fast.decode_batch(completions, skip_special_tokens=skip)
     else:
         texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in completions]
-    return [_with_usual_marks(text, marks) for text in texts]
+    return [_translate_marks(text, marks) for text in texts]
 
 
-def _hidden(tokenizer: Tokenizer, marks: ThinkingMarks) -> set[int] | None:
-    """Return the special tokens that are no part of a thinking mark. None: all of them are."""
+def _hidden_ids(tokenizer: Tokenizer, marks: ThinkingMarks) -> set[int] | None:
+    """Return the special tokens that are not part of a thinking mark. None: all of them."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i: str(token) for i, token in added.items() if token.special}
     shown = HARMONY_CONTROLS if marks == HARMONY else f"{marks.open} {marks.close}"
@@ -97,43 +92,44 @@ def _hidden(tokenizer: Tokenizer, marks: ThinkingMarks) -> set[int] | None:
     return hidden if len(hidden) < len(special) else None
 
 
-def _with_usual_marks(text: str, marks: ThinkingMarks) -> str:
-    """Translate a completion's thinking marks to `THINK`, which rewards look for. Text that the
-    policy spelled like `THINK` is no mark in its family, and gets a space."""
+def _translate_marks(text: str, marks: ThinkingMarks) -> str:
+    """Translate a completion's thinking marks to `THINK`, which rewards look for.
+
+    Text spelled like `THINK` is not a mark in another family; a space breaks it.
+    """
     if marks == THINK:
         return text
     for usual in (THINK.open, THINK.close):
         text = text.replace(usual, f"{usual[0]} {usual[1:]}")
     if marks != HARMONY:
         return text.replace(marks.open, THINK.open).replace(marks.close, THINK.close)
-    read = read_harmony(text, (), opened=False, inside=False)
-    stray = [item.text for item in read.items if isinstance(item, Broken)]
-    thoughts = "\n".join([*filter(None, [read.reasoning]), *stray])
+    turn = read_harmony(text, (), opened=False, inside=False)
+    stray = [item.text for item in turn.items if isinstance(item, Broken)]
+    thoughts = "\n".join([*filter(None, [turn.reasoning]), *stray])
     if not thoughts:
-        return read.content
-    return f"{THINK.open}{thoughts}" + f"{THINK.close}{read.content}" * bool(read.content)
+        return turn.content
+    return f"{THINK.open}{thoughts}" + f"{THINK.close}{turn.content}" * bool(turn.content)
 
 
 def check_fits(prompt: Prompt, prompt_tokens: int, max_tokens: int, context: int) -> None:
-    """Raise `ValueError` for a prompt whose longest completion would not fit the engine."""
+    """Raise ValueError for a prompt whose longest completion exceeds the engine's context."""
     if prompt_tokens + max_tokens > context:
         raise ValueError(
             f"prompt {prompt.prompt_id}: its {prompt_tokens} tokens and rollout.sampling.max_tokens"
-            f" = {max_tokens} exceed the engine's context of {context}; lower max_tokens or "
+            f" = {max_tokens} exceed the engine's context of {context}. Lower max_tokens or "
             "data.max_prompt_tokens"
         )
 
 
 def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
-    """Return one assistant message: `content`, `reasoning_content` if there is any, and `raw`.
+    """Return an assistant message with `content`, `raw` and, if there is any, `reasoning_content`.
 
     `thinking`: the prompt has opened the think block. If a block is never closed, everything is
-    reasoning, so an answer inside it does not count as given.
+    reasoning, so an answer inside it does not count.
     """
     opens = raw.lstrip().startswith(THINK.open)
     text = THINK.open + raw if thinking and not opens else raw
-    # There is no block after the last closing mark. Searching there from each of many opening
-    # marks would take quadratic time.
+    # No block begins after the last closing mark; searching there would take quadratic time.
     before, end, behind = text.rpartition(THINK.close)
     content = _THINK_BLOCK.sub("", before + end) + behind
     if THINK.open in content:
@@ -156,21 +152,23 @@ def build_segment(
     sampling_mask: SamplingMasks | None = None,
     routes: NDArray[np.int16] | None = None,
 ) -> Segment:
-    """Build the segment of one turn: P prompt tokens, then G sampled ones.
+    """Build the segment of one turn of P prompt tokens and G sampled ones.
 
-    `logp` and `versions` [G], `sampling_mask` G spans, `routes` [P+G−1, L, K] (input-aligned:
-    the last token has been no input yet). Raises `ValueError` if the lengths do not agree.
+    Shapes: `logp` and `versions` [G], `sampling_mask` G spans, `routes` [P+G−1, L, K]
+    (input-aligned: the last token has no route). Raises ValueError if lengths differ.
     """
     prompt, sampled = len(prompt_ids), len(sampled_ids)
     tokens = prompt + sampled
-    for name, have, want in (
-        ("logp", len(logp), sampled),
-        ("versions", len(versions), sampled),
-        ("sampling_mask", sampled if sampling_mask is None else len(sampling_mask), sampled),
-        ("routes", tokens - 1 if routes is None else len(routes), tokens - 1),
+    for name, values, expected in (
+        ("logp", logp, sampled),
+        ("versions", versions, sampled),
+        ("sampling_mask", sampling_mask, sampled),
+        ("routes", routes, tokens - 1),
     ):
-        if have != want:
-            raise ValueError(f"segment of {prompt_id}: {name} has {have} entries, expected {want}")
+        if values is not None and len(values) != expected:
+            raise ValueError(
+                f"segment of {prompt_id}: {name} has {len(values)} entries, expected {expected}"
+            )
     return Segment(
         prompt_id=prompt_id,
         token_ids_T=np.array([*prompt_ids, *sampled_ids], np.int32),
@@ -182,16 +180,18 @@ def build_segment(
             if routes is None
             else np.concatenate([routes, np.full((1, *routes.shape[1:]), NO_ROUTE, np.int16)])
         ),
-        sampling_mask=None
-        if sampling_mask is None
-        else SamplingMasks.concat([SamplingMasks.empty(prompt), sampling_mask]),
+        sampling_mask=(
+            None
+            if sampling_mask is None
+            else SamplingMasks.concat([SamplingMasks.empty(prompt), sampling_mask])
+        ),
     )
 
 
 def build_trajectory(
     sibling: int, segment: Segment, raw: str, *, thinking: bool, finish_reason: FinishReason
 ) -> Trajectory:
-    """Build the trajectory of a completion of one turn. `raw`: its text without special tokens."""
+    """Build the trajectory of a one-turn completion from its text without special tokens."""
     return Trajectory(
         prompt_id=segment.prompt_id,
         sibling=sibling,
@@ -203,5 +203,7 @@ def build_trajectory(
 
 def sibling_seed(seed: int, prompt_id: str, version: int, draw: int, sibling: int) -> int:
     """Return the seed of one completion, in [0, 2⁶³), equal on every engine and in every run.
-    `draw`: how many times this version has sampled the prompt before, so that repeats differ."""
+
+    `draw`: number of earlier groups of this prompt from the same weights.
+    """
     return seed_of(seed, version, draw, sibling, prompt_id)

@@ -1,56 +1,257 @@
-"""Patches of vLLM that an engine needs, chosen from its spec and installed before it is built."""
+"""Patches of vLLM that engines need, apart from the repairs of its CPU build (`shims`).
+
+Each is installed before an engine is built and undone or checked afterwards.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
-from keel.rollout.recording.base import RecorderName
-from keel.rollout.spec import EngineSpec
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+from vllm import ModelRegistry, SamplingParams
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers import layernorm, linear
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.warmup import kernel_warmup
+from vllm.v1.engine import core as engine_core
 
-CASCADE = "keel.rollout.vllm_fast.cascade.backend"
-RESIDUAL = "keel.rollout.engine.residual"
+from keel.model.layers.residual import OUTPUTS, summed
+from keel.rollout.vllm_pin import check_parameters
+
+_core: Any = engine_core
+_layernorm: Any = layernorm
+_linear: Any = linear
+_params: Any = SamplingParams
+_kernels: Any = kernel_warmup
+
+# Size of the KV cache.
+
+SPARE = 1.25
+"""Factor for prompts of finished completions, which later ones may share."""
+SPARE_PAGES = 16
+"""Extra pages per completion, because Keel's scheduler allocates several at once."""
+_RESERVE = 2**30
+"""Bytes for CUDA graphs, which are captured later."""
 
 
-def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
-    """Install or remove attention that reads a group's prompt once.
-
-    Returns whether engines built from now on use it where the model's layers allow it.
-    """
-    plain = not spec.batch_invariant and spec.dtype != "float32"
-    wanted = recorder == "packed" and plain and spec.config.cascades(full_attention=True)
-    if wanted or CASCADE in sys.modules:
-        import_module(CASCADE).install(wanted=wanted)
-    return wanted
-
-
-def invariant_layers(spec: EngineSpec) -> None:
-    """Install faster batch-invariant kernels that return the same bits as vLLM's."""
-    if spec.batch_invariant:
-        from keel.rollout.engine.invariant import install  # noqa: PLC0415
-
-        install()
+@dataclass(slots=True)
+class CacheBound:
+    called: bool = False
+    """vLLM has called the patched function."""
+    added_gib: float = 0.0
+    """Memory beyond the engine's share, which did not hold one completion."""
 
 
 @contextmanager
-def residual_layers(spec: EngineSpec, layers: int) -> Iterator[None]:
-    """Build engines of `layers` layers with the residual stream of `spec.residual_dtype`."""
-    wanted = spec.wide_residual
-    if wanted or RESIDUAL in sys.modules:
-        import_module(RESIDUAL).install(wanted=wanted)
-    yield
-    if wanted:
-        import_module(RESIDUAL).check_built(layers)
+def bounded_kv_cache(conversations: int = 0) -> Iterator[CacheBound]:
+    """Build engines whose KV cache is no larger than their completions can fill.
 
-
-def quick_start(architectures: Sequence[str], *, gpu: bool) -> AbstractContextManager[None]:
-    """Build engines without the parts of vLLM's warm-up that Keel does not use.
-
-    architectures: classes of the model to load in this process, or none.
+    vLLM takes all memory that it may use, which wastes time with `rollout.time_share`: a GPU maps
+    some 100 GiB a second at each update. vLLM's options cannot express this bound, since the size
+    of a completion is known only after the model is loaded. `conversations`: see `EngineSpec`.
     """
-    from keel.rollout.engine.skip_warmup import known_here, plain_warm_up  # noqa: PLC0415
+    original, bound = _core.get_kv_cache_configs, CacheBound()
+    check_parameters(original, "vllm_config kv_cache_specs available_memory")
 
-    known_here(architectures)
-    return plain_warm_up() if gpu else nullcontext()
+    def get_kv_cache_configs(
+        vllm_config: Any, kv_cache_specs: list[dict[str, Any]], available_memory: list[int]
+    ) -> Any:
+        bound.called = True
+        sizes: list[float | int] = []
+        for spec, memory in zip(kv_cache_specs, available_memory, strict=True):
+            room = enough(memory, _one_completion(vllm_config, spec), _free_memory)
+            bound.added_gib = max(bound.added_gib, (room - memory) / 2**30)
+            sizes.append(min(room, _all_completions(vllm_config, spec, conversations)))
+        return original(vllm_config, kv_cache_specs, sizes)
+
+    _core.get_kv_cache_configs = get_kv_cache_configs
+    try:
+        yield bound
+    finally:
+        _core.get_kv_cache_configs = original
+
+
+def enough(memory: int, one: float | int, free: Callable[[], int]) -> int:
+    """Return the bytes for a worker's cache: `memory`, or `one` completion if only that fits.
+
+    vLLM refuses to start without room for `one`; its estimate of other memory may be too high.
+    `free` is called only then, because it creates a CUDA context in this process.
+    """
+    return int(one) if memory < one and one <= max(0, memory) + free() else memory
+
+
+def _free_memory() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    return max(0, torch.cuda.mem_get_info()[0] - _RESERVE)
+
+
+def _one_completion(vllm_config: Any, layers: Mapping[str, Any]) -> int:
+    """Bytes of one completion of full length; 0 if layers differ."""
+    if len({type(layer) for layer in layers.values()}) != 1:
+        return 0
+    return sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers.values())
+
+
+def _all_completions(vllm_config: Any, layers: Mapping[str, Any], conversations: int) -> float:
+    """Bytes of all completions and conversations of a worker; infinite if layers differ."""
+    if len({(type(layer), layer.page_size_bytes) for layer in layers.values()}) != 1:
+        return float("inf")
+    completion = sum(
+        layer.max_memory_usage_bytes(vllm_config) + SPARE_PAGES * layer.page_size_bytes
+        for layer in layers.values()
+    )
+    contexts = max(vllm_config.scheduler_config.max_num_seqs, conversations)
+    return int(SPARE * contexts * completion)
+
+
+# Start-up time.
+
+
+@contextmanager
+def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
+    """Build engines without the parts of vLLM's warm-up that Keel does not need.
+
+    They take about 40 of 112 seconds on an H100's host. `architectures`: model classes to inspect
+    in this process, where they are loaded anyway, instead of in a new one that imports vLLM.
+    """
+    for name in architectures:
+        known = ModelRegistry.models.get(name)
+        if known is not None:
+            with suppress(ImportError):  # vLLM reports it better
+                ModelRegistry.register_model(name, known.load_model_cls())
+    if not gpu:
+        yield
+        return
+
+    def warm_up_routers(model: nn.Module) -> None:
+        # Loads CUTLASS, so only for models that have such a router.
+        if _kernels._ll_bf16_router_shapes_from_model(model):
+            routers(model)
+
+    # `enable_jit_warmup: false` would also skip the steps that size vLLM's workspaces.
+    sampling, routers = _params.for_sampler_warmup, _kernels._warmup_ll_bf16_router_gemm
+    check_parameters(sampling, "")
+    check_parameters(routers, "model")
+    # Without kernels for penalties, biases and bad words, which no request of Keel uses.
+    _params.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=1.0, seed=0))
+    _kernels._warmup_ll_bf16_router_gemm = warm_up_routers
+    try:
+        yield
+    finally:
+        _params.for_sampler_warmup = staticmethod(sampling)
+        _kernels._warmup_ll_bf16_router_gemm = routers
+
+
+# Batch-invariant layers.
+
+
+def install_invariant_kernels() -> None:
+    """Replace vLLM's batch-invariant kernels by faster ones that return the same bits.
+
+    vLLM's GEMM has tiles for large batches in all but five shapes, and its norm of heads copies its
+    input. The calls are patched, because vLLM's registry only replaces whole layers.
+    """
+    from keel.model.batch_invariant import kernel_variants  # noqa: PLC0415  (needs Triton)
+
+    if hasattr(_linear.linear_batch_invariant, "keel_patch"):
+        return
+    gemm, norm = _linear.linear_batch_invariant, _layernorm.rms_norm_batch_invariant
+    check_parameters(gemm, "input weight bias")
+    check_parameters(norm, "input weight eps residual")
+
+    def linear_batch_invariant(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        out = kernel_variants.linear(gemm, rows, weight, bias)
+        return out.view(*input.shape[:-1], out.shape[-1])
+
+    def rms_norm_batch_invariant(
+        input: Tensor, weight: Tensor | None, eps: float = 1e-6, residual: Tensor | None = None
+    ) -> Any:
+        if residual is None and weight is not None and input.ndim == 3:  # heads
+            return kernel_variants.norm_heads(norm, input, weight, eps)
+        return norm(input, weight, eps, residual=residual)
+
+    linear_batch_invariant.keel_patch = True  # type: ignore[attr-defined]
+    _linear.linear_batch_invariant = linear_batch_invariant
+    _layernorm.rms_norm_batch_invariant = rms_norm_batch_invariant
+
+
+# Residual stream in float32.
+
+_wide_outputs: list[_SummedLinearMethod] = []
+"""Linear methods of engines built since `install_residual`."""
+
+
+@contextmanager
+def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
+    """Build engines with a float32 residual stream if `wide`, as the trainer's
+    (`keel.model.layers.residual`).
+
+    vLLM's norms add a block's output to the stream and pass it on. With norms that return the sum
+    unrounded, it is float32 from the first sum on. Raises RuntimeError unless the attention of all
+    `layers` was set up.
+    """
+    install_residual(wide=wide)
+    yield
+    if wide:
+        check_residual(layers)
+
+
+def install_residual(*, wide: bool) -> None:
+    """Register or remove layer classes for engines built from now on, through vLLM's registry."""
+    _wide_outputs.clear()
+    for kind in (_Float32Norm, _Float32Output):
+        name = kind.__bases__[0].__name__
+        op_registry_oot.pop(name, None)
+        if wide:
+            op_registry_oot[name] = kind
+
+
+def check_residual(layers: int) -> None:
+    """Raise RuntimeError unless at least `layers` products were set up."""
+    if len(_wide_outputs) < layers:
+        raise RuntimeError(
+            f"model.residual_dtype = float32: of {layers} layers only {len(_wide_outputs)} "
+            "products could be set up, perhaps because the checkpoint is quantised. Remove the knob"
+        )
+
+
+class _Float32Norm(RMSNorm):
+    """Adds a block's output to the stream in float32 and rounds the norm only."""
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return super().forward_native(x)
+        total = x.float() + residual.float()
+        weight = self.weight.data
+        out = rms_norm(total, weight.shape, weight.float(), self.variance_epsilon)
+        return out.to(weight.dtype), total
+
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        return self.forward_native(x, residual)
+
+
+class _Float32Output(RowParallelLinear):
+    """Last product of a block, without rounding."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.prefix.endswith(OUTPUTS) and type(self.quant_method) is UnquantizedLinearMethod:
+            self.quant_method = _SummedLinearMethod()
+            _wide_outputs.append(self.quant_method)
+
+
+class _SummedLinearMethod(UnquantizedLinearMethod):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Skip the packing that vLLM does on CPUs."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = summed(x, layer.weight)
+        return out if bias is None else out + bias

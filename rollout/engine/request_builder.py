@@ -1,17 +1,16 @@
-"""A shorter way to add requests to vLLM, for turns of conversations.
+"""A faster way to add requests to vLLM, for turns of conversations.
 
-`LLMEngine.add_request` checks a request, copies its parameters deeply and hashes each block of its
-prompt, which is most of what a turn costs the host. Almost all of it is the same for all turns: the
-parameters but for three numbers, and the hashes of what the conversation's last turn has seen. Here
-the first request of a kind goes vLLM's way and the others are made like it; hashes are kept by
-conversation and taken over for as many ids as are still the same.
+`LLMEngine.add_request` validates a request, deep-copies its parameters and hashes every block of
+its prompt, which is most of the host time of a turn. Here the first request of a kind takes vLLM's
+way and serves as the template of the others, and block hashes of a conversation's last turn are
+reused for the ids that are unchanged.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -20,120 +19,114 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rollout.engine.jobs import Ids
-
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
 
-MOST_TOKENS = 2**24
-"""Whose hashes are kept, of all conversations together: some 9 bytes each."""
+MAX_HASHED_TOKENS = 2**24
+"""Tokens of all conversations whose hashes are kept, at some 9 bytes each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class EngineRequest:
     """One request."""
 
     name: str
     """Unique in the engine."""
-    ids: Ids
+    ids: Sequence[int] | NDArray[np.int32]
     conversation: str
-    """Whose last turn's ids it goes on from; empty: none's."""
+    """Conversation whose last turn this continues; may be empty."""
     kind: Hashable
-    """Equal for requests whose parameters differ by `varying` alone."""
+    """Equal for requests whose parameters differ in `varying` only."""
     varying: dict[str, int]
     params: Callable[[], SamplingParams]
 
 
-class BeginLikeTheLast:
-    """Adds requests to one engine, copying what the first request of each kind went through."""
+class TemplatedRequests:
+    """Adds requests to one engine, copying the first request of each kind."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._core: Any = engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
-        self._kinds: dict[Hashable, Any] = {}
-        """vLLM's `EngineCoreRequest` of the first of each kind."""
+        self._templates: dict[Hashable, Any] = {}
+        """vLLM's `EngineCoreRequest` of the first request of each kind."""
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
-        """Conversation, prompt and vLLM's `Request` of those that have not ended."""
+        """Conversation, prompt and vLLM's `Request` of unfinished requests."""
         self._hashes = PrefixHashes(self._core.scheduler.hash_block_size)
         self._known: list[bytes] = []
-        """Hashes of the first blocks of the request that is being made."""
+        """Hashes of the first blocks of the request that is being added."""
         if (hasher := self._core.request_block_hasher) is not None:
             self._core.request_block_hasher = partial(self._hash, hasher)
 
-    def begin(self, asked: Asked) -> str:
-        """Add a request and return vLLM's own id for it. Raises ValueError for a bad request."""
-        ids = np.asarray(asked.ids, np.int32)
-        listed = _listed(asked.ids)
-        if (first := self._kinds.get(asked.kind)) is None:
-            first = self._engine.input_processor.process_inputs(
-                asked.name,
-                {"prompt_token_ids": listed},
-                asked.params(),
+    def add(self, request: EngineRequest) -> str:
+        """Add a request and return vLLM's id for it. Raises ValueError for a bad request."""
+        ids = np.asarray(request.ids, np.int32)
+        prompt = request.ids.tolist() if isinstance(request.ids, np.ndarray) else list(request.ids)
+        if (template := self._templates.get(request.kind)) is None:
+            template = self._engine.input_processor.process_inputs(
+                request.name,
+                {"prompt_token_ids": prompt},
+                request.params(),
                 self._engine.get_supported_tasks(),
             )
-            self._kinds[asked.kind] = first
+            self._templates[request.kind] = template
         else:
-            # All that vLLM looks at in a prompt of ids, beside its length.
+            # vLLM's only check of the ids themselves.
             self._engine.renderer.validate_token_ids((int(ids.min()), int(ids.max())))
-        request = copy(first)
-        request.request_id = request.external_req_id = asked.name
-        request.prompt_token_ids = listed
-        request.arrival_time = time.time()
-        request.sampling_params = params = copy(first.sampling_params)
-        for name, value in asked.varying.items():
+        core_request = copy(template)
+        core_request.request_id = core_request.external_req_id = request.name
+        core_request.prompt_token_ids = prompt
+        core_request.arrival_time = time.time()
+        core_request.sampling_params = params = copy(template.sampling_params)
+        for name, value in request.varying.items():
             setattr(params, name, value)
-        self._known = self._hashes.of(asked.conversation, ids)
+        self._known = self._hashes.prefix(request.conversation, ids)
         try:
-            made, wave = self._core.preprocess_add_request(request)
-        finally:  # whatever became of this request, they are no other's
+            prepared, wave = self._core.preprocess_add_request(core_request)
+        finally:  # they must not reach another request
             self._known = []
-        self._engine.output_processor.add_request(request, None)
-        self._core.add_request(made, wave)
-        if asked.conversation:
-            self._open[asked.name] = asked.conversation, ids, made
-        return asked.name
+        self._engine.output_processor.add_request(core_request, None)
+        self._core.add_request(prepared, wave)
+        if request.conversation:
+            self._open[request.name] = request.conversation, ids, prepared
+        return request.name
 
-    def ended(self, internal: str) -> None:
-        """Note that a request has finished or was aborted."""
-        if (of := self._open.pop(internal, None)) is not None:
-            conversation, prompt, made = of
-            sampled = np.array(list(made.output_token_ids), np.int32)
-            self._hashes.keep(conversation, np.concatenate([prompt, sampled]), made.block_hashes)
+    def ended(self, name: str) -> None:
+        """Keep the hashes of a finished or aborted request."""
+        if (entry := self._open.pop(name, None)) is not None:
+            conversation, prompt, request = entry
+            sampled = np.array(list(request.output_token_ids), np.int32)
+            self._hashes.keep(conversation, np.concatenate([prompt, sampled]), request.block_hashes)
 
     def _hash(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
-        """In the place of vLLM's: hashes of the blocks of a request that have none yet."""
+        """Replacement of vLLM's hasher: returns hashes of the blocks that have none yet."""
         if self._known:
             request.block_hashes += self._known
         return hasher(request)
 
 
 class PrefixHashes:
-    """Hashes of the full blocks of each conversation's ids, those of the latest conversations."""
+    """Block hashes of the most recent conversations."""
 
     def __init__(self, block: int) -> None:
-        """`block`: tokens."""
+        """`block`: tokens per block."""
         self._block = block
-        self._of: OrderedDict[str, tuple[NDArray[np.int32], list[bytes]]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[NDArray[np.int32], list[bytes]]] = OrderedDict()
         self._tokens = 0
 
-    def of(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
-        """Of as many of its first blocks as have the ids that they had."""
-        if (known := self._of.get(conversation)) is None:
+    def prefix(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
+        """Return the hashes of the leading blocks whose ids are unchanged."""
+        if (entry := self._entries.get(conversation)) is None:
             return []
-        before, hashes = known
+        before, hashes = entry
         same = before[: len(ids)] == ids[: len(before)]
         agree = len(same) if same.all() else int(np.argmin(same))
         return hashes[: agree // self._block]
 
     def keep(self, conversation: str, ids: NDArray[np.int32], hashes: list[bytes]) -> None:
-        """Those of the ids of a conversation as they are now."""
-        if (before := self._of.pop(conversation, None)) is not None:
+        """Replace a conversation's hashes and drop the oldest conversations if necessary."""
+        if (before := self._entries.pop(conversation, None)) is not None:
             self._tokens -= len(before[0])
-        self._of[conversation] = ids, hashes
+        self._entries[conversation] = ids, hashes
         self._tokens += len(ids)
-        while self._tokens > MOST_TOKENS and len(self._of) > 1:
-            self._tokens -= len(self._of.popitem(last=False)[1][0])
-
-
-def _listed(ids: Ids) -> list[int]:
-    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        while self._tokens > MAX_HASHED_TOKENS and len(self._entries) > 1:
+            self._tokens -= len(self._entries.popitem(last=False)[1][0])

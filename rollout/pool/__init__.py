@@ -1,1 +1,1 @@
-"""All engines of a run: who samples what, their lives, and Ray actors behind it."""
+"""Engine pool: dispatching, engine supervision and the Ray actors behind it."""

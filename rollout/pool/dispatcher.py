@@ -1,7 +1,7 @@
-"""What waits for an engine, and what engines are at. Belongs to the pool's thread, and never waits.
+"""Queued and in-flight requests of the engines. Used on the pool's thread only; never blocks.
 
-Groups go to the engine with the least to do, and are never split; a conversation goes back to the
-engine that has its prefix in its cache.
+A group goes to the least loaded engine and is never split. A conversation returns to the engine
+that has its prefix in the KV cache.
 """
 
 from __future__ import annotations
@@ -10,148 +10,197 @@ import time
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any
 
 from keel.configs.schema import RolloutConfig
-from keel.rollout.pool.requests import Flight, Order, Slot
+from keel.rl.types import Purpose
+from keel.rollout.pool.engine_supervisor import EngineSlot, RolloutEngine
 from keel.rollout.spec import EngineError
 
-MAX_HOMES = 100_000
-"""Conversations whose engine is remembered."""
+_MAX_HOMES = 100_000
+"""Number of conversations whose engine is remembered."""
 
 
-class Work:
-    """Orders on their way through the engines."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A group or a turn to sample."""
 
-    def __init__(self, config: RolloutConfig, *, tell: Callable[[int], Any]) -> None:
-        """`tell(number)` is called, on any thread, when an engine is done with an order, which then
-        has to `land`."""
-        self._config, self._tell = config, tell
-        self._waiting: list[Order] = []
-        """By rank."""
-        self._flights: dict[int, Flight] = {}
-        """By number of the order, the first to be late first."""
+    number: int
+    label: str
+    """Name of the prompt or conversation in messages."""
+    purpose: Purpose
+    sequences: int
+    tokens: int
+    """Upper bound on sampled tokens over all sequences."""
+    call: Callable[[RolloutEngine], Future[Any]]
+    prompt_id: str = ""
+    """Prompt of a group."""
+    conversation: str = ""
+    """Conversation of a turn. The engine holding its prefix is preferred."""
+    result: Future[Any] = field(default_factory=Future[Any])
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Sort key that puts evaluations first, because the training loop waits for them."""
+        return self.purpose != "eval", self.number
+
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):  # the caller has cancelled it
+            self.result.set_exception(error)
+
+    def resolve(self, result: Any) -> None:
+        with suppress(InvalidStateError):
+            self.result.set_result(result)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A request that was sent to an engine."""
+
+    request: Request
+    slot: EngineSlot
+    future: Future[Any]
+    deadline: float
+    """Time at which the engine counts as silent. Ignored while the slot is not ready."""
+
+
+class Dispatcher:
+    """Assigns requests to engines and tracks them until they complete."""
+
+    def __init__(self, config: RolloutConfig, *, on_done: Callable[[int], Any]) -> None:
+        """`on_done(number)` runs on any thread when an engine has finished a request; `complete`
+        must follow."""
+        self._config, self._on_done = config, on_done
+        self._queue: list[Request] = []
+        """Sorted by rank."""
+        self._in_flight: dict[int, InFlight] = {}
+        """Requests by number, in the order of their deadlines."""
         self._homes: OrderedDict[str, int] = OrderedDict()
-        """Slot of each conversation's last turn, the latest last."""
+        """Slot of each conversation's last turn, in order of use."""
 
-    def add(self, order: Order) -> None:
-        insort(self._waiting, order, key=lambda order: order.rank)
+    def add(self, request: Request) -> None:
+        insort(self._queue, request, key=lambda request: request.rank)
 
-    def give_up(self, order: Order) -> None:
-        """Its caller has cancelled it."""
-        if (flight := self._flights.get(order.number)) is not None:
-            self._take(order.number)
-            flight.future.cancel()
-        self._waiting = [other for other in self._waiting if other is not order]
+    def cancel(self, request: Request) -> None:
+        """Drop a request that its caller has cancelled."""
+        if (entry := self._in_flight.get(request.number)) is not None:
+            self._remove(request.number)
+            entry.future.cancel()
+        self._queue = [other for other in self._queue if other is not request]
 
-    def send(self, slots: Sequence[Slot]) -> None:
-        """Give orders to engines, until all are full."""
-        at, able = 0, self._able(slots)
-        while able and at < len(self._waiting):
-            order = self._waiting[at]  # and there still, to be failed, if the call raises
-            slot = self._place(order, slots, able)
+    def send(self, slots: Sequence[EngineSlot]) -> None:
+        """Send queued requests until all engines are full."""
+        index, available = 0, self._available(slots)
+        while available and index < len(self._queue):
+            request = self._queue[index]  # stays queued, and so fails with the pool, if this raises
+            slot = self._choose_slot(request, slots, available)
             if slot is None:
-                at += 1
+                index += 1
                 continue
-            future = order.ask(slot.engine)
-            del self._waiting[at]
-            self._flights[order.number] = Flight(order, slot, future, self._silent_at())
-            slot.sequences += order.sequences
-            slot.load += order.tokens
-            future.add_done_callback(partial(self._done_with, order.number))
-            able = self._able(slots)
+            future = request.call(slot.engine)
+            del self._queue[index]
+            self._in_flight[request.number] = InFlight(request, slot, future, self._deadline())
+            slot.sequences += request.sequences
+            slot.load += request.tokens
+            future.add_done_callback(partial(self._notify, request.number))
+            available = self._available(slots)
 
-    def _able(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Those that have room."""
-        most = self._config.max_num_seqs
-        return [slot for slot in slots if slot.stage == "ready" and slot.sequences < most]
+    def _available(self, slots: Sequence[EngineSlot]) -> list[EngineSlot]:
+        capacity = self._config.max_num_seqs
+        return [slot for slot in slots if slot.stage == "ready" and slot.sequences < capacity]
 
-    def _place(self, order: Order, slots: Sequence[Slot], able: Sequence[Slot]) -> Slot | None:
-        """Of the slots that are able, the one with the least to do; for a conversation the one that
-        has its prefix. None: it waits for room there, since no other has less than half as much to
-        do."""
-        chosen = min(able, key=lambda slot: (slot.load, slot.index))
-        if not order.conversation:
+    def _choose_slot(
+        self, request: Request, slots: Sequence[EngineSlot], available: Sequence[EngineSlot]
+    ) -> EngineSlot | None:
+        """Return the least loaded slot, or for a conversation the one that has its prefix.
+
+        None: the conversation waits for its engine, as no other has less than half of its load.
+        """
+        chosen = min(available, key=lambda slot: (slot.load, slot.index))
+        if not request.conversation:
             return chosen
-        if (home := self._homes.get(order.conversation)) is not None:
-            if slots[home] in able:
+        if (home := self._homes.get(request.conversation)) is not None:
+            if slots[home] in available:
                 chosen = slots[home]
             elif slots[home].stage == "ready" and 2 * chosen.load >= slots[home].load:
                 return None
-        self._homes[order.conversation] = chosen.index
-        self._homes.move_to_end(order.conversation)
-        if len(self._homes) > MAX_HOMES:
+        self._homes[request.conversation] = chosen.index
+        self._homes.move_to_end(request.conversation)
+        if len(self._homes) > _MAX_HOMES:
             self._homes.popitem(last=False)
         return chosen
 
-    def _done_with(self, number: int, _: Future[Any]) -> None:
-        self._tell(number)
+    def _notify(self, number: int, _: Future[Any]) -> None:
+        self._on_done(number)
 
-    def land(self, number: int) -> tuple[Slot, EngineError] | None:
-        """An engine is done with an order: pass on what came of it. Returns the engine if it is
-        gone, and why; the order is then among what is sampled `again`."""
-        flight = self._flights.get(number)
-        if flight is None or not flight.future.done():  # went down with another of its engine
+    def complete(self, number: int) -> tuple[EngineSlot, EngineError] | None:
+        """Resolve a finished request.
+
+        If its engine died, return the slot and the error; the request stays in flight for
+        `requeue`.
+        """
+        entry = self._in_flight.get(number)
+        if entry is None or not entry.future.done():  # requeued with its engine
             return None
-        error = flight.future.exception()
+        error = entry.future.exception()
         if isinstance(error, EngineError):
-            return flight.slot, error
+            return entry.slot, error
         if error is not None:
-            self._take(number).fail(error)
+            self._remove(number).fail(error)
         else:
-            self._take(number).give(flight.future.result())
+            self._remove(number).resolve(entry.future.result())
         return None
 
-    def again(self, slot: Slot) -> None:
-        """A slot's engine is gone: what it was at is sampled elsewhere."""
-        for flight in self._of(slot):
-            order, future = self._take(flight.order.number), flight.future
-            # What had already arrived when the engine died is as good as any.
+    def requeue(self, slot: EngineSlot) -> None:
+        """Queue the requests of a dead engine again."""
+        for entry in self._in_slot(slot):
+            request, future = self._remove(entry.request.number), entry.future
+            # A result that arrived before the engine died is valid.
             if future.done() and not future.cancelled() and future.exception() is None:
-                order.give(future.result())
+                request.resolve(future.result())
             else:
-                self.add(order)
+                self.add(request)
 
-    def resumes(self, slot: Slot) -> None:
-        """A slot can sample (again): time counts from now on."""
-        for flight in self._of(slot):
-            flight.deadline = self._silent_at()
-            self._flights[flight.order.number] = self._flights.pop(flight.order.number)
+    def restart_deadlines(self, slot: EngineSlot) -> None:
+        """Restart the deadlines of a slot that can sample again."""
+        for entry in self._in_slot(slot):
+            entry.deadline = self._deadline()
+            self._in_flight[entry.request.number] = self._in_flight.pop(entry.request.number)
 
-    def deadline(self) -> Sequence[float]:
-        """When the next engine will have been silent for too long, if there is one."""
-        return [flight.deadline for flight in islice(self._sampling(), 1)]
+    def next_deadline(self) -> float | None:
+        return next((entry.deadline for entry in self._sampling()), None)
 
-    def late(self) -> Sequence[Flight]:
-        """What engines have been silent about for too long."""
+    def overdue(self) -> list[InFlight]:
+        """Return the requests that engines have been silent about for too long."""
         now = time.monotonic()
-        return list(takewhile(lambda flight: flight.deadline <= now, self._sampling()))
+        return list(takewhile(lambda entry: entry.deadline <= now, self._sampling()))
 
-    def has(self, flight: Flight) -> bool:
-        return self._flights.get(flight.order.number) is flight
+    def holds(self, entry: InFlight) -> bool:
+        return self._in_flight.get(entry.request.number) is entry
 
-    def end(self) -> list[Order]:
-        """Give up everything; what was open."""
-        for flight in self._flights.values():
-            flight.future.cancel()
-        return [*(flight.order for flight in self._flights.values()), *self._waiting]
+    def close(self) -> list[Request]:
+        """Cancel everything and return the open requests."""
+        for entry in self._in_flight.values():
+            entry.future.cancel()
+        return [*(entry.request for entry in self._in_flight.values()), *self._queue]
 
-    def _sampling(self) -> Iterator[Flight]:
-        """What engines are at that can sample, the first to be late first; each other engine has a
-        deadline of its own."""
-        return (flight for flight in self._flights.values() if flight.slot.stage == "ready")
+    def _sampling(self) -> Iterator[InFlight]:
+        """Yield in-flight requests of ready engines by deadline; other stages have their own."""
+        return (entry for entry in self._in_flight.values() if entry.slot.stage == "ready")
 
-    def _of(self, slot: Slot) -> list[Flight]:
-        return [flight for flight in self._flights.values() if flight.slot is slot]
+    def _in_slot(self, slot: EngineSlot) -> list[InFlight]:
+        return [entry for entry in self._in_flight.values() if entry.slot is slot]
 
-    def _take(self, number: int) -> Order:
-        flight = self._flights.pop(number)
-        flight.slot.sequences -= flight.order.sequences
-        flight.slot.load -= flight.order.tokens
-        return flight.order
+    def _remove(self, number: int) -> Request:
+        entry = self._in_flight.pop(number)
+        entry.slot.sequences -= entry.request.sequences
+        entry.slot.load -= entry.request.tokens
+        return entry.request
 
-    def _silent_at(self) -> float:
+    def _deadline(self) -> float:
         return time.monotonic() + self._config.silent_s

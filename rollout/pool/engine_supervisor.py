@@ -1,7 +1,7 @@
-"""The engines of a pool through their lives: started, brought to weights, put to sleep, replaced.
+"""Lifecycle of the pool's engines: start, weight updates, sleep and replacement.
 
-Belongs to the pool's thread, and never waits: each slot says what it waits for, until when, and the
-pool tells the fleet when that is over.
+Used on the pool's thread and never blocks, except for the first start. Each slot has the future it
+waits for and its deadline; the pool calls `advance` when either is reached.
 """
 
 from __future__ import annotations
@@ -11,41 +11,113 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
-from keel.configs.schema import RolloutConfig
-from keel.rollout.pool.requests import RolloutEngine, Slot, Stage, Update
-from keel.rollout.spec import EngineError
+from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.rl.turns import TurnRequest, TurnResult
+from keel.rl.types import Group, Prompt
+from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
+from keel.weights.sync import Transfer
 
 MAX_RESTARTS = 3
-"""Times that an engine is started again within `window_s` before the run is given up."""
-RECENT_S = 3 * 3600.0
-"""A run of weeks outlives failures that are this far apart, however many."""
-DISTURBED, TRIES = "Error in memory profiling", 3
-"""What vLLM says where another process gave memory of the GPU back while an engine measured what it
-needs, as one that was ended a moment ago does: nothing is wrong, and it is tried so often."""
-LOOK_S = 0.2
-"""How often a start looks whether it is still wanted."""
-TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
-
+"""Restarts of one engine within `restart_window_s` before the run fails."""
+_WINDOW_S = 3 * 3600.0
+_MEMORY_RACE, _START_TRIES = "Error in memory profiling", 3
+"""vLLM's error when another process frees GPU memory while it measures, and how often a start is
+tried in that case."""
+_POLL_S = 0.2
+_TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
 """Process and actor ids, which differ from one start to the next."""
 
+
+class RolloutEngine(Protocol):
+    """An engine as the pool sees it. Calls return at once; cancelling a future aborts the work.
+
+    Futures fail with `EngineError` if the engine died, which the pool repairs, and with any other
+    error for what it cannot repair.
+    """
+
+    def ready(self) -> Future[EngineStarted]:
+        """Resolves when the engine can sample, or is asleep (`rollout.time_share`)."""
+        ...
+
+    def generate(
+        self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
+    ) -> Future[Group]:
+        """Sample a group. `draw`: number of earlier groups of this prompt from these weights."""
+        ...
+
+    def turn(
+        self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
+    ) -> Future[TurnResult]: ...
+
+    def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
+        """Load weights and return the version that is sampled from now on."""
+        ...
+
+    def sleep(self) -> Future[None]:
+        """Release GPU memory until the next update."""
+        ...
+
+    def progress(self) -> Future[EngineProgress]:
+        """Answers at once, even during a step."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+Stage = Literal["starting", "loading", "ready", "going to sleep", "asleep"]
 Translate = Callable[[Future[int]], Future[int]]
-"""Replaces errors of a delivery that say an engine died or is late by `EngineError`."""
+"""Replaces a delivery's errors about a dead or late engine by `EngineError`."""
 
 
-def window_s(config: RolloutConfig, startup_s: float) -> float:
-    """`RECENT_S`, and longer where that many engines cannot even start and fall silent in it."""
-    return max(RECENT_S, (MAX_RESTARTS + 2) * (config.silent_s + startup_s))
+@dataclass(slots=True, eq=False)
+class EngineSlot:
+    """Position of an engine, which may be replaced."""
+
+    index: int
+    engine: RolloutEngine
+    stage: Stage
+    pending: Future[Any] | None
+    """Result that the slot waits for until `deadline`; None when ready or asleep."""
+    deadline: float
+    version: int = 0
+    """Version that the engine samples from or is loading."""
+    restarts: list[float] = field(default_factory=list[float])
+    """Monotonic times of restarts."""
+    start_failure: str = ""
+    """Error of the last failed start, without numbers."""
+    sequences: int = 0
+    """Completions in flight."""
+    load: int = 0
+    """Upper bound on the tokens left to sample."""
 
 
-class Unwanted(RuntimeError):
-    """Who wanted engines has ended them, and waits for none."""
+@dataclass(slots=True)
+class WeightUpdate:
+    """Weights that every engine must load."""
+
+    version: int
+    transfer: Transfer
+    done: Future[None] = field(default_factory=Future[None])
 
 
-class Fleet:
-    """What all engines are to be: on the weights of `wanted`, or asleep once `resting` is set."""
+def restart_window_s(config: RolloutConfig, startup_s: float) -> float:
+    """Return the window in which restarts are counted.
+
+    It exceeds the time that `MAX_RESTARTS` engines need to start and to be found silent.
+    """
+    return max(_WINDOW_S, (MAX_RESTARTS + 2) * (config.silent_s + startup_s))
+
+
+class StartCancelled(RuntimeError):
+    """The pool was shut down while its engines started."""
+
+
+class EngineSupervisor:
+    """Brings all engines to the weights of `target`, or to sleep once `resting` is set."""
 
     def __init__(
         self,
@@ -56,56 +128,55 @@ class Fleet:
         startup_s: float,
         update_s: float,
     ) -> None:
-        """`build(i)` begins to start engine i, which has `startup_s` for it, and `update_s` to take
-        weights or to fall asleep."""
-        self.slots: list[Slot] = []
+        """`build(i)` begins to start engine i. `update_s`: timeout of an update or of falling
+        asleep."""
+        self.slots: list[EngineSlot] = []
         self.update_s = update_s
-        self.wanted: Update | None = None
+        self.target: WeightUpdate | None = None
         self.resting: Future[None] | None = None
+        self.start_seconds: dict[str, float] = {}
+        """Seconds of each start phase, from the slowest engine."""
         self._config, self._build, self._translate = config, build, translate
         self._startup_s = startup_s
-        self.start_seconds: dict[str, float] = {}
-        """Seconds of each phase of the start, of the slowest engine."""
-        self._over = False
-        """Set by another thread than that of the start, which is not to outlive it."""
+        self._closed = False
+        """Set by `kill`, possibly on another thread than `start`."""
 
     @property
     def restarts(self) -> int:
-        """How often an engine had to be started again so far."""
         return sum(len(slot.restarts) for slot in self.slots)
 
     @property
-    def pending(self) -> Mapping[Future[Any], Slot]:
-        """What slots wait for."""
+    def pending(self) -> Mapping[Future[Any], EngineSlot]:
         return {slot.pending: slot for slot in self.slots if slot.pending is not None}
 
     @property
-    def _started(self) -> Stage:
-        """What an engine that has started is: with `rollout.time_share` it waits for weights."""
+    def _started_stage(self) -> Stage:
+        """With `rollout.time_share` an engine comes up asleep and waits for weights."""
         return "asleep" if self._config.time_share else "ready"
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines, wait for them, and return their warnings without duplicates.
+        """Start all engines, wait for them and return their distinct warnings.
 
-        Raises `EngineError` or `TimeoutError` if an engine does not start."""
+        Raises EngineError or TimeoutError if an engine does not start, and StartCancelled after
+        `kill`.
+        """
         for index in range(self._config.engines):
             engine = self._build(index)
             deadline = time.monotonic() + self._startup_s
-            self.slots.append(Slot(index, engine, "starting", engine.ready(), deadline))
-            self._check_wanted(engine)  # `kill` may not have seen it
+            self.slots.append(EngineSlot(index, engine, "starting", engine.ready(), deadline))
+            self._check_open(engine)  # `kill` may have missed it
         warnings: list[str] = []
         for slot in self.slots:
-            warnings += self._first_start(slot)
-            slot.stage, slot.pending = self._started, None
+            warnings += self._await_start(slot)
+            slot.stage, slot.pending = self._started_stage, None
         return tuple(dict.fromkeys(warnings))
 
-    def _first_start(self, slot: Slot, tries: int = TRIES) -> list[str]:
-        """Wait for an engine's first start; its warnings."""
+    def _await_start(self, slot: EngineSlot, tries: int = _START_TRIES) -> list[str]:
         assert slot.pending is not None
         try:
-            while not slot.pending.done() and (left := slot.deadline - time.monotonic()) > 0:
-                self._check_wanted(slot.engine)
-                wait([slot.pending], min(left, LOOK_S))
+            while not slot.pending.done() and (rest := slot.deadline - time.monotonic()) > 0:
+                self._check_open(slot.engine)
+                wait([slot.pending], min(rest, _POLL_S))
             started = slot.pending.result(timeout=0)
             for phase, seconds in started.seconds.items():
                 self.start_seconds[phase] = max(seconds, self.start_seconds.get(phase, 0.0))
@@ -116,84 +187,89 @@ class Fleet:
                 "(run.startup_timeout_s)"
             ) from None
         except EngineError as error:
-            if tries == 1 or DISTURBED not in str(error):
+            if tries == 1 or _MEMORY_RACE not in str(error):
                 raise EngineError(f"rollout engine {slot.index} did not start: {error}") from error
         slot.engine.kill()
         slot.engine = self._build(slot.index)
         slot.pending = slot.engine.ready()
-        said = (
-            f"rollout engine {slot.index} was started again: another process gave GPU memory back"
+        warning = (
+            f"rollout engine {slot.index} was restarted: another process freed GPU memory during "
+            "its start"
         )
-        return [said, *self._first_start(slot, tries - 1)]
+        return [warning, *self._await_start(slot, tries - 1)]
 
-    def follow(self, wanted: Update | None, resting: Future[None] | None) -> None:
-        """Have all engines load new weights, or fall asleep. Those that are between stages
-        follow when they have got there."""
+    def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
+        """Make all engines load new weights or fall asleep, those between stages afterwards."""
         self.resting = resting
-        if wanted is not None and wanted is not self.wanted:
-            self.wanted = wanted
+        if target is not None and target is not self.target:
+            self.target = target
             self._load([slot for slot in self.slots if slot.stage in ("ready", "asleep")])
         if resting is not None:
             self._put_to_sleep([slot for slot in self.slots if slot.stage == "ready"])
 
     def kill(self) -> None:
-        """End all engines, those too that another thread has `start` wait for."""
-        self._over = True
+        """Kill all engines and cancel a start on another thread."""
+        self._closed = True
         for slot in self.slots:
             slot.engine.kill()
         self.slots.clear()
 
-    def _check_wanted(self, engine: RolloutEngine) -> None:
-        """Raises `Unwanted`, and ends the engine, where it is started for nobody any more."""
-        if self._over:
+    def _check_open(self, engine: RolloutEngine) -> None:
+        if self._closed:
             engine.kill()
-            raise Unwanted("the engines were ended while they started")
+            raise StartCancelled("the engines were killed while they started")
 
-    def advance(self, slot: Slot) -> EngineError | None:
-        """What a slot waited for is over, or late: go on to the next stage. An error is a reason to
-        `replace` the engine."""
+    def advance(self, slot: EngineSlot) -> EngineError | None:
+        """Move a slot to its next stage once its pending result or its deadline is reached.
+
+        Returns the error for which the engine must be replaced.
+        """
         assert slot.pending is not None
         if not slot.pending.done():
-            return EngineError(f"did not {TASKS[slot.stage]} in time")
+            return EngineError(f"did not {_TASKS[slot.stage]} in time")
         error = slot.pending.exception()
         if isinstance(error, EngineError):
             return error
         if error is not None:
             raise error
         if slot.stage == "loading":
-            if slot.pending.result() < slot.version:
+            loaded = slot.pending.result()
+            if loaded < slot.version:
                 raise RuntimeError(
-                    f"rollout engine {slot.index}: reports weights {slot.pending.result()} after "
-                    f"an update to {slot.version}"
+                    f"rollout engine {slot.index} reports weights {loaded} after an update to "
+                    f"{slot.version}"
                 )
-            slot.version = slot.pending.result()
-        stages: dict[Stage, Stage] = {"starting": self._started, "going to sleep": "asleep"}
+            slot.version = loaded
+        stages: dict[Stage, Stage] = {"starting": self._started_stage, "going to sleep": "asleep"}
         slot.stage, slot.pending = stages.get(slot.stage, "ready"), None
         slot.start_failure = ""
         if self.resting is not None:
             if slot.stage == "ready":
                 self._put_to_sleep([slot])
-        elif self.wanted is not None:
-            if slot.stage == "asleep" or self.wanted.version > slot.version:
+        elif self.target is not None:
+            if slot.stage == "asleep" or self.target.version > slot.version:
                 self._load([slot])
-            self._adopted()
+            self._check_updated()
         if self.resting is not None and all(slot.stage == "asleep" for slot in self.slots):
-            settle(self.resting)
+            _settle(self.resting)
         return None
 
-    def replace(self, slot: Slot, error: EngineError) -> None:
-        """Start another engine in this slot, or give up by raising `EngineError`: if that has been
-        done too often, or if the last start failed in the same way."""
+    def replace(self, slot: EngineSlot, error: EngineError) -> None:
+        """Start another engine in this slot.
+
+        Raises EngineError if the slot was restarted too often, or if its start failed twice in the
+        same way.
+        """
         slot.engine.kill()
         if slot.stage == "starting":
             failure = _NUMBER.sub("#", str(error))
-            if failure == slot.start_failure and DISTURBED not in failure:
+            if failure == slot.start_failure and _MEMORY_RACE not in failure:
                 raise EngineError(
                     f"rollout engine {slot.index} failed to start twice in the same way: {error}"
                 ) from error
             slot.start_failure = failure
         now = time.monotonic()
-        window = window_s(self._config, self._startup_s)
+        window = restart_window_s(self._config, self._startup_s)
         if sum(now - restart < window for restart in slot.restarts) >= MAX_RESTARTS:
             raise EngineError(
                 f"rollout engine {slot.index} failed {MAX_RESTARTS + 1} times within "
@@ -203,36 +279,35 @@ class Fleet:
         slot.engine = self._build(slot.index)
         slot.stage, slot.pending, slot.version = "starting", slot.engine.ready(), 0
         slot.deadline = now + self._startup_s
-        self._adopted()
+        self._check_updated()
 
-    def _adopted(self) -> None:
-        """Say so once the engines have the last weights. One that is started again takes them when
-        it has got there, and the others go on meanwhile; but with `rollout.time_share` the trainer
-        needs the memory that it starts in."""
-        starting = (
-            [] if self._config.time_share else [s for s in self.slots if s.stage == "starting"]
-        )
-        rest = [slot for slot in self.slots if slot not in starting]
-        if self.wanted is not None and rest and all(slot.stage == "ready" for slot in rest):
-            settle(self.wanted.done)
+    def _check_updated(self) -> None:
+        """Resolve the update once the running engines have its weights.
 
-    def _put_to_sleep(self, slots: Sequence[Slot]) -> None:
+        Restarting engines load them later, but with `rollout.time_share` they are waited for: the
+        trainer needs the memory they start in.
+        """
+        waited_for = self._config.time_share
+        rest = [slot for slot in self.slots if slot.stage != "starting" or waited_for]
+        if self.target is not None and rest and all(slot.stage == "ready" for slot in rest):
+            _settle(self.target.done)
+
+    def _put_to_sleep(self, slots: Sequence[EngineSlot]) -> None:
         for slot in slots:
             slot.stage, slot.pending = "going to sleep", slot.engine.sleep()
             slot.deadline = time.monotonic() + self.update_s
 
-    def _load(self, slots: Sequence[Slot]) -> None:
-        assert self.wanted is not None
+    def _load(self, slots: Sequence[EngineSlot]) -> None:
+        assert self.target is not None
         if not slots:
             return
-        version = self.wanted.version
-        delivered = self.wanted.transfer.to([slot.engine for slot in slots])
-        for slot, future in zip(slots, delivered, strict=True):
-            slot.stage, slot.version = "loading", version
-            slot.pending = self._translate(future)
+        deliveries = self.target.transfer.to([slot.engine for slot in slots])
+        for slot, delivery in zip(slots, deliveries, strict=True):
+            slot.stage, slot.version = "loading", self.target.version
+            slot.pending = self._translate(delivery)
             slot.deadline = time.monotonic() + self.update_s
 
 
-def settle(future: Future[None]) -> None:
+def _settle(future: Future[None]) -> None:
     with suppress(InvalidStateError):  # done already
         future.set_result(None)

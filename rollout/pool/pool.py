@@ -1,11 +1,8 @@
-"""The engines of a run, from the driver's side: who samples what, and what becomes of the work of
-an engine that dies.
+"""Driver side of the rollout engines.
 
-`RolloutPool` knows engines as a Protocol of futures, so its tests use fakes and take milliseconds;
-`keel.rollout.pool.ray_engines` puts Ray actors behind it. A thread of its own hands out the work,
-so that engines never wait for a driver that is busy elsewhere. Which engine gets what is
-`keel.rollout.pool.dispatcher`'s, what stage each engine is at
-`keel.rollout.pool.engine_supervisor`'s.
+`RolloutPool` sees engines as a Protocol of futures; `keel.rollout.pool.ray_engines` puts Ray actors
+behind it. Its own thread dispatches requests, so engines never wait for a busy driver.
+`Dispatcher` decides which engine samples what, `EngineSupervisor` what stage each engine is in.
 """
 
 from __future__ import annotations
@@ -25,21 +22,26 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.futures import then
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
-from keel.rollout.pool.dispatcher import Work
-from keel.rollout.pool.engine_supervisor import Fleet, Translate
-from keel.rollout.pool.requests import Order, RolloutEngine, Slot, Update
-from keel.rollout.pool.stall_detector import Pulses
+from keel.rollout.pool.dispatcher import Dispatcher, Request
+from keel.rollout.pool.engine_supervisor import (
+    EngineSlot,
+    EngineSupervisor,
+    RolloutEngine,
+    Translate,
+    WeightUpdate,
+)
+from keel.rollout.pool.stall_detector import StallDetector
 from keel.rollout.spec import EngineError
 from keel.weights.sync import Transfer
 
-STOP_S = 10.0
-"""Longest wait for the pool's thread to end; it never waits for an engine itself."""
+_STOP_S = 10.0
+"""Timeout for the pool's thread to end; it never blocks on an engine."""
 FREED_S = 3.0
-"""After engines that failed for good were killed: until their memory is free."""
+"""Seconds until the memory of killed engines is free."""
 
 
 class RolloutPool:
-    """Samples groups on several engines and keeps all of them on the same weights."""
+    """Samples groups and turns on several engines and keeps all of them on the same weights."""
 
     def __init__(
         self,
@@ -50,61 +52,61 @@ class RolloutPool:
         update_timeout_s: float | None = None,
         translate: Translate = lambda future: future,
     ) -> None:
-        """`build(i)` begins to start engine i. `start` waits for all of them. `update_timeout_s`:
-        until an engine that has not taken its weights is replaced (default: the recipe's)."""
+        """`build(i)` begins to start engine i; `start` waits for all. `update_timeout_s`: timeout
+        of a weight update, by default `rollout.update_timeout_s`."""
         self.say: Callable[[str], Any] = lambda _: None
-        """Told, on the pool's thread, when an engine is replaced."""
+        """Receives warnings and restarts of engines, on the pool's thread."""
         self._config = config
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="keel-pool", daemon=True)
-        # Shared with the callers' threads, under `_gate`:
-        self._gate = threading.Lock()
-        self._asked: list[Order] = []
+        # Shared with the callers' threads, under `_lock`:
+        self._lock = threading.Lock()
+        self._submitted: list[Request] = []
+        self._cancelled: list[Request] = []
+        self._open: dict[int, Request] = {}
+        """Requests without a result, by number."""
         self._draws: Counter[str] = Counter()
-        """How often each prompt was asked for the current weights, and by orders still open."""
-        self._open: dict[int, Order] = {}
-        """Orders without a result, by number."""
-        self._given_up: list[Order] = []
-        self._update: Update | None = None
+        """Groups per prompt from the current weights, including open requests."""
+        self._update: WeightUpdate | None = None
         self._asleep: Future[None] | None = None
-        """Of the last `sleep`, until there are new weights."""
+        """Future of the last `sleep`, until the next update."""
         self._ended: Exception | None = None
-        self._gone = False
-        """Whether engines that failed for good have been ended: nothing of them is in the way."""
+        self._memory_freed = False
+        """The engines failed for good and were killed, so their GPU memory is free."""
         self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        """Wakes the thread: numbers of orders that an engine is done with, None for all else."""
-        # The thread's own:
-        self._fleet = Fleet(
+        """Wakes the thread: the number of a finished request, or None for anything else."""
+        # Owned by the thread:
+        self._supervisor = EngineSupervisor(
             config,
             build,
             translate,
             startup_s=startup_timeout_s,
             update_s=update_timeout_s or config.update_timeout_s,
         )
-        self._work = Work(config, tell=self._events.put)
-        self._pulses = Pulses()
+        self._dispatcher = Dispatcher(config, on_done=self._events.put)
+        self._stalls = StallDetector()
         self._watched: set[Future[Any]] = set()
 
     @property
     def restarts(self) -> int:
-        """How often an engine had to be started again so far."""
-        return self._fleet.restarts
+        """Engine restarts so far."""
+        return self._supervisor.restarts
 
     @property
     def start_seconds(self) -> Mapping[str, float]:
-        """Seconds of each phase of the start, of the slowest engine."""
-        return self._fleet.start_seconds
+        """Seconds of each start phase, from the slowest engine."""
+        return self._supervisor.start_seconds
 
     @property
     def steps(self) -> int:
-        """Decoding steps of all engines so far, a few seconds old."""
-        return self._pulses.steps
+        """Decoding steps of all engines, a few seconds old."""
+        return self._stalls.steps
 
     def start(self) -> tuple[str, ...]:
         """Start all engines and return their warnings.
 
-        Raises `EngineError` or `TimeoutError` if an engine does not start."""
-        warnings = self._fleet.start()
+        Raises EngineError or TimeoutError if an engine does not start."""
+        warnings = self._supervisor.start()
         if self._config.time_share:
             self._asleep = Future()
             self._asleep.set_result(None)
@@ -119,27 +121,27 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[Group]:
-        """Sample `group_size` completions of `prompt`. Cancelling the future gives them up.
+        """Sample `group_size` completions of `prompt`. Cancelling the future aborts them.
 
-        Its engine cuts it at `rollout.timeout_s` (`EngineThread.submit`), counted from when it
-        begins: how long it waits for an engine does not count. An engine that is silent for longer
-        is replaced, and its groups are sampled again. Evaluation is not recorded for replay. The
-        future fails with what an engine says about the prompt, and with `EngineError` when one
-        keeps dying.
+        The engine cuts them at `rollout.timeout_s`, counted from when it begins. A silent engine
+        is replaced and its groups are sampled again. Evaluation records no routes or masks. The
+        future fails with the engine's error about the prompt, or with EngineError if engines keep
+        dying.
         """
-        how, record = sampling or self._config.sampling, purpose == "train"
-        with self._gate:
+        options = sampling or self._config.sampling
+        record = purpose == "train"
+        with self._lock:
             number, draw = next(self._numbers), self._draws[prompt.prompt_id]
             self._draws[prompt.prompt_id] += 1
-        return self._order(
-            Order(
+        return self._enqueue(
+            Request(
                 number=number,
                 label=f"group of prompt {prompt.prompt_id}",
                 purpose=purpose,
                 sequences=group_size,
-                tokens=group_size * how.max_tokens,
-                ask=lambda engine: engine.generate(
-                    prompt, group_size=group_size, sampling=how, record=record, draw=draw
+                tokens=group_size * options.max_tokens,
+                call=lambda engine: engine.generate(
+                    prompt, group_size=group_size, sampling=options, record=record, draw=draw
                 ),
                 prompt_id=prompt.prompt_id,
             )
@@ -152,178 +154,177 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[TurnResult]:
-        """Sample one turn, on the engine that had the conversation's last one if it has room. As
-        with `submit`, an engine that dies costs the turn, which is then sampled elsewhere."""
-        how, record = sampling or self._config.sampling, purpose == "train"
-        return self._order(
-            Order(
+        """Sample one turn, preferably on the engine of the conversation's last turn. A turn lost
+        with its engine is sampled on another one."""
+        options = sampling or self._config.sampling
+        record = purpose == "train"
+        return self._enqueue(
+            Request(
                 number=next(self._numbers),
                 label=f"turn of conversation {request.conversation}",
                 purpose=purpose,
                 sequences=1,
                 tokens=request.max_tokens,
-                ask=lambda engine: engine.turn(request, sampling=how, record=record),
+                call=lambda engine: engine.turn(request, sampling=options, record=record),
                 conversation=request.conversation,
             )
         )
 
-    def _order(self, order: Order) -> Future[Any]:
-        with self._gate:
+    def _enqueue(self, request: Request) -> Future[Any]:
+        with self._lock:
             if (ended := self._ended) is None:
-                self._asked.append(order)
-                self._open[order.number] = order
-                self._call()
+                self._submitted.append(request)
+                self._open[request.number] = request
+                self._wake()
         if ended is not None:
-            order.fail(ended)
-        order.result.add_done_callback(partial(self._noticed, order))
-        return order.result
+            request.fail(ended)
+        request.result.add_done_callback(partial(self._on_result, request))
+        return request.result
 
     def update(self, version: int, transfer: Transfer) -> Future[None]:
         """Deliver weights to every engine; done once all sample from `version` or a later one.
 
         `transfer` is kept to deliver to engines that restart. The same version may be delivered
-        again, to wake engines up. An engine that exceeds `rollout.update_timeout_s` is replaced;
+        again to wake engines. An engine that exceeds `rollout.update_timeout_s` is replaced;
         errors about the weights themselves fail the future. Raises RuntimeError while another
         update is in flight.
         """
-        update = Update(version, transfer)
-        with self._gate:
+        update = WeightUpdate(version, transfer)
+        with self._lock:
             if self._ended is not None:
                 update.done.set_exception(self._ended)
             elif self._update is not None and not self._update.done.done():
                 raise RuntimeError(
-                    f"rollout pool: version {self._update.version} is still on its way to the "
-                    f"engines; wait for it before sending {version}"
+                    f"rollout pool: the update to version {self._update.version} is not finished. "
+                    f"Wait for it before sending version {version}"
                 )
             else:
                 if self._update is None or self._update.version != version:
-                    # What is open may be sampled by these weights yet, and its draw is taken then.
-                    orders = [o for o in self._open.values() if not o.result.done()]
-                    names = {order.prompt_id for order in orders}
+                    # Open groups may still be sampled from these weights and keep their draws.
+                    pending = [o for o in self._open.values() if not o.result.done()]
+                    names = {request.prompt_id for request in pending}
                     self._draws = Counter({name: self._draws[name] for name in names})
                 self._update, self._asleep = update, None
-                self._call()
+                self._wake()
         return update.done
 
     def sleep(self) -> Future[None]:
-        """Have every engine give up its GPU's memory until the next `update`; done when all have.
+        """Release the GPU memory of every engine until the next `update`.
 
-        An engine that is late (`rollout.update_timeout_s`) is replaced. Sleeping engines sleep on,
-        and those that are taking weights do that first: a checkpoint may be wanted at any time, and
-        also where engines have failed for good: none of them is in the way then.
+        Engines that are loading weights finish first; a late one is replaced. Resolves as well
+        after engines failed for good, so that a last checkpoint can use their memory.
         """
-        with self._gate:
+        with self._lock:
             update = self._update
             if update is None or update.done.done():
                 if self._asleep is None:
                     self._asleep = Future()
                     if self._ended is not None:
-                        self._rest(self._asleep)
-                    self._call()
+                        self._end_sleep(self._asleep)
+                    self._wake()
                 return self._asleep
         return then(update.done, lambda _: self.sleep())
 
     def shutdown(self) -> None:
-        """End all engines; what is being sampled fails."""
+        """End all engines; open requests fail."""
         self._end(EngineError("the rollout pool has been shut down"))
         if self._thread.is_alive():
-            self._thread.join(STOP_S)
-        self._fleet.kill()
+            self._thread.join(_STOP_S)
+        self._supervisor.kill()
 
-    def _call(self) -> None:
+    def _wake(self) -> None:
         self._events.put(None)
 
-    def _noticed(self, order: Order, result: Future[Any]) -> None:
-        with self._gate:
-            self._open.pop(order.number, None)
+    def _on_result(self, request: Request, result: Future[Any]) -> None:
+        with self._lock:
+            self._open.pop(request.number, None)
             if result.cancelled():
-                self._given_up.append(order)
-                self._call()
+                self._cancelled.append(request)
+                self._wake()
 
     def _end(self, error: Exception) -> None:
-        with self._gate:
+        with self._lock:
             if self._ended is None:
                 self._ended = error
-            self._call()
+            self._wake()
 
-    # From here on: the pool's thread.
+    # Everything below runs on the pool's thread.
 
     def _run(self) -> None:
         try:
             while self._take_calls():
-                self._work.send(self._fleet.slots)
-                self._wait()
-        except Exception as error:  # callers hold futures: none may be left without a result
-            if self._config.time_share:  # the trainer may yet save what it has, in their memory
-                with suppress(Exception):  # of Ray's; the first error says more
-                    self._fleet.kill()
+                self._dispatcher.send(self._supervisor.slots)
+                self._handle_events()
+        except Exception as error:  # every caller's future must resolve
+            if self._config.time_share:  # the trainer may save a last checkpoint in their memory
+                with suppress(Exception):  # from Ray; the first error is the one to report
+                    self._supervisor.kill()
                     time.sleep(FREED_S)
-            with self._gate:
-                self._gone = self._config.time_share and self._ended is None
+            with self._lock:
+                self._memory_freed = self._config.time_share and self._ended is None
             self._end(error)
         assert self._ended is not None
-        with self._gate:
-            orders = [*self._work.end(), *self._asked]
-            updates = (self._fleet.wanted, self._update)
-            asked = [update.done for update in updates if update is not None]
-            resting = self._asleep
-        for order in orders:
-            order.fail(self._ended)
-        for done in asked:
+        with self._lock:
+            requests = [*self._dispatcher.close(), *self._submitted]
+            updates = [u.done for u in (self._supervisor.target, self._update) if u is not None]
+            asleep = self._asleep
+        for request in requests:
+            request.fail(self._ended)
+        for done in updates:
             if not done.done():
                 done.set_exception(self._ended)
-        if resting is not None and not resting.done():
-            self._rest(resting)
+        if asleep is not None and not asleep.done():
+            self._end_sleep(asleep)
 
-    def _rest(self, asleep: Future[None]) -> None:
-        """What comes of waiting for sleep once it is over."""
-        if self._gone:
+    def _end_sleep(self, asleep: Future[None]) -> None:
+        if self._memory_freed:
             asleep.set_result(None)
         else:
             asleep.set_exception(self._ended)
 
     def _take_calls(self) -> bool:
-        """Note what callers want. False: stop."""
-        with self._gate:
+        """Take over the callers' requests. Returns False to stop."""
+        with self._lock:
             if self._ended is not None:
                 return False
-            asked, self._asked = self._asked, []
-            given_up, self._given_up = self._given_up, []
+            submitted, self._submitted = self._submitted, []
+            cancelled, self._cancelled = self._cancelled, []
             update, resting = self._update, self._asleep
-        for order in asked:
-            self._work.add(order)
-        self._fleet.follow(update, resting)
-        for order in given_up:
-            self._work.give_up(order)
+        for request in submitted:
+            self._dispatcher.add(request)
+        self._supervisor.follow(update, resting)
+        for request in cancelled:
+            self._dispatcher.cancel(request)
         return True
 
-    def _wait(self) -> None:
-        """Sleep until something happens, and deal with it: a caller, an order that is done, a slot
-        that has come a stage further, a deadline."""
-        pending = self._fleet.pending
+    def _handle_events(self) -> None:
+        """Wait for a call, a finished request, a finished stage or a deadline, and handle it."""
+        pending = self._supervisor.pending
         for future in pending.keys() - self._watched:
-            future.add_done_callback(lambda _: self._call())
+            future.add_done_callback(lambda _: self._wake())
         self._watched = set(pending)
-        deadlines = [*self._work.deadline(), *(slot.deadline for slot in pending.values())]
-        if deadlines:  # of work or a stage; else nobody is asked anything
-            deadlines.append(self._pulses.due)
-        for number in self._happened(min(deadlines, default=None)):
-            if number is not None and (failed := self._work.land(number)) is not None:
-                self._replace(*failed)
+        deadlines = [slot.deadline for slot in pending.values()]
+        if (deadline := self._dispatcher.next_deadline()) is not None:
+            deadlines.append(deadline)
+        if deadlines:  # engines are polled only while something is pending
+            deadlines.append(self._stalls.next_poll)
+        for number in self._wait_events(min(deadlines, default=None)):
+            if number is not None and (failure := self._dispatcher.complete(number)) is not None:
+                self._replace(*failure)
         for future, slot in pending.items():
             if slot.pending is not future:
                 continue  # replaced meanwhile
             over = future.done() or time.monotonic() >= slot.deadline
-            if over and (error := self._fleet.advance(slot)) is not None:
+            if over and (error := self._supervisor.advance(slot)) is not None:
                 self._replace(slot, error)
             elif over and slot.stage == "ready":
-                self._work.resumes(slot)
-        self._replace_silent_ones()
-        for slot, error in self._pulses.look(self._fleet.slots, lambda line: self.say(line)):
+                self._dispatcher.restart_deadlines(slot)
+        self._replace_silent_engines()
+        for slot, error in self._stalls.poll(self._supervisor.slots, lambda line: self.say(line)):
             self._replace(slot, error)
 
-    def _happened(self, until: float | None) -> list[int | None]:
-        """All events there are; waits for one."""
+    def _wait_events(self, until: float | None) -> list[int | None]:
+        """Wait for an event and return all that are queued."""
         timeout = None if until is None else max(0.0, until - time.monotonic())
         events: list[int | None] = []
         try:
@@ -333,18 +334,17 @@ class RolloutPool:
         except queue.Empty:
             return events
 
-    def _replace_silent_ones(self) -> None:
-        for flight in self._work.late():
-            if not self._work.has(flight) or flight.future.done():
-                continue  # gone with another of its engine
+    def _replace_silent_engines(self) -> None:
+        for entry in self._dispatcher.overdue():
+            if not self._dispatcher.holds(entry) or entry.future.done():
+                continue  # requeued with another request of its engine
             error = EngineError(
-                f"fell silent: no {flight.order.label} in {self._config.silent_s:g} s, though it "
-                f"is cut after rollout.timeout_s = {self._config.timeout_s:g}"
+                f"fell silent: no {entry.request.label} within {self._config.silent_s:g} s, though "
+                f"rollout.timeout_s = {self._config.timeout_s:g} cuts it"
             )
-            self._replace(flight.slot, error)
+            self._replace(entry.slot, error)
 
-    def _replace(self, slot: Slot, error: EngineError) -> None:
-        """Have the engine replaced, and sample its work again."""
-        self._fleet.replace(slot, error)
-        self.say(f"rollout engine {slot.index} is started again: {error}")
-        self._work.again(slot)
+    def _replace(self, slot: EngineSlot, error: EngineError) -> None:
+        self._supervisor.replace(slot, error)
+        self.say(f"rollout engine {slot.index} is restarted: {error}")
+        self._dispatcher.requeue(slot)

@@ -1,15 +1,16 @@
-"""What a recorder notes about every sampled token, and the choice between them.
+"""Recordings of sampled tokens, and the choice of the recorder.
 
-`NativeRecorder` reads what vLLM's Model Runner V2 returns (GPUs). `PackedRecorder` takes the same
-data before vLLM makes objects of it (GPUs). `V1Recorder` listens to the V1 runner from inside
-(CPUs). All give the same thing, and one contract test holds them to it.
+`NativeRecorder` reads the outputs of vLLM's Model Runner V2 (GPUs), `PackedRecorder` takes the same
+data before vLLM makes objects of it (GPUs), and `V1Recorder` hooks into the V1 runner (CPUs). All
+three fulfil one contract (`tests/rollout/recording/contract.py`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.rollout.spec import RecordingError
-from keel.rollout.vllm_internals import before_preemption
+from keel.rollout.vllm_internals import before_preemption, runs_v2
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -28,69 +29,71 @@ RecorderName = Literal["native", "packed", "v1"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What the engine did for one completion of G tokens to a prompt of P tokens."""
+    """Recording of a completion of G tokens after a prompt of P tokens."""
 
     logp: NDArray[np.float32]
-    """[G] log-probability of each sampled token, under temperature and truncation. Where one is not
-    finite, its completion is dropped, and nothing else of it need be here: the logits were no
-    numbers, so that a sampling mask may not hold its token."""
+    """[G] log-probability of each sampled token under temperature and truncation. If one is not
+    finite, the completion is dropped and the other fields may be None."""
     sampling_mask: SamplingMasks | None
-    """G spans. None: sampling was not truncated, or was not to be recorded."""
+    """G spans. None: sampling was not truncated, or not recorded."""
     routes: NDArray[np.int16] | None
-    """[P+G−1−F, L, K] experts of the MoE layers from position F = `Wanted.routes_from` on, each row
-    under the weights that sampled the token after it (in a prompt: the first of the completion).
-    None: none, or not to be recorded."""
+    """[P+G−1−F, L, K] experts of the MoE layers from position F = `routes_from` on, each row under
+    the weights that sampled the next token (in a prompt, the completion's first). None: the model
+    has no experts, or routes are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What to record of one request."""
+class RecordingOptions:
+    """Parts of a request to record."""
 
     routes: bool
     sampling_mask: bool
     routes_from: int = 0
-    """The first position whose routes are wanted: an earlier turn has brought those before."""
+    """First position whose routes are recorded; earlier turns have recorded those before."""
 
 
-class Recorder(Protocol):
-    """Bound to one engine. Requests are known by vLLM's internal ids."""
+class Recorder(ABC):
+    """Records the requests of one engine, by vLLM's internal ids."""
+
+    def __init__(self, *, routes: bool, sampling_mask: bool) -> None:
+        self._routes, self._masks = routes, sampling_mask
+        self._options: dict[str, RecordingOptions] = {}
+        """Options of each unfinished request."""
 
     def engine_args(self) -> dict[str, Any]:
-        """What the engine has to be built with."""
-        ...
+        """Return the engine's additional arguments."""
+        return {}
 
+    @abstractmethod
     def attach(self, engine: LLMEngine) -> None:
-        """Bind to the engine. Raises `ValueError` for a model that it cannot record."""
-        ...
+        """Bind to the engine. Raises ValueError for a model that cannot be recorded."""
 
-    def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
-        """Additions to the request's `SamplingParams`."""
-        ...
+    def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
+        """Return additional `SamplingParams` of a request."""
+        return {}
 
-    def expect(self, request_id: str, wanted: Wanted) -> None:
+    def expect(self, request_id: str, options: RecordingOptions) -> None:
         """Record this request from now on."""
-        ...
+        self._options[request_id] = options
 
+    @abstractmethod
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
-        """The recording of a finished request, which is then forgotten.
+        """Remove and return the recording of a finished request, before the engine's next step.
 
-        Must be called before the engine's next step. Raises `RecordingError` when any token of it
-        is missing.
+        Raises RecordingError if a token is missing.
         """
-        ...
 
     def forget(self, request_id: str) -> None:
-        """Drop what was recorded of an aborted request."""
-        ...
+        """Drop the recording of an aborted request."""
+        self._options.pop(request_id, None)
 
     def pending(self) -> int:
-        """Requests that something is held for."""
-        ...
+        """Return the number of requests with data."""
+        return len(self._options)
 
 
 def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> RecorderName:
-    """The recorder that `rollout.recorder` asks for. `full_attention`: of the model, as
-    `keel.model.load.full_attention` has it."""
+    """Resolve `rollout.recorder`. `full_attention`: see `keel.model.load.full_attention`."""
     name = config.recorder
     if name == "auto" and gpu:
         return "packed" if config.packs(full_attention=full_attention) else "native"
@@ -102,37 +105,48 @@ def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = Tr
         )
     if name == "v1" and gpu:
         raise ValueError(
-            "rollout.recorder = 'v1': it follows a batch step by step on a CPU, and CUDA graphs "
-            "would leave it behind. Use auto or native here"
+            "rollout.recorder = 'v1': its Python hooks do not run inside CUDA graphs. Use auto or "
+            "native here"
         )
     return name
 
 
-class RoutesBeforePreemption:
-    """For recorders that read routes where the keys are, when a completion is finished.
+def require_v2(engine: LLMEngine, recorder: str) -> None:
+    """Raise ValueError unless vLLM chose Model Runner V2."""
+    if not runs_v2(engine):
+        raise ValueError(
+            f"rollout.recorder = '{recorder}' needs Model Runner V2, and vLLM chose the V1 runner "
+            "for this model. Set VLLM_USE_V2_MODEL_RUNNER=1 where the engine starts"
+        )
 
-    A request that is preempted loses its keys, and has them computed again later: by other weights,
-    if those have changed (a change preempts all running requests). Here its rows are read before.
+
+class RoutesBeforePreemption:
+    """Saves the routes of requests before they are preempted.
+
+    A preempted request loses its keys. They are computed again later, under new weights if an
+    update preempted it, so recorders that read routes where the keys are must read them first.
     """
 
     def __init__(
         self,
         scheduler: Any,
-        wanted: Mapping[str, Wanted],
+        options: Mapping[str, RecordingOptions],
         read: Callable[[Sequence[int], int, int], NDArray[np.int16]],
     ) -> None:
-        """`read(blocks, first, tokens)`: rows [tokens − first, L, K] of the positions from `first`
-        on of a request with these cache blocks."""
+        """`read(blocks, first, tokens)` returns rows [tokens − first, L, K] of a request with these
+        cache blocks, from position `first` on."""
         self._rows: dict[str, NDArray[np.int16]] = {}
-        self._wanted, self._read = wanted, read
-        before_preemption(scheduler, self._preempted)
+        self._options, self._read = options, read
+        before_preemption(scheduler, self._on_preemption)
 
-    def _preempted(self, request: str, blocks: Callable[[], Sequence[int]], tokens: int) -> None:
-        wanted = self._wanted.get(request)
-        if wanted is None or not wanted.routes:
+    def _on_preemption(
+        self, request_id: str, blocks: Callable[[], Sequence[int]], tokens: int
+    ) -> None:
+        options = self._options.get(request_id)
+        if options is None or not options.routes:
             return
-        if tokens - wanted.routes_from > len(self._rows.get(request, ())):
-            self._rows[request] = self.rows(request, blocks(), wanted.routes_from, tokens)
+        if tokens - options.routes_from > len(self._rows.get(request_id, ())):
+            self._rows[request_id] = self.rows(request_id, blocks(), options.routes_from, tokens)
 
     def rows(
         self,
@@ -142,50 +156,51 @@ class RoutesBeforePreemption:
         tokens: int,
         read: Callable[[Sequence[int], int, int], NDArray[np.int16]] | None = None,
     ) -> NDArray[np.int16]:
-        """[tokens − first, L, K] of a request, those read before a preemption first; forgets these.
-        `first`: as wanted. `read`: another way to read the rest.
+        """[tokens − first, L, K] of a request; removes the rows saved before a preemption.
 
-        A completion whose last token was in flight at the preemption has no blocks any more, and
-        all of its rows were read then.
+        `read` replaces the reader of the other rows. A completion whose last token was in flight at
+        the preemption has no blocks any more, but all of its rows are saved.
         """
         read = read or self._read
-        before = self._rows.pop(request_id, None)
-        if before is None:
+        saved = self._rows.pop(request_id, None)
+        if saved is None:
             return read(blocks, first, tokens)
-        if len(before) >= tokens - first:
-            return before[: tokens - first]
+        if len(saved) >= tokens - first:
+            return saved[: tokens - first]
         rows = read(blocks, first, tokens)
-        rows[: len(before)] = before
+        rows[: len(saved)] = saved
         return rows
 
     def forget(self, request_id: str) -> None:
         self._rows.pop(request_id, None)
 
 
-def check_tokens(request_id: str, what: str, recorded: int, expected: int) -> None:
-    """Raise unless exactly `expected` entries were recorded."""
+def check_count(request_id: str, what: str, recorded: int, expected: int) -> None:
+    """Raise RecordingError unless exactly `expected` entries were recorded."""
     if recorded != expected:
         raise RecordingError(
-            f"request {request_id}: the engine recorded {recorded} {what} where {expected} are "
-            "due; the trainer could not replay the completion"
+            f"request {request_id}: the engine recorded {recorded} {what} instead of {expected}, "
+            "so the trainer cannot replay the completion"
         )
 
 
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
-    """Raise if a token has no route, or if a MoE layer sent every token to expert 0 K times over,
-    which no router does."""
-    none = routes == NO_ROUTE
-    if none.any():
-        missing = np.flatnonzero(none.any(axis=(1, 2)))
+    """Raise RecordingError for a token without a route, or a layer that is all zeros.
+
+    No router sends every token to expert 0 K times.
+    """
+    unrouted = routes == NO_ROUTE
+    if unrouted.any():
+        missing = np.flatnonzero(unrouted.any(axis=(1, 2)))
         raise RecordingError(
             f"request {request_id}: {len(missing)} of its {len(routes)} tokens have no route, "
-            f"token {missing[0]} first: the engine did not record them"
+            f"token {missing[0]} first"
         )
     if routes.shape[2] > 1 and len(routes):
-        first = np.flatnonzero(~routes[0].any(axis=1))  # no other layer can be blank in every row
-        blank = first[~routes[:, first].any(axis=(0, 2))]
+        candidates = np.flatnonzero(~routes[0].any(axis=1))  # blank in the first row
+        blank = candidates[~routes[:, candidates].any(axis=(0, 2))]
         if len(blank):
             raise RecordingError(
                 f"request {request_id}: the routes of MoE layers {blank.tolist()} (counted among "
-                "the MoE layers) are all zeros: they were not recorded"
+                "the MoE layers) are all zeros, so they were not recorded"
             )

@@ -1,14 +1,14 @@
-"""Recording on the V1 model runner, which returns neither routes nor sampling masks itself (CPUs).
+"""Recording on the V1 model runner (CPUs), which returns neither routes nor sampling masks.
 
-Three places to listen, none of them patched: each router's capture function, a forward hook on the
-model, and a forward hook on the sampler's last stage.
+It uses three hooks and no patch: each router's capture function, a forward hook on the model, and
+a forward hook on the sampler's last stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,26 +20,25 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.outputs import CompletionOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from keel.configs.schema import SamplingConfig
 from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.rollout.recording.base import (
+    Recorder,
     Recording,
+    RecordingOptions,
     RoutesBeforePreemption,
-    Wanted,
+    check_count,
     check_routed,
-    check_tokens,
 )
 from keel.rollout.spec import RecordingError
 from keel.rollout.vllm_internals import scheduler_of
 from keel.weights.loader import moe_runners
 
 
-class RouteTable:
+class _RouteTable:
     """The experts of every token whose keys and values are in the cache, by cache slot.
 
-    A token has one slot for as long as anything attends to it, so its route is where its keys are:
-    tokens computed chunk by chunk, taken over from another request's prefix or computed again after
-    a preemption are all found by the request's block table. Rows are overwritten with the slots.
+    A token keeps its slot while anything attends to it, so chunked prefills, shared prefixes and
+    tokens recomputed after a preemption are found by the request's blocks.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -47,16 +46,16 @@ class RouteTable:
         if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
             kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
             raise ValueError(
-                "rollout.recorder = 'v1': keeps routes by cache slot, which needs full attention "
-                f"in every layer; this model has {', '.join(kinds)}"
+                "rollout.recorder = 'v1' keeps routes by cache slot, which needs full attention in "
+                f"every layer; this model has {', '.join(kinds)}"
             )
         layers = moe_runners(runner.model)
         experts = {moe.moe_config.num_experts for moe in layers}
         widths = {moe.moe_config.experts_per_token for moe in layers}
         if len(widths) != 1 or max(experts) > np.iinfo(np.int16).max:
             raise ValueError(
-                f"routes need one number of experts a token in every MoE layer and expert ids that "
-                f"fit int16; this model has {sorted(widths)} of {sorted(experts)}"
+                "routes need the same number of experts per token in every MoE layer and expert "
+                f"ids that fit int16; this model has {sorted(widths)} of {sorted(experts)}"
             )
         self._batch = runner.input_batch
         block = self._block = groups[0].kv_cache_spec.block_size
@@ -70,19 +69,19 @@ class RouteTable:
             if not isinstance(moe.router, BaseRouter):
                 raise ValueError(f"routes of {type(moe.router).__name__} cannot be recorded")
             moe.router.set_capture_fn(partial(self._capture, index))
-        runner.model.register_forward_hook(self._file)
+        runner.model.register_forward_hook(self._store)
 
     def _capture(self, layer: int, topk_ids: Tensor) -> None:
         self._step[: len(topk_ids), layer] = topk_ids
 
-    def _file(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _store(self, model: nn.Module, args: Any, output: Any) -> None:
         mapping = get_forward_context().slot_mapping
         if isinstance(mapping, dict) and mapping:
             slots = next(iter(mapping.values()))
             self._slots[slots] = self._step[: len(slots)]
 
     def blocks(self, request_id: str) -> list[int]:
-        """Cache blocks of a request that is still in the runner's batch."""
+        """Return the cache blocks of a request in the runner's batch."""
         row = self._batch.req_id_to_index.get(request_id)
         if row is None:
             raise RecordingError(
@@ -91,127 +90,103 @@ class RouteTable:
         return self._batch.block_table[0].get_numpy_array()[row].tolist()
 
     def rows(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
-        """[tokens − first, L, K] of a request that has these cache blocks."""
+        """[tokens − first, L, K] of a request with these cache blocks."""
         positions = np.arange(first, tokens)
         begins = np.asarray(blocks, np.int64)[positions // self._block] * self._block
         return self._slots[torch.from_numpy(begins + positions % self._block)].numpy()
 
 
-class Draws:
-    """What one sampling step drew, for every row of its batch."""
+class _Draws(NamedTuple):
+    """Draws of one sampling step, by row of its batch."""
 
-    __slots__ = ("kept", "logp", "tokens")
-
-    def __init__(
-        self, tokens: list[int], logp: list[float], kept: list[NDArray[np.int32]] | None
-    ) -> None:
-        self.tokens, self.logp, self.kept = tokens, logp, kept
+    tokens: list[int]
+    logp: list[float]
+    masks: list[NDArray[np.int32]] | None
 
 
-class DrawLog:
+class _DrawLog:
     """The draws of each live request, in order."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._live: dict[str, list[tuple[Draws, int]]] = {}
+        self._live: dict[str, list[tuple[_Draws, int]]] = {}
         self._truncated: dict[str, bool] = {}
-        runner.sampler.topk_topp_sampler.register_forward_hook(self._drawn)
+        runner.sampler.topk_topp_sampler.register_forward_hook(self._on_draw)
 
     def open(self, request_id: str, *, truncated: bool) -> None:
         self._live[request_id] = []
         self._truncated[request_id] = truncated
 
-    def close(self, request_id: str) -> list[tuple[Draws, int]]:
+    def close(self, request_id: str) -> list[tuple[_Draws, int]]:
         self._truncated.pop(request_id, None)
         return self._live.pop(request_id, [])
 
-    def _drawn(self, sampler: nn.Module, args: Any, output: Any) -> None:
+    def _on_draw(self, sampler: nn.Module, args: Any, output: Any) -> None:
         (sampled, logprobs), batch = output, self._runner.input_batch
         names = batch.req_ids
-        live = [(row, self._live.get(names[row])) for row in self._kept_rows(batch.num_reqs)]
+        # The other rows are chunks of unfinished prompts, whose tokens are discarded.
+        rows = np.flatnonzero(~self._runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+        live = [(row, self._live.get(names[row])) for row in rows]
         if not any(draws is not None for _, draws in live):
             return
         tokens = sampled.long()
         logp = logprobs.gather(1, tokens[:, None])[:, 0]
-        step = Draws(tokens.tolist(), logp.tolist(), self._supports(logprobs, names))
+        step = _Draws(tokens.tolist(), logp.tolist(), self._supports(logprobs, names))
         for row, draws in live:
             if draws is not None:
                 draws.append((step, row))
 
-    def _kept_rows(self, rows: int) -> list[int]:
-        """Rows whose token stays. The others are chunks of a prompt that is not finished."""
-        return np.flatnonzero(~self._runner.discard_request_mask.np[:rows]).tolist()
-
     def _supports(self, logprobs: Tensor, names: list[str]) -> list[NDArray[np.int32]] | None:
-        """The ids of finite probability in each row: what truncation left."""
-        wanted = torch.tensor([self._truncated.get(name, False) for name in names[: len(logprobs)]])
-        if not wanted.any():
+        """Return the ids with finite log-probability in each row."""
+        flags = [self._truncated.get(name, False) for name in names[: len(logprobs)]]
+        truncated = torch.tensor(flags)
+        if not truncated.any():
             return None
-        rows, ids = (logprobs.isfinite() & wanted[:, None]).nonzero(as_tuple=True)
+        rows, ids = (logprobs.isfinite() & truncated[:, None]).nonzero(as_tuple=True)
         ends = rows.bincount(minlength=len(logprobs)).cumsum(0)[:-1]
         return np.split(ids.to(torch.int32).numpy(), ends.numpy())
 
 
-class V1Recorder:
-    """A `RouteTable` and a `DrawLog` on the runner inside this process."""
+class V1Recorder(Recorder):
+    """A route table and a draw log on the runner in this process."""
 
-    def __init__(self, *, routes: bool, sampling_mask: bool) -> None:
-        self._with_routes = routes
-        self._wanted: dict[str, Wanted] = {}
-        self._before: RoutesBeforePreemption | None = None
-        self._routes: RouteTable | None = None
-        self._draws: DrawLog | None = None
-
-    def engine_args(self) -> dict[str, Any]:
-        return {}
+    _table: _RouteTable | None = None
+    _saved: RoutesBeforePreemption | None = None
 
     def attach(self, engine: LLMEngine) -> None:
         runner = engine.model_executor.driver_worker.model_runner
-        self._draws = DrawLog(runner)
-        if self._with_routes:
-            self._routes = RouteTable(runner)
-            self._before = RoutesBeforePreemption(
-                scheduler_of(engine), self._wanted, self._routes.rows
-            )
+        self._draws = _DrawLog(runner)
+        if self._routes:
+            self._table = _RouteTable(runner)
+            scheduler = scheduler_of(engine)
+            self._saved = RoutesBeforePreemption(scheduler, self._options, self._table.rows)
 
-    def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
-        return {}
-
-    def expect(self, request_id: str, wanted: Wanted) -> None:
-        assert self._draws is not None
-        self._wanted[request_id] = wanted
-        self._draws.open(request_id, truncated=wanted.sampling_mask)
+    def expect(self, request_id: str, options: RecordingOptions) -> None:
+        super().expect(request_id, options)
+        self._draws.open(request_id, truncated=options.sampling_mask)
 
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
-        assert self._draws is not None
-        wanted, draws = self._wanted.pop(request_id), self._draws.close(request_id)
+        options, draws = self._options.pop(request_id), self._draws.close(request_id)
         tokens = list(output.token_ids)
-        check_tokens(request_id, "draws", len(draws), len(tokens))
+        check_count(request_id, "draws", len(draws), len(tokens))
         if [step.tokens[row] for step, row in draws] != tokens:
             raise RecordingError(
                 f"request {request_id}: the recorded tokens are not the completion's"
             )
-        kept = routes = None
-        if wanted.sampling_mask:
-            kept = SamplingMasks.from_lists([step.kept[row] for step, row in draws if step.kept])
-        if wanted.routes:
-            assert self._routes is not None and self._before is not None
-            blocks = self._routes.blocks(request_id)
+        masks = routes = None
+        if options.sampling_mask:
+            masks = SamplingMasks.from_lists([step.masks[row] for step, row in draws if step.masks])
+        if options.routes:
+            assert self._table is not None and self._saved is not None
+            blocks = self._table.blocks(request_id)
             last = prompt_tokens + len(tokens) - 1
-            routes = self._before.rows(request_id, blocks, wanted.routes_from, last)
+            routes = self._saved.rows(request_id, blocks, options.routes_from, last)
             check_routed(request_id, routes)
-        return Recording(
-            logp=np.array([step.logp[row] for step, row in draws], np.float32),
-            sampling_mask=kept,
-            routes=routes,
-        )
+        logp = np.array([step.logp[row] for step, row in draws], np.float32)
+        return Recording(logp=logp, sampling_mask=masks, routes=routes)
 
     def forget(self, request_id: str) -> None:
-        self._wanted.pop(request_id, None)
-        if self._before is not None:
-            self._before.forget(request_id)
-        if self._draws is not None:
-            self._draws.close(request_id)
-
-    def pending(self) -> int:
-        return len(self._wanted)
+        super().forget(request_id)
+        self._draws.close(request_id)
+        if self._saved is not None:
+            self._saved.forget(request_id)

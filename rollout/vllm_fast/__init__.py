@@ -1,1 +1,4 @@
-"""What takes the place of vLLM's scheduler, sampler and route capture on GPUs."""
+"""Faster scheduling, sampling, attention and route capture for vLLM on GPUs.
+
+`install` is the entry point. Sampled tokens are those of vLLM's own code.
+"""

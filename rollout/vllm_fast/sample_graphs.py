@@ -1,11 +1,10 @@
-"""The end of a decoding step as one CUDA graph: head, truncation, draw.
+"""The end of a decoding step as one CUDA graph: head, truncation and draw.
 
-A step of few sequences takes its host longer than its GPU, and a fifth of that is starting the
-kernels after the last layer. vLLM captures what comes before them alone. Here they are captured
-for each size of batch that vLLM has a graph for and each largest top-k, when they first come, and
-twice, since a step is begun before the host has what the one before it drew. What differs from step
-to step (whose rows they are) is gathered into fixed places by one kernel before. All graphs share
-the memory that they only work with; what they draw is copied out of it.
+A step of few sequences is bound by its host, which spends a fifth of the time on launching the
+kernels after the last layer. vLLM captures only the layers. Here the rest is captured at first use
+for each of vLLM's batch sizes and each largest top-k, twice, because a step begins before the host
+has read the previous one. One kernel gathers the rows' parameters into fixed buffers first. All
+graphs share their working memory; results are copied out of it.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -26,38 +25,38 @@ from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from keel.rollout.vllm_fast.sample_kernels import Cuts, Drawn, draw
+from keel.rollout.vllm_fast.sample_kernels import SampledRows, Truncation, draw
 from keel.rollout.vllm_fast.sampler import KeptSampler, as_vllm
-from keel.rollout.vllm_fast.sampling_mask import StepSets
+from keel.rollout.vllm_fast.step_arrays import StepMasks
 from keel.rollout.vllm_fast.truncate_kernels import launch
 
 _LOG = logging.getLogger(__name__)
-TURNS = 2
+_COPIES = 2
 """Steps that may be in flight."""
 BLOCK = 256
 
 
-class Rows(NamedTuple):
-    """What the rows of a step sample with, each [rows] on the device: in fixed places."""
+class SamplingRows(NamedTuple):
+    """Sampling parameters of a step's rows in fixed buffers, each [rows] on the device."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     seeds: Tensor
     sampled: Tensor
-    """1, and 0 of a row that is nobody's."""
+    """1, or 0 for padding."""
 
     @staticmethod
-    def of(rows: int, device: torch.device) -> Rows:
+    def of(rows: int, device: torch.device) -> SamplingRows:
         kinds = (torch.float32, torch.int32, torch.float32, torch.int64, torch.int32)
-        return Rows(*(torch.zeros(rows, dtype=kind, device=device) for kind in kinds))
+        return SamplingRows(*(torch.zeros(rows, dtype=kind, device=device) for kind in kinds))
 
-    def first(self, rows: int) -> Rows:
-        return Rows(*(each[:rows] for each in self))
+    def first(self, rows: int) -> SamplingRows:
+        return SamplingRows(*(each[:rows] for each in self))
 
 
 def gather(
-    into: Rows,
+    into: SamplingRows,
     requests: Tensor,
     size: int,
     *,
@@ -66,8 +65,10 @@ def gather(
     top_p: Tensor,
     seeds: Tensor,
 ) -> None:
-    """Fill the first `size` rows: those of `requests` [at most size], and nobody's. The others are
-    by request."""
+    """Fill the first `size` rows with the parameters of `requests`, then with padding.
+
+    `temperature`, `top_k`, `top_p` and `seeds` are by request.
+    """
     grid, rows = (triton.cdiv(size, BLOCK),), len(requests)
     launch(
         _gather, grid, requests, temperature, top_k, top_p, seeds, *into, rows, size, BLOCK=BLOCK
@@ -76,20 +77,9 @@ def gather(
 
 @triton.jit(do_not_specialize=["rows", "size"])
 def _gather(
-    requests_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    seeds_ptr,
-    to_temperature_ptr,
-    to_top_k_ptr,
-    to_top_p_ptr,
-    to_seeds_ptr,
-    to_sampled_ptr,
-    rows,
-    size,
-    BLOCK: tl.constexpr,
-):
+    requests_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seeds_ptr, to_temperature_ptr,
+    to_top_k_ptr, to_top_p_ptr, to_seeds_ptr, to_sampled_ptr, rows, size, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there, inside = row < rows, row < size
     request = tl.load(requests_ptr + row, mask=there, other=0)
@@ -101,48 +91,54 @@ def _gather(
     tl.store(to_sampled_ptr + row, there.to(tl.int32), mask=inside)
 
 
+_Graphs = list[tuple[torch.cuda.CUDAGraph, SampledRows]]
+"""The `_COPIES` graphs of a batch size, with their results."""
+
+
 class SampleGraphs:
-    """Stands before a model runner's `sample`, whose steps it takes where it can."""
+    """Wraps a model runner's `sample` and runs the steps that it can."""
 
     def __init__(self, runner: Any) -> None:
-        """`runner`: of one GPU, with a `KeptSampler`."""
-        self._runner, self._theirs = runner, runner.sample
-        self._graphs: dict[tuple[int, int], list[tuple[torch.cuda.CUDAGraph, Drawn]]] = {}
-        """By rows of the batch, nobody's included, and the largest top-k."""
+        """`runner`: a model runner on one GPU with a `KeptSampler`."""
+        self._runner, self._original = runner, runner.sample
+        self._graphs: dict[tuple[int, int], _Graphs] = {}
+        """Graphs by padded rows and the largest top-k."""
         self._at = 0
-        """Where vLLM's graphs left the hidden states that ours begin with."""
-        self._turn = 0
-        self._last: tuple[Tensor, list[tuple[torch.cuda.CUDAGraph, Drawn]]] | None = None
-        """Whose rows the fixed places have, and their graphs."""
+        """Address of the hidden states that the graphs read."""
+        self._copy = 0
+        self._last: tuple[Tensor, _Graphs] | None = None
+        """Rows in the fixed buffers and their graphs."""
         self._failed = False
-        self._rows = Rows.of(runner.max_num_reqs, runner.device)
+        self._rows = SamplingRows.of(runner.max_num_reqs, runner.device)
         self._places = torch.arange(runner.max_num_reqs, device=runner.device)
         self._most = runner.max_num_reqs
-        self._beside = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()
         self._pool: tuple[int, int] = (0, 0)
-        """Of the memory that graphs work with."""
+        """Memory pool of the graphs."""
 
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """As vLLM's: what was drawn, and how many tokens of each row were sampled and rejected."""
+        """Same interface as vLLM's method: output, sampled and rejected tokens of each row."""
         if grammar_output is None and (graphs := self._for(hidden_states, input_batch)):
-            self._turn = (self._turn + 1) % TURNS
-            graph, drawn = graphs[self._turn]
+            self._copy = (self._copy + 1) % _COPIES
+            graph, result = graphs[self._copy]
             graph.replay()
             rows = input_batch.num_reqs
             sampled, rejected = self._runner.sampler.one_and_none[:, :rows]
             masks = self._runner.sampler.masks(input_batch.idx_mapping_np)
-            return as_vllm(first(drawn, rows, masks=masks), sampled, rejected), sampled, rejected
-        return self._theirs(hidden_states, input_batch, grammar_output)
+            return (
+                as_vllm(_first_rows(result, rows, masks=masks), sampled, rejected),
+                sampled,
+                rejected,
+            )
+        return self._original(hidden_states, input_batch, grammar_output)
 
-    def _for(
-        self, hidden_states: Tensor, batch: InputBatch
-    ) -> list[tuple[torch.cuda.CUDAGraph, Drawn]]:
-        """The graphs of a batch, whose rows are in their places then; none if it has none."""
+    def _for(self, hidden_states: Tensor, batch: InputBatch) -> _Graphs:
+        """Return the graphs of a batch after filling the fixed buffers; empty if not covered."""
         last, self._last = self._last, None
         if last and last[0] is batch.idx_mapping and hidden_states.data_ptr() == self._at:
-            self._last = last  # the same requests, as `steady_steps` has them
+            self._last = last  # the same requests, in a reused step
             return last[1]
         if not self._covers(hidden_states, batch):
             return []
@@ -162,8 +158,7 @@ class SampleGraphs:
         return graphs
 
     def _covers(self, hidden_states: Tensor, batch: InputBatch) -> bool:
-        """Whether a step is one that decodes, from the fixed place of vLLM's graphs, and draws as
-        `KeptSampler` does by itself."""
+        """Return True for a decoding step run by vLLM's graphs that `KeptSampler` covers alone."""
         kept: KeptSampler = self._runner.sampler
         fixed = self._fixed()
         return (
@@ -178,37 +173,37 @@ class SampleGraphs:
         )
 
     def _fixed(self) -> Tensor | None:
-        """Where vLLM's graphs leave the last hidden states."""
+        """Return the output buffer of vLLM's graphs."""
         manager = self._runner.cudagraph_manager
         return None if manager is None else manager.hidden_states
 
-    def _of(self, size: int, width: int) -> list[tuple[torch.cuda.CUDAGraph, Drawn]]:
-        """The graphs of a batch; none where they could not be captured."""
+    def _of(self, size: int, width: int) -> _Graphs:
+        """Return graphs for a batch, captured at first use; empty if that failed."""
         fixed = self._fixed()
         assert fixed is not None
         if self._at != fixed.data_ptr():
             self._at = fixed.data_ptr()
             self._graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle()  # one without graphs is none any more
+            self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs is invalid
         if (known := self._graphs.get((size, width))) is not None or self._failed:
             return known or []
         most = min(self._most, len(fixed))
         try:
-            # The largest first, since smaller ones have room in what it works with.
+            # The largest first: smaller ones then fit into its working memory.
             for rows in dict.fromkeys([*([] if self._graphs else [most]), size]):
                 self._graphs[rows, width] = self._capture(rows, width)
-        except Exception:  # whatever it is, vLLM's way is the same but for the time
+        except Exception:  # vLLM's own way gives the same result
             self._failed = True
             self._graphs.clear()
             _LOG.warning(
-                "sampling could not be captured as a CUDA graph; steps of few sequences are slower",
+                "sampling could not be captured as a CUDA graph, so small steps are slower",
                 exc_info=True,
             )
             return []
         return self._graphs[size, width]
 
-    def _draw(self, size: int, width: int) -> Drawn:
-        """What a graph holds: of the first rows, from fixed places."""
+    def _draw(self, size: int, width: int) -> SampledRows:
+        """Sample the first rows from the fixed buffers; this is what a graph captures."""
         runner, rows, fixed = self._runner, self._rows.first(size), self._fixed()
         assert fixed is not None
         return draw(
@@ -220,27 +215,27 @@ class SampleGraphs:
             seeds=rows.seeds,
             width=width,
             record=runner.sampler.return_sampling_mask,
-            cuts=Cuts(rows.top_k, rows.top_p),
+            truncation=Truncation(rows.top_k, rows.top_p),
         )
 
-    def _capture(self, size: int, width: int) -> list[tuple[torch.cuda.CUDAGraph, Drawn]]:
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside), no_collection():
-            tried = self._draw(size, width)  # what has to be compiled is, outside of the graph
-            made = [(torch.cuda.CUDAGraph(), like(tried)) for _ in range(TURNS)]
-            for graph, drawn in made:
+    def _capture(self, size: int, width: int) -> _Graphs:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), _no_collection():
+            trial = self._draw(size, width)  # compiles kernels outside of the graph
+            made = [(torch.cuda.CUDAGraph(), _empty_like(trial)) for _ in range(_COPIES)]
+            for graph, result in made:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    copy(self._draw(size, width), drawn)
+                    _copy(self._draw(size, width), result)
                 finally:
                     graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._beside)
+        torch.cuda.current_stream().wait_stream(self._stream)
         return made
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """A tensor whose memory went back to the GPU would end a capture."""
+def _no_collection() -> Iterator[None]:
+    """Disable garbage collection: freeing a tensor would end a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -250,33 +245,33 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def first(drawn: Drawn, rows: int, *, masks: bool) -> Drawn:
-    """Of the first rows alone, without `masks` if nobody asks for them."""
-    sets = drawn.sets if masks else None
-    kept = sets and StepSets(sets.counts[:rows], sets.flat, sets.ids[:rows], None)
-    return Drawn(drawn.tokens[:rows], drawn.logp[:rows], kept)
+def _first_rows(sampled: SampledRows, rows: int, *, masks: bool) -> SampledRows:
+    all_masks = sampled.masks if masks else None
+    first = all_masks and StepMasks(
+        all_masks.counts[:rows], all_masks.flat, all_masks.ids[:rows], None
+    )
+    return SampledRows(sampled.tokens[:rows], sampled.logp[:rows], first)
 
 
-def tensors(drawn: Drawn) -> list[Tensor]:
-    masks = drawn.sets and [drawn.sets.counts, drawn.sets.flat, drawn.sets.ids]
-    return [drawn.tokens, drawn.logp, *(masks or [])]
+def _tensors(sampled: SampledRows) -> list[Tensor]:
+    masks = sampled.masks and [sampled.masks.counts, sampled.masks.flat, sampled.masks.ids]
+    return [sampled.tokens, sampled.logp, *(masks or [])]
 
 
-def copy(drawn: Drawn, into: Drawn) -> None:
-    for mine, theirs in zip(tensors(into), tensors(drawn), strict=True):
-        mine.copy_(theirs)
+def _copy(source: SampledRows, target: SampledRows) -> None:
+    for to, tensor in zip(_tensors(target), _tensors(source), strict=True):
+        to.copy_(tensor)
 
 
-def like(drawn: Drawn) -> Drawn:
-    """Room for the same."""
-    tokens, logp, *masks = (torch.empty_like(each) for each in tensors(drawn))
-    return Drawn(tokens, logp, StepSets(*masks, None) if masks else None)
+def _empty_like(sampled: SampledRows) -> SampledRows:
+    tokens, logp, *masks = (torch.empty_like(each) for each in _tensors(sampled))
+    return SampledRows(tokens, logp, StepMasks(*masks, None) if masks else None)
 
 
 def install(runner: Any) -> None:
-    """Have a model runner with a `KeptSampler` go this way, if it is of one GPU and no more steps
-    are in flight than there are turns."""
+    """Wrap `sample` of a model runner with a `KeptSampler` on one GPU, if few enough steps are in
+    flight."""
     alone = runner.vllm_config.parallel_config.world_size == 1
-    few = runner.vllm_config.max_concurrent_batches <= TURNS
+    few = runner.vllm_config.max_concurrent_batches <= _COPIES
     if alone and few and runner.device.type == "cuda" and runner.cudagraph_manager is not None:
         runner.sample = SampleGraphs(runner).sample

@@ -1,13 +1,13 @@
 """Draws a step's tokens from the few ids of each row that truncation keeps.
 
-vLLM reads every row from front to back for the token, again for its log-probability, for its rank
-and for its sampling mask. Here all blocks of a row are read at once, and once, if vLLM has
-truncated them; if not, `keel.rollout.vllm_fast.truncate_kernels` does. The rest is about the few
-ids that were found. Noise and ties are vLLM's, and so are the tokens.
+vLLM scans every row for the token, and again for its log-probability, its rank and its sampling
+mask. Here all blocks of a row are read in parallel: once if vLLM has truncated the logits, else by
+`keel.rollout.vllm_fast.truncate_kernels`. Everything else works on the few ids found. Noise and
+ties are vLLM's, and so are the tokens.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
-# pyright: reportCallIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # Triton's kernels are not written in the types of Python.
 from __future__ import annotations
 
@@ -19,32 +19,23 @@ import triton.language as tl
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
-from keel.rollout.vllm_fast.sampling_mask import StepSets, room
+from keel.rollout.vllm_fast.step_arrays import StepMasks, ids_in_step
 from keel.rollout.vllm_fast.truncate_kernels import launch, truncate
 
 WIDEST = 2048
-"""Ids of a row that are filed. A row with more is read again as a whole."""
+"""Ids stored per row. A row with more is scanned as a whole."""
 BLOCK, NARROWEST, NARROW = 4096, 16, 64
-"""Entries of a row that are read at once; ids that are sorted at once, at least, and mostly."""
+"""Entries of a row read at once; ids sorted at once, at least and usually."""
 ROWS = 1024
-"""Least number of rows that the kernel is compiled for, so that it is compiled once."""
+"""Minimum number of rows that the kernel is compiled for, so that it is compiled once."""
 
 
 @triton.jit(do_not_specialize=["vocab_size", "width", "bits_row"])
 def _find(
-    logits_ptr,
-    logits_row,
-    sampled_ptr,
-    ids_ptr,
-    counts_ptr,
-    bits_ptr,
-    bits_row,
-    vocab_size,
-    width,
-    RECORD: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """One block of one row: ids that were not cut off, in no order, and their bits."""
+    logits_ptr, logits_row, sampled_ptr, ids_ptr, counts_ptr, bits_ptr, bits_row, vocab_size,
+    width, RECORD: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One block of one row: ids that were kept, unordered, and their bits."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     if tl.load(sampled_ptr + row) > 0:
@@ -54,7 +45,7 @@ def _find(
             mask=ids < vocab_size,
             other=-float("inf"),
         ).to(tl.float32)
-        # NaN and infinity are kept too, so that the log-probability is NaN, which is noticed.
+        # NaN and infinity are kept, so the log-probability becomes NaN and is detected.
         kept = (logits != -float("inf")).to(tl.int32)
         count = tl.sum(kept)
         if count > 0:
@@ -70,7 +61,7 @@ def _find(
 
 @triton.jit
 def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
-    """Logits, over the temperature if they were not divided by it."""
+    """Load logits and divide them by the temperature if `SCALE`."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     if SCALE:
         logits = logits / temperature  # as in vLLM's kernel, to the bit
@@ -79,7 +70,7 @@ def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
 
 @triton.jit
 def _start(counts_ptr, row, width, ROWS: tl.constexpr):
-    """Ids of all rows before this one."""
+    """Number of ids in all rows before this one."""
     every = tl.arange(0, ROWS)
     counts = tl.load(counts_ptr + every, mask=every < row, other=0)
     return tl.sum(tl.minimum(counts, width))
@@ -87,23 +78,13 @@ def _start(counts_ptr, row, width, ROWS: tl.constexpr):
 
 @triton.jit
 def _draw_filed(
-    logits_ptr,
-    ids_ptr,
-    flat_ptr,
-    start,
-    count,
-    room,
-    seed,
-    position,
-    temperature,
-    RECORD: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Token, largest logit and sum of exponentials of a row whose ids are all filed."""
+    logits_ptr, ids_ptr, flat_ptr, start, count, room, seed, position, temperature,
+    RECORD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Token, largest logit and sum of exponentials of a row whose ids are all stored."""
     place = tl.arange(0, WIDTH)
     inside = place < count
-    # Ascending, so that of equals the lowest id wins, and the sum does not hang on chance.
+    # Ascending, so the lowest id wins ties and the sum is deterministic.
     ids = tl.sort(tl.load(ids_ptr + place, mask=inside, other=2147483647))
     if RECORD:
         tl.store(flat_ptr + start + place, ids, mask=inside & (start + place < room))
@@ -118,7 +99,7 @@ def _draw_filed(
 
 @triton.jit
 def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.constexpr):
-    """The same of a row with more ids than are filed."""
+    """`_draw_filed` for a row with more ids than are stored."""
     token = 0
     highest = -float("inf")
     top = -float("inf")
@@ -127,7 +108,7 @@ def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.co
         ids = first + tl.arange(0, SIZE)
         inside = ids < vocab_size
         logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
-        value, best = gumbel_noised_argmax(  # pyright: ignore[reportGeneralTypeIssues]
+        value, best = gumbel_noised_argmax(
             logits, ids, inside, seed, position, temperature, False, False, False
         )
         token = tl.where(value > highest, first + best, token)
@@ -141,29 +122,12 @@ def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.co
 
 @triton.jit(do_not_specialize=["vocab_size", "width", "room"])
 def _draw(
-    logits_ptr,
-    logits_row,
-    states_ptr,
-    temperature_ptr,
-    seed_ptr,
-    position_ptr,
-    ids_ptr,
-    counts_ptr,
-    token_ptr,
-    logp_ptr,
-    flat_ptr,
-    vocab_size,
-    width,
-    room,
-    RECORD: tl.constexpr,
-    SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
-    NARROW: tl.constexpr,
-    WIDTH: tl.constexpr,
+    logits_ptr, logits_row, states_ptr, temperature_ptr, seed_ptr, position_ptr, ids_ptr,
+    counts_ptr, token_ptr, logp_ptr, flat_ptr, vocab_size, width, room, RECORD: tl.constexpr,
+    SCALE: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
-):
-    """One row: its token, the token's log-probability, and its ids behind those of the rows
-    before."""
+):  # fmt: skip
+    """One row: its token, the token's log-probability, and its ids after those of earlier rows."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * logits_row
     ids = ids_ptr + row.to(tl.int64) * width
@@ -175,55 +139,35 @@ def _draw(
     start = 0
     if RECORD:
         start = _start(counts_ptr, row, width, ROWS)
-    if count > width:  # which only happens to rows that vLLM truncated
-        token, top, total = _draw_whole(logits, vocab_size, seed, position, temperature, SIZE)  # pyright: ignore[reportGeneralTypeIssues]
+    if count > width:  # only rows that vLLM truncated
+        token, top, total = _draw_whole(logits, vocab_size, seed, position, temperature, SIZE)
     elif count > NARROW:
-        token, top, total = _draw_filed(  # pyright: ignore[reportGeneralTypeIssues]
-            logits,
-            ids,
-            flat_ptr,
-            start,
-            count,
-            room,
-            seed,
-            position,
-            temperature,
-            RECORD,
-            SCALE,
+        token, top, total = _draw_filed(
+            logits, ids, flat_ptr, start, count, room, seed, position, temperature, RECORD, SCALE,
             WIDTH,
-        )
+        )  # fmt: skip
     else:
-        token, top, total = _draw_filed(  # pyright: ignore[reportGeneralTypeIssues]
-            logits,
-            ids,
-            flat_ptr,
-            start,
-            count,
-            room,
-            seed,
-            position,
-            temperature,
-            RECORD,
-            SCALE,
+        token, top, total = _draw_filed(
+            logits, ids, flat_ptr, start, count, room, seed, position, temperature, RECORD, SCALE,
             NARROW,
-        )
+        )  # fmt: skip
     logp = _load(logits, token, True, temperature, SCALE) - top - tl.log(total)
     tl.store(token_ptr + row, token)
     tl.store(logp_ptr + row, logp)
 
 
-class Drawn(NamedTuple):
-    """Of a step with `rows` requests."""
+class SampledRows(NamedTuple):
+    """Result of a step with `rows` requests."""
 
     tokens: Tensor
     """[rows, 1] int64"""
     logp: Tensor
     """[rows, 1] float32: natural log-probabilities among the kept ids."""
-    sets: StepSets | None
+    masks: StepMasks | None
 
 
-class Cuts(NamedTuple):
-    """Both by request, on the device."""
+class Truncation(NamedTuple):
+    """Truncation parameters by request, on the device."""
 
     top_k: Tensor
     """[requests] int32"""
@@ -241,33 +185,31 @@ def draw(
     seeds: Tensor,
     width: int,
     record: bool,
-    cuts: Cuts | None = None,
-) -> Drawn:
-    """A token for each row of `logits` [rows, V].
+    truncation: Truncation | None = None,
+) -> SampledRows:
+    """Draw a token for each row of `logits` [rows, V].
 
-    Without `cuts` those are already divided by the temperature, and minus infinity where an id was
-    cut off. With `cuts` both are done here, as `keel.rollout.vllm_fast.truncate_kernels` does them.
+    With `truncation`, temperature and truncation are applied here. Without it, the logits are
+    already divided by the temperature and minus infinity where an id was cut off.
 
-    `states` and `positions` [rows] say which request a row is of and where its token stands;
-    `temperature` and `seeds` are by request. Where `sampled` [rows] is 0 (a prompt that has not
-    been read to its end) the mask is empty and the rest means nothing. `width`: the most ids
-    that a row keeps as a rule; with `cuts`, the largest top_k of the rows.
-
-    All results are new tensors: a later step may run before they are read. On the device `meta`,
-    kernels are only compiled.
+    `states` and `positions` [rows]: request of each row and position of its token. `temperature`
+    and `seeds` are by request. Where `sampled` [rows] is 0 (an unfinished prompt), the mask is
+    empty and the rest undefined. `width`: largest top_k of the rows; without `truncation` the
+    number of ids that a row usually keeps. All results are new tensors, because a later step may
+    run before they are read. On the device `meta`, kernels are only compiled.
     """
     rows, vocab_size = logits.shape
     width = min(width, vocab_size, WIDEST)
     device = logits.device
     bits = None
-    if cuts:
+    if truncation:
         ids, counts = truncate(
             logits,
             states,
             sampled=sampled,
             temperature=temperature,
-            top_k=cuts.top_k,
-            top_p=cuts.top_p,
+            top_k=truncation.top_k,
+            top_p=truncation.top_p,
             width=width,
         )
     else:
@@ -276,50 +218,22 @@ def draw(
         if record:
             bits = torch.zeros((rows, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
         launch(
-            _find,
-            (rows, -(-vocab_size // BLOCK)),
-            logits,
-            logits.stride(0),
-            sampled,
-            ids,
-            counts,
-            ids if bits is None else bits,
-            0 if bits is None else bits.shape[1],
-            vocab_size,
-            width,
-            RECORD=record,
-            SIZE=BLOCK,
-        )
+            _find, (rows, -(-vocab_size // BLOCK)), logits, logits.stride(0), sampled, ids,
+            counts, ids if bits is None else bits, 0 if bits is None else bits.shape[1],
+            vocab_size, width, RECORD=record, SIZE=BLOCK,
+        )  # fmt: skip
     tokens = torch.empty((rows, 1), dtype=torch.int64, device=device)
     logp = torch.empty((rows, 1), dtype=torch.float32, device=device)
-    sets = None
+    masks = None
     if record:
-        flat = torch.empty(room(rows, width), dtype=torch.int32, device=device)
-        sets = StepSets(counts, flat, ids, bits)
+        flat = torch.empty(ids_in_step(rows, width), dtype=torch.int32, device=device)
+        masks = StepMasks(counts, flat, ids, bits)
     widest = max(NARROWEST, triton.next_power_of_2(width))
     launch(
-        _draw,
-        (rows,),
-        logits,
-        logits.stride(0),
-        states,
-        temperature,
-        seeds,
-        positions,
-        ids,
-        counts,
-        tokens,
-        logp,
-        sets.flat if sets else ids,
-        vocab_size,
-        width,
-        len(sets.flat) if sets else 0,
-        RECORD=record,
-        SCALE=cuts is not None,
-        ROWS=max(ROWS, triton.next_power_of_2(rows)),
-        NARROW=min(NARROW, widest),
-        WIDTH=widest,
-        SIZE=BLOCK,
-        num_warps=8,
-    )
-    return Drawn(tokens, logp, sets)
+        _draw, (rows,), logits, logits.stride(0), states, temperature, seeds, positions, ids,
+        counts, tokens, logp, masks.flat if masks else ids, vocab_size, width,
+        len(masks.flat) if masks else 0, RECORD=record, SCALE=truncation is not None,
+        ROWS=max(ROWS, triton.next_power_of_2(rows)), NARROW=min(NARROW, widest), WIDTH=widest,
+        SIZE=BLOCK, num_warps=8,
+    )  # fmt: skip
+    return SampledRows(tokens, logp, masks)

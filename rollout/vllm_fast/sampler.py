@@ -1,8 +1,8 @@
-"""The short end of vLLM's sampler on Model Runner V2, in the place of its own.
+"""Replacement for the end of vLLM's sampler on Model Runner V2.
 
-The token, its log-probability and its mask come from `keel.rollout.vllm_fast.sample_kernels`. So
-do temperature and truncation if nothing else changes the logits; if something does, these stay
-vLLM's, as the logits processors do. Batches that it does not cover go vLLM's whole way.
+`keel.rollout.vllm_fast.sample_kernels` draws the token, its log-probability and its mask, and
+applies temperature and truncation if nothing else changes the logits. Batches that it does not
+cover use vLLM's sampler.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from keel.rollout.vllm_fast.sample_kernels import Cuts, Drawn, draw
+from keel.rollout.vllm_fast.sample_kernels import SampledRows, Truncation, draw
 from keel.rollout.vllm_fast.step_arrays import UNMASKED
 from keel.rollout.vllm_fast.truncate_kernels import WIDEST_TOP_K
 
 logger = logging.getLogger(__name__)
 
-PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
-"""vLLM's own, of which `KeptSampler.only_truncates` can tell whether they have anything to do."""
+_PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
+"""vLLM's logits processors, whose activity `KeptSampler.only_truncates` can check."""
 
 
 class StepLogprobs(NamedTuple):
-    """Takes the place of vLLM's `LogprobsTensors`; its methods are those. Only the numbers travel:
-    the recorder asks for nothing else."""
+    """Replaces vLLM's `LogprobsTensors` and has its methods, with log-probabilities only."""
 
     logp: Tensor
     """[rows, 1] float32"""
@@ -45,20 +44,20 @@ class StepLogprobs(NamedTuple):
 
     def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> LogprobsLists:
         logp = self.logp.cpu().numpy()
-        nobody = np.full(logp.shape, -1, np.int64)
-        return LogprobsLists(nobody, logp, nobody[:, 0], None)
+        unknown = np.full(logp.shape, -1, np.int64)
+        return LogprobsLists(unknown, logp, unknown[:, 0], None)
 
 
 class KeptSampler(Sampler):
-    """For steps of one token a request, each request's log-probability and no other ids'."""
+    """Samples steps of one token per request with the log-probability of that token only."""
 
     one_and_none: Tensor
-    """[2, requests] int32: sampled and rejected tokens in steps without a prompt. Nothing writes to
-    it, so that steps may share it."""
+    """[2, requests] int32: sampled and rejected tokens in steps without a prompt, shared by steps
+    because nothing writes to it."""
     unmasked: NDArray[np.bool_]
-    """[requests] those whose sampling masks nobody asks for."""
+    """[requests] True where sampling masks are not recorded."""
     changed: bool = True
-    """Requests came since their parameters were last given to the device."""
+    """Requests were added since their parameters were last copied to the device."""
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         self.changed = True
@@ -71,14 +70,13 @@ class KeptSampler(Sampler):
             super().apply_staged_writes()
 
     def masks(self, requests: NDArray[np.integer]) -> bool:
-        """Whether these requests' sampling masks are of use to anybody. Of an evaluation they are
-        not, and there they may be wide."""
+        """Return True if any of these requests' sampling masks is recorded."""
         return self.return_sampling_mask and not self.unmasked[requests].all()
 
     @property
     def only_known(self) -> bool:
-        """Whether its logits processors are vLLM's own, which change with requests alone."""
-        return [type(processor) for processor in self.logits_processors] == PROCESSORS
+        """True if the logits processors are vLLM's, which change with requests only."""
+        return [type(processor) for processor in self.logits_processors] == _PROCESSORS
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
         requests = input_batch.idx_mapping_np
@@ -96,9 +94,10 @@ class KeptSampler(Sampler):
             )
         else:
             sampled, rejected = self.one_and_none[:, : len(requests)]
-        cuts = None
+        truncation = None
         if self.only_truncates(requests):
-            cuts = Cuts(self.sampling_states.top_k.gpu, self.sampling_states.top_p.gpu)
+            top_k, top_p = self.sampling_states.top_k, self.sampling_states.top_p
+            truncation = Truncation(top_k.gpu, top_p.gpu)
         else:
             logits = self.apply_sampling_params(
                 logits,
@@ -110,7 +109,7 @@ class KeptSampler(Sampler):
                 input_batch.expanded_local_pos,
                 input_batch.seq_lens_cpu_upper_bound.numpy(),
             )
-        drawn = draw(
+        sampled_rows = draw(
             logits,
             states,
             positions,
@@ -119,13 +118,13 @@ class KeptSampler(Sampler):
             seeds=self.sampling_states.seeds.gpu,
             width=int(self.sampling_states.top_k.np[requests].max()),
             record=self.masks(requests),
-            cuts=cuts,
+            truncation=truncation,
         )
-        return as_vllm(drawn, sampled, rejected)
+        return as_vllm(sampled_rows, sampled, rejected)
 
     def only_truncates(self, requests: NDArray[np.integer]) -> bool:
-        """Whether these requests' logits are just divided by temperatures above 0 and cut by
-        top-k, none too wide, and top-p."""
+        """Return True if these requests only use temperature > 0, top-p and a top-k that is small
+        enough."""
         states, thinking = self.sampling_states, self.thinking_budget_state
         if not self.only_known:
             return False
@@ -143,22 +142,22 @@ class KeptSampler(Sampler):
         )
 
 
-def as_vllm(drawn: Drawn, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
-    """What was drawn, and how many tokens of each row were sampled and rejected."""
-    logprobs: Any = StepLogprobs(drawn.logp)
-    sets: Any = drawn.sets
+def as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
+    """Convert to vLLM's type. `sampled`, `rejected`: number of tokens of each row."""
+    logprobs: Any = StepLogprobs(rows.logp)
+    masks: Any = rows.masks
     return SamplerOutput(
-        sampled_token_ids=drawn.tokens,
+        sampled_token_ids=rows.tokens,
         logprobs_tensors=logprobs,
         num_nans=None,
         num_sampled=sampled,
         num_rejected=rejected,
-        sampling_mask_tensors=sets,
+        sampling_mask_tensors=masks,
     )
 
 
 def install(runner: Any) -> bool:
-    """Have the model runner's sampler be a `KeptSampler`, if it is one that this covers."""
+    """Turn the model runner's sampler into a `KeptSampler`; returns False if it is not covered."""
     sampler: Any = runner.sampler
     if (
         type(sampler) is not Sampler  # one with a watermark, or none in this process
@@ -169,7 +168,7 @@ def install(runner: Any) -> bool:
         or sampler.compute_nans
         or sampler.trace_replay_state is not None
     ):
-        logger.warning("rollout.recorder = 'packed': vLLM's own sampler is used, which is slower")
+        logger.warning("rollout.recorder = 'packed': using vLLM's slower sampler")
         return False
     counts = torch.tensor([[1], [0]], dtype=torch.int32, device=runner.device)
     sampler.__class__ = KeptSampler

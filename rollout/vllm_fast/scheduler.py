@@ -1,20 +1,18 @@
-"""vLLM's scheduler with a fast path for steps in which nothing begins.
+"""vLLM's scheduler with a fast path for steps in which no request begins.
 
-Most steps sample one token for each running request and begin none. vLLM walks over all requests
-three times in such a step (to schedule it, to take its tokens, to pass them on), which at 256
-requests takes longer than the GPU needs. Here such steps are a `DecodeRun`. When requests begin,
-vLLM's own code is shown these alone, with the room that the run leaves, and its step is put
-together with the run's; they come into the run once they only decode. Whatever else is due (an
-abort, a preemption, a pause), the run is flushed, that is written back into the requests, and
-vLLM's own code does the whole step. Flushed tokens reach the output processor together with the
-request's next one, as those of speculative decoding do.
+Most steps sample one token for each running request. vLLM loops over all requests three times in
+such a step, which at 256 requests takes longer than the GPU needs. Here these steps are scheduled
+as a `DecodeBatch`. When requests begin, vLLM's scheduler sees only these, with the capacity that
+the batch leaves, and its step is merged with the batch's; the requests join the batch once they
+only decode. For anything else (an abort, a preemption, a pause) the batch is flushed: it is written
+back into its requests, and vLLM schedules the whole step. Flushed tokens are delivered with the
+request's next one, like those of speculative decoding.
 
-A request that ends goes to the output processor at once, and the run goes on; so it does while
-others wait to begin, in turns of conversations at nearly every step. Both leave places of the batch
-unused. Those that wait begin once what they have lost comes to about what such a step costs, so
-that the two together are at most twice the least possible.
+A finished request is delivered at once while the batch continues, and so it does while others wait
+to begin. Both leave places unused. Waiting requests begin once the places lost equal the cost of
+such a step, so the total loss is at most twice the minimum.
 
-`_FastPath` is mixed into the scheduler that vLLM would use itself, so all decisions stay vLLM's.
+`_FastPath` is mixed into vLLM's scheduler, which still makes all decisions.
 """
 
 from __future__ import annotations
@@ -32,60 +30,55 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from keel.rollout.vllm_fast.bursts import MOST, Burst, Pace, as_scheduled, steps_in
-from keel.rollout.vllm_fast.decode_batch import DecodeRun, Step, only_decodes, together
-from keel.rollout.vllm_fast.step_arrays import Packed
+from keel.rollout.vllm_fast.decode_batch import DecodeBatch, ScheduledStep, only_decodes
+from keel.rollout.vllm_fast.step_arrays import PackedRecording
 from keel.rollout.vllm_pin import check_parameters
 
 JOIN_COST = 1.0
-"""What a step in which others begin costs above one of the run alone, in such steps."""
-LIMITS = ("max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens")
-"""Of vLLM's scheduler, which a run uses up a part of."""
-LONGEST_WAIT = 64
-"""Steps after which a single one may begin, too."""
-MOST_ENDED = 0.25
-"""Share of the run that may have ended: those that have are computed along."""
-AHEAD = 4
-"""KV blocks that a request is given at once, where twice as many are free for every one of them."""
-
-
-PARAMETERS = {
+"""Extra cost of a step in which requests begin, in steps of the batch alone."""
+MAX_WAIT = 64
+"""Steps after which even a single request may begin."""
+_LIMITS = ("max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens")
+"""Limits of vLLM's scheduler that a batch uses up in part."""
+_MAX_FINISHED = 0.25
+"""Fraction of the batch that may have finished; such rows are still computed."""
+_BLOCKS_AHEAD = 4
+"""KV blocks allocated at once if twice as many are free for every request."""
+_PARAMETERS = {
     "schedule": "self throttle_prefills",
     "update_from_output": "self scheduler_output model_runner_output",
     "finish_requests": "self request_ids finished_status",
     "_update_request_with_output": "self request new_token_ids is_stale",
 }
-"""Methods of vLLM's scheduler that are overridden or called, and their parameters."""
+"""Parameters of vLLM's methods that are overridden or called."""
 
 
 class _FastPath(Scheduler):
-    """See the module. `recordings` and `finished_blocks` belong to the recorder."""
+    """Scheduler mixin; see the module. The recorder uses `recordings` and `finished_blocks`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for method, parameters in PARAMETERS.items():
+        for method, parameters in _PARAMETERS.items():
             check_parameters(getattr(Scheduler, method), parameters)
         super().__init__(*args, **kwargs)
-        self.recordings: dict[str, Packed] = {}
-        """Requests whose log-probabilities and sampling masks stay here."""
+        self.recordings: dict[str, PackedRecording] = {}
+        """Recorded requests, whose log-probabilities and sampling masks are kept here."""
         self.finished_blocks: dict[str, list[int]] = {}
-        """KV blocks of finished requests that are recorded; valid until the next step."""
+        """KV blocks of finished recorded requests, valid until the next step."""
         self.fast_steps = 0
         self._ahead = isinstance(self, AsyncScheduler)
-        self._run: DecodeRun | None = None
-        self._pace = Pace()
-        self._beside: list[Request] = []
-        """What runs and is not in the run: prompts, above all."""
+        self._batch: DecodeBatch | None = None
+        self._outside: list[Request] = []
+        """Running requests outside the batch, mostly prefills."""
         self._idle = 0.0
-        """Places of the batch times steps, since others last began, in which others could have."""
+        """Unused places times steps since requests last began."""
         self._undelivered: dict[str, list[int]] = {}
-        """Flushed tokens that the output processor has not seen."""
+        """Flushed tokens that the output processor has not received."""
         self._stuck = False
-        """Requests wait, and vLLM's last step could begin none: not for want of a token budget."""
+        """Requests wait and vLLM's last step could not begin any, with tokens to spare."""
         groups = self.kv_cache_config.kv_cache_groups
         self._possible = (
             len(groups) == 1
             and type(groups[0].kv_cache_spec) is FullAttentionSpec
-            and groups[0].kv_cache_spec.block_size >= MOST
             and not self.use_pp
             and not self.num_spec_tokens
             and not self.num_lookahead_tokens
@@ -97,48 +90,44 @@ class _FastPath(Scheduler):
         )
 
     def leave_routes(self) -> None:
-        """To the workers: the scheduler has no part in them."""
+        """Leave routes to the workers."""
         self.aux_output_connector = None
 
-    # What vLLM calls.
+    # Overrides of vLLM's methods.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        run = self._run = self._run or self._begin()
-        if run is not None:
-            self._take_in(run)
-            if (output := self._go_on(run, throttle_prefills)) is not None:
+        batch = self._batch = self._batch or self._new_batch()
+        if batch is not None:
+            self._join_decoding(batch)
+            if (output := self._next_step(batch, throttle_prefills)) is not None:
                 return output
             self.keel_flush()
         self.finished_blocks.clear()
         self._idle = 0
         output = super().schedule(throttle_prefills)
-        self._see_who_waits(output, self.max_num_scheduled_tokens, len(self.running))
+        self._update_stuck(output, self.max_num_scheduled_tokens, len(self.running))
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        self._pace.look()
-        run, unpaused = self._run, self._pause_state == PauseState.UNPAUSED
+        batch, unpaused = self._batch, self._pause_state == PauseState.UNPAUSED
         outputs: dict[int, EngineCoreOutputs] = {}
-        theirs: SchedulerOutput | None = scheduler_output
-        if run is not None and run.in_flight and run.in_flight[0].output is scheduler_output:
-            step = run.in_flight[0]
-            ended = run.receive(model_runner_output) if unpaused else None
-            if ended is None:
+        other: SchedulerOutput | None = scheduler_output
+        if batch is not None and batch.in_flight and batch.in_flight[0].output is scheduler_output:
+            step = batch.in_flight[0]
+            finished = batch.receive(model_runner_output) if unpaused else None
+            if finished is None:
                 self.keel_flush()
             else:
-                theirs, outputs = step.theirs, self._end(run, ended)
-                self._pace.came(steps_in(step.output), len(step.ids))
-        if theirs is not None:
-            self._pace.broken()
-            found = super().update_from_output(as_scheduled(theirs), model_runner_output)
-            for client, batch in found.items():
-                for output in batch.outputs:
+                other, outputs = step.other, self._finish(batch, finished)
+        if other is not None:
+            for client, theirs in super().update_from_output(other, model_runner_output).items():
+                for output in theirs.outputs:
                     self._complete(output)
-                mine = outputs.setdefault(client, batch)
-                if mine is not batch:
-                    mine.outputs.extend(batch.outputs)
+                mine = outputs.setdefault(client, theirs)
+                if mine is not theirs:
+                    mine.outputs.extend(theirs.outputs)
         if self._undelivered and not unpaused:
             # No step may come for them before the weights, and so their version, change.
             mine = outputs.setdefault(0, EngineCoreOutputs(outputs=[]))
@@ -148,8 +137,8 @@ class _FastPath(Scheduler):
             )
         if self.finished_req_ids:
             self._stuck = False
-            if self._run is not None:
-                self._run.let_go(self.requests)
+            if self._batch is not None:
+                self._batch.retain(self.requests)
         return outputs
 
     def finish_requests(
@@ -168,10 +157,10 @@ class _FastPath(Scheduler):
         return super().reset_prefix_cache(*args, **kwargs)
 
     def has_finished_requests(self) -> bool:
-        """Undelivered tokens of a paused engine ask for one more (empty) step."""
-        waiting = self._undelivered or (self._run is not None and self._run.received)
+        """Request one more (empty) step of a paused engine that has undelivered tokens."""
+        pending = self._undelivered or (self._batch is not None and self._batch.received)
         paused = self._pause_state != PauseState.UNPAUSED
-        return bool(paused and waiting) or super().has_finished_requests()
+        return bool(paused and pending) or super().has_finished_requests()
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if request.request_id in self.recordings:
@@ -179,10 +168,10 @@ class _FastPath(Scheduler):
             self.finished_blocks[request.request_id] = blocks[0]
         return super()._free_request(request, *args, **kwargs)
 
-    # A run.
+    # The batch.
 
-    def _begin(self) -> DecodeRun | None:
-        """A run of what is running now, if all of it only decodes."""
+    def _new_batch(self) -> DecodeBatch | None:
+        """Return a batch of the running requests if all of them only decode."""
         if (
             not self._possible
             or not self.running
@@ -191,111 +180,112 @@ class _FastPath(Scheduler):
             or not all(self._only_decodes(request) for request in self.running)
         ):
             return None
-        run = DecodeRun(self.max_num_running_reqs)
-        self._admit(run, self.running)
-        return run
+        batch = DecodeBatch(self.max_num_running_reqs)
+        self._join(batch, self.running)
+        return batch
 
     def _only_decodes(self, request: Request) -> bool:
         recorded = request.request_id in self.recordings
         return only_decodes(request, self.max_model_len, logprobs=recorded)
 
-    def _admit(self, run: DecodeRun, requests: Iterable[Request]) -> None:
-        size = self.kv_cache_manager.coordinator.single_type_managers[0].block_size
+    @property
+    def _block_size(self) -> int:
+        return self.kv_cache_manager.coordinator.single_type_managers[0].block_size
+
+    def _join(self, batch: DecodeBatch, requests: Iterable[Request]) -> None:
         for request in requests:
-            run.admit(request, window=self.max_model_len, block=size)
-        run.settle()
+            batch.join(request, window=self.max_model_len, block=self._block_size)
+        batch.settle()
         if not self.use_v2_model_runner:
-            self.prev_step_scheduled_req_ids = set(run.ids)
+            self.prev_step_scheduled_req_ids = set(batch.ids)
 
-    def _take_in(self, run: DecodeRun) -> None:
-        """Those that began beside it, once they only decode."""
-        if not self._beside:
+    def _join_decoding(self, batch: DecodeBatch) -> None:
+        """Move requests into the batch once they only decode."""
+        if not self._outside:
             return
-        beside = [request for request in self._beside if not request.is_finished()]
-        decoding = [request for request in beside if self._only_decodes(request)]
-        self._beside = [request for request in beside if request not in decoding]
+        unfinished = [request for request in self._outside if not request.is_finished()]
+        decoding = [request for request in unfinished if self._only_decodes(request)]
+        self._outside = [request for request in unfinished if request not in decoding]
         if decoding:
-            self._admit(run, decoding)
+            self._join(batch, decoding)
 
-    def _go_on(self, run: DecodeRun, throttle_prefills: bool) -> SchedulerOutput | None:
-        """The run's next step, with what begins beside it; None if vLLM has to decide about the
-        whole."""
-        if run.full or self._pause_state != PauseState.UNPAUSED:
+    def _next_step(self, batch: DecodeBatch, throttle_prefills: bool) -> SchedulerOutput | None:
+        """Schedule the batch's next step together with requests that begin.
+
+        None: vLLM has to schedule the whole step.
+        """
+        if batch.full or self._pause_state != PauseState.UNPAUSED:
             return None
-        joined = self._worth_it(run) or bool(self._beside)
+        joined = self._should_begin(batch) or bool(self._outside)
         if joined:
-            self._drop(run, run.ended())
-        free, now = self.kv_cache_manager.block_pool.get_num_free_blocks(), run.scheduled
-        alone = not (joined or self.waiting or self.kv_holding_waiting)
-        steps = run.at_once(self._pace.most(len(run.ids))) if alone else 1
-        due = np.flatnonzero(run.due < now + steps)
-        if len(due) > free:
-            steps, due = 1, due[run.due[due] == now]
-        if not run.ids or len(due) > free:
+            self._remove(batch, batch.finished())
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        due = np.flatnonzero(batch.due <= batch.scheduled)
+        if not batch.ids or len(due) > free:
             return None
         self.kv_cache_manager.new_step_starts()
-        blocks = self._blocks(run, due.tolist(), AHEAD if free >= 2 * AHEAD * len(run.ids) else 1)
-        cached = run.as_cached(blocks)
+        ahead = _BLOCKS_AHEAD if free >= 2 * _BLOCKS_AHEAD * len(batch.ids) else 1
+        cached = batch.as_cached(self._allocate(batch, due.tolist(), ahead))
         self.finished_blocks.clear()
         if joined:
-            theirs, output = self._beside_it(run, cached, throttle_prefills)
+            other, output = self._with_others(batch, cached, throttle_prefills)
         else:
-            theirs, output = None, self._alone(run, cached, steps)
+            other, output = None, self._alone(batch, cached)
             self.fast_steps += 1
-        run.in_flight.append(Step(output, theirs, run.ids, run.places))
+        batch.in_flight.append(ScheduledStep(output, other, batch.ids, batch.places))
         return output
 
-    def _worth_it(self, run: DecodeRun) -> bool:
-        """Whether vLLM is to begin others now."""
-        ended = len(run.ids) - int(np.count_nonzero(run.live))
+    def _should_begin(self, batch: DecodeBatch) -> bool:
+        """Decide whether vLLM should begin waiting requests now."""
+        finished = len(batch.ids) - int(np.count_nonzero(batch.live))
         waiting = len(self.waiting) + len(self.kv_holding_waiting)
-        full = self._stuck or len(run.ids) >= self.max_num_running_reqs
-        if lost := min(waiting, ended) if full else waiting:
-            self._idle += max(lost, JOIN_COST * len(run.ids) / LONGEST_WAIT)
-        return self._idle >= JOIN_COST * len(run.ids) or ended > MOST_ENDED * len(run.ids)
+        full = self._stuck or len(batch.ids) >= self.max_num_running_reqs
+        if lost := min(waiting, finished) if full else waiting:
+            self._idle += max(lost, JOIN_COST * len(batch.ids) / MAX_WAIT)
+        cost = JOIN_COST * len(batch.ids)
+        return self._idle >= cost or finished > _MAX_FINISHED * len(batch.ids)
 
-    def _alone(self, run: DecodeRun, cached: CachedRequestData, steps: int) -> SchedulerOutput:
+    def _alone(self, batch: DecodeBatch, cached: CachedRequestData) -> SchedulerOutput:
         self.current_step += 1
-        output = Burst(
+        output = SchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=cached,
-            num_scheduled_tokens=run.one_each,
-            total_num_scheduled_tokens=len(run.ids),
+            num_scheduled_tokens=batch.one_each,
+            total_num_scheduled_tokens=len(batch.ids),
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
             preempted_req_ids=self.reset_preempted_req_ids,
             finished_req_ids=self.finished_req_ids,
             free_encoder_mm_hashes=[],
             new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
-            offered=steps,
         )
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         return output
 
-    def _beside_it(
-        self, run: DecodeRun, cached: CachedRequestData, throttle_prefills: bool
+    def _with_others(
+        self, batch: DecodeBatch, cached: CachedRequestData, throttle_prefills: bool
     ) -> tuple[SchedulerOutput | None, SchedulerOutput]:
-        """vLLM schedules all but the run, in the room that this leaves; and the two together."""
-        count, beside = len(run.ids), len(self._beside)
-        self.running = self._beside
-        for name in LIMITS:
+        """Let vLLM schedule all other requests in the remaining capacity, and merge the steps."""
+        count, outside = len(batch.ids), len(self._outside)
+        self.running = self._outside
+        for name in _LIMITS:
             setattr(self, name, getattr(self, name) - count)
         try:
-            theirs = super().schedule(throttle_prefills)
-            self._see_who_waits(theirs, self.max_num_scheduled_tokens, beside)
+            other = super().schedule(throttle_prefills)
+            self._update_stuck(other, self.max_num_scheduled_tokens, outside)
         finally:
-            for name in LIMITS:
+            for name in _LIMITS:
                 setattr(self, name, getattr(self, name) + count)
-            self._beside = self.running
-            mine = (run.requests[place] for place in sorted(run.places))  # as they came, about
-            self.running = [*(it for it in mine if it is not None), *self._beside]
+            self._outside = self.running
+            mine = (batch.requests[place] for place in sorted(batch.places))  # by arrival, mostly
+            self.running = [*(it for it in mine if it is not None), *self._outside]
         self._idle = 0
-        output = together(run, cached, theirs)
+        output = batch.merge(cached, other)
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids = set(output.num_scheduled_tokens)
-        return theirs if theirs.num_scheduled_tokens else None, output
+        return other if other.num_scheduled_tokens else None, output
 
-    def _see_who_waits(self, output: SchedulerOutput, budget: int, running: int) -> None:
+    def _update_stuck(self, output: SchedulerOutput, budget: int, running: int) -> None:
         self._stuck = (
             bool(self.waiting or self.kv_holding_waiting)
             and output.total_num_scheduled_tokens < budget
@@ -305,47 +295,48 @@ class _FastPath(Scheduler):
             and len(output.num_scheduled_tokens) == running
         )
 
-    def _blocks(
-        self, run: DecodeRun, due: list[int], ahead: int
+    def _allocate(
+        self, batch: DecodeBatch, due: list[int], ahead: int
     ) -> list[tuple[list[int], ...] | None]:
-        """New KV blocks for the places that are due, in the order of the run."""
+        """Allocate KV blocks for the places that are due; returns them in the batch's order."""
         if not due:
-            return [None] * len(run.ids)
-        size = self.kv_cache_manager.coordinator.single_type_managers[0].block_size
+            return [None] * len(batch.ids)
+        size, now = self._block_size, batch.scheduled
         new: dict[int, tuple[list[int], ...] | None] = {}
-        now = run.scheduled
         for place in due:
-            request = run.requests[place]
+            request = batch.requests[place]
             assert request is not None
             before = request.num_computed_tokens
-            request.num_computed_tokens = int(run.computed[place]) + now
-            tokens = int(run.due[place]) - now + size * ahead
-            found = self.kv_cache_manager.allocate_slots(request, tokens)
+            request.num_computed_tokens = int(batch.computed[place]) + now
+            tokens = int(batch.due[place]) - now + size * ahead
+            blocks = self.kv_cache_manager.allocate_slots(request, tokens)
             request.num_computed_tokens = before
-            if found is None:
+            if blocks is None:
                 raise RuntimeError(f"request {request.request_id}: no KV block where one was free")
-            new[place] = found.get_block_ids(allow_none=True)
-        run.due[due] += size * ahead
-        return [new.get(place) for place in run.places.tolist()]
+            new[place] = blocks.get_block_ids(allow_none=True)
+        batch.due[due] += size * ahead
+        return [new.get(place) for place in batch.places.tolist()]
 
-    def _end(self, run: DecodeRun, places: list[int]) -> dict[int, EngineCoreOutputs]:
-        """Deliver the requests in these places, which the last tokens received have ended. Their
-        blocks stay theirs until others come: steps are in flight with them."""
+    def _finish(self, batch: DecodeBatch, places: list[int]) -> dict[int, EngineCoreOutputs]:
+        """Deliver the requests that the last tokens have finished.
+
+        They keep their blocks until others join, because steps with them are in flight.
+        """
         outputs: dict[int, EngineCoreOutputs] = {}
         for place in places:
-            request = run.requests[place]
+            request = batch.requests[place]
             assert request is not None
-            *before, last = run.tokens_of(place)
-            self._write_back(run, place, before)
+            *before, last = batch.tokens_of(place)
+            self._write_back(batch, place, before)
             if self._ahead:
                 request.num_output_placeholders += 1
             _, stopped = self._update_request_with_output(request, [last])
-            assert stopped, f"request {request.request_id} goes on after its last token"
+            assert stopped, f"request {request.request_id} continues after its last token"
             name = request.request_id
-            if (packed := self.recordings.get(name)) is not None:
-                run.file(place, packed)
+            if (recording := self.recordings.get(name)) is not None:
+                batch.record(place, recording)
                 self.finished_blocks[name] = self.kv_cache_manager.get_block_ids(name)[0]
-            run.live[place] = False
+            batch.live[place] = False
             output = EngineCoreOutput(
                 request_id=name,
                 new_token_ids=[*before, last],
@@ -357,56 +348,55 @@ class _FastPath(Scheduler):
             self._complete(output)
             mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
             mine.outputs.append(output)
-        if places and not run.live.any():
+        if places and not batch.live.any():
             self.keel_flush()
         return outputs
 
-    def _drop(self, run: DecodeRun, places: Collection[int]) -> None:
-        """Those that have ended leave the batch."""
+    def _remove(self, batch: DecodeBatch, places: Collection[int]) -> None:
+        """Remove finished requests from the batch and from vLLM."""
         if not places:
             return
-        requests = {it for place in places if (it := run.requests[place]) is not None}
+        requests = {it for place in places if (it := batch.requests[place]) is not None}
         for place in places:
-            run.leave(place)
-        run.settle()
+            batch.leave(place)
+        batch.settle()
         self.running = [request for request in self.running if request not in requests]
         for request in requests:
             super()._free_request(request)
 
     def keel_flush(self) -> None:
-        """Write the run back into its requests; they are as after vLLM's own steps."""
-        run, self._run = self._run, None
-        self._beside = []
-        if run is None or not run.scheduled:
+        """Write the batch back into its requests, as after vLLM's own steps."""
+        batch, self._batch = self._batch, None
+        self._outside = []
+        if batch is None or not batch.scheduled:
             return
-        for place in run.places[run.live[run.places]].tolist():
-            request = run.requests[place]
+        for place in batch.places[batch.live[batch.places]].tolist():
+            request = batch.requests[place]
             assert request is not None
-            tokens = run.tokens_of(place)
-            self._write_back(run, place, tokens)
+            tokens = batch.tokens_of(place)
+            self._write_back(batch, place, tokens)
             if tokens:
                 self._undelivered.setdefault(request.request_id, []).extend(tokens)
-            if (packed := self.recordings.get(request.request_id)) is not None:
-                run.file(place, packed)
-        if ended := run.ended():
-            self._drop(run, ended)
+            if (recording := self.recordings.get(request.request_id)) is not None:
+                batch.record(place, recording)
+        if finished := batch.finished():
+            self._remove(batch, finished)
             self._stuck = False
 
-    def _write_back(self, run: DecodeRun, place: int, tokens: list[int]) -> None:
-        """Bring a request to where the run is; these are its `tokens` in it."""
-        run.write_back(place, tokens, self.current_step if self._ahead else None)
+    def _write_back(self, batch: DecodeBatch, place: int, tokens: list[int]) -> None:
+        batch.write_back(place, tokens, self.current_step if self._ahead else None)
 
     def _complete(self, output: EngineCoreOutput) -> None:
-        """Flushed tokens go before the new one; what is recorded stays here."""
-        if (packed := self.recordings.get(output.request_id)) is not None:
-            packed.take(output)
+        """Put flushed tokens before the new ones, and keep the recording here."""
+        if (recording := self.recordings.get(output.request_id)) is not None:
+            recording.take(output)
         if before := self._undelivered.pop(output.request_id, None):
             output.new_token_ids = before + output.new_token_ids
 
 
 class FastScheduler(_FastPath):
-    """Steps one after the other."""
+    """Schedules steps one after the other."""
 
 
 class AsyncFastScheduler(_FastPath, AsyncScheduler):
-    """A step is scheduled while the one before it runs."""
+    """Schedules a step while the one before it runs."""

@@ -1,15 +1,21 @@
-"""What was recorded of completions, kept as arrays of whole steps until each is finished.
+"""Log-probabilities and sampling masks of whole steps as flat arrays, on the GPU and on the host.
 
-An object for each token of each completion would cost more than computing the tokens does.
+vLLM sends a bit for each id of the vocabulary to the host and makes an object for every token,
+which costs more than computing the tokens. Here only the kept ids travel, and arrays stay together
+until a completion is finished.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.outputs import SamplingMaskLists
 
 from keel.rl.types import SamplingMasks
 
@@ -17,25 +23,83 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
 UNMASKED = "keel_unmasked"
-"""In a request's `extra_args`: nobody asks for its sampling masks."""
+"""Key in a request's `extra_args`: its sampling masks are not recorded."""
+_MEAN_IDS, _LEAST_IDS = 64, 16_384
+"""Ids that travel with a step: per row on average, and at least for a step of few rows."""
+
+
+def ids_in_step(rows: int, width: int) -> int:
+    """Return the number of ids that travel with a step; the rest is fetched when needed."""
+    return rows * min(width, max(_MEAN_IDS, _LEAST_IDS // rows))
+
+
+class StepMasks(NamedTuple):
+    """Replaces vLLM's `SamplingMaskTensors` and has its methods."""
+
+    counts: Tensor
+    """[rows] int32"""
+    flat: Tensor
+    """[ids_in_step] int32: the ids row by row, as far as they fit."""
+    ids: Tensor
+    """[rows, width] int32 on the device, unordered within a row."""
+    bits: Tensor | None
+    """[rows, ⌈V / 8⌉] uint8 on the device. None if no row can have more than `width` ids."""
+
+    def to_cpu_nonblocking(self) -> StepMasks:
+        counts, flat = (t.to("cpu", non_blocking=True) for t in (self.counts, self.flat))
+        # Later steps may overwrite `ids` before they are fetched.
+        return StepMasks(counts, flat, self.ids.clone(), self.bits)
+
+    def tolists(self, num_sampled_tokens: Any = None) -> SamplingMaskLists:
+        """Return the ids; row r kept `token_ids[offsets[r]:offsets[r + 1]]`, ascending."""
+        counts, width = self.counts.cpu().numpy(), self.ids.shape[1]
+        offsets = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        if offsets[-1] <= len(self.flat) and (counts <= width).all():
+            # A copy frees the pinned block behind it.
+            return SamplingMaskLists(self.flat.cpu().numpy()[: offsets[-1]].copy(), offsets, None)
+        ids = _fetch(self.ids)
+        parts = [
+            np.sort(ids[row, :count]) if count <= width else self._from_bits(row)
+            for row, count in enumerate(counts)
+        ]
+        return SamplingMaskLists(np.concatenate(parts), offsets, None)
+
+    def _from_bits(self, row: int) -> Any:
+        assert self.bits is not None
+        bits = np.unpackbits(_fetch(self.bits[row]), bitorder="little")
+        return np.flatnonzero(bits).astype(np.int32)
+
+
+def _fetch(tensor: Tensor) -> NDArray[Any]:
+    """Copy a finished result to the host without waiting for later steps of the GPU."""
+    if not tensor.is_cuda:
+        return tensor.numpy()
+    with torch.cuda.stream(_copy_stream(tensor.device)):
+        return tensor.cpu().numpy()
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedRecording:
     """One request's log-probabilities and sampling masks, in pieces of one or more tokens."""
 
-    kept_wanted: bool
+    with_masks: bool
     logp: list[NDArray[np.float32]] = field(default_factory=list)
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     sizes: list[NDArray[np.int64]] = field(default_factory=list)
 
     def take(self, output: EngineCoreOutput) -> None:
-        """What is recorded of the tokens that it delivers, which stays here."""
+        """Move the recording of an output's tokens here."""
         if output.new_logprobs is not None:
             self.logp.append(output.new_logprobs.logprobs[:, 0].copy())
             output.new_logprobs = None
         if output.new_sampling_mask is not None:
-            if self.kept_wanted:
+            if self.with_masks:
                 ids, offsets = output.new_sampling_mask[:2]
                 self.ids.append(ids.copy())  # a view would hold the whole step
                 self.sizes.append(np.array([len(ids)]) if offsets is None else np.diff(offsets))
@@ -45,7 +109,7 @@ class Packed:
         """[G]"""
         return np.concatenate(self.logp) if self.logp else np.zeros(0, np.float32)
 
-    def kept(self) -> SamplingMasks:
+    def sampling_masks(self) -> SamplingMasks:
         """G spans of ascending ids."""
         if not self.sizes:
             return SamplingMasks.empty(0)

@@ -1,10 +1,10 @@
-"""Top-k and top-p of a step, straight from the model's logits: the ids that each row keeps.
+"""Top-k and top-p of a step, directly from the model's logits: the ids that each row keeps.
 
-vLLM copies the logits to float32 and searches each row with one program that goes over it again and
-again. Here all blocks of all rows are read at once, twice: for the maxima of some thousand groups
-of a row, of which the top_k-th largest is a bound that at least top_k logits reach; and for those
-logits, few enough to be sorted. The result is exact, ties included: of equals at a cut the lowest
-ids stay, and no row keeps more than its top_k.
+vLLM copies the logits to float32 and scans each row many times with one program. Here all blocks of
+all rows are read in parallel, twice: first for the maxima of a thousand groups per row, whose
+top_k-th largest is a bound that at least top_k logits reach, then for the logits that reach it,
+which are few enough to sort. The result is exact: of equal logits at a cut the lowest ids stay, and
+no row keeps more than its top_k.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -20,54 +20,46 @@ import triton.language as tl
 from torch import Tensor
 
 WIDEST_TOP_K = 1024
-"""Largest top_k that this covers."""
+"""Largest top_k covered."""
 BLOCK, LARGEST_GROUP = 4096, 256
-"""Entries of a row that are read at once; entries of a group, at most."""
+"""Entries of a row read at once; maximum entries of a group."""
 FEWEST_SORTED, LEAST_ROOM = 64, 1024
-"""Ids that are sorted at once, and ids that are filed of a row, at least."""
+"""Minimum ids sorted at once and stored per row."""
 
 ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
 LEAST = tl.constexpr(-0x80000000)
 ABOVE_NOTHING = tl.constexpr(-0x7F800000)
-"""The place of the lowest finite logit in the order; that of minus infinity is one lower."""
+"""Order of the lowest finite logit; that of minus infinity is one lower."""
 LAST_BIT = tl.constexpr(10)
-"""Where the search for the bound ends: a relative error of 2^-13 makes hardly a candidate more."""
+"""Last bit of the search for the bound: its relative error of 2^-13 adds few candidates."""
 
 
 @triton.jit
 def _order(logits_ptr, ids, inside, temperature):
-    """Integers in the order of logits over temperature. NaN counts as infinity, which makes the
-    log-probability NaN, and that is noticed."""
+    """Integers in the order of logits over temperature. NaN counts as infinity, so that the
+    log-probability becomes NaN and is detected."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     logits = logits / temperature  # as in vLLM's kernel, to the bit
     logits = tl.where(logits != logits, float("inf"), logits)
-    logits = tl.where(logits == 0, 0.0, logits)  # minus zero is no less
+    logits = tl.where(logits == 0, 0.0, logits)  # minus zero equals zero
     bits = logits.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ ALL_BUT_SIGN)
 
 
 @triton.jit
 def _logits(order):
-    """What `_order` made integers of."""
+    """Inverse of `_order`."""
     bits = tl.where(order >= 0, order, order ^ ALL_BUT_SIGN)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _maxima(
-    logits_ptr,
-    logits_row,
-    states_ptr,
-    temperature_ptr,
-    sampled_ptr,
-    maxima_ptr,
-    vocab_size,
-    groups,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Maxima of GROUPS groups of one row. A group is every `groups`-th id: likely ids are often
-    neighbours, and should not share one."""
+    logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, maxima_ptr, vocab_size,
+    groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Maxima of GROUPS groups of one row. A group has every `groups`-th id, because likely ids are
+    often neighbours and should not share one."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -80,16 +72,10 @@ def _maxima(
 
 @triton.jit
 def _bound(
-    states_ptr,
-    top_k_ptr,
-    sampled_ptr,
-    maxima_ptr,
-    bounds_ptr,
-    found_ptr,
-    groups,
+    states_ptr, top_k_ptr, sampled_ptr, maxima_ptr, bounds_ptr, found_ptr, groups,
     SIZE: tl.constexpr,
-):
-    """What at least top_k of a row reach, if that many are finite."""
+):  # fmt: skip
+    """A bound that at least top_k logits of a row reach, if that many are finite."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
     if tl.load(sampled_ptr + row) > 0:
@@ -105,25 +91,16 @@ def _bound(
 
 @triton.jit
 def _keys(order, ids):
-    """Larger ones first, and of equals the lowest id."""
+    """Sort keys: larger logits first, and the lowest id among equals."""
     return (order.to(tl.int64) << 32) | (ids ^ ALL_BUT_SIGN).to(tl.int64)
 
 
 @triton.jit
 def _file(
-    logits_ptr,
-    logits_row,
-    states_ptr,
-    temperature_ptr,
-    sampled_ptr,
-    bounds_ptr,
-    keys_ptr,
-    found_ptr,
-    vocab_size,
-    ROOM: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """One block of one row: keys of what reaches the bound, in no order."""
+    logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, bounds_ptr, keys_ptr,
+    found_ptr, vocab_size, ROOM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One block of one row: keys of the logits that reach the bound, unordered."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -131,7 +108,7 @@ def _file(
         logits = logits_ptr + row.to(tl.int64) * logits_row
         order = _order(logits, ids, ids < vocab_size, temperature)
         reach = order >= tl.load(bounds_ptr + row)
-        # Few do, so that a place for each by itself is cheaper than adding up over the block.
+        # Few do, so one atomic each is cheaper than a sum over the block.
         place = tl.atomic_add(found_ptr + row + ids * 0, 1, mask=reach, sem="relaxed")
         mine = reach & (place < ROOM)
         tl.store(keys_ptr + row.to(tl.int64) * ROOM + place, _keys(order, ids), mask=mine)
@@ -139,7 +116,7 @@ def _file(
 
 @triton.jit
 def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
-    """How many of a row reach the bound."""
+    """Number of logits of a row that reach the bound."""
     count = 0
     for first in range(0, vocab_size, SIZE):
         ids = first + tl.arange(0, SIZE)
@@ -150,8 +127,8 @@ def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
 
 @triton.jit
 def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
-    """Keys of the top_k largest of a row, in many passes: it has more than there is room for, as a
-    flat row has, so that top_k are finite."""
+    """Keys of the top_k largest logits of a row in many passes, for a flat row with more candidates
+    than fit."""
     least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, LEAST)
     for step in range(31):
         higher = least + (1 << (30 - step))
@@ -173,7 +150,7 @@ def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl
 
 @triton.jit
 def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
-    """Stores what is kept of the ids that were found, and says how many those are."""
+    """Store the kept ids among the candidates and return their number."""
     place = tl.arange(0, SIZE)
     keys = tl.load(keys_ptr + place, mask=place < found, other=-0x7FFFFFFFFFFFFFFF)
     keys = tl.sort(keys, descending=True)
@@ -181,7 +158,7 @@ def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
     logits = _logits((keys >> 32).to(tl.int32))
     top = tl.max(tl.where(inside, logits, -float("inf")), axis=0)
     weights = tl.where(inside, tl.exp(logits - top), 0.0)
-    # An id stays if those before it do not come to top_p yet, so the first one always does.
+    # An id stays while the ids before it hold less than top_p, so the first always does.
     before = tl.cumsum(weights, axis=0) - weights
     limit = tl.where(top_p < 1, top_p * tl.sum(weights), float("inf"))
     kept = inside & ((before < limit) | (place == 0))
@@ -193,23 +170,11 @@ def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width"])
 def _cut(
-    logits_ptr,
-    logits_row,
-    states_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    keys_ptr,
-    found_ptr,
-    ids_ptr,
-    counts_ptr,
-    vocab_size,
-    width,
-    LIKELY: tl.constexpr,
-    ROOM: tl.constexpr,
+    logits_ptr, logits_row, states_ptr, temperature_ptr, top_k_ptr, top_p_ptr, keys_ptr,
+    found_ptr, ids_ptr, counts_ptr, vocab_size, width, LIKELY: tl.constexpr, ROOM: tl.constexpr,
     SIZE: tl.constexpr,
-):
-    """One row: its kept ids, and their number."""
+):  # fmt: skip
+    """One row: its kept ids and their number."""
     row = tl.program_id(0)
     keys = keys_ptr + row.to(tl.int64) * ROOM
     ids = ids_ptr + row.to(tl.int64) * width
@@ -221,7 +186,7 @@ def _cut(
         temperature = tl.load(temperature_ptr + state)
         logits = logits_ptr + row.to(tl.int64) * logits_row
         _file_exactly(logits, vocab_size, temperature, top_k, keys, SIZE)
-        tl.debug_barrier()  # what some threads have stored, others load
+        tl.debug_barrier()  # other threads load these stores
         found = top_k
     if found > LIKELY:
         count = _cut_sorted(keys, found, top_k, top_p, ids, ROOM)
@@ -231,8 +196,7 @@ def _cut(
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run a kernel; where its first argument is a tensor on the device `meta`, only compile it, and
-    what launches it."""
+    """Run a kernel, or only compile it and its launcher if its first argument is on `meta`."""
     if args[0].is_meta:
         assert kernel.warmup(*args, grid=grid, **options).run
     else:
@@ -249,17 +213,16 @@ def truncate(
     top_p: Tensor,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Kept ids, [rows, width] int32, most likely first, and their numbers, [rows] int32.
+    """Return kept ids [rows, width] int32, most likely first, and their numbers [rows] int32.
 
-    `logits` [rows, V] are the model's. `states` [rows] says which request a row is of;
-    `temperature` (above 0), `top_k` (1 to `width`) and `top_p` are by request, and `width` is at
-    most `WIDEST_TOP_K`. A row where `sampled` [rows] is 0 keeps none. On the device `meta`, kernels
-    are only compiled.
+    `logits` [rows, V]: the model's. `states` [rows]: request of each row. `temperature` (> 0),
+    `top_k` (1 to `width`) and `top_p` are by request; `width` is at most `WIDEST_TOP_K`. A row
+    where `sampled` [rows] is 0 keeps none. On the device `meta`, kernels are only compiled.
     """
     rows, vocab_size = logits.shape
     device = logits.device
     group = LARGEST_GROUP
-    while group > 1 and vocab_size // group < 2 * width:  # then some 1.4 · top_k reach the bound
+    while group > 1 and vocab_size // group < 2 * width:  # then about 1.4 · top_k reach the bound
         group //= 2
     block_groups = BLOCK // group
     blocks = triton.cdiv(vocab_size, BLOCK)
@@ -271,55 +234,17 @@ def truncate(
     keys = torch.empty((rows, room), dtype=torch.int64, device=device)
     ids = torch.empty((rows, width), dtype=torch.int32, device=device)
     launch(
-        _maxima,
-        (rows, blocks),
-        logits,
-        logits.stride(0),
-        states,
-        temperature,
-        sampled,
-        maxima,
-        vocab_size,
-        groups,
-        GROUP=group,
-        GROUPS=block_groups,
-    )
+        _maxima, (rows, blocks), logits, logits.stride(0), states, temperature, sampled, maxima,
+        vocab_size, groups, GROUP=group, GROUPS=block_groups,
+    )  # fmt: skip
     size = triton.next_power_of_2(groups)
     launch(_bound, (rows,), states, top_k, sampled, maxima, bounds, found, groups, SIZE=size)
     launch(
-        _file,
-        (rows, blocks),
-        logits,
-        logits.stride(0),
-        states,
-        temperature,
-        sampled,
-        bounds,
-        keys,
-        found,
-        vocab_size,
-        ROOM=room,
-        SIZE=BLOCK,
-        num_warps=8,
-    )
+        _file, (rows, blocks), logits, logits.stride(0), states, temperature, sampled, bounds,
+        keys, found, vocab_size, ROOM=room, SIZE=BLOCK, num_warps=8,
+    )  # fmt: skip
     launch(
-        _cut,
-        (rows,),
-        logits,
-        logits.stride(0),
-        states,
-        temperature,
-        top_k,
-        top_p,
-        keys,
-        found,
-        ids,
-        counts,
-        vocab_size,
-        width,
-        LIKELY=likely,
-        ROOM=room,
-        SIZE=BLOCK,
-        num_warps=8,
-    )
+        _cut, (rows,), logits, logits.stride(0), states, temperature, top_k, top_p, keys, found,
+        ids, counts, vocab_size, width, LIKELY=likely, ROOM=room, SIZE=BLOCK, num_warps=8,
+    )  # fmt: skip
     return ids, counts

@@ -74,8 +74,7 @@ def groups(*sizes: int, prompt: int = 6 * PAGE, common: int = 0) -> Cache:
 
 def check(cache: Cache, queries: int = 4, keys: int = 2, size: int = 64, most: int = 0) -> None:
     """All rows' attention is that of the tokens they have."""
-    from keel.rollout.vllm_fast.cascade.kernels import attend
-    from keel.rollout.vllm_fast.cascade.plan import Heads, Scratch, plan
+    from keel.rollout.vllm_fast.cascade.kernels import Heads, Scratch, attend, plan
 
     torch.manual_seed(0)
     rows = len(cache.rows)
@@ -103,7 +102,7 @@ def check(cache: Cache, queries: int = 4, keys: int = 2, size: int = 64, most: i
 
 def planned(cache: Cache, queries: int = 4, keys: int = 2) -> tuple[list[int], list[int]]:
     """First row of each one's segment, and the tokens it shares."""
-    from keel.rollout.vllm_fast.cascade.plan import Heads, Scratch, plan
+    from keel.rollout.vllm_fast.cascade.kernels import Heads, Scratch, plan
 
     heads = Heads(queries, keys, 64, PAGE)
     scratch = Scratch(heads, len(cache.rows), torch.device(DEVICE))
@@ -120,9 +119,8 @@ def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs() -> None:
 
     from keel.configs.schema import RolloutConfig
     from keel.rollout.spec import EngineSpec
-    from keel.rollout.vllm_fast.cascade.kernels import attend
-    from keel.rollout.vllm_fast.cascade.plan import Heads, Scratch, plan
-    from keel.rollout.vllm_fast.compile_ahead import compile_ahead
+    from keel.rollout.vllm_fast.cascade.kernels import Heads, Scratch, attend, plan
+    from keel.rollout.vllm_fast.install import compile_ahead
 
     heads = Heads(12, 4, 128, PAGE)
     spec = EngineSpec(
@@ -257,12 +255,12 @@ def test_long_rows_are_cut_into_many_shares() -> None:
 
 
 def test_rows_are_cut_by_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keel.rollout.vllm_fast.cascade import kernels, plan
+    from keel.rollout.vllm_fast.cascade import kernels
 
-    monkeypatch.setattr(plan, "PARTS", 8)
-    monkeypatch.setattr(plan, "LONGER", 8)
+    monkeypatch.setattr(kernels, "PARTS", 8)
+    monkeypatch.setattr(kernels, "LONGER", 8)
     monkeypatch.setattr(kernels, "SLICE", 64)
-    assert plan.Heads(4, 2, 64, PAGE).splits(8) == (1, 4)
+    assert kernels.Heads(4, 2, 64, PAGE).splits(8) == (1, 4)
     cache = groups(4, 1, 3, prompt=14 * PAGE)
     cache.add(7 * PAGE)
     cache.width = 40

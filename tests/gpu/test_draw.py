@@ -89,9 +89,9 @@ def check(
     assert (tokens == logits.float().argmax(-1))[greedy & read].all()
     exact = logits.double().log_softmax(-1).gather(1, expected[:, None])[:, 0].float()
     torch.testing.assert_close(logp[read], exact[read], atol=1e-6, rtol=1e-6)
-    assert (drawn.sets is not None) == record
-    if drawn.sets is not None:
-        sets = drawn.sets.to_cpu_nonblocking()
+    assert (drawn.masks is not None) == record
+    if drawn.masks is not None:
+        sets = drawn.masks.to_cpu_nonblocking()
         if not INTERPRETED:
             torch.cuda.synchronize()
         lists = sets.tolists()
@@ -317,9 +317,9 @@ def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs(
 
     from keel.configs.schema import RolloutConfig, SamplingConfig
     from keel.rollout.spec import EngineSpec
-    from keel.rollout.vllm_fast.compile_ahead import compile_ahead
-    from keel.rollout.vllm_fast.sample_graphs import Rows, gather
-    from keel.rollout.vllm_fast.sample_kernels import Cuts, draw
+    from keel.rollout.vllm_fast.install import compile_ahead
+    from keel.rollout.vllm_fast.sample_graphs import SamplingRows, gather
+    from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
     from keel.rollout.vllm_fast.step_reuse import advance
 
     head = "float32" if dtype == "float32" else "model"
@@ -356,15 +356,15 @@ def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs(
                 seeds=torch.arange(96, device=DEVICE),
                 width=77,
                 record=True,
-                cuts=Cuts(
+                truncation=Truncation(
                     torch.full((96,), 77, dtype=torch.int32, device=DEVICE),
                     torch.full((96,), 0.9, device=DEVICE),
                 ),
             )
-            states = Rows.of(96, DEVICE)
+            states = SamplingRows.of(96, DEVICE)
             row = torch.arange(rows, device=DEVICE)
             gather(
-                Rows.of(96, DEVICE),
+                SamplingRows.of(96, DEVICE),
                 row,
                 96,
                 temperature=states.temperature,

@@ -44,9 +44,9 @@ def parameters() -> list[Any]:
 
 
 def test_rows_are_gathered_and_the_rest_is_nobodys() -> None:
-    from keel.rollout.vllm_fast.sample_graphs import Rows, gather
+    from keel.rollout.vllm_fast.sample_graphs import SamplingRows, gather
 
-    into = Rows.of(7, DEVICE)
+    into = SamplingRows.of(7, DEVICE)
     for each in into:
         each.fill_(9)
     of = {
@@ -141,10 +141,13 @@ def without_graphs(bench: Bench, patch: pytest.MonkeyPatch) -> tuple[Any, list[t
     def capture(size: int, width: int) -> list[Any]:
         assert int(graphs._rows.top_k.max()) <= width, "rows of an earlier step"
         made.append((size, width))
-        room = [sample_graphs.like(graphs._draw(size, width)) for _ in range(sample_graphs.TURNS)]
+        room = [
+            sample_graphs._empty_like(graphs._draw(size, width))
+            for _ in range(sample_graphs._COPIES)
+        ]
 
         def replayed(drawn: Any) -> Any:
-            again = lambda: sample_graphs.copy(graphs._draw(size, width), drawn)  # noqa: E731
+            again = lambda: sample_graphs._copy(graphs._draw(size, width), drawn)  # noqa: E731
             return SimpleNamespace(replay=again), drawn
 
         return [replayed(drawn) for drawn in room]
@@ -263,6 +266,4 @@ def test_where_nothing_can_be_captured_steps_go_on_without(
             graphs.sample(bench.fixed[:2], bench.step([1, 2], 2, 9), None)
     torch.cuda.synchronize()
     assert bench.eager == 2
-    assert [record.getMessage() for record in logged] == [
-        "sampling could not be captured as a CUDA graph; steps of few sequences are slower"
-    ]
+    assert len(logged) == 1 and "CUDA graph" in logged[0].getMessage()

@@ -61,7 +61,7 @@ def check(
     """Requests are in another order than rows, and two more exist than have a row."""
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 
-    from keel.rollout.vllm_fast.sample_kernels import Cuts, draw
+    from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
 
     rows = len(logits)
     generator = torch.Generator().manual_seed(rows)
@@ -84,14 +84,14 @@ def check(
         seeds=seeds.to(DEVICE),
         width=max(top_k),
         record=record,
-        cuts=Cuts(k.to(DEVICE), p.to(DEVICE)),
+        truncation=Truncation(k.to(DEVICE), p.to(DEVICE)),
     )
     tokens, logp = drawn.tokens.cpu()[:, 0], drawn.logp.cpu()[:, 0]
-    assert (drawn.sets is not None) == record
-    if drawn.sets is None:
+    assert (drawn.masks is not None) == record
+    if drawn.masks is None:
         assert ((tokens >= 0) & (tokens < logits.shape[1])).all() and logp.isfinite().all()
         return
-    sets = drawn.sets.to_cpu_nonblocking()
+    sets = drawn.masks.to_cpu_nonblocking()
     if not INTERPRETED:
         torch.cuda.synchronize()
     lists = sets.tolists()
@@ -188,7 +188,7 @@ def test_rows_with_few_finite_logits() -> None:
 
 @pytest.mark.parametrize("many", [False, True])
 def test_a_row_that_is_not_a_number_says_so(many: bool) -> None:
-    from keel.rollout.vllm_fast.sample_kernels import Cuts, draw
+    from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
 
     logits = normal(5)
     for row, bad in enumerate((torch.nan, torch.inf, -torch.nan, -torch.inf)):
@@ -203,16 +203,16 @@ def test_a_row_that_is_not_a_number_says_so(many: bool) -> None:
         seeds=one.long(),
         width=512,
         record=True,
-        cuts=Cuts(512 * one, 0.9 * one.float()),
+        truncation=Truncation(512 * one, 0.9 * one.float()),
     )
     assert drawn.logp.isnan()[:, 0].tolist() == [True] * 4 + [False]
     assert ((drawn.tokens >= 0) & (drawn.tokens < VOCABULARY)).all()
-    assert drawn.sets is not None and (drawn.sets.counts <= 512).all()
+    assert drawn.masks is not None and (drawn.masks.counts <= 512).all()
 
 
 def test_tokens_come_as_often_as_they_should() -> None:
     """Chi-square of 512 draws of one row, top-k and top-p of which leave 6 ids."""
-    from keel.rollout.vllm_fast.sample_kernels import Cuts, draw
+    from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
 
     draws, vocabulary = 512, 64
     chance = torch.tensor([0.3, 0.25, 0.15, 0.1, 0.08, 0.07, 0.03, 0.02])
@@ -229,7 +229,7 @@ def test_tokens_come_as_often_as_they_should() -> None:
         seeds=torch.tensor([11], device=DEVICE),
         width=7,
         record=False,
-        cuts=Cuts(
+        truncation=Truncation(
             torch.tensor([7], dtype=torch.int32, device=DEVICE),
             torch.tensor([0.95], device=DEVICE),
         ),

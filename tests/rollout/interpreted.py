@@ -62,14 +62,11 @@ def install(recorder: str) -> None:
 
 def _steps_again_without_graphs() -> None:
     """Let steps with the rows of the one before go Keel's way, with the model called where a GPU
-    replays a graph; and several of them at once, however long they take."""
+    replays a graph."""
     from vllm.config.compilation import CUDAGraphMode  # noqa: PLC0415
     from vllm.forward_context import set_forward_context  # noqa: PLC0415
 
-    from keel.rollout.vllm_fast import bursts  # noqa: PLC0415
-    from keel.rollout.vllm_fast.step_reuse import SteadySteps  # noqa: PLC0415
-
-    bursts.LONGEST_S = 1e3
+    from keel.rollout.vllm_fast.step_reuse import StepReuse  # noqa: PLC0415
 
     def graph(_: Any, rows: int) -> Any:
         return SimpleNamespace(cg_mode=CUDAGraphMode.FULL, num_tokens=rows)
@@ -89,5 +86,4 @@ def _steps_again_without_graphs() -> None:
                 intermediate_tensors=None,
             )
 
-    SteadySteps._graph, SteadySteps._run = graph, run  # type: ignore[method-assign]
-    SteadySteps._on_gpu = lambda *_: True  # type: ignore[method-assign]
+    StepReuse._graph, StepReuse._run = graph, run  # type: ignore[method-assign]

@@ -173,7 +173,7 @@ def _update(version: int, buckets: Sequence[Any], checksum: int | None = None) -
 
 
 def _updates() -> list[str]:
-    asked = _ENGINE._ask(lambda engine: engine._llm.collective_rpc("keel_way"))
+    asked = _ENGINE._enqueue(lambda engine: engine._llm.collective_rpc("keel_way"))
     return asked.result(timeout=DEADLINE_S)
 
 
@@ -188,11 +188,11 @@ def _stop_copying() -> None:
         engine._no_copies = "it is switched off"
         engine._llm.collective_rpc(forget)
 
-    _ENGINE._ask(stop).result(timeout=DEADLINE_S)
+    _ENGINE._enqueue(stop).result(timeout=DEADLINE_S)
 
 
 def _fingerprint() -> dict[str, str]:
-    asked = _ENGINE._ask(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
+    asked = _ENGINE._enqueue(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
     return asked.result(timeout=DEADLINE_S)
 
 
@@ -206,10 +206,10 @@ def _begun(items: Sequence[Item]) -> list[Future[Any]]:
 
 def _time_is_up() -> None:
     def late(_: Any) -> None:
-        for flight in _ENGINE._flights.values():
-            flight.due = 0.0
+        for flight in _ENGINE._in_flight.values():
+            flight.deadline = 0.0
 
-    _ENGINE._ask(late).result(timeout=DEADLINE_S)
+    _ENGINE._enqueue(late).result(timeout=DEADLINE_S)
 
 
 def _sample_across(
@@ -233,7 +233,7 @@ def _sample_cut(items: Sequence[Item]) -> list[Group]:
 
 
 def _blocks() -> int:
-    asked = _ENGINE._ask(lambda engine: scheduler_of(engine._llm).kv_cache_manager.block_pool)
+    asked = _ENGINE._enqueue(lambda engine: scheduler_of(engine._llm).kv_cache_manager.block_pool)
     return asked.result(timeout=DEADLINE_S).num_gpu_blocks
 
 

@@ -27,7 +27,7 @@ class Watch:
         self.fast_steps = getattr(scheduler, "fast_steps", 0)
         if worker is not None:
             steps = worker.worker.model_runner.execute_model.__self__
-            self.steady_steps = getattr(steps, "taken", 0)
+            self.steady_steps = getattr(steps, "reused", 0)
 
     def onwards(self) -> Watch:
         """For what happens from now on."""

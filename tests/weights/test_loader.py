@@ -49,7 +49,7 @@ def test_a_slot_that_was_never_filed_has_no_route() -> None:
 
     captured = torch.zeros((4, 3, 2), dtype=torch.int32)
     routes = SlotRoutes(captured, torch.tensor([5, 6, 0, 0]), layers=[0, 2], size=8)
-    routes.file(2)  # both tokens to expert 0 alone, for all that is captured
+    routes.store(2)  # both tokens to expert 0 alone, for all that is captured
     rows = routes.rows(np.array([5, 6, 7]))
     assert (rows[:2] == 0).all() and (rows[2] == NO_ROUTE).all()
 
@@ -58,7 +58,7 @@ def test_a_cache_is_no_larger_than_its_answers() -> None:
     from vllm.v1.engine import core  # noqa: PLC0415
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
 
-    from keel.rollout.engine import kv_cache as cache  # noqa: PLC0415
+    from keel.rollout.engine import patches as cache  # noqa: PLC0415
 
     shape: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=32)
@@ -77,11 +77,11 @@ def test_a_cache_is_no_larger_than_its_answers() -> None:
 
     before, core.get_kv_cache_configs = core.get_kv_cache_configs, record
     try:
-        with cache.bounded():
+        with cache.bounded_kv_cache():
             both, mixed = {"0": full, "1": full}, {"0": full, "1": window}
             memory = [int(10 * enough), int(enough / 2), 10**12]
             built = core.get_kv_cache_configs(config, [both, both, mixed], memory)
-        with cache.bounded(conversations=20):
+        with cache.bounded_kv_cache(conversations=20):
             core.get_kv_cache_configs(config, [both], memory[:1])
         assert core.get_kv_cache_configs is record
     finally:

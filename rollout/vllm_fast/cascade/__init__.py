@@ -1,1 +1,1 @@
-"""Attention that reads what rows of a batch have in common once."""
+"""Attention that reads the shared prompt of a group once."""

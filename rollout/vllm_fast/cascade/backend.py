@@ -1,8 +1,8 @@
-"""vLLM's FlashAttention, and in steps that only decode `kernels`: a prompt's keys and
-values are read once for the rows of its group.
+"""vLLM's FlashAttention backend, with `kernels` in steps that only decode.
 
-It takes the place of vLLM's backend of that name by vLLM's own registry. Whatever the kernels do
-not cover (prompts, sliding windows, sinks, caches in fewer bits, ...) goes vLLM's way.
+A prompt's keys and values are then read once for the rows of its group. The backend replaces vLLM's
+through vLLM's registry. Anything that the kernels do not cover (prompts, sliding windows, sinks,
+quantised caches, …) runs as before.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
-from keel.rollout.vllm_fast.cascade.kernels import attend
-from keel.rollout.vllm_fast.cascade.plan import Heads, Scratch, plan
+from keel.rollout.vllm_fast.cascade.kernels import Heads, Scratch, attend, plan
 
 
-class Step(Scratch):
-    """Of a step that only decodes."""
+class CascadeStep(Scratch):
+    """State of steps that only decode."""
 
     first: object = None
-    """The layer that comes first, which plans for all: in a graph as well."""
+    """The first layer, which plans for all layers, in a CUDA graph as well."""
 
 
 @dataclass
 class CascadeMetadata(FlashAttentionMetadata):
-    """Of a step that only decodes, in which `kernels` are used."""
+    """Metadata of a step that uses `kernels`."""
 
-    step: Step | None = None
+    step: CascadeStep | None = None
 
 
 class CascadeBackend(FlashAttentionBackend):
@@ -53,9 +52,9 @@ class CascadeBackend(FlashAttentionBackend):
 
 
 class CascadeBuilder(FlashAttentionMetadataBuilder):
-    _step: Step | None = None
-    _looked = False
-    """Whether it is known if the layers are such that the kernels cover them."""
+    _step: CascadeStep | None = None
+    """None if the kernels do not cover the layers."""
+    _inspected = False
 
     def build(
         self,
@@ -63,34 +62,33 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
-        made = common_attn_metadata
-        if not self._looked:
-            self._step, self._looked = self._made(), True
+        common = common_attn_metadata
+        if not self._inspected:
+            self._step, self._inspected = self._make_step(), True
         if (
             self._step is None
-            or made.max_query_len != 1
-            or made.causal is not True
-            or made.num_actual_tokens != made.num_reqs
+            or common.max_query_len != 1
+            or common.causal is not True
+            or common.num_actual_tokens != common.num_reqs
         ):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         return CascadeMetadata(
-            num_actual_tokens=made.num_actual_tokens,
-            max_query_len=made.max_query_len,
-            query_start_loc=made.query_start_loc,
-            max_seq_len=made.max_seq_len,
-            seq_lens=made.seq_lens,
-            block_table=made.block_table_tensor,
-            slot_mapping=made.slot_mapping,
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
             step=self._step,
         )
 
-    def _made(self) -> Step | None:
-        """None: the kernels do not cover these layers."""
+    def _make_step(self) -> CascadeStep | None:
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         heads = Heads(self.num_heads_q, self.num_heads_kv, self.headdim, self.block_size)
         mode = self.compilation_config.cudagraph_mode
         if (
-            # Graphs of steps with prompts would take those that only decode, too.
+            # Graphs of steps with prompts would also run steps that only decode.
             (mode.has_full_cudagraphs() and not mode.separate_routine())
             or self.dcp_world_size > 1
             or self.rswa_window is not None
@@ -102,11 +100,11 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
         ):
             return None
         rows = max(self.vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
-        return Step(heads, rows, self.device)
+        return CascadeStep(heads, rows, self.device)
 
 
 def _plain(impl: Any) -> bool:
-    """Whether a layer's attention is softmax over all that came before, and nothing else."""
+    """Return True if a layer's attention is a plain causal softmax."""
     return (
         type(impl) is CascadeImpl
         and impl.attn_type == AttentionType.DECODER
@@ -147,8 +145,8 @@ class CascadeImpl(FlashAttentionImpl):
             )
         if kv_cache.shape[2] != step.heads.page:
             raise RuntimeError(
-                f"blocks of {kv_cache.shape[2]} tokens where vLLM said {step.heads.page}: set "
-                "rollout.cascade_attention to false"
+                f"KV blocks have {kv_cache.shape[2]} tokens, but vLLM announced {step.heads.page}. "
+                "Set rollout.cascade_attention to false"
             )
         table, lengths = attn_metadata.block_table, attn_metadata.seq_lens
         if step.first is None:
@@ -160,10 +158,9 @@ class CascadeImpl(FlashAttentionImpl):
         return output
 
 
-def install(*, wanted: bool) -> None:
-    """Take the place of vLLM's own, or give it back, for engines that are built in this process
-    from now on."""
-    if wanted:
+def install(*, enabled: bool) -> None:
+    """Replace vLLM's backend, or restore it, for engines built in this process from now on."""
+    if enabled:
         where = f"{CascadeBackend.__module__}.{CascadeBackend.__name__}"
         register_backend(AttentionBackendEnum.FLASH_ATTN, where)
     else:

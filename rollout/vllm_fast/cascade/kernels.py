@@ -1,12 +1,11 @@
 """Attention of a decoding step in which the completions of a group share their prompt's KV blocks.
 
-A decoding step is bound by reading keys and values. The completions of a prompt have its full
-blocks in common, the same ones of the cache, and attention as it comes reads these once for each.
-Here the rows of a batch that stand side by side and begin with the same blocks are a *segment*:
-what its rows share is read once, with all their queries at hand (cascade attention; Hydragen,
-arXiv:2402.05099), what each has for itself by itself, in one launch; a second one joins the parts
-by their sums of exponentials. Which rows share what is read from the block table on the GPU
-(`plan.py`), so that a CUDA graph holds all of it and the host has nothing to do.
+A decoding step is bound by reading keys and values, and ordinary attention reads the shared blocks
+of a prompt once per completion. Here neighbouring rows that begin with the same blocks form a
+*segment*: its shared part is read once for all queries (cascade attention; Hydragen,
+arXiv:2402.05099) and the rest by each row, in one launch. A second launch joins the parts by their
+sums of exponentials. `plan` finds the segments from the block table on the GPU, so a CUDA graph
+holds everything and the host has nothing to do.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -15,22 +14,198 @@ by their sums of exponentials. Which rows share what is read from the block tabl
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from keel.rollout.vllm_fast.cascade.plan import MOST_SPLITS, Scratch
 from keel.rollout.vllm_fast.truncate_kernels import launch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+LEAST_SHARED = tl.constexpr(64)
+"""Minimum of shared tokens for a segment."""
+COLUMNS = tl.constexpr(64)
+AT_ONCE = 16
+"""Blocks and rows of the table that are compared at once."""
+NONE = tl.constexpr(1 << 30)
+QUERIES = 16
+"""Queries of a segment in one tile, its rows times the query heads of a key head: the minimum of
+tensor cores. More would cost registers and with them loads in flight."""
+PARTS = 512
+"""Target number of parts (row, key head, slice of a row) of a step: a few per multiprocessor."""
+LONGER = 4
+"""Factor on the parts if slices are long, so that all multiprocessors finish together."""
+MOST_SPLITS = 32
+"""Maximum slices of a row."""
+PAGE = 16
+"""Default tokens of a KV block."""
+SIZES = (64, 128)
+"""Head sizes that are tested."""
+MOST_EACH = 4
+"""Maximum query heads of a key head. With more, the unshared part is slower than vLLM's kernel, and
+fewer rows fit a segment."""
 LOG2_E = math.log2(math.e)
-"""Kernels have powers of two."""
+"""Kernels compute powers of two."""
 SHORT = 4
-"""Slices of a row that are joined in one go by a single warp."""
+"""Slices of a row that a single warp joins at once."""
 SLICE = 1024
-"""Tokens that are worth a slice beyond the fewest."""
+"""Tokens per slice beyond the minimum number of slices."""
 TOKENS, STAGES, WARPS = 64, 2, 4
-"""Of keys and values that are read at once, and how far ahead."""
+"""Tokens of keys and values read at once, pipeline stages and warps."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Shape of a model's attention heads."""
+
+    queries: int
+    keys: int
+    size: int
+    page: int
+    """Tokens of a KV block."""
+
+    @property
+    def each(self) -> int:
+        """Query heads of a key head."""
+        return self.queries // self.keys
+
+    @property
+    def covered(self) -> bool:
+        """True if the kernels support these heads."""
+        even = self.queries % self.keys == 0 and self.page & (self.page - 1) == 0
+        return even and self.size in SIZES and self.each <= MOST_EACH
+
+    @property
+    def tile(self) -> int:
+        """Queries in one tile, a power of two."""
+        least = 1 << (2 * self.each - 1).bit_length()
+        return max(QUERIES, least)
+
+    @property
+    def rows(self) -> int:
+        """Maximum rows of a segment, a power of two."""
+        return 1 << ((self.tile // self.each).bit_length() - 1)
+
+    def splits(self, rows: int) -> tuple[int, int]:
+        """Minimum and maximum slices of each row in a batch of `rows`."""
+        fewest, most = (PARTS * times // max(1, rows * self.keys) for times in (1, LONGER))
+        return max(1, min(MOST_SPLITS, fewest)), max(1, min(MOST_SPLITS, most))
+
+
+def heads_of(text: PreTrainedConfig) -> Heads | None:
+    """Return the heads of a configuration, or None for another kind of attention."""
+    queries = getattr(text, "num_attention_heads", 0)
+    keys = getattr(text, "num_key_value_heads", None) or queries
+    if not queries or getattr(text, "kv_lora_rank", None):
+        return None
+    size = getattr(text, "head_dim", None) or text.hidden_size // queries
+    return Heads(queries, keys, size, PAGE)
+
+
+class Scratch:
+    """Buffers that a model's layers share, one after the other."""
+
+    def __init__(self, heads: Heads, rows: int, device: torch.device) -> None:
+        """`rows`: maximum rows of a batch."""
+        self.heads = heads
+        parts = max(heads.splits(n)[1] * n for n in range(1, rows + 1))
+        self.alike = torch.zeros(rows, dtype=torch.int32, device=device)
+        """[rows] tokens that each row shares with the row before it."""
+        self.leader = torch.zeros(rows, dtype=torch.int32, device=device)
+        """[rows] first row of each row's segment."""
+        self.shared = torch.zeros(rows, dtype=torch.int32, device=device)
+        """[rows] tokens that its segment shares; 0: the row is alone."""
+        shape = (2 * parts * heads.queries,)
+        self.sums = torch.empty(*shape, dtype=torch.float32, device=device)
+        self.values = torch.empty(*shape, heads.size, dtype=torch.float32, device=device)
+        """log2 of each part's sum of exponentials, and its weighted values."""
+
+
+def plan(scratch: Scratch, table: Tensor, lengths: Tensor) -> None:
+    """Find the segments of a step, before its layers.
+
+    `table` [rows, blocks] int32; `lengths` [rows] int32, including the current token, 0 for
+    padding.
+    """
+    rows = len(lengths)
+    launch(
+        _compare, (triton.cdiv(rows, AT_ONCE),), table, table.stride(0), table.shape[1], lengths,
+        scratch.alike, rows, PAGE=scratch.heads.page, ROWS=AT_ONCE,
+    )  # fmt: skip
+    launch(
+        _segment, (1,), scratch.alike, scratch.leader, scratch.shared, rows,
+        ROWS=scratch.heads.rows, SIZE=triton.next_power_of_2(len(scratch.leader)), num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_row", "width", "rows"])
+def _compare(
+    table_ptr, table_row, width, lengths_ptr, alike_ptr, rows, PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows: tokens that each shares with the row before it, or 0 if too few."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows) & (row > 0)
+    length = tl.load(lengths_ptr + row, mask=inside, other=0)
+    before = tl.load(lengths_ptr + row - 1, mask=inside, other=0)
+    # Whole blocks of both rows; each keeps at least one unshared token.
+    least = tl.maximum(tl.minimum(length, before) - 1, 0) // PAGE
+    least = tl.minimum(least, width)
+    most = tl.max(least, axis=0)
+    columns = tl.arange(0, COLUMNS)
+    matched = tl.zeros([ROWS], tl.int32)
+    going = least > 0
+    column = 0
+    while column < most:
+        at = column + columns
+        mask = going[:, None] & (at < width)[None, :]
+        from_ = table_ptr + row.to(tl.int64)[:, None] * table_row + at[None, :]
+        mine = tl.load(from_, mask=mask, other=0)
+        theirs = tl.load(from_ - table_row, mask=mask, other=0)
+        differ = tl.min(tl.where(mine == theirs, COLUMNS, columns[None, :]), axis=1)
+        matched += tl.where(going, differ, 0)
+        going = going & (differ == COLUMNS)
+        column += COLUMNS
+        if tl.max(going.to(tl.int32), axis=0) == 0:
+            column = most
+    same = tl.minimum(matched, least) * PAGE
+    tl.store(alike_ptr + row, tl.where(same < LEAST_SHARED, 0, same), mask=row < rows)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _segment(
+    alike_ptr, leader_ptr, shared_ptr, rows, ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """All rows: segments of at most ROWS rows, counted from the first that shares."""
+    row = tl.arange(0, SIZE)
+    inside = row < rows
+    same = tl.load(alike_ptr + row, mask=inside, other=0)
+    # Groups that share only a little with each other stay separate.
+    above = tl.load(alike_ptr + row - 1, mask=inside & (row > 0), other=0)
+    below = tl.load(alike_ptr + row + 1, mask=row + 1 < rows, other=0)
+    begins = (same == 0) | (8 * same < 7 * tl.maximum(above, below))
+    first = tl.associative_scan(tl.where(begins, row, 0), 0, _larger)
+    begins = begins | ((row - first) % ROWS == 0)
+    leader = tl.associative_scan(tl.where(begins, row, 0), 0, _larger)
+    tl.store(leader_ptr + row, leader, mask=inside)
+    tl.debug_barrier()  # other threads load these stores
+    shared = tl.full([SIZE], NONE, tl.int32)
+    for number in range(1, ROWS):
+        other = leader + number
+        there = inside & (other < rows)
+        there = there & (tl.load(leader_ptr + other, mask=there, other=-1) == leader)
+        shared = tl.minimum(shared, tl.load(alike_ptr + other, mask=there, other=NONE))
+    tl.store(shared_ptr + row, tl.where(shared == NONE, 0, shared), mask=inside)
 
 
 def attend(
@@ -43,73 +218,33 @@ def attend(
     scale: float,
     out: Tensor,
 ) -> None:
-    """A layer's attention, of the step that was planned. query, out [rows, query heads, size];
-    keys, values [blocks, page, key heads, size]; table, lengths as in `plan`; scale of the
-    logits."""
+    """Compute a layer's attention in a planned step.
+
+    `query`, `out` [rows, query heads, size]; `keys`, `values` [blocks, page, key heads, size];
+    `table`, `lengths` as in `plan`; `scale` of the logits.
+    """
     heads, rows = scratch.heads, len(lengths)
     fewest, splits = heads.splits(rows)
     pairs = triton.cdiv(rows, 2)
     launch(
-        _parts,
-        (pairs + rows, heads.keys, splits),
-        query,
-        query.stride(0),
-        query.stride(1),
-        keys,
-        values,
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
-        values.stride(0),
-        values.stride(1),
-        values.stride(2),
-        table,
-        table.stride(0),
-        lengths,
-        scratch.leader,
-        scratch.shared,
-        scratch.sums,
-        scratch.values,
-        scale * LOG2_E,
-        rows,
-        pairs,
-        fewest,
-        splits,
-        PAGE=heads.page,
-        EACH=heads.each,
-        HEADS=heads.queries,
-        ROWS=heads.rows,
-        SIZE=heads.size,
-        QUERIES=heads.tile,
-        TOKENS=TOKENS,
-        SLICE=SLICE,
-        num_warps=WARPS,
-        num_stages=STAGES,
-    )
+        _parts, (pairs + rows, heads.keys, splits), query, query.stride(0), query.stride(1), keys,
+        values, keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0),
+        values.stride(1), values.stride(2), table, table.stride(0), lengths, scratch.leader,
+        scratch.shared, scratch.sums, scratch.values, scale * LOG2_E, rows, pairs, fewest, splits,
+        PAGE=heads.page, EACH=heads.each, HEADS=heads.queries, ROWS=heads.rows, SIZE=heads.size,
+        QUERIES=heads.tile, TOKENS=TOKENS, SLICE=SLICE, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
     launch(
-        _join,
-        (rows, heads.queries),
-        scratch.sums,
-        scratch.values,
-        lengths,
-        scratch.shared,
-        out,
-        out.stride(0),
-        out.stride(1),
-        fewest,
-        splits,
-        HEADS=heads.queries,
-        SIZE=heads.size,
-        SPLITS=MOST_SPLITS if splits > SHORT else SHORT,
-        TOKENS=TOKENS,
-        SLICE=SLICE,
+        _join, (rows, heads.queries), scratch.sums, scratch.values, lengths, scratch.shared, out,
+        out.stride(0), out.stride(1), fewest, splits, HEADS=heads.queries, SIZE=heads.size,
+        SPLITS=MOST_SPLITS if splits > SHORT else SHORT, TOKENS=TOKENS, SLICE=SLICE,
         num_warps=4 if splits > SHORT else 1,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
 def _slice(length, split, fewest, splits, TOKENS: tl.constexpr, SLICE: tl.constexpr):
-    """Beginning and end of one of the slices of so many tokens; one that is not needed is empty."""
+    """Begin and end of a slice; empty if it is not needed."""
     count = tl.maximum(tl.minimum(length // SLICE, splits), fewest)
     size = tl.cdiv(tl.cdiv(length, count), TOKENS) * TOKENS
     return split * size, tl.minimum((split + 1) * size, length)
@@ -117,41 +252,14 @@ def _slice(length, split, fewest, splits, TOKENS: tl.constexpr, SLICE: tl.conste
 
 @triton.jit(do_not_specialize=["rows", "pairs", "fewest", "splits", "table_row", "query_row"])
 def _parts(
-    query_ptr,
-    query_row,
-    query_head,
-    keys_ptr,
-    values_ptr,
-    key_page,
-    key_token,
-    key_head,
-    value_page,
-    value_token,
-    value_head,
-    table_ptr,
-    table_row,
-    lengths_ptr,
-    leader_ptr,
-    shared_ptr,
-    sums_ptr,
-    found_ptr,
-    scale,
-    rows,
-    pairs,
-    fewest,
-    splits,
-    PAGE: tl.constexpr,
-    EACH: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SLICE: tl.constexpr,
-):
-    """One key head and one slice: of what a segment shares (of two rows side by side one leads a
-    segment at the most), or of what a row has for itself. Weighted values, and log2 of their sum of
-    exponentials."""
+    query_ptr, query_row, query_head, keys_ptr, values_ptr, key_page, key_token, key_head,
+    value_page, value_token, value_head, table_ptr, table_row, lengths_ptr, leader_ptr,
+    shared_ptr, sums_ptr, found_ptr, scale, rows, pairs, fewest, splits, PAGE: tl.constexpr,
+    EACH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, TOKENS: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """One key head and one slice of a segment's shared part or of a row's own part: weighted values
+    and log2 of their sum of exponentials. Of two neighbouring rows at most one leads a segment."""
     item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     together = item < pairs
     row = item - pairs
@@ -223,22 +331,11 @@ def _parts(
 
 @triton.jit(do_not_specialize=["fewest", "splits", "out_row"])
 def _join(
-    sums_ptr,
-    found_ptr,
-    lengths_ptr,
-    shared_ptr,
-    out_ptr,
-    out_row,
-    out_head,
-    fewest,
-    splits,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    sums_ptr, found_ptr, lengths_ptr, shared_ptr, out_ptr, out_row, out_head, fewest, splits,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
     SLICE: tl.constexpr,
-):
-    """One row and query head, from its parts."""
+):  # fmt: skip
+    """Join the parts of one row and query head."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     shared = tl.load(shared_ptr + row)
@@ -255,7 +352,7 @@ def _join(
         mask=inside[:, None],
         other=0.0,
     )
-    top = tl.maximum(tl.max(sums, axis=0), -1e30)  # a row that is nobody's has no part
+    top = tl.maximum(tl.max(sums, axis=0), -1e30)  # padding has no part
     weights = tl.exp2(sums - top)
     total = tl.sum(weights, axis=0)
     made = tl.sum(found * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)

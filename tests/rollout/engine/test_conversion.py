@@ -27,13 +27,13 @@ from tests.rollout.chat.families import tokenizer_of
 
 
 class FakeTokenizer:
-    """One id a character; remembers what it was asked for."""
+    """One id per character; begins and ends raw texts."""
 
-    chat_template = "its own"
+    chat_template = "custom"
     eos_token_id = 0
 
     def __init__(self, suffix: str = "") -> None:
-        self.suffix, self.options = suffix, {}
+        self.suffix, self.options = suffix, dict[str, Any]()
 
     def get_added_vocab(self) -> dict[str, int]:
         return {}
@@ -43,25 +43,19 @@ class FakeTokenizer:
         return "".join(message["content"] for message in conversation) + self.suffix
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens, "the template writes the special tokens"
-        return [ord(character) for character in text]
+        ids = [ord(character) for character in text]
+        return [1, *ids, self.eos_token_id] if add_special_tokens else ids
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
         return "".join(map(chr, token_ids))
 
 
-def test_a_prompt_goes_through_the_chat_template() -> None:
+def test_prompts_are_rendered_by_the_chat_template() -> None:
     tokenizer = FakeTokenizer()
     rendered = render_prompt(tokenizer, prompt("hi", thinking=False, tools=({"name": "add"},)))
     assert rendered.token_ids == [104, 105] and not rendered.thinking
-    assert tokenizer.options == {
-        "tools": [{"name": "add"}],
-        "add_generation_prompt": True,
-        "enable_thinking": False,
-        "thinking": False,
-        "reasoning": False,
-        "tokenize": False,
-    }
+    assert tokenizer.options["tools"] == [{"name": "add"}]
+    assert tokenizer.options["enable_thinking"] is tokenizer.options["thinking"] is False
 
 
 @pytest.mark.parametrize(
@@ -71,31 +65,20 @@ def test_a_template_may_open_the_think_block(suffix: str, thinking: bool) -> Non
     assert render_prompt(FakeTokenizer(suffix), prompt()).thinking == thinking
 
 
-def test_an_empty_prompt_is_named() -> None:
-    with pytest.raises(ValueError, match="prompt p: the chat template renders it to nothing"):
+def test_empty_prompts_are_refused() -> None:
+    with pytest.raises(ValueError, match="prompt p"):
         render_prompt(FakeTokenizer(), prompt(messages=({"role": "user", "content": ""},)))
 
 
-class BaseTokenizer(FakeTokenizer):
-    """Begins every text, and ends it."""
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
-        raise AssertionError("a raw prompt goes through no template")
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids = super().encode(text, add_special_tokens=False)
-        return [1, *ids, self.eos_token_id] if add_special_tokens else ids
-
-
-def test_a_raw_prompt_begins_as_the_tokenizer_begins_a_text() -> None:
-    rendered = render_prompt(BaseTokenizer(), prompt("Q: <think>", raw=True))
+def test_raw_prompts_start_but_do_not_end_a_text() -> None:
+    rendered = render_prompt(FakeTokenizer(), prompt("Q: <think>", raw=True))
     assert rendered.token_ids == [1, *map(ord, "Q: <think>")] and rendered.thinking
-    assert not render_prompt(BaseTokenizer(), prompt("Q:", raw=True)).thinking
+    assert not render_prompt(FakeTokenizer(), prompt("Q:", raw=True)).thinking
 
 
-def test_a_prompt_must_leave_room_for_its_answer() -> None:
+def test_a_prompt_must_leave_room_for_its_completion() -> None:
     check_fits(prompt(), 40, 60, 100)
-    with pytest.raises(ValueError, match=r"prompt p: its 41 tokens .* = 60 exceed .* of 100"):
+    with pytest.raises(ValueError, match="prompt p"):
         check_fits(prompt(), 41, 60, 100)
 
 
@@ -119,20 +102,31 @@ def test_a_prompt_must_leave_room_for_its_answer() -> None:
         ("", True, "", None),
     ],
 )
-def test_text_is_split_into_thought_and_answer(
+def test_text_is_split_into_reasoning_and_content(
     raw: str, opened: bool, content: str, reasoning: str | None
 ) -> None:
     message = split_message(raw, thinking=opened)
-    assert message["content"] == content
-    assert message.get("reasoning_content") == reasoning
+    assert message["content"] == content and message.get("reasoning_content") == reasoning
     assert message["raw"] == raw and message["role"] == "assistant"
 
 
-def test_a_completion_of_beginnings_alone_is_split_in_no_time() -> None:
-    began = time.thread_time()
+def test_splitting_takes_linear_time() -> None:
+    begin = time.thread_time()
     for raw in ("<think>" * 50_000, "<think>a</think>" + "<think>\nwait\n" * 50_000):
         assert split_message(raw, thinking=True)["content"] == ""
-    assert time.thread_time() - began < 5  # by trying each beginning: minutes
+    assert time.thread_time() - begin < 5
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_batch_decoding_equals_decoding_one_by_one(clean_up: bool) -> None:
+    tokenizer: Any = build_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = clean_up
+    end = tokenizer.eos_token_id
+    completions = [tokenizer.encode(text) for text in ("one , two", "", "three")] + [[end]]
+    alone = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+    assert decode_all(tokenizer, completions) == alone
+    assert alone[-1] == "" != tokenizer.decode([end])
+    assert decode_all(tokenizer, []) == []
 
 
 def segment(**changes: Any) -> Any:
@@ -145,19 +139,7 @@ def segment(**changes: Any) -> Any:
     return build_segment("p", [1, 2, 3], [7, 9], **{**fields, **changes})
 
 
-@pytest.mark.parametrize("clean_up", [False, True])
-def test_answers_are_decoded_as_one_by_one(clean_up: bool) -> None:
-    tokenizer: Any = build_tokenizer()
-    tokenizer.clean_up_tokenization_spaces = clean_up
-    end = tokenizer.eos_token_id
-    answers = [tokenizer.encode(text) for text in ("one , two", "", "three")] + [[end]]
-    alone = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
-    assert decode_all(tokenizer, answers) == alone
-    assert alone[-1] == "" != tokenizer.decode([end])
-    assert decode_all(tokenizer, []) == []
-
-
-def test_a_segment_aligns_what_was_recorded() -> None:
+def test_segments_align_recordings() -> None:
     built = segment()
     assert built.token_ids_T.tolist() == [1, 2, 3, 7, 9]
     assert built.trainable_T.tolist() == [False, False, False, True, True]
@@ -167,11 +149,10 @@ def test_a_segment_aligns_what_was_recorded() -> None:
     assert built.routes_TLK.shape == (5, 3, 2)
     assert built.routes_TLK[3].tolist() == [[18, 19], [20, 21], [22, 23]]
     assert (built.routes_TLK[4] == -1).all()
-
-
-def test_without_recordings_a_segment_has_none() -> None:
-    built = segment(sampling_mask=None, routes=None)
-    assert built.sampling_mask is None and built.routes_TLK is None
+    empty = segment(sampling_mask=None, routes=None)
+    assert empty.sampling_mask is None and empty.routes_TLK is None
+    trajectory = build_trajectory(3, built, "4", thinking=False, finish_reason="stop")
+    assert (trajectory.sibling, trajectory.sampled_tokens) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -183,20 +164,12 @@ def test_without_recordings_a_segment_has_none() -> None:
         ("routes", np.zeros((5, 3, 2), np.int16)),
     ],
 )
-def test_recordings_of_the_wrong_length_are_named(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"segment of p: {name} has"):
+def test_recordings_of_a_wrong_length_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
         segment(**{name: value})
 
 
-def test_a_trajectory_is_one_turn() -> None:
-    built = build_trajectory(
-        3, segment(), "<think>x</think>4", thinking=False, finish_reason="stop"
-    )
-    assert (built.sibling, built.sampled_tokens, built.finish_reason) == (3, 2, "stop")
-    assert built.messages[0]["content"] == "4"
-
-
-def test_seeds_differ_in_everything_and_fit_vllm() -> None:
+def test_seeds_differ_and_are_reproducible() -> None:
     seeds = {
         sibling_seed(seed, name, version, draw, sibling)
         for seed in (0, 1)
@@ -205,12 +178,11 @@ def test_seeds_differ_in_everything_and_fit_vllm() -> None:
         for draw in (0, 1)
         for sibling in range(8)
     }
-    assert len(seeds) == 128
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len(seeds) == 128 and all(0 <= seed < 2**63 for seed in seeds)
     assert sibling_seed(0, "p1", 1, 0, 2) == sibling_seed(0, "p1", 1, 0, 2)
 
 
-def test_thinking_marks_stay_where_a_tokenizer_calls_them_special() -> None:
+def test_special_thinking_marks_are_decoded() -> None:
     tokenizer: Any = tokenizer_of("qwen3")
     ids = tokenizer.encode("<think>\nno, 4\n</think>\n\nIt is 4", add_special_tokens=False)
     ids.append(tokenizer.convert_tokens_to_ids("<|im_end|>"))
@@ -222,12 +194,12 @@ def test_thinking_marks_stay_where_a_tokenizer_calls_them_special() -> None:
     assert split_message(plain, thinking=False)["content"] == "It is 4"
 
 
-def test_a_developers_message_must_be_shown() -> None:
+def test_hidden_developer_messages_are_refused() -> None:
     messages = ({"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"})
-    asked = prompt(messages=messages)
-    assert render_prompt(tokenizer_of("chatml"), asked).token_ids
+    request = prompt(messages=messages)
+    assert render_prompt(tokenizer_of("chatml"), request).token_ids
     assert TemplateChat(tokenizer_of("chatml")).opening(messages, (), thinking=False)
-    with pytest.raises(ValueError, match="does not show a message of the role developer"):
-        render_prompt(tokenizer_of("qwen3"), asked)
-    with pytest.raises(ValueError, match="does not show a message of the role developer"):
+    with pytest.raises(ValueError, match="developer"):
+        render_prompt(tokenizer_of("qwen3"), request)
+    with pytest.raises(ValueError, match="developer"):
         TemplateChat(tokenizer_of("qwen3")).opening(messages, (), thinking=False)

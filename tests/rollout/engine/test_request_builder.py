@@ -1,4 +1,4 @@
-"""Requests that begin like the last one of their kind are what vLLM would have made of them."""
+"""Requests made from a template equal those that vLLM would make."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keel.rollout.engine import request_builder as begin
-from keel.rollout.engine.request_builder import Asked, BeginLikeTheLast, PrefixHashes
+from keel.rollout.engine.request_builder import EngineRequest, PrefixHashes, TemplatedRequests
 
 BLOCK = 4
 
@@ -19,39 +19,35 @@ def ids(*parts: range) -> Any:
     return np.concatenate([np.arange(p.start, p.stop, dtype=np.int32) for p in parts])
 
 
-def test_hashes_are_known_up_to_the_first_id_that_differs() -> None:
-    kept, hashes = PrefixHashes(BLOCK), [b"a", b"b", b"c"]
-    kept.keep("talk", ids(range(14)), hashes)
-    assert kept.of("talk", ids(range(20))) == hashes
-    assert kept.of("talk", ids(range(9), range(50, 60))) == hashes[:2]
-    assert kept.of("talk", ids(range(7))) == hashes[:1]
-    assert kept.of("talk", ids(range(1, 20))) == []
-    assert kept.of("another", ids(range(20))) == []
-
-
-def test_hashes_of_a_conversation_that_grows_while_it_is_kept_are_those_of_its_ids() -> None:
-    kept, hashes = PrefixHashes(BLOCK), [b"a", b"b"]
-    kept.keep("talk", ids(range(9)), hashes)
-    hashes.append(b"c")  # of a request that goes on
-    assert kept.of("talk", ids(range(30))) == [b"a", b"b"]
+def test_hashes_cover_the_unchanged_prefix() -> None:
+    store, hashes = PrefixHashes(BLOCK), [b"a", b"b", b"c"]
+    store.keep("talk", ids(range(14)), hashes)
+    assert store.prefix("talk", ids(range(20))) == hashes
+    assert store.prefix("talk", ids(range(9), range(50, 60))) == hashes[:2]
+    assert store.prefix("talk", ids(range(7))) == hashes[:1]
+    assert store.prefix("talk", ids(range(1, 20))) == []
+    assert store.prefix("another", ids(range(20))) == []
+    hashes.append(b"d")  # of a request that continues
+    assert store.prefix("talk", ids(range(30))) == [b"a", b"b", b"c"]
 
 
 def test_the_oldest_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(begin, "MOST_TOKENS", 100)
-    kept = PrefixHashes(BLOCK)
-    for turn in range(5):  # the same ones, not more of them
-        kept.keep("first", ids(range(30 + turn)), [b"a"])
-    kept.keep("second", ids(range(40)), [b"b"])
-    assert kept.of("first", ids(range(9))) and kept.of("second", ids(range(9)))
-    kept.keep("third", ids(range(40)), [b"c"])
-    assert not kept.of("first", ids(range(9)))
-    assert kept.of("second", ids(range(9))) and kept.of("third", ids(range(9)))
-    kept.keep("long", ids(range(500)), [b"d"])
-    assert kept.of("long", ids(range(9))) == [b"d"] and not kept.of("third", ids(range(9)))
+    monkeypatch.setattr(begin, "MAX_HASHED_TOKENS", 100)
+    store = PrefixHashes(BLOCK)
+    for turn in range(5):  # replaces the entry
+        store.keep("first", ids(range(30 + turn)), [b"a"])
+    store.keep("second", ids(range(40)), [b"b"])
+    assert store.prefix("first", ids(range(9))) and store.prefix("second", ids(range(9)))
+    store.keep("third", ids(range(40)), [b"c"])
+    assert not store.prefix("first", ids(range(9)))
+    assert store.prefix("second", ids(range(9))) and store.prefix("third", ids(range(9)))
+    store.keep("long", ids(range(500)), [b"d"])
+    assert store.prefix("long", ids(range(9))) == [b"d"]
+    assert not store.prefix("third", ids(range(9)))
 
 
 class Engine:
-    """As much of vLLM's as a request goes through before it is scheduled."""
+    """The parts of vLLM that a request passes before it is scheduled."""
 
     def __init__(self) -> None:
         from vllm import SamplingParams  # noqa: PLC0415
@@ -68,7 +64,6 @@ class Engine:
         self.plain: Callable[[Any], list[bytes]] = get_request_block_hasher(BLOCK, sha256)
         self.request_block_hasher: Any = self.counted
         self.hashed = 0
-        """Blocks."""
         self.added: list[Any] = []
         self.processed = 0
         self.looked_at: list[tuple[int, ...]] = []
@@ -99,7 +94,7 @@ class Engine:
         self.added.append(request)
 
 
-def test_hashes_of_a_request_that_is_refused_are_no_other_requests() -> None:
+def test_hashes_of_a_refused_request_do_not_leak() -> None:
     def refuse(request: Any) -> Any:
         raise ValueError("no such parameter")
 
@@ -114,26 +109,26 @@ def test_hashes_of_a_request_that_is_refused_are_no_other_requests() -> None:
         input_processor=SimpleNamespace(process_inputs=lambda *_: first),
         get_supported_tasks=lambda: ("generate",),
     )
-    begins: Any = BeginLikeTheLast(engine)  # type: ignore[arg-type]
-    begins._hashes.keep("talk", ids(range(8)), [b"a", b"b"])
-    asked = Asked(
+    requests: Any = TemplatedRequests(engine)  # type: ignore[arg-type]
+    requests._hashes.keep("talk", ids(range(8)), [b"a", b"b"])
+    request = EngineRequest(
         name="0",
         ids=ids(range(20)),
         conversation="talk",
-        kind="a kind",
+        kind="kind",
         varying={},
         params=SimpleNamespace,  # type: ignore[arg-type]
     )
     with pytest.raises(ValueError, match="no such parameter"):
-        begins.begin(asked)
+        requests.add(request)
     other = SimpleNamespace(block_hashes=[])
     assert core.request_block_hasher(other) == [] and other.block_hashes == []
 
 
 @pytest.mark.e2e
-def test_a_turn_is_the_request_that_vllm_would_make() -> None:
+def test_turns_equal_vllms_own_requests() -> None:
     engine = Engine()
-    begins: Any = BeginLikeTheLast(engine)  # type: ignore[arg-type]
+    requests: Any = TemplatedRequests(engine)  # type: ignore[arg-type]
     context = ids(range(100))
     for turn in range(3):
         varying: dict[str, Any] = {
@@ -141,24 +136,24 @@ def test_a_turn_is_the_request_that_vllm_would_make() -> None:
             "max_tokens": 20 + turn,
             "routed_experts_prompt_start": turn,
         }
-        asked = Asked(
+        request = EngineRequest(
             name=f"{turn}.0",
             ids=context,
             conversation="talk",
-            kind="a kind",
+            kind="kind",
             varying=varying,
             params=lambda varying=varying: engine.params(top_k=5, **varying),
         )
         before = engine.hashed
-        assert begins.begin(asked) == asked.name
+        assert requests.add(request) == request.name
         made = engine.added[-1]
-        assert made.request_id == asked.name
+        assert made.request_id == request.name
         assert made.prompt_token_ids == context.tolist()
-        assert made.sampling_params == asked.params()
+        assert made.sampling_params == request.params()
         assert made.max_tokens == 20 + turn
-        assert engine.hashed - before == (4 if turn else 25), "blocks that are new"
+        assert engine.hashed - before == (4 if turn else 25), "only new blocks"
         made.append_output_token_ids(list(range(200, 211)))
-        begins.ended(asked.name)
+        requests.ended(request.name)
         context = np.concatenate([context, ids(range(200, 211), range(300, 313))])
         fresh = SimpleNamespace(
             block_hashes=[],
@@ -169,6 +164,6 @@ def test_a_turn_is_the_request_that_vllm_would_make() -> None:
             cache_salt=None,
             prompt_embeds=None,
         )
-        assert made.block_hashes == engine.plain(fresh), "as if nothing had been known"
+        assert made.block_hashes == engine.plain(fresh)
     assert engine.processed == 1
-    assert engine.looked_at == [(0, 312), (0, 312)], "ids of every prompt are looked at"
+    assert engine.looked_at == [(0, 312), (0, 312)]

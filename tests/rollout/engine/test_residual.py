@@ -98,12 +98,12 @@ def test_what_blocks_add_is_not_rounded_away(tmp_path: Path) -> None:
 def test_an_engine_whose_layers_were_not_set_up_is_refused() -> None:
     from vllm.model_executor.custom_op import op_registry_oot  # noqa: PLC0415
 
-    from keel.rollout.engine.residual import check_built, install  # noqa: PLC0415
+    from keel.rollout.engine.patches import check_residual, install_residual  # noqa: PLC0415
 
     before = dict(op_registry_oot)
-    install(wanted=True)
+    install_residual(wide=True)
     assert {"RMSNorm", "RowParallelLinear"} <= op_registry_oot.keys()
-    with pytest.raises(RuntimeError, match=r"of 2 layers only 0 products could be set up"):
-        check_built(2)
-    install(wanted=False)
+    with pytest.raises(RuntimeError, match="residual_dtype"):
+        check_residual(2)
+    install_residual(wide=False)
     assert op_registry_oot == before

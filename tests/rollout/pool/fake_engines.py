@@ -1,4 +1,4 @@
-"""Engines of the pool's tests, which do as they are told, and the world that makes them."""
+"""Scripted engines for the pool's tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import EngineError, Progress, Started
+from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
 from keel.weights.sync import StoreTransfer
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S
@@ -19,7 +19,7 @@ Answer = Callable[["FakeEngine", str], None]
 
 
 class FakeEngine:
-    """Answers at once, unless told what to do with a prompt."""
+    """Answers at once unless its world says otherwise."""
 
     def __init__(self, index: int, life: int, world: World) -> None:
         self.name, self.world = f"{index}.{life}", world
@@ -30,7 +30,7 @@ class FakeEngine:
         self.naps: list[str] = []
         self.turns: list[str] = []
 
-    def ready(self) -> Future[Started]:
+    def ready(self) -> Future[EngineStarted]:
         return self.world.start(self)
 
     def generate(
@@ -69,7 +69,7 @@ class FakeEngine:
         self.naps.append("asleep")
         return self.world.sleep(self)
 
-    def progress(self) -> Future[Progress]:
+    def progress(self) -> Future[EngineProgress]:
         return self.world.progress(self)
 
     def kill(self) -> None:
@@ -77,13 +77,14 @@ class FakeEngine:
 
 
 class World:
-    """Makes engines and decides what becomes of them."""
+    """Builds engines and scripts their replies. `FakeEngine.name` is "index.restarts"."""
 
     def __init__(self, answer: Answer | None = None, **config: Any) -> None:
         self.answer: Answer = answer or (lambda engine, name: engine.finish(name))
-        self.start: Callable[[FakeEngine], Future[Started]] = lambda engine: done(Started(1))
-        self.progress: Callable[[FakeEngine], Future[Progress]] = lambda engine: done(Progress())
-        self.sleep: Callable[[FakeEngine], Future[None]] = lambda engine: done(None)
+        self.start: Callable[[FakeEngine], Future[Any]] = lambda _: done(EngineStarted(1))
+        self.progress: Callable[[FakeEngine], Future[Any]] = lambda _: done(EngineProgress())
+        self.sleep: Callable[[FakeEngine], Future[None]] = lambda _: done(None)
+        self.update: Callable[[FakeEngine, int, Any], Future[int]] = self.load
         self.lives: list[FakeEngine] = []
         defaults = {"engines": 2, "max_num_seqs": 4}
         defaults |= {"timeout_s": PATIENCE_S, "update_timeout_s": PATIENCE_S}
@@ -95,26 +96,33 @@ class World:
         self.lives.append(FakeEngine(index, life, self))
         return self.lives[-1]
 
-    def update(self, engine: FakeEngine, version: int, buckets: Sequence[Any]) -> Future[int]:
+    @staticmethod
+    def load(engine: FakeEngine, version: int, buckets: Any = ()) -> Future[int]:
         engine.version = version
         return done(version)
 
-    def update_all(self, version: int, buckets: Sequence[Any] = ()) -> None:
-        self.pool.update(version, StoreTransfer(version, buckets)).result(timeout=PATIENCE_S)
+    def send(self, version: int) -> Future[None]:
+        return self.pool.update(version, StoreTransfer(version, []))
+
+    def update_all(self, version: int) -> None:
+        self.send(version).result(timeout=PATIENCE_S)
 
     def names(self) -> list[str]:
         return [engine.name for engine in self.lives]
 
-    def run(self, count: int, **options: Any) -> list[Group]:
+    def run(self, count: int, **options: Any) -> list[str]:
+        """Sample `count` prompts and return their ids."""
         if not self.lives:
             self.pool.start()
         prompts = [prompt(f"p{i}") for i in range(count)]
-        return list(generate(self.pool, prompts, group_size=2, **options))
+        groups = list(generate(self.pool, prompts, group_size=2, **options))
+        assert not any(group.dropped for group in groups)
+        return sorted(group.prompt.prompt_id for group in groups)
 
 
-def generate(pool: RolloutPool, prompts: Sequence[Prompt], **how: Any) -> Iterator[Group]:
-    """Groups in the order that they finish. Who closes it has the others given up."""
-    groups = [pool.submit(prompt, **how) for prompt in prompts]
+def generate(pool: RolloutPool, prompts: Sequence[Prompt], **options: Any) -> Iterator[Group]:
+    """Yield groups in the order that they finish. Closing it cancels the others."""
+    groups = [pool.submit(prompt, **options) for prompt in prompts]
     try:
         for group in as_completed(groups):
             yield group.result()
@@ -133,3 +141,11 @@ def failed(error: Exception) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
+
+
+def dies_once(engine: FakeEngine, name: str) -> None:
+    """The first engine dies at its first request; its replacement answers."""
+    engine.die() if engine.name == "0.0" else engine.finish(name)
+
+
+def never(engine: FakeEngine, name: str) -> None: ...

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from keel.configs.schema import SamplingConfig
-from keel.rollout.pool import stall_detector as pulse
+from keel.rollout.pool import stall_detector
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.weights.sync import StoreTransfer
@@ -58,7 +58,7 @@ def stored(version: int, buckets: list[Any]) -> StoreTransfer:
 
 
 def actors(pool: RolloutPool) -> list[Any]:
-    return [slot.engine.actor for slot in pool._fleet.slots]
+    return [slot.engine.actor for slot in pool._supervisor.slots]
 
 
 def stats(pool: RolloutPool, name: str) -> list[float]:
@@ -113,9 +113,9 @@ def test_an_engine_whose_step_hangs_is_replaced_while_its_process_runs_and_answe
     pool: RolloutPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_work(pool)
-    monkeypatch.setattr(pulse, "LOOK_S", 0.5)
-    monkeypatch.setattr(pulse, "SAID_S", 1.0)
-    monkeypatch.setattr(pulse, "STUCK_S", PATIENCE_S)  # until it has been asked how it is
+    monkeypatch.setattr(stall_detector, "POLL_S", 0.5)
+    monkeypatch.setattr(stall_detector, "WARN_S", 1.0)
+    monkeypatch.setattr(stall_detector, "STUCK_S", PATIENCE_S)  # until it has been asked how it is
     said: list[str] = []
     monkeypatch.setattr(pool, "say", said.append)
     victim = actors(pool)[0]
@@ -127,14 +127,12 @@ def test_an_engine_whose_step_hangs_is_replaced_while_its_process_runs_and_answe
 
     ray.get(victim.__ray_call__.remote(hang), timeout=PATIENCE_S)
     groups = [pool.submit(p, group_size=4) for p in prompts(4, shared=0, own=9, tag="h")]
-    slow = "rollout engine 0 has finished no step for "
-    wait_for(lambda: [line for line in said if line.startswith(slow)])
+    wait_for(lambda: [line for line in said if "engine 0 has finished no step" in line])
     before = ray.get(victim.progress.remote(), timeout=PATIENCE_S)
-    assert before.steps > 0 and before.orders > 0 and psutil.Process(pid).is_running()
-    monkeypatch.setattr(pulse, "STUCK_S", 5.0)
+    assert before.steps > 0 and before.requests > 0 and psutil.Process(pid).is_running()
+    monkeypatch.setattr(stall_detector, "STUCK_S", 5.0)
     assert all(len(group.result(timeout=START_S).trajectories) == 4 for group in groups)
-    again = "is started again: hangs: it has finished no step"  # the other may be slow for a while
-    assert [line for line in said if line.startswith(f"rollout engine 0 {again}")]
+    assert [line for line in said if "engine 0" in line and "hangs" in line]
     assert ray.get(actors(pool)[0].ready.remote(), timeout=START_S).pid != pid
 
 

@@ -46,8 +46,7 @@ def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
     with running_engine(engine_spec(folder), gpu=False, kind="packed") as engine:
         yield engine
         watch = engine.watch()
-        assert watch.fast_steps > 10
-        assert watch.steady_steps > watch.fast_steps, "several were taken at once"
+        assert watch.fast_steps > 10 and watch.steady_steps > 10
 
 
 @pytest.fixture(scope="module")

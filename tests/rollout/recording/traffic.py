@@ -106,7 +106,7 @@ class Traffic:
         elif chance < 0.8 and self._open:
             self._draw.choice([*self._open]).cancel()
         elif chance < 0.86 and self._open:
-            self._engine._ask(self._some_are_late).result(remote_engine.DEADLINE_S)
+            self._engine._enqueue(self._some_are_late).result(remote_engine.DEADLINE_S)
         else:
             time.sleep(self._draw.random() * 0.1)
 
@@ -138,9 +138,9 @@ class Traffic:
         self._open[self._engine.turn(request, sampling=TRUNCATED)] = number, request
 
     def _some_are_late(self, _: Any) -> None:
-        for flight in self._engine._flights.values():
+        for flight in self._engine._in_flight.values():
             if self._draw.random() < 0.4:
-                flight.due = 0.0
+                flight.deadline = 0.0
 
     def _gather(self) -> int:
         """What has been answered; how much has not."""

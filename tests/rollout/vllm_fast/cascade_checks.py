@@ -18,8 +18,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from keel.configs.schema import RolloutConfig
-from keel.rollout.engine import patches
 from keel.rollout.spec import EngineSpec
+from keel.rollout.vllm_fast import install
 from keel.rollout.vllm_fast.cascade import backend
 
 SPEC = EngineSpec(
@@ -92,7 +92,7 @@ def built(patch: Any, layers: dict[str, Any], made: Any, **of: Any) -> bool:
     patch.setattr(backend, "get_layers_from_vllm_config", lambda *_: layers)
     patch.setattr(FlashAttentionMetadataBuilder, "build", lambda *_: "vLLM's")
     found = made.build(0, step(**of))
-    assert found == "vLLM's" or isinstance(found.step, backend.Step)
+    assert found == "vLLM's" or isinstance(found.step, backend.CascadeStep)
     return found != "vLLM's"
 
 
@@ -156,7 +156,7 @@ def the_first_layer_of_a_step_plans_for_all(patch: Any) -> None:
     calls.clear()
     run("a", SimpleNamespace())
     assert calls == ["vLLM's"]
-    with pytest.raises(RuntimeError, match="blocks of 32 tokens where vLLM said 16"):
+    with pytest.raises(RuntimeError, match="cascade_attention"):
         run("b", metadata, torch.zeros(3, 4, 32, 256))
 
 
@@ -168,18 +168,17 @@ def where_it_is_not_wanted_nothing_is_replaced(logged: list[logging.LogRecord]) 
         {"tensor_parallel": 2},
     ):
         other = replace(SPEC, config=RolloutConfig(**changes))
-        assert not patches.share_prompts(other, "packed")
-    assert not patches.share_prompts(SPEC, "native")
-    assert not patches.share_prompts(replace(SPEC, batch_invariant=True), "packed")
-    assert not patches.share_prompts(replace(SPEC, dtype="float32"), "packed")
+        assert not install.share_prompts(other)
+    assert not install.share_prompts(replace(SPEC, batch_invariant=True))
+    assert not install.share_prompts(replace(SPEC, dtype="float32"))
     assert AttentionBackendEnum.FLASH_ATTN.get_class() is theirs
     assert not logged
     try:
-        assert patches.share_prompts(SPEC, "packed")
+        assert install.share_prompts(SPEC)
         assert AttentionBackendEnum.FLASH_ATTN.get_class() is backend.CascadeBackend
         assert backend.CascadeBackend.get_impl_cls() is backend.CascadeImpl
         assert backend.CascadeBackend.get_builder_cls() is backend.CascadeBuilder
-        assert not patches.share_prompts(SPEC, "native")
+        assert not install.share_prompts(replace(SPEC, dtype="float32"))
         assert AttentionBackendEnum.FLASH_ATTN.get_class() is theirs
     finally:
         AttentionBackendEnum.FLASH_ATTN.clear_override()

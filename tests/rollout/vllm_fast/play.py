@@ -25,9 +25,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from keel.rollout.vllm_fast.bursts import MOST, Burst
-from keel.rollout.vllm_fast.step_arrays import Packed
-from keel.rollout.vllm_internals import cut_short
+from keel.rollout.vllm_fast.step_arrays import PackedRecording
+from keel.rollout.vllm_internals import end_at_next_token
 from tests.rollout.tiny_model import make_model
 
 BLOCK = 16
@@ -63,26 +62,13 @@ class Runner:
         self.blocks: dict[str, int] = {}
         self.steady = 0
         """Steps that `keel.rollout.vllm_fast.step_reuse` takes for those of the one before."""
-        self.bursts: list[int] = []
-        """Steps of each that had several."""
         self._last: tuple[Any, dict[str, int]] | None = None
 
-    def _steps_in(self, step: Any, computed: dict[str, int]) -> int:
-        """One, or several of those that are offered, as the step's number has it."""
-        count = 1
-        if self._check_steady(step, computed) and isinstance(step, Burst):
-            assert 1 <= step.offered <= MOST
-            count = step.taken = 1 + number(*computed.items()) % step.offered
-            self.bursts += [count] if count > 1 else []
-        self._last = step, {name: done + count - 1 for name, done in computed.items()}
-        return count
-
-    def _check_steady(self, step: Any, computed: dict[str, int]) -> bool:
-        """Whether it is, and that it is rightly: each row has computed one token more, and nothing
-        else is in it."""
-        last = self._last
+    def _check_reuse(self, step: Any, computed: dict[str, int]) -> None:
+        """Count steps with the rows of the one before, and check that only lengths changed."""
+        last, self._last = self._last, (step, computed)
         if last is None:
-            return False
+            return
         before, cached = last[0], step.scheduled_cached_reqs
         if (
             step.num_scheduled_tokens is before.num_scheduled_tokens
@@ -92,8 +78,6 @@ class Runner:
             assert list(computed) == list(step.num_scheduled_tokens) == list(last[1])
             assert not step.scheduled_new_reqs and not step.finished_req_ids
             self.steady += 1
-            return True
-        return False
 
     def run(self, step: Any) -> ModelRunnerOutput:
         for name in (*step.finished_req_ids, *(step.preempted_req_ids or ())):
@@ -110,17 +94,16 @@ class Runner:
         ):
             self.blocks[name] += len(blocks[0]) if blocks else 0
             computed[name] = done
-        count = self._steps_in(step, computed)
+        self._check_reuse(step, computed)
         names, sampled, logp = list(reversed(step.num_scheduled_tokens)), [], []  # in any order
         ids: list[int] = []
         offsets, firsts = [0], [0]
         for name in names:
             sampled.append([])
-            for ends in range(computed[name] + step.num_scheduled_tokens[name], 10**9)[:count]:
-                assert ends <= self.tokens[name], f"{name}: token {ends} is not known yet"
-                assert ends <= self.blocks[name] * BLOCK, f"{name}: no block for token {ends}"
-                if ends < self.tokens[name]:
-                    continue
+            ends = computed[name] + step.num_scheduled_tokens[name]
+            assert ends <= self.tokens[name], f"{name}: token {ends} is not known yet"
+            assert ends <= self.blocks[name] * BLOCK, f"{name}: no block for token {ends}"
+            if ends == self.tokens[name]:
                 place = self.tokens[name] - self.prompts[name]
                 sampled[-1].append(token_of(name, place))
                 logp.append(logp_of(name, place))
@@ -180,7 +163,7 @@ class Play:
         )
         self.scheduler.use_v2_model_runner = True
         self.scheduler.return_sampling_mask = True
-        self.recordings: dict[str, Packed] = getattr(self.scheduler, "recordings", {})
+        self.recordings: dict[str, PackedRecording] = getattr(self.scheduler, "recordings", {})
         self.flushes = 0
         """Runs that were written back."""
         if (flush := getattr(self.scheduler, "keel_flush", None)) is not None:
@@ -228,10 +211,10 @@ class Play:
             )
         )
         self.answers[name], self.versions[name] = [], []
-        self.recordings[name] = Packed(kept_wanted=True)
+        self.recordings[name] = PackedRecording(with_masks=True)
 
     def counted(self, flush: Any) -> None:
-        self.flushes += self.scheduler._run is not None  # type: ignore[attr-defined]
+        self.flushes += self.scheduler._batch is not None  # type: ignore[attr-defined]
         flush()
 
     def step(self) -> None:
@@ -269,7 +252,7 @@ class Play:
     def cut(self, name: str) -> None:
         """As `VllmEngine.cut`: it ends with its next token, or with those in flight."""
         if name in self.answers and name not in self.ended:
-            begun = cut_short(self.scheduler, name)
+            begun = end_at_next_token(self.scheduler, name)
             request = self.scheduler.requests[name]
             flying = request.num_output_placeholders
             assert begun == bool(request.num_output_tokens + flying)

@@ -9,9 +9,8 @@ import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
-from keel.rollout.recording.base import RoutesBeforePreemption, Wanted
+from keel.rollout.recording.base import RecordingOptions, RoutesBeforePreemption
 from keel.rollout.recording.packed import PackedRecorder
-from keel.rollout.vllm_fast.bursts import steps_in
 from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, FastScheduler
 from tests.rollout.vllm_fast.play import BLOCK, Play, Runner
 
@@ -37,8 +36,7 @@ class RoutedRunner(Runner):
             self.owned[name] += list(more[0]) if more else []
             begins[name] = begin
         made = super().run(step)
-        for name, each in step.num_scheduled_tokens.items():
-            count = each * steps_in(step)
+        for name, count in step.num_scheduled_tokens.items():
             places = np.arange(begins[name], begins[name] + count)
             slots = slots_of(self.owned[name], places)
             self.table[slots] = np.stack([np.full(count, self.version), places], 1)
@@ -55,7 +53,7 @@ class RoutedPlay(Play):
     def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
         super().__init__(config, kind, ahead=ahead, blocks=blocks)
         self.runner: RoutedRunner = RoutedRunner(blocks)
-        self.wanted: dict[str, Wanted] = {}
+        self.wanted: dict[str, RecordingOptions] = {}
         self.before = RoutesBeforePreemption(self.scheduler, self.wanted, self.read)
         self.checked = 0
 
@@ -65,7 +63,7 @@ class RoutedPlay(Play):
     def add(self, name: str, prompt: int, limit: int) -> None:
         # As of a second turn, for every other one.
         first = prompt // 2 if len(self.wanted) % 2 else 0
-        self.wanted[name] = Wanted(routes=True, sampling_mask=True, routes_from=first)
+        self.wanted[name] = RecordingOptions(routes=True, sampling_mask=True, routes_from=first)
         super().add(name, prompt, limit)
 
     def step(self) -> None:
@@ -117,7 +115,7 @@ def of_a_completion_that_is_not_finite_nothing_else_is_looked_at(config: Any) ->
     recorder = PackedRecorder(routes=True, sampling_mask=True)
     recorder.attach(engine)
     for value in (np.nan, np.inf, -np.inf):
-        recorder.expect("r", Wanted(routes=True, sampling_mask=True))
+        recorder.expect("r", RecordingOptions(routes=True, sampling_mask=True))
         packed = scheduler.recordings["r"]  # type: ignore[attr-defined]
         packed.logp.append(np.array([-1, value], np.float32))
         packed.ids.append(np.array([7, 8], np.int32))

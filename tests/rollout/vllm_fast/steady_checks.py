@@ -12,16 +12,12 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_runner import ExecuteModelState
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from keel.rollout.vllm_fast import step_reuse as steady_steps
-from keel.rollout.vllm_fast.bursts import Burst
-from keel.rollout.vllm_fast.sampler import KeptSampler, StepLogprobs
-from keel.rollout.vllm_fast.step_reuse import SteadySteps, covers
-from tests.rollout.vllm_fast.burst_checks import Late
+from keel.rollout.vllm_fast import step_reuse
+from keel.rollout.vllm_fast.step_reuse import StepReuse, covers
 
 IDS = ["a", "b", "c"]
 EACH = dict.fromkeys(IDS, 1)
@@ -108,35 +104,6 @@ class Runner:
             slot_mappings=torch.zeros(1, 8),
         )
         self.execute_model_state: Any = None
-        self.main_stream = self.output_copy_stream = None
-        self.draws = 0
-        self.last: Any = None
-
-    def sample(self, hidden_states: Any, rows: Any, grammar: Any) -> tuple[Any, None, None]:
-        assert hidden_states is not None and grammar is None
-        self.done.append("draw")
-        self.draws += 1
-        tokens = 100 * self.draws + torch.arange(rows.num_reqs)
-        logprobs = StepLogprobs(torch.zeros(rows.num_reqs, 1))
-        made = SimpleNamespace(
-            sampled_token_ids=tokens[:, None],
-            logprobs_tensors=logprobs,
-            sampling_mask_tensors=None,
-        )
-        return made, None, None
-
-    def postprocess_sampled(self, *given: Any) -> None:
-        self.done.append("post")
-
-    def sample_tokens(self, grammar: Any) -> Any:
-        made, _, _ = self.sample(torch.zeros(1), self.execute_model_state.input_batch, grammar)
-        output = ModelRunnerOutput(
-            req_ids=IDS,
-            req_id_to_index={name: row for row, name in enumerate(IDS)},
-            sampled_token_ids=made.sampled_token_ids.tolist(),
-        )
-        self.last = Late(output)
-        return self.last
 
     def execute_model(self, asked: SchedulerOutput, *_: Any, **__: Any) -> Any:
         self.done.append("vllm")
@@ -154,10 +121,10 @@ class Runner:
         )
 
 
-def steps(patch: pytest.MonkeyPatch, *, bursts: bool = False) -> tuple[Runner, SteadySteps]:
+def steps(patch: pytest.MonkeyPatch) -> tuple[Runner, StepReuse]:
     runner = Runner()
-    patch.setattr(steady_steps, "advance", lambda *_, **__: runner.done.append("advance"))
-    return runner, SteadySteps(runner, bursts=bursts)
+    patch.setattr(step_reuse, "advance", lambda *_, **__: runner.done.append("advance"))
+    return runner, StepReuse(runner)
 
 
 def a_step_with_anything_else_in_it_is_another(patch: pytest.MonkeyPatch) -> None:
@@ -196,9 +163,9 @@ def a_step_with_anything_else_in_it_is_another(patch: pytest.MonkeyPatch) -> Non
         runner, taken = steps(patch)
         taken.execute_model(output())
         taken.execute_model(usual)
-        assert taken.taken == 1
+        assert taken.reused == 1
         taken.execute_model(output(**{name: value}))
-        assert taken.taken == 1, name
+        assert taken.reused == 1, name
         assert runner.done.count("vllm") == 2
 
 
@@ -260,87 +227,7 @@ def a_step_that_is_known_is_taken_once_and_leads_to_the_next(patch: pytest.Monke
     assert runner.done[-3:] == ["advance", "attention", "model"]
     assert runner.execute_model_state.finished_req_ids == set()
     assert runner.execute_model_state.attn_metadata is not runner.metadata
-    assert taken.taken == 2
-
-
-class Sampler(KeptSampler):
-    """As much of it as is looked at."""
-
-    def __init__(self, runner: Runner) -> None:  # pyright: ignore[reportMissingSuperCall]
-        self.runner, self.dims, self.truncates = runner, (0, 0), True
-
-    def apply_staged_writes(self) -> None:
-        self.runner.done.append("sampler")
-
-    def get_logprobs_dims(self, *_: Any) -> Any:
-        return self.dims
-
-    def only_truncates(self, _: Any) -> bool:
-        return self.truncates
-
-
-def offer(count: int) -> Burst:
-    usual = output()
-    return Burst(
-        **{field.name: getattr(usual, field.name) for field in fields(usual)}, offered=count
-    )
-
-
-def several_steps_are_taken_where_they_are_offered(patch: pytest.MonkeyPatch) -> None:
-    runner, taken = steps(patch, bursts=True)
-    runner.sampler = Sampler(runner)
-    taken.execute_model(output())
-    runner.done.clear()
-    burst = offer(3)
-    taken.execute_model(burst)
-    step, draw = ["sampler", "advance", "model"], ["draw", "post"]
-    begun = [(2, ([7],), False), "tables", ("gathered", 4)]  # once, for all of them
-    assert runner.done == [*begun, *step, *draw, *step, *draw, *step]
-    assert burst.taken == 3 and taken.taken == 3
-    state = runner.execute_model_state
-    assert state.input_batch.num_computed_tokens_np.tolist() == [12, 13, 14]
-    assert state.input_batch.seq_lens_cpu_upper_bound.tolist() == [13, 14, 15, 0]
-    assert runner.req_states.num_computed_tokens_np.tolist() == [0, 0, 13, 0, 14, 12, 0, 0]
-    made = taken.sample_tokens(None).get_output()  # of the last, with those before
-    assert made.sampled_token_ids == [[100, 200, 300], [101, 201, 301], [102, 202, 302]]
-    assert taken.sample_tokens(None) is runner.last, "of one step"
-
-
-def routes_are_filed_step_by_step(patch: pytest.MonkeyPatch) -> None:
-    runner, taken = steps(patch, bursts=True)
-    runner.sampler = Sampler(runner)
-    runner.aux_output_connector = SimpleNamespace(
-        keel_stays=True,
-        begin_step=lambda _: runner.done.append("begin"),
-        prepare_output=lambda batch: runner.done.append(batch.num_computed_tokens_np.tolist()),
-    )
-    taken.execute_model(output())
-    runner.done.clear()
-    taken.execute_model(offer(3))
-    assert [it for it in runner.done if it == "begin" or isinstance(it, list)] == [
-        "begin",
-        [10, 11, 12],
-        [11, 12, 13],  # vLLM files the last step's
-    ]
-
-
-def one_step_is_taken_where_more_comes_of_it(patch: pytest.MonkeyPatch) -> None:
-    for name, value in (
-        ("aux_output_connector", SimpleNamespace(begin_step=lambda _: None)),
-        ("sampler", SimpleNamespace(apply_staged_writes=lambda: None)),
-        ("dims", (5, 0)),
-        ("truncates", False),
-        ("metadata", {"layer": SimpleNamespace(step=None)}),
-        ("bursts", False),
-    ):
-        runner, taken = steps(patch, bursts=name != "bursts")
-        runner.sampler = Sampler(runner)
-        setattr(runner.sampler if name in ("dims", "truncates") else runner, name, value)
-        taken.execute_model(output())
-        burst = offer(3)
-        taken.execute_model(burst)
-        assert burst.taken == 1 and taken.taken == 1, name
-        assert runner.done.count("model") == 1 and "draw" not in runner.done
+    assert taken.reused == 2
 
 
 def whatever_is_not_a_decoding_step_by_a_graph_is_not_known(patch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,8 @@ from triton import compile as compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from keel.rollout.vllm_fast import sample_graphs
-from keel.rollout.vllm_fast import step_reuse as steady_steps
-from keel.rollout.vllm_fast.cascade import kernels, plan
+from keel.rollout.vllm_fast import sample_graphs, step_reuse
+from keel.rollout.vllm_fast.cascade import kernels
 
 pytestmark = pytest.mark.e2e
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -46,15 +45,15 @@ def binary(kernel: Any, **constants: int) -> bytes:
 @pytest.mark.parametrize(
     ("module", "name", "constants"),
     [
-        (plan, "_compare", {"PAGE": 16, "ROWS": plan.AT_ONCE}),
-        (plan, "_segment", {"ROWS": 8, "SIZE": 256}),
+        (kernels, "_compare", {"PAGE": 16, "ROWS": kernels.AT_ONCE}),
+        (kernels, "_segment", {"ROWS": 8, "SIZE": 256}),
         *(
             (kernels, "_parts", {**SHAPE, "SIZE": size, "ROWS": 8, "QUERIES": 16})
-            for size in plan.SIZES
+            for size in kernels.SIZES
         ),
         (kernels, "_join", {"HEADS": 16, "SIZE": 128, "SPLITS": 4, **SLICED}),
         (sample_graphs, "_gather", {"BLOCK": sample_graphs.BLOCK}),
-        (steady_steps, "_advance", {"PAGE": 16, "BLOCK": steady_steps.BLOCK}),
+        (step_reuse, "_advance", {"PAGE": 16, "BLOCK": step_reuse.BLOCK}),
     ],
 )
 def test_it_compiles(

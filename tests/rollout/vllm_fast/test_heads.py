@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from keel.configs.schema import RolloutConfig
-from keel.rollout.vllm_fast.cascade.plan import Heads, heads_of
+from keel.rollout.vllm_fast.cascade.kernels import Heads, heads_of
 from keel.trainer.placement.memory import read_together
 
 

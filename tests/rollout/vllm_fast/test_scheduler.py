@@ -40,7 +40,7 @@ def test_most_steps_of_turns_are_fast(checks: Any, config: Any, waiting: int) ->
     checks.most_steps_of_turns_are_fast(config, waiting)
 
 
-@pytest.mark.parametrize(("limit", "most"), [("LONGEST_RUN", 16), ("MOST_IDS", 400)])
+@pytest.mark.parametrize(("limit", "most"), [("MAX_STEPS", 16), ("MAX_IDS", 400)])
 def test_a_run_is_written_back_before_it_holds_too_much(
     checks: Any, config: Any, limit: str, most: int
 ) -> None:

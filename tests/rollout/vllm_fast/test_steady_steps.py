@@ -28,9 +28,6 @@ def checks() -> Any:
         "a_step_that_is_known_is_taken_once_and_leads_to_the_next",
         "whatever_is_not_a_decoding_step_by_a_graph_is_not_known",
         "a_step_that_fails_is_forgotten",
-        "several_steps_are_taken_where_they_are_offered",
-        "routes_are_filed_step_by_step",
-        "one_step_is_taken_where_more_comes_of_it",
     ],
 )
 def test_steps(checks: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
