@@ -61,7 +61,7 @@ def test_without_the_expert_shim_the_engine_refuses_to_start(
 ) -> None:
     """The reload check at start-up sees the defect; with the shim it passed in every test above."""
     with (
-        pytest.raises(RuntimeError, match=r"weights change.*experts.*prepack_experts did not"),
+        pytest.raises(RuntimeError, match="prepack_experts"),
         running_engine(engine_spec(folder), gpu=False, without="prepack_experts"),
     ):
         pass
