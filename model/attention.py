@@ -108,7 +108,7 @@ class Segments:
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
     """Make `model` attend inside `segments` (a keyword of its forward) only. flash4: by
     FlashAttention-4's kernels, which must be there (`keel.model.layers.flash4.missing`), for all of
-    its heads (`keel.model.layers.flash4_probe.disagreement`).
+    its heads (`keel.model.layers.flash4.disagreement`).
 
     Raises `ValueError` for a model whose layers would silently mix segments or ignore this.
     """

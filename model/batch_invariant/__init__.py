@@ -1,13 +1,14 @@
-"""The trainer's forward pass by the engine's own kernels (`model.batch_invariant`). Imports nothing
-heavy."""
+"""The trainer's forward pass with the engine's kernels (`model.batch_invariant`).
+
+This module imports nothing heavy.
+"""
 
 VARIABLE = "VLLM_BATCH_INVARIANT"
-"""Environment variable that switches vLLM's kernels, those compiled in C++ too, before any runs."""
+"""Environment variable that selects vLLM's batch-invariant kernels, including C++ ones."""
 BLOCK = 16
-"""Tokens of a block of the KV cache, the engine's and that of the trainer's attention: with another
-size, another kernel would run."""
+"""Block size of the KV cache in engine and trainer; another size selects another kernel."""
 
 
-def variables(wanted: bool) -> dict[str, str]:
-    """Environment of a process that computes so."""
-    return {VARIABLE: "1"} if wanted else {}
+def variables(enabled: bool) -> dict[str, str]:
+    """Return the environment variables for a process."""
+    return {VARIABLE: "1"} if enabled else {}

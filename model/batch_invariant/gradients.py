@@ -1,4 +1,4 @@
-"""Gradients of what the engine's kernels compute, by plain formulas in float32."""
+"""Gradients of the engine's kernels, from plain formulas in float32."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from keel.model.torch_internals import flash_gradients
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x [N, H, D] and weight [D], where weight · x / rms(x) has `grad` [N, H, D]."""
+    """Return the gradients of x [N, H, D] and weight [D] for weight · x / rms(x)."""
     from keel.model.batch_invariant.kernels import rms_norm_grad  # noqa: PLC0415  (Triton)
 
     return rms_norm_grad(x, weight, eps, grad)
 
 
 def swiglu(packed: Tensor, grad: Tensor) -> Tensor:
-    """Of packed [N, 2·I], where silu of its first half · its second has `grad` [N, I]."""
+    """Return the gradient of packed [N, 2·I] for silu of the first half · the second."""
     from keel.model.batch_invariant.kernels import swiglu_grad  # noqa: PLC0415  (Triton)
 
     return swiglu_grad(packed, grad)
@@ -32,9 +32,11 @@ def attention(
     scale: float,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query [N, Hq, D], key and value [N, Hkv, D], where `out`, of
-    `keel.model.batch_invariant.vllm_kernels.attention` with `sums`, has `grad`: by PyTorch's flash
-    kernels, which would have computed the same forward pass to their rounding."""
+    """Return the gradients of query [N, Hq, D], key and value [N, Hkv, D].
+
+    `out` and `sums` are from `keel.model.batch_invariant.vllm_kernels.attention`. PyTorch's flash
+    kernels compute the gradients; their forward pass would only differ by rounding.
+    """
     return flash_gradients(
         grad, query, key, value, out, sums, segments.offsets, segments.longest, scale
     )

@@ -1,5 +1,5 @@
-"""Kernels beside the engine's: GEMMs of few rows and norms of heads with the same bits, and the
-gradients of norms and gated activations, each in one pass over memory.
+"""Triton kernels: GEMMs of few rows and norms of heads with the engine's bits, and gradients of
+norms and gated activations, each in one pass over memory.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -14,12 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS, DEPTH = 32, 128
-"""Of a tile of `few_rows`: of up to 46 tilings of vLLM's kernel the fastest on an H200, or nearly
-so, where cuBLAS is slow."""
+"""Tile of `few_rows`, about the fastest of 46 on an H200 for shapes that are slow in cuBLAS."""
 ELEMENTS = 4096
-"""Of a tile of rows in `rms_norm_grad`."""
+"""Elements per tile of `rms_norm_grad`."""
 PROGRAMS = 512
-"""Of `rms_norm_grad`, at most: each leaves a partial sum of the weight's gradient."""
+"""Maximum programs of `rms_norm_grad`; each writes a partial sum of the weight's gradient."""
 BLOCK = 1024
 
 
@@ -46,10 +45,10 @@ def _few_rows_kernel(
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], 16 bits each, for N of some hundred at most.
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] in 16 bits, for N up to some hundred.
 
-    Each sum goes over K in one order, by the same instructions as in vLLM's kernel, whatever N is;
-    and narrow tiles keep all of the GPU busy with reading `weight`.
+    Sums over K have the order and instructions of vLLM's kernel for any N. Narrow tiles keep the
+    whole GPU busy reading `weight`.
     """
     rows, depth = x.shape
     columns = len(weight)
@@ -82,14 +81,16 @@ def _norm_heads_kernel(
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight [D] · x / rms(x) over the last dimension of x [N, H, D], which may have gaps between
-    tokens and heads: a program for each token, where vLLM has one for each head of a copy."""
+    """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D], which may be strided.
+
+    One program per token; vLLM uses one per head of a contiguous copy.
+    """
     tokens, heads, d = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _norm_heads_kernel[(tokens,)](
         x, weight, out, heads, d, eps, x.stride(0), x.stride(1),
         HEADS=triton.next_power_of_2(heads), BLOCK=triton.next_power_of_2(d),
-        enable_fp_fusion=False,  # squares are rounded before they are added up, as in vLLM's
+        enable_fp_fusion=False,  # vLLM also rounds squares before summing
     )  # fmt: skip
     return out
 
@@ -120,8 +121,10 @@ def _rms_norm_grad_kernel(
 
 
 def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x [N, H, D] and weight [D], where weight · x / rms(x) has `grad` [N, H, D].
-    Between tokens and heads of `x` there may be gaps."""
+    """Return the gradients of x [N, H, D], which may be strided, and weight [D].
+
+    `grad` [N, H, D] is the gradient of weight · x / rms(x).
+    """
     tokens, heads, d = x.shape
     rows, block = tokens * heads, triton.next_power_of_2(d)
     tile = max(1, ELEMENTS // block)
@@ -151,7 +154,7 @@ def _swiglu_grad_kernel(packed, grad, out, count, width, BLOCK: tl.constexpr):
 
 
 def swiglu_grad(packed: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of packed [N, 2·I], where silu of its first half · its second has `grad` [N, I]."""
+    """Return the gradient of packed [N, 2·I] for `grad` [N, I] of silu(first half) · second."""
     out = torch.empty_like(packed)
     count = grad.numel()
     _swiglu_grad_kernel[(triton.cdiv(count, BLOCK),)](

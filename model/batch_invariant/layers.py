@@ -1,14 +1,12 @@
-"""Decoder layers whose forward pass gives the engine's bits, with gradients by plain formulas.
+"""Decoder layers whose forward pass is bit-identical to the engine's.
 
-With `model.batch_invariant` engines run vLLM's batch-invariant kernels and the trainer the same
-ones, operation by operation, on weights that are joined as the engine joins them (query, key and
-value; gate and up). A token's hidden states are then equal to the last bit, in whatever micro-batch
-it lands. What is left is the head, float32 on both sides: some millionths of a nat.
+With `model.batch_invariant`, engines use vLLM's batch-invariant kernels, and the trainer uses the
+same ones, operation by operation, on weights joined like the engine's (query, key and value; gate
+and up). A token's hidden states are then equal to the last bit in any micro-batch. Only the float32
+head still differs, by some millionths of a nat.
 
-Gradients are those of plain formulas of the same functions, by kernels of one pass each
-(`keel.model.batch_invariant.kernels`); attention's are PyTorch's, from what the engine's forward
-pass
-has left.
+Gradients come from plain formulas in one-pass kernels (`keel.model.batch_invariant.kernels`), and
+for attention from PyTorch.
 """
 
 from __future__ import annotations
@@ -29,51 +27,50 @@ from keel.model.batch_invariant import vllm_kernels as engine
 from keel.model.transformers_internals import override
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""`model_type`s: those whose layers in vLLM are, operation by operation, what stands below."""
+"""`model_type`s whose layers in vLLM have exactly the operations below."""
 ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""`rope_type`s whose table is all that differs between them in vLLM."""
+"""`rope_type`s that differ only by their table in vLLM."""
 _Positions = tuple[Tensor, Tensor, Tensor]
-"""Positions [N], and the tables of `engine.rotate` that turn by their angles and back."""
+"""Positions [N], and the tables of `engine.rotate` for rotation and its inverse."""
 HEAD = 128
-"""Numbers of an attention head with which flash attention 3 gives single tokens, whose attention is
-not called causal then, the bits of a whole prompt (seen: with 64 it does not)."""
+"""Head size with which flash attention 3 is bit-identical for single tokens (not causal) and whole
+prompts; measured, 64 is not."""
 
 
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
-    """Raises ConfigError for a model whose layers are not known here to the bit, and without a
-    GPU."""
+    """Raise ConfigError for unsupported models, and without a GPU."""
     if not gpu:
         raise ConfigError(
-            "model.batch_invariant: vLLM's batch-invariant kernels are for GPUs; leave it out (on "
-            "CPUs in float32, ratios are 1 to seven digits without)"
+            "model.batch_invariant needs a GPU. Remove it: on CPUs in float32, ratios are 1 to "
+            "seven digits without it"
         )
     text = config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}
     partial, rotated = rope.get("partial_rotary_factor", 1) != 1, rope.get("rope_type", "default")
-    unknown = (
+    unsupported = (
         (text.model_type not in FAMILIES, f"models of type {text.model_type}"),
         ("sliding_attention" in (getattr(text, "layer_types", None) or ()), "sliding windows"),
         (partial, "partial rotary embeddings"),
         (rotated not in ROTATIONS, f"rotary embeddings of kind {rotated}"),
         (text.hidden_act != "silu", f"activations of kind {text.hidden_act}"),
         (bool(getattr(text, "mlp_bias", False)), "biases in the feed-forward layers"),
-        (size != HEAD, f"attention heads of {size} numbers"),
+        (size != HEAD, f"a head size of {size}"),
     )
-    for there, what in unknown:
-        if there:
+    for present, what in unsupported:
+        if present:
             raise ConfigError(
-                f"model.batch_invariant: {what} (model.path = {path!r}) are not known to the bit, "
-                f"only plain {', '.join(FAMILIES)} with heads of {HEAD} numbers; leave it out"
+                f"model.batch_invariant does not support {what} (model.path = {path!r}), only "
+                f"{', '.join(FAMILIES)} with a head size of {HEAD}. Remove it"
             )
 
 
 def use_invariant_layers(model: PreTrainedModel) -> None:
-    """Have `model`'s decoder compute by the engine's kernels; weights do not change.
+    """Make `model`'s decoder use the engine's kernels, without changing weights.
 
     Raises:
         ConfigError: see `check_invariant`.
-        keel.model.batch_invariant.vllm_kernels.Unavailable: vLLM has none here.
+        keel.model.batch_invariant.vllm_kernels.Unavailable: vLLM has no such kernels here.
     """
     check_invariant(model.config, model.config.name_or_path or "")
     engine.prepare()
@@ -82,7 +79,7 @@ def use_invariant_layers(model: PreTrainedModel) -> None:
     for index, layer in enumerate(decoder.layers):
         override(layer.self_attn, _Attention)
         override(layer.mlp, _Mlp)
-        # Only the first layer's input is no sum of a residual and a block's output.
+        # All inputs but the first layer's are sums of a residual and a block's output.
         override(layer.input_layernorm, _Norm if index == 0 else _NormOfSum)
         override(layer.post_attention_layernorm, _NormOfSum)
     override(decoder.norm, _NormOfSum)
@@ -90,13 +87,12 @@ def use_invariant_layers(model: PreTrainedModel) -> None:
 
 class _Rotary:
     def forward(self: Any, hidden: Tensor, position_ids: Tensor, **_: Any) -> _Positions:
-        """hidden [1, N, d] and positions [1, N]"""
         tables = self.__dict__.get("tables")
         if tables is None or tables[0].device != hidden.device:
             table = engine.rotary_table(self.config, hidden.dtype, hidden.device)
             cosines, sines = table.chunk(2, -1)
             tables = table, torch.cat([cosines, -sines], -1)
-            self.__dict__["tables"] = tables  # no buffers: DeepSpeed and checkpoints look at those
+            self.__dict__["tables"] = tables  # not buffers, which DeepSpeed and checkpoints handle
         return position_ids[0].contiguous(), tables[0], tables[1]
 
 
@@ -121,36 +117,36 @@ class _Attention:
         **_: Any,
     ) -> tuple[Tensor, None]:
         size: int = self.head_dim
-        packed = _joined(hidden_states[0], self.q_proj, self.k_proj, self.v_proj)
+        packed = _linear(hidden_states[0], self.q_proj, self.k_proj, self.v_proj)
         widths = [len(part.weight) for part in (self.q_proj, self.k_proj, self.v_proj)]
         query, key, value = (x.unflatten(1, (-1, size)) for x in packed.split(widths, 1))
-        query = _turned(query, getattr(self, "q_norm", None), position_embeddings)
-        key = _turned(key, getattr(self, "k_norm", None), position_embeddings)
+        query = _rotate(query, getattr(self, "q_norm", None), position_embeddings)
+        key = _rotate(key, getattr(self, "k_norm", None), position_embeddings)
         out = _Attended.apply(query, key, value, segments, self.scaling)
-        return _joined(out.flatten(1), self.o_proj)[None], None
+        return _linear(out.flatten(1), self.o_proj)[None], None
 
 
 class _Mlp:
     def forward(self: Any, hidden: Tensor) -> Tensor:
-        packed = _joined(hidden[0], self.gate_proj, self.up_proj)
-        return _joined(_Gated.apply(packed), self.down_proj)[None]
+        packed = _linear(hidden[0], self.gate_proj, self.up_proj)
+        return _linear(_Gated.apply(packed), self.down_proj)[None]
 
 
-def _joined(x: Tensor, *parts: nn.Linear) -> Tensor:
-    """The outputs of linear layers on x [N, K], side by side, as one GEMM."""
+def _linear(x: Tensor, *parts: nn.Linear) -> Tensor:
+    """Compute linear layers on x [N, K] in one GEMM, with concatenated outputs."""
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     return _Linear.apply(x.contiguous(), bias, *(part.weight for part in parts))
 
 
-def _turned(x: Tensor, norm: Any, positions: _Positions) -> Tensor:
-    """Heads x [N, H, D], normed where the model does that, by the angles of their positions."""
+def _rotate(x: Tensor, norm: Any, positions: _Positions) -> Tensor:
+    """Rotate heads x [N, H, D] by their positions, after the norm if there is one."""
     if norm is None:
         return _Turned.apply(x, None, 0.0, *positions)
     return _Turned.apply(x, norm.weight, norm.variance_epsilon, *positions)
 
 
 class _Normed(Function):
-    """x [1, N, d], of_sum: a residual sum."""
+    """RMS norm of x [1, N, d]; of_sum: x is a residual sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, of_sum: bool) -> Tensor:
@@ -168,7 +164,7 @@ class _Normed(Function):
 
 
 class _Turned(Function):
-    """Gradients are turned back by the same angles."""
+    """Norm and rotation of heads; gradients are rotated back."""
 
     @staticmethod
     def forward(
@@ -215,13 +211,11 @@ class _Attended(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums = ctx.saved_tensors
-        given = query, key, value, out, sums, ctx.segments, ctx.scale, grad
-        return *gradients.attention(*given), None, None
+        grads = gradients.attention(query, key, value, out, sums, ctx.segments, ctx.scale, grad)
+        return *grads, None, None
 
 
 class _Gated(Function):
-    """packed [N, 2·I]"""
-
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
         ctx.save_for_backward(packed)
@@ -237,8 +231,8 @@ class _Gated(Function):
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)  # and not the joined ones, a copy of each layer
-        return engine.linear(x, _side_by_side(weights), bias)
+        ctx.save_for_backward(x, *weights)  # not the concatenated copy
+        return engine.linear(x, _concat(weights), bias)
 
     @staticmethod
     @once_differentiable
@@ -249,11 +243,11 @@ class _Linear(Function):
         if any(of_weights):
             parts = (grad.t() @ x).split([len(weight) for weight in weights])
         return (
-            grad @ _side_by_side(weights) if of_x else None,
+            grad @ _concat(weights) if of_x else None,
             grad.sum(0) if of_bias else None,
-            *(part if wanted else None for part, wanted in zip(parts, of_weights, strict=True)),
+            *(part if needed else None for part, needed in zip(parts, of_weights, strict=True)),
         )
 
 
-def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
+def _concat(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))

@@ -1,9 +1,9 @@
-"""Kernels of vLLM's batch-invariant mode (0.32), called as its Qwen2, Qwen3 and Llama models call
-them. All that Keel's trainer uses of vLLM stands here.
+"""Kernels of vLLM's batch-invariant mode (0.32), called like in its Qwen2, Qwen3 and Llama models.
 
-Each gives a token the same bits whatever else is in the batch: a GEMM adds up over K in one order,
-attention goes over keys in blocks of one size, and norms do not choose their threads by the number
-of rows. So a prompt and its completion in one piece get what an engine has computed token by token.
+This is the only use of vLLM in the trainer. Each kernel gives a token the same bits in any batch:
+GEMMs sum over K in a fixed order, attention processes keys in blocks of a fixed size, and norms do
+not choose threads by the number of rows. So a whole sequence gets the same bits as an engine's
+token-by-token decoding.
 """
 
 from __future__ import annotations
@@ -18,77 +18,73 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from keel.model.attention import Segments
-from keel.model.batch_invariant import BLOCK, VARIABLE
-from keel.model.batch_invariant import kernel_variants as ways
+from keel.model.batch_invariant import BLOCK, VARIABLE, kernel_variants
 
 
 class Unavailable(RuntimeError):
-    """vLLM has no batch-invariant kernels here."""
+    """vLLM's batch-invariant kernels are not available."""
 
 
 def prepare() -> None:
-    """Look for all kernels, so that what lacks shows before anything is computed.
-
-    Raises Unavailable, with the cure.
-    """
+    """Load all kernels. Raises Unavailable if any is missing."""
     if os.environ.get(VARIABLE) != "1":
-        raise Unavailable(f"this process needs {VARIABLE}=1 in its environment from the start")
+        raise Unavailable(f"set {VARIABLE}=1 in the environment before this process starts")
     try:
-        found = _found()
+        kernels = _kernels()
     except (ImportError, AttributeError, KeyError) as error:
         raise Unavailable(
-            f"model.batch_invariant: vLLM has no such kernels here ({error}); take its CUDA build "
-            "of 0.32, or leave the knob out"
+            f"model.batch_invariant: vLLM has no batch-invariant kernels here ({error}). Install "
+            "its CUDA build of 0.32, or remove the knob"
         ) from error
-    if found.flash_version is None:
+    if kernels.flash_version is None:
         raise Unavailable("model.batch_invariant: vLLM has no flash attention for this GPU")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, K] · weightᵀ [K, M] + bias [M] → [N, M]."""
-    return ways.linear(_found().linear, x, weight, bias)
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M]."""
+    return kernel_variants.linear(_kernels().linear, x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight · x / rms(x) over the last dimension of x [N, H, d], as where nothing was added to x
-    just before."""
-    return ways.norm_heads(_found().rms_norm, x, weight, eps)
+    """Compute weight · x / rms(x) over the last dimension of x [N, H, d] that is not a sum."""
+    return kernel_variants.norm_heads(_kernels().rms_norm, x, weight, eps)
 
 
 def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same for x [N, 1, d], a residual sum: the engine adds and norms in one kernel, which
-    rounds the sum, so adding nothing to the rounded sum gives the same."""
+    """Compute the norm of x [N, 1, d], a residual sum.
+
+    The engine adds and norms in one kernel, which rounds the sum, so adding 0 to the rounded sum is
+    equivalent.
+    """
     normed = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    # It writes the sum to where x is, and finds it there: `.data` has autograd not mind that.
-    _found().fused_add_rms_norm(normed, x.contiguous().data, weight, eps)
+    # The kernel writes the sum to x in place; `.data` hides that from autograd.
+    _kernels().fused_add_rms_norm(normed, x.contiguous().data, weight, eps)
     return normed
 
 
 def rotate(positions: Tensor, x: Tensor, table: Tensor) -> None:
-    """Rotary embedding of x [N, H, D], without gaps, in its place: positions [N], table [P, R] as
-    `rotary_table`."""
-    _found().rotary_embedding(positions, x.flatten(1), None, x.shape[-1], table, True)
+    """Rotate contiguous x [N, H, D] in place: positions [N], table [P, R] from `rotary_table`."""
+    _kernels().rotary_embedding(positions, x.flatten(1), None, x.shape[-1], table, True)
 
 
 def silu_and_mul(packed: Tensor) -> Tensor:
-    """[N, 2·I] → silu of the first half · the second, [N, I]."""
+    """Compute silu(first half) · second half, [N, 2·I] → [N, I]."""
     out = packed.new_empty(packed.shape[0], packed.shape[1] // 2)
-    _found().silu_and_mul(out, packed)
+    _kernels().silu_and_mul(out, packed)
     return out
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside each segment.
+    """Compute causal attention inside each segment.
 
-    query [N, Hq, D]; key and value [N, Hkv, D] → [N, Hq, D], and the logarithms of the sums
-    [Hq, N], float32. Keys and values are laid out in blocks as in the engine's cache: without,
-    another kernel would run.
+    query [N, Hq, D]; key and value [N, Hkv, D] → [N, Hq, D], and the logsumexps [Hq, N] float32.
+    Keys and values are copied to blocks like in the engine's cache, to select the same kernel.
     """
     pages = _pages(segments.lengths, query.device)
-    found = _found()
-    return found.flash_attention(
+    kernels = _kernels()
+    return kernels.flash_attention(
         q=query.contiguous(),
         k=pages.lay_out(key),
         v=pages.lay_out(value),
@@ -100,21 +96,21 @@ def attention(
         causal=True,
         block_table=pages.table,
         return_softmax_lse=True,
-        fa_version=found.flash_version,
+        fa_version=kernels.flash_version,
         num_splits=1,
     )
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Where the tokens of packed segments lie in blocks of `BLOCK`, each segment in its own."""
+    """Layout of packed segments in blocks of `BLOCK`, with separate blocks per segment."""
 
     lengths: Tensor
-    """[S] int32"""
+    """[S] int32."""
     rows: Tensor
-    """[N] of each token."""
+    """[N] row of each token in the blocks."""
     table: Tensor
-    """[S, most] int32: the blocks of each segment, in order."""
+    """[S, max] int32, the blocks of each segment in order."""
     blocks: int
 
     @staticmethod
@@ -132,17 +128,17 @@ class Pages:
         )
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """[N, H, D] → [blocks, BLOCK, H, D]"""
+        """Copy [N, H, D] to [blocks, BLOCK, H, D]."""
         pages = x.new_zeros(self.blocks * BLOCK, *x.shape[1:])
         return pages.index_copy_(0, self.rows, x).unflatten(0, (-1, BLOCK))
 
 
 _pages = lru_cache(maxsize=2)(Pages.of)
-"""The same for all layers of a pass."""
+"""Cached for all layers of a pass."""
 
 
 def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[positions, R]: cosines and then sines, in `dtype`, computed on `device` as the engine's."""
+    """Return [positions, R], cosines then sines, in `dtype`, computed like in the engine."""
     from vllm.config import VllmConfig, set_current_vllm_config  # noqa: PLC0415
     from vllm.model_executor.layers.rotary_embedding import get_rope  # noqa: PLC0415
 
@@ -157,7 +153,7 @@ def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
     return rope.cos_sin_cache.to(device, dtype)
 
 
-class _Found:
+class _Kernels:
     def __init__(self) -> None:
         import vllm._custom_ops as operators  # noqa: PLC0415
         from vllm.model_executor.determinism import batch_invariant as own  # noqa: PLC0415
@@ -174,4 +170,4 @@ class _Found:
         self.flash_version: int | None = fa_utils.get_flash_attn_version()
 
 
-_found = cache(_Found)
+_kernels = cache(_Kernels)

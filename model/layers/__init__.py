@@ -1,1 +1,1 @@
-"""Faster layers of the network on a GPU."""
+"""Faster or more exact layers for GPUs."""

@@ -1,9 +1,8 @@
-"""Keys and values of contexts that begin alike, each in its place.
+"""Copies of shared prefixes for attention.
 
-Segments that share a beginning (`keel.rl.packing.prefix_sharing`) have it in the packed row once.
-Attention wants the keys and values of a context side by side: here they are copied to where each
-context has them, and their gradients added up again, in float32 and in one order, so that the same
-row gives the same gradient.
+A packed row has a shared prefix once (`keel.rl.packing.prefix_sharing`), but attention needs the
+keys and values of a context to be contiguous. They are copied to each context, and their gradients
+are summed in float32 and in a fixed order, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -21,30 +20,32 @@ from keel.model.device import to_device
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """What each of S segments attends to: the segment that it follows, if any, and then itself."""
+    """Contexts of S segments: the segment that each follows, if any, then itself."""
 
     rows: Tensor
-    """[M] packed token at each place, contexts laid end to end."""
+    """[M] packed token at each place of the concatenated contexts."""
     offsets: Tensor
-    """[S+1] int32: context s is places offsets[s] … offsets[s+1]−1."""
+    """[S+1] int32; context s has the places offsets[s] … offsets[s+1]−1."""
     longest: int
     lengths: tuple[int, ...]
-    """[S]"""
+    """[S] lengths of the contexts."""
     places: Tensor
-    """[N] of each packed token in the context of its own segment."""
+    """[N] place of each packed token in the context of its segment."""
     shared: Tensor
-    """[Q] packed tokens that are in other contexts, too."""
+    """[Q] packed tokens that are also in other contexts."""
     others: Tensor
-    """Their places there, one token's after the other's."""
+    """Places of the shared tokens in other contexts, grouped by token."""
     counts: Tensor
-    """[Q] how many."""
+    """[Q] number of other contexts per shared token."""
 
     @staticmethod
     def of(
         lengths: Sequence[int], follows: Sequence[int], device: torch.device | str = "cpu"
     ) -> Contexts:
-        """Of segments of these lengths, laid end to end; follows: the earlier one that each
-        continues, −1: none."""
+        """Build the contexts of concatenated segments.
+
+        follows: index of the earlier segment that each continues, −1 for none.
+        """
         own, before = np.asarray(lengths), np.asarray(follows)
         started = np.where(before >= 0, own[before], 0)
         whole = started + own
@@ -71,7 +72,7 @@ class Contexts:
         )
 
     def spread(self, x: Tensor) -> Tensor:
-        """[N, …] → [M, …]"""
+        """Copy [N, …] to [M, …]."""
         return _spread(x, self.rows, self.places, self.shared, self.others, self.counts)
 
 
@@ -91,13 +92,13 @@ def _(x: Tensor, rows: Tensor, *rest: Tensor) -> Tensor:
 def _gather(
     slope: Tensor, places: Tensor, shared: Tensor, others: Tensor, counts: Tensor
 ) -> Tensor:
-    """Gradients [M, …] of all places → [N, …] of packed tokens."""
-    found = slope.index_select(0, places)
+    """Sum the gradients [M, …] of all places to [N, …] of packed tokens."""
+    grads = slope.index_select(0, places)
     exact = torch.promote_types(slope.dtype, torch.float32)
     copies = slope.index_select(0, others).to(exact).flatten(1)
     added = torch.segment_reduce(copies, "sum", lengths=counts, unsafe=True)
-    total = found.index_select(0, shared).to(exact) + added.unflatten(1, slope.shape[1:])
-    return found.index_copy_(0, shared, total.to(slope.dtype))
+    total = grads.index_select(0, shared).to(exact) + added.unflatten(1, slope.shape[1:])
+    return grads.index_copy_(0, shared, total.to(slope.dtype))
 
 
 @_gather.register_fake

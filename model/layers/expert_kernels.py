@@ -1,4 +1,4 @@
-"""Kernels around the grouped GEMMs of a mixture of experts, each one pass over memory.
+"""Triton kernels around the grouped GEMMs of MoE layers, each one pass over memory.
 
 S = tokens · K rows, sorted by expert; `position[t·K + j]` is the row of token t's j-th expert.
 """
@@ -96,7 +96,7 @@ def _swiglu_gradient_kernel(grad_packed, grad, packed, width, BLOCK: tl.constexp
 
 
 def spread(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
-    """[T, d] → [T·K, d]: each token's copies in the rows of its experts."""
+    """Copy each token to the rows of its experts, [T, d] → [T·K, d]."""
     count, d = tokens.shape
     out = tokens.new_empty(count * per_token, d)
     _spread_kernel[(count,)](out, tokens, position, d, K=per_token, BLOCK=BLOCK, num_warps=4)
@@ -104,7 +104,7 @@ def spread(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
 
 
 def combine(rows: Tensor, weights: Tensor | None, position: Tensor, per_token: int) -> Tensor:
-    """[T·K, d] → [T, d]: each token's rows added up in float32, by `weights` [T, K] if given."""
+    """Sum each token's rows in float32, [T·K, d] → [T, d], with optional `weights` [T, K]."""
     count, d = len(rows) // per_token, rows.shape[1]
     out = rows.new_empty(count, d)
     _combine_kernel[(count,)](
@@ -117,7 +117,7 @@ def combine(rows: Tensor, weights: Tensor | None, position: Tensor, per_token: i
 def combine_gradients(
     grad: Tensor, rows: Tensor, weights: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of `combine` with weights: gradients of rows [T·K, d] and of weights [T, K]."""
+    """Return the gradients of `combine` for rows [T·K, d] and weights [T, K]."""
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     _combine_gradient_kernel[(len(grad),)](
         grad_rows, grad_weights, grad, rows, weights, position, rows.shape[1],
@@ -127,7 +127,7 @@ def combine_gradients(
 
 
 def swiglu(packed: Tensor) -> Tensor:
-    """[S, 2·I], gate and up side by side → silu(gate) · up [S, I]."""
+    """Compute silu(gate) · up from [S, 2·I] → [S, I]."""
     count, width = packed.shape[0], packed.shape[1] // 2
     out = packed.new_empty(count, width)
     _swiglu_kernel[(count, triton.cdiv(width, BLOCK))](out, packed, width, BLOCK=BLOCK, num_warps=4)
@@ -135,7 +135,7 @@ def swiglu(packed: Tensor) -> Tensor:
 
 
 def swiglu_gradient(grad: Tensor, packed: Tensor) -> Tensor:
-    """Of `swiglu`: [S, 2·I]."""
+    """Return the gradient of `swiglu`, [S, 2·I]."""
     grad_packed = torch.empty_like(packed)
     count, width = grad.shape
     _swiglu_gradient_kernel[(count, triton.cdiv(width, BLOCK))](

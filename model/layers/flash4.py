@@ -1,27 +1,33 @@
-"""FlashAttention-4's kernels for packed rows, as operators of PyTorch: for GPUs of Hopper's and
-Blackwell's generations, and a package of its own (flash-attn-4).
+"""FlashAttention-4's kernels for packed rows, on Hopper and Blackwell GPUs (package flash-attn-4).
 
-From about 16,000 tokens on they take half as long as PyTorch's own (flash attention 2), forward and
-backward, and they accept heads whose keys and values differ in width. The package's autograd
-function cannot be traced into a compiled layer, so its forward and backward halves are wrapped as
-operators. These halves are not public: `check_kernels` verifies them first.
+From about 16,000 tokens on they take half the time of PyTorch's flash attention 2, forward and
+backward, and they support different widths of keys and values. The package's autograd function
+cannot be traced into a compiled layer, so its private forward and backward functions are wrapped as
+operators, after `check_kernels` has verified them. `disagreement` compares results and gradients
+for a model's head shapes before a run uses the kernels.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import accumulate
+from math import inf, lcm
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from keel.model.layers.contexts import Contexts
 
 GENERATIONS = (9, 10)
-"""Of CUDA's compute capability, the major number: Hopper and Blackwell."""
+"""Major compute capabilities of Hopper and Blackwell."""
 PACKAGE, INSTALL = "flash_attn.cute", "flash-attn-4 (Keel's extra `gpu` has it)"
 _FORWARD = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal lse out"
 _BACKWARD = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal dq dk dv"
@@ -29,38 +35,40 @@ _WINDOW = "window_size_left window_size_right"
 
 
 def missing(device: torch.device, folder: Path) -> str:
-    """Why these kernels cannot run on this device; empty if they can. folder: where those that are
-    compiled are kept for later runs, for each kind of GPU by itself; the package keeps none, or in
-    a folder of /tmp that anybody could have made."""
+    """Return why the kernels cannot run on this device, or "".
+
+    folder: cache of compiled kernels, with a subfolder per kind of GPU. By default the package
+    keeps none, or uses a folder in /tmp that any user could have created.
+    """
     if device.type != "cuda":
-        return "they are for GPUs"
+        return "they need a GPU"
     major, minor = torch.cuda.get_device_capability(device)
     if major not in GENERATIONS:
-        return f"they are for compute capability 9 and 10, and this GPU has {major}.{minor}"
+        return f"they need compute capability 9 or 10, this GPU has {major}.{minor}"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    own = folder / f"attention-{major}.{minor}"
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(own))
+    cache_dir = folder / f"attention-{major}.{minor}"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_dir))
     return check_kernels()
 
 
 def check_kernels() -> str:
-    """What is missing of the package, wherever this runs; empty if nothing is."""
+    """Return what is missing or has changed in the package, or ""."""
     try:
         if not find_spec(PACKAGE.partition(".")[0]) or not find_spec(PACKAGE):
             return f"{INSTALL} is not installed"
         kernels = _kernels()
-    except Exception as error:  # of compilers, drivers and packages of many makers
+    except Exception as error:  # compilers and drivers raise anything
         return f"{INSTALL} does not load: {type(error).__name__}: {error}"
     for name, takes in (("_flash_attn_fwd", _FORWARD), ("_flash_attn_bwd", _BACKWARD)):
         half = getattr(kernels, name, None)
-        known = inspect.signature(half).parameters if half else {}
-        if lost := [one for one in f"{takes} {_WINDOW}".split() if one not in known]:
-            return f"{INSTALL} has changed: {name} without {', '.join(lost)}"
+        parameters = inspect.signature(half).parameters if half else {}
+        if absent := [one for one in f"{takes} {_WINDOW}".split() if one not in parameters]:
+            return f"{INSTALL} has changed: {name} has no {', '.join(absent)}"
     return ""
 
 
 def fits(width: int, of_values: int, device: torch.device) -> bool:
-    """Whether there are kernels for heads of keys and values so wide, in half precision."""
+    """Return whether there are half-precision kernels for these widths of keys and values."""
     if width % 8 or of_values % 8:
         return False
     if torch.cuda.get_device_capability(device)[0] == 9:
@@ -79,10 +87,12 @@ def attend4(
     key_offsets: Tensor | None = None,
     key_longest: int = 0,
 ) -> Tensor:
-    """Causal attention inside segments: query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], such
-    as `fits` → [N, Hq, Dv]. offsets: [S+1] int32; window: tokens, the token itself included.
-    key_offsets and key_longest: of keys and values, where a segment has more of them than queries,
-    which are then its last."""
+    """Compute causal attention inside segments with widths that satisfy `fits`.
+
+    query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv] → [N, Hq, Dv]; offsets [S+1] int32;
+    window: tokens, including the token itself. key_offsets and key_longest are for segments with
+    more keys than queries, whose queries are the last positions.
+    """
     if key_offsets is None:
         key_offsets, key_longest = offsets, longest
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -92,7 +102,7 @@ def attend4(
 
 
 def operator4() -> Any:
-    """As PyTorch's dispatcher knows it."""
+    """Return the operator of PyTorch's dispatcher."""
     return torch.ops.keel.flash4.default
 
 
@@ -108,16 +118,16 @@ def _attend(
     scale: float,
     reach: int,
 ) -> tuple[Tensor, Tensor]:
-    """And the logarithm of each softmax's sum, [Hq, N] float32. reach: tokens back; −1: all."""
-    out, lse = _made(query, value)
-    where = _where((offsets, key_offsets, longest, key_longest), scale, reach)
-    _kernels()._flash_attn_fwd(query, key, value, **where, out=out, lse=lse, return_lse=True)
+    """Return outputs and logsumexps [Hq, N] float32. reach: tokens to look back; −1: all."""
+    out, lse = _empty_outputs(query, value)
+    arguments = _arguments((offsets, key_offsets, longest, key_longest), scale, reach)
+    _kernels()._flash_attn_fwd(query, key, value, **arguments, out=out, lse=lse, return_lse=True)
     return out, lse
 
 
 @_attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _made(query, value)
+    return _empty_outputs(query, value)
 
 
 @torch.library.custom_op("keel::flash4_backward", mutates_args=())
@@ -135,21 +145,23 @@ def _backward(
     scale: float,
     reach: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value. slope: [N, Hq, Dv]."""
-    found = {f"d{name}": _whole(x) for name, x in zip("qkv", (query, key, value), strict=True)}
-    if len(key) != len(query):  # keys that a window leaves to no query may be passed over
-        found["dk"].zero_()
-        found["dv"].zero_()
-    where = _where((offsets, key_offsets, longest, key_longest), scale, reach)
-    _kernels()._flash_attn_bwd(query, key, value, out, slope.contiguous(), lse, **where, **found)
-    return found["dq"], found["dk"], found["dv"]
+    """Return the gradients of query, key and value. slope: [N, Hq, Dv]."""
+    grads = {f"d{name}": _empty(x) for name, x in zip("qkv", (query, key, value), strict=True)}
+    if len(key) != len(query):  # kernels may skip keys outside all windows
+        grads["dk"].zero_()
+        grads["dv"].zero_()
+    arguments = _arguments((offsets, key_offsets, longest, key_longest), scale, reach)
+    _kernels()._flash_attn_bwd(
+        query, key, value, out, slope.contiguous(), lse, **arguments, **grads
+    )
+    return grads["dq"], grads["dk"], grads["dv"]
 
 
 @_backward.register_fake
 def _(
     slope: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _whole(query), _whole(key), _whole(value)
+    return _empty(query), _empty(key), _empty(value)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -159,25 +171,24 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _slopes(ctx: Any, slope: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, out, lse, *offsets = ctx.saved_tensors
-    found = _backward(slope, query, key, value, out, lse, *offsets, *ctx.rest)
-    return *found, None, None, None, None, None, None
+    grads = _backward(slope, query, key, value, out, lse, *offsets, *ctx.rest)
+    return *grads, None, None, None, None, None, None
 
 
 _attend.register_autograd(_slopes, setup_context=_keep)
 
 
-def _made(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for an output and its logarithms."""
+def _empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = query.shape
     out = query.new_empty((tokens, heads, value.shape[-1]))
     return out, query.new_empty((heads, tokens), dtype=torch.float32)
 
 
-def _whole(x: Tensor) -> Tensor:
+def _empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _where(ends: tuple[Tensor, Tensor, int, int], scale: float, reach: int) -> dict[str, Any]:
+def _arguments(ends: tuple[Tensor, Tensor, int, int], scale: float, reach: int) -> dict[str, Any]:
     window = {} if reach < 0 else {"window_size_left": reach, "window_size_right": 0}
     return {
         "cu_seqlens_q": ends[0],
@@ -193,3 +204,141 @@ def _where(ends: tuple[Tensor, Tensor, int, int], scale: float, reach: int) -> d
 @cache
 def _kernels() -> Any:
     return import_module(f"{PACKAGE}.interface")
+
+
+class HeadWidths(NamedTuple):
+    """Numbers and widths of an attention layer's heads."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    width: int
+    value_width: int
+    window: int | None = None
+    """Tokens."""
+
+    def __str__(self) -> str:
+        widths = " and ".join(str(n) for n in dict.fromkeys((self.width, self.value_width)))
+        window = f", windows of {self.window}" if self.window else ""
+        return f"{self.heads} query and {self.kv_heads} key heads of {widths}{window}"
+
+
+def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...]:
+    """Return the head shapes of all layers on each of `ranks` (see `keel.model.ulysses`)."""
+    text: Any = model.config.get_text_config()
+    heads = text.num_attention_heads // ranks
+    if getattr(text, "kv_lora_rank", None) is not None:  # each head gets keys from the latent
+        width = text.qk_nope_head_dim + text.qk_rope_head_dim
+        return (HeadWidths(heads, heads, width, text.v_head_dim),)
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    value_width = getattr(text, "v_head_dim", None) or width
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    kv_heads = lcm(kv_heads, ranks) // ranks
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    slides = window is not None and (not kinds or "sliding_attention" in kinds)
+    windows = [None] * (not slides or len(kinds) > 1) + [window] * slides
+    return tuple(HeadWidths(heads, kv_heads, width, value_width, one) for one in windows)
+
+
+PROBE = (1, 130, 64, 7, 300, 65)
+"""Lengths of the segments for the comparison."""
+FOLLOWS = (-1, -1, 1, 1, -1, 4)
+"""Second comparison with shared prefixes (`keel.model.layers.contexts`): fewer queries than keys,
+and keys outside all windows."""
+WINDOW = 100
+"""Longest window of the comparison; a model's window would cover all tokens."""
+OFF = 0.02
+"""Maximum relative error; bfloat16 is off by 0.003, a wrong gradient by 0.2."""
+
+
+@cache
+def disagreement(shapes: tuple[HeadWidths, ...], device: torch.device, dtype: torch.dtype) -> str:
+    """Return why FlashAttention-4 cannot be used for these heads, or "".
+
+    Compares results and gradients with plain float32 attention on random inputs. Version 4.0.0b36
+    silently gave wrong gradients for a head size of 16.
+    """
+    drawn = torch.Generator(device).manual_seed(0)
+    for shape in shapes:
+        if not fits(shape.width, shape.value_width, device):
+            return f"it has no kernels for {shape}"
+        sizes = (
+            (shape.heads, shape.width),
+            (shape.kv_heads, shape.width),
+            (shape.kv_heads, shape.value_width),
+            (shape.heads, shape.value_width),
+        )
+        inputs = [
+            torch.randn(sum(PROBE), *size, device=device, dtype=dtype, generator=drawn)
+            for size in sizes
+        ]
+        window = min(WINDOW, shape.window) if shape.window else None
+        for contexts in (None, Contexts.of(PROBE, FOLLOWS, device)):
+            try:
+                ours = _attention_and_grads(_fast, inputs, contexts, window, dtype)
+            except Exception as error:  # compilers, drivers, file locks
+                return f"{INSTALL} fails for {shape}: {type(error).__name__}: {error}"[:500]
+            exact = _attention_and_grads(_plain, inputs, contexts, window, torch.float32)
+            for what, one, other in zip(("results", *"QKV"), ours, exact, strict=True):
+                off = float((one - other).norm() / other.norm())
+                if not off < OFF:
+                    of = what if what == "results" else f"gradients of {what}"
+                    of += " in shared contexts" if contexts else ""
+                    return f"{INSTALL} gives {of} that are off by {off:.0%} for {shape}"
+    return ""
+
+
+def plain(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None = None
+) -> Tensor:
+    """Compute plain causal attention inside segments.
+
+    query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv] → [N, Hq, Dv].
+    """
+    shared = query.shape[1] // key.shape[1]
+    outputs: list[Tensor] = []
+    for q, k, v in zip(*(x.split(list(lengths)) for x in (query, key, value)), strict=True):
+        k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
+        step = torch.arange(len(q), device=q.device)
+        back = step[:, None] - step
+        far = (back < 0) | (back >= (window or len(q)))
+        outputs.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(far, -inf).softmax(-1), v))
+    return torch.cat(outputs)
+
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, contexts: Contexts | None, window: int | None
+) -> Tensor:
+    if contexts is None:
+        return plain(query, key, value, PROBE, window)
+    query, key, value = (contexts.spread(x) for x in (query, key, value))
+    return plain(query, key, value, contexts.lengths, window)[contexts.places]
+
+
+def _fast(
+    query: Tensor, key: Tensor, value: Tensor, contexts: Contexts | None, window: int | None
+) -> Tensor:
+    ends = torch.tensor([0, *accumulate(PROBE)], dtype=torch.int32, device=query.device)
+    keys: tuple[Any, ...] = ()
+    if contexts is not None:
+        key, value = contexts.spread(key), contexts.spread(value)
+        keys = contexts.offsets, contexts.longest
+    return attend4(query, key, value, ends, max(PROBE), None, window, *keys)
+
+
+def _attention_and_grads(
+    attend: Callable[..., Tensor],
+    inputs: list[Tensor],
+    contexts: Contexts | None,
+    window: int | None,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Return the output and gradients in float32."""
+    *leaves, slope = (x.detach().to(dtype) for x in inputs)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    with torch.enable_grad():
+        output = attend(*leaves, contexts, window)
+        grads = torch.autograd.grad(output, leaves, slope)
+    return [x.detach().float() for x in (output, *grads)]

@@ -1,8 +1,7 @@
-"""Faster layers on a GPU: RMS norms as one kernel, and less traffic around a layer's experts.
+"""Faster layers on a GPU: RMS norms in one kernel, and less memory traffic around experts.
 
-transformers writes both as a dozen elementwise operations, each a pass over memory, which together
-take longer than the GEMMs. On a CPU, and for layers that compute something else, its own
-code runs.
+transformers implements both as a dozen elementwise operations, which together take longer than the
+GEMMs. On a CPU, and for layers with other formulas, transformers' code runs.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from transformers.integrations.moe import (
 from keel.model.transformers_internals import become, gated, spread_by_transformers
 
 EXPERTS = "keel_grouped"
-"""Name of these experts in transformers' registry."""
+"""Name of the experts implementation in transformers' registry."""
 
 
 def use_fused_layers(model: PreTrainedModel) -> None:
-    """Let `model`'s norms and experts take the fast way where they can; weights do not change."""
+    """Replace supported norms and experts of `model`, without changing weights."""
     known: dict[type[nn.Module], bool] = {}
     for module in model.modules():
         kind = type(module)
@@ -44,7 +43,7 @@ def use_fused_layers(model: PreTrainedModel) -> None:
 
 
 def fuses_norms(model: nn.Module) -> bool:
-    """Whether each of `model`'s RMS norms is, or becomes, one kernel. On the meta device too."""
+    """Return whether all RMS norms of `model`, which may be on meta, can be single kernels."""
     norms = {
         type(module): module for module in model.modules() if "RMSNorm" in type(module).__name__
     }
@@ -52,14 +51,13 @@ def fuses_norms(model: nn.Module) -> bool:
 
 
 def fuses_experts(model: nn.Module) -> bool:
-    """Whether `model` has experts, and all are such as `fused_experts` computes."""
+    """Return whether `model` has experts and `fused_experts` supports all of them."""
     experts = [module for module in model.modules() if hasattr(module, "gate_up_proj")]
     return bool(experts) and all(map(_is_plain, experts))
 
 
 def experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """transformers experts function: hidden [T, d], the experts chosen [T, K] and their weights
-    → [T, d]."""
+    """Run experts for transformers: hidden [T, d], chosen and weights [T, K] → [T, d]."""
     fast = hidden.is_cuda and hidden.dtype == torch.bfloat16 and _has_triton()
     if not fast or spread_by_transformers(experts):
         return grouped_mm_experts_forward(experts, hidden, chosen, weights)
@@ -69,10 +67,12 @@ def experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
 def fused_experts(
     hidden: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Σ_k weights · down[e] · (silu(gate) · up), [gate, up] = gate_up[e] · hidden, e = chosen.
+    """Compute Σ_k weights · down[e] · (silu(gate) · up) for the chosen experts e.
+
+    [gate, up] = gate_up[e] · hidden.
 
     Shapes: hidden [T, d], chosen and weights [T, K], gate_up [E, 2·I, d], down [E, d, I]. Returns
-    [T, d]. Nothing waits for the GPU.
+    [T, d]. Does not synchronise.
     """
     count = len(gate_up)
     kind = torch.uint8 if count <= 256 else torch.int32  # short keys sort faster
@@ -129,13 +129,13 @@ class _Combine(Function):
         return *_kernels().combine_gradients(grad.contiguous(), rows, weights, position), None
 
 
-@cache  # one class for all layers, or each layer would be compiled anew
+@cache  # one class for all layers, so that they share compiled code
 def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
-    """The norm class `kind` with a forward of one kernel on a GPU."""
+    """Derive a class from `kind` whose forward is one kernel on a GPU."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
-        if hidden_states.dtype == torch.float32:  # the residual stream, in half precision's layers
+        if hidden_states.dtype == torch.float32:  # a float32 residual stream
             weight = weight.float()
         if not hidden_states.is_cuda or hidden_states.dtype != weight.dtype:
             return kind.forward(self, hidden_states)
@@ -146,7 +146,7 @@ def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Whether it computes weight · x / rms(x), and not, say, (1 + weight) · x / rms(x)."""
+    """Return whether the module computes weight · x / rms(x), not (1 + weight) · x / rms(x)."""
     weight = getattr(module, "weight", None)
     if "RMSNorm" not in type(module).__name__ or not hasattr(module, "variance_epsilon"):
         return False
@@ -164,14 +164,14 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _is_plain(experts: Any) -> bool:
-    """Gate and up in one GEMM, SiLU, no biases, and a choice of implementation."""
+    """Return whether experts have SiLU, joint gate and up weights, and no biases."""
     flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     if any(getattr(experts, name, None) is not value for name, value in flags.items()):
         return False
     packed = torch.linspace(-3, 3, 8)[None]
     gate, up = packed.chunk(2, -1)
-    found = gated(experts, packed)
-    return found is not None and torch.allclose(found, silu(gate) * up)
+    activated = gated(experts, packed)
+    return activated is not None and torch.allclose(activated, silu(gate) * up)
 
 
 @cache
@@ -180,6 +180,6 @@ def _has_triton() -> bool:
 
 
 def _kernels() -> Any:
-    from keel.model.layers import expert_kernels  # noqa: PLC0415  (Triton exists on GPU machines only)
+    from keel.model.layers import expert_kernels  # noqa: PLC0415  (Triton is on GPU machines only)
 
     return expert_kernels

@@ -1,10 +1,8 @@
-"""The residual stream in float32 (`model.residual_dtype`), in the trainer as in the engines
-(`keel.rollout.engine.patches`).
+"""A float32 residual stream (`model.residual_dtype`), as in `keel.rollout.engine.patches`.
 
-In half precision the stream is rounded after each block's output is added to it, two times a layer,
-and engine and trainer round it differently. In float32 what is left is the rounding inside blocks:
-they take and give half precision as before, but for the last product of attention and of the MLP,
-whose sums are added to the stream as the GEMM has them.
+In half precision the stream is rounded after each block, twice per layer, and engine and trainer
+round differently. In float32 only the rounding inside blocks remains: inputs and activations are
+still half precision, but the last GEMM of attention and MLP adds its float32 sums to the stream.
 """
 
 from __future__ import annotations
@@ -21,13 +19,12 @@ from transformers import PreTrainedModel
 from keel.model.transformers_internals import override
 
 OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
-"""Of a decoder layer: what it adds to the stream. Experts add theirs up in half precision."""
+"""Modules of a decoder layer that add to the stream; experts sum in half precision."""
 
 
 def use_float32_residual(model: PreTrainedModel) -> None:
-    """Have `model`'s decoder add up in float32; weights do not change. One whose weights are
-    float32 does so already."""
-    if model.dtype == torch.float32:
+    """Make the residual stream of `model`'s decoder float32, without changing weights."""
+    if model.dtype == torch.float32:  # nothing to do
         return
     decoder: Any = model.get_decoder()
     for layer in decoder.layers:
@@ -41,8 +38,7 @@ def use_float32_residual(model: PreTrainedModel) -> None:
 
 
 def summed(input: Tensor, weight: Tensor) -> Tensor:
-    """input [..., k] · weightᵀ, of weight [n, k] → [..., n] in float32: products of half precision,
-    added up in float32 and not rounded."""
+    """Compute input [..., k] · weight [n, k]ᵀ → [..., n], with unrounded float32 sums."""
     if not input.is_cuda:
         return linear(input.float(), weight.float())
     out = torch.mm(input.flatten(0, -2), weight.T, out_dtype=torch.float32)
@@ -51,7 +47,7 @@ def summed(input: Tensor, weight: Tensor) -> Tensor:
 
 class _Layer(nn.Module):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Not in `forward`, which is compiled, and would be once more for the first layer."""
+        """Cast here, because the compiled `forward` would be compiled again for the first layer."""
         return super().__call__(hidden_states.float(), *args, **kwargs)
 
 
@@ -59,7 +55,7 @@ class _Norm(nn.Module):
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """What a block takes is in half precision; the stream is the only input that is not."""
+        """Return half precision, the input dtype of blocks."""
         return super().forward(hidden_states).to(self.weight.dtype)
 
 
@@ -78,7 +74,6 @@ class _Summed(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """In half precision, as of any linear layer."""
         input, weight = ctx.saved_tensors
         grad = grad.to(input.dtype)
         of_input, of_weight = ctx.needs_input_grad

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from keel.model.attention import Segments, packed_attention, packed_attention4
-from keel.model.layers.flash4 import fits, missing
-from keel.model.layers.flash4_probe import HeadShape, disagreement
+from keel.model.layers.flash4 import HeadWidths, disagreement, fits, missing
 from keel.model.tiny.build import default_cache_dir
 from tests.gpu.marks import GPU
 
@@ -84,10 +83,10 @@ def test_flash4_may_be_trusted_with_the_heads_of_known_models() -> None:
     """Qwen3's, Qwen2.5's, DeepSeek's, and Gemma's with windows."""
     kernels("flash4")
     shapes = (
-        HeadShape(16, 8, 128, 128),
-        HeadShape(14, 2, 64, 64),
-        HeadShape(16, 16, 192, 128),
-        HeadShape(8, 4, 256, 256, window=24),
+        HeadWidths(16, 8, 128, 128),
+        HeadWidths(14, 2, 64, 64),
+        HeadWidths(16, 16, 192, 128),
+        HeadWidths(8, 4, 256, 256, window=24),
     )
     for shape in shapes:
         assert disagreement((shape,), torch.device("cuda"), torch.bfloat16) == ""

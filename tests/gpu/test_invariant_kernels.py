@@ -88,17 +88,20 @@ def test_norms_of_heads(kernels: Any, heads: int, d: int) -> None:
 @pytest.mark.parametrize("columns", [(4096, 1024), (1024, 3072), (2048, 6144), (4096, 12288)])
 @pytest.mark.parametrize("rows", [1, 7, 16, 40, 128, 200, 512, 1000, 5000])
 def test_gemms_have_vllms_bits(rows: int, columns: tuple[int, int]) -> None:
-    from keel.model.batch_invariant import kernel_variants as ways  # noqa: PLC0415
-    from keel.model.batch_invariant import kernels, vllm_kernels  # noqa: PLC0415
+    from keel.model.batch_invariant import (  # noqa: PLC0415
+        kernel_variants,
+        kernels,
+        vllm_kernels,
+    )
 
-    own = vllm_kernels._found().linear
+    own = vllm_kernels._kernels().linear
     width, depth = columns
     x, weight = (drawn(n, depth, dtype=torch.bfloat16, seed=n) for n in (rows, width))
     bias = drawn(width, dtype=torch.bfloat16, seed=3)
     for of in (None, bias):
         assert torch.equal(vllm_kernels.linear(x, weight, of), own(x, weight, of))
         assert torch.equal(kernels.few_rows(x, weight, of), own(x, weight, of))
-        assert ways._way_of(own, x, weight, of) is not own
+        assert kernel_variants._choose_linear(own, x, weight, of) is not own
 
 
 @on_a_gpu
@@ -110,7 +113,7 @@ def test_norms_have_vllms_bits(heads: int, d: int) -> None:
         with_gaps(300, heads, d, torch.bfloat16),
         drawn(d, dtype=torch.bfloat16, seed=1),
     )
-    own = vllm_kernels._found().rms_norm(x, weight, EPS)
+    own = vllm_kernels._kernels().rms_norm(x, weight, EPS)
     assert torch.equal(vllm_kernels.rms_norm(x, weight, EPS), own)
     if heads > 1:
         assert torch.equal(kernels.norm_heads(x, weight, EPS), own)

@@ -19,8 +19,7 @@ from keel.model.batch_invariant.layers import use_invariant_layers
 from keel.model.device import to_device
 from keel.model.disable_dropout import switch_off_noise
 from keel.model.head.module import SupportHead, install_support_head
-from keel.model.layers.flash4 import INSTALL, missing
-from keel.model.layers.flash4_probe import disagreement, head_shapes
+from keel.model.layers.flash4 import INSTALL, disagreement, head_shapes, missing
 from keel.model.layers.fused import use_fused_layers
 from keel.model.layers.residual import use_float32_residual
 from keel.model.logprobs import (

@@ -1,6 +1,4 @@
-"""What the kernels of `keel.model.batch_invariant.vllm_kernels` compute, written plainly, for a
-CPU; and
-gradients as PyTorch has them, in the place of `keel.model.batch_invariant.gradients`."""
+"""Plain CPU versions of `keel.model.batch_invariant.vllm_kernels` and `.gradients`."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def silu_and_mul(packed: Tensor) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, None]:
-    """Out of the blocks that the kernel would be given."""
+    """Attend to keys and values in the kernel's block layout."""
     pages = Pages.of(segments.lengths, query.device)
     laid = [pages.lay_out(x) for x in (key, value)]
     outputs = []
@@ -68,18 +66,18 @@ def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
     return torch.cat([angles.cos(), angles.sin()], -1).to(device, dtype)
 
 
-def _found(plain: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _autograd(plain: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     inputs = [tensor.detach().requires_grad_() for tensor in tensors]
     with torch.enable_grad():
         return torch.autograd.grad(plain(*inputs), inputs, grad)
 
 
 gradients = SimpleNamespace(
-    rms_norm=lambda x, weight, eps, grad: _found(
+    rms_norm=lambda x, weight, eps, grad: _autograd(
         lambda x, weight: rms_norm(x, weight, eps), grad, x, weight
     ),
-    swiglu=lambda packed, grad: _found(silu_and_mul, grad, packed)[0],
-    attention=lambda query, key, value, out, sums, segments, scale, grad: _found(
+    swiglu=lambda packed, grad: _autograd(silu_and_mul, grad, packed)[0],
+    attention=lambda query, key, value, out, sums, segments, scale, grad: _autograd(
         lambda q, k, v: attend(q, k, v, segments, scale, None), grad, query, key, value
     ),
 )

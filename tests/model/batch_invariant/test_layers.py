@@ -1,5 +1,7 @@
-"""The layers with plain kernels: the same model, the same gradients. What the engine's kernels give
-is tested in tests/gpu/test_invariant.py."""
+"""Batch-invariant layers with plain kernels match transformers.
+
+tests/gpu/test_invariant.py tests them with the engine's kernels.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ def build(family: str, **more: Any) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(family, **more))
     for name, weight in model.named_parameters():
-        if weight.ndim == 1:  # norms of 1 and biases of 0 would hide a mistake
+        if weight.ndim == 1:  # norms of 1 and biases of 0 would hide mistakes
             torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
     use_packed_attention(model)
     return model.train()
 
 
-def passed(model: Any, segments: Segments) -> tuple[Tensor, dict[str, Tensor]]:
-    """Hidden states, and the gradients of a sum over them."""
+def forward_backward(model: Any, segments: Segments) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return hidden states and gradients of a random sum of them."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(40, (1, sum(LENGTHS)), generator=generator)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
@@ -48,35 +50,35 @@ def passed(model: Any, segments: Segments) -> tuple[Tensor, dict[str, Tensor]]:
     ).last_hidden_state
     model.zero_grad()
     (hidden * torch.randn(hidden.shape, generator=generator)).sum().backward()
-    found = {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None}
-    return hidden.detach(), found
+    actual = {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None}
+    return hidden.detach(), actual
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("family", layers.FAMILIES)
-def test_a_model_and_its_gradients_stay_what_they_were(
+def test_hidden_states_and_gradients_are_unchanged(
     family: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "HEAD", 8)
     model, segments = build(family), Segments.of(LENGTHS)
-    hidden, gradients = passed(model, segments)
+    hidden, gradients = forward_backward(model, segments)
     names = list(model.state_dict())
     monkeypatch.setattr(layers, "engine", plain_kernels)
     monkeypatch.setattr(layers, "gradients", plain_kernels.gradients)
     use_invariant_layers(model)
     if recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    again, new = passed(model, segments)
+    again, new = forward_backward(model, segments)
     torch.testing.assert_close(again, hidden, rtol=1e-4, atol=1e-5)
     assert list(model.state_dict()) == names
     assert set(new) == set(gradients)
     for name, gradient in gradients.items():
-        terms = max(1.0, float(gradient.abs().max()))  # what a small one is a difference of
+        terms = max(1.0, float(gradient.abs().max()))  # scale of cancelling terms
         torch.testing.assert_close(new[name], gradient, rtol=1e-3, atol=1e-5 * terms, msg=name)
 
 
-def test_every_operation_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of transformers' own GEMMs, norms or rotations is left, and each block's are joined."""
+def test_all_operations_use_the_engines_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block's GEMMs are joined."""
     monkeypatch.setattr(layers, "HEAD", 8)
     model = build("qwen3")
     calls: list[str] = []
@@ -106,7 +108,7 @@ def test_every_operation_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
-def test_blocks_hold_each_segment_apart() -> None:
+def test_segments_have_separate_blocks() -> None:
     pages = Pages.of(LENGTHS, torch.device("cpu"))
     count = sum(LENGTHS)
     x = torch.arange(1, count + 1.0)[:, None, None]
@@ -133,34 +135,34 @@ LONG = {
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
-        (config("mixtral"), "models of type mixtral"),
+        (config("mixtral"), "mixtral"),
         (config("qwen3", **WINDOWS), "sliding windows"),
         (config("llama", rope_parameters=PARTIAL), "partial rotary"),
-        (config("llama", rope_parameters=LONG), "rotary embeddings of kind longrope"),
-        (config("qwen3", hidden_act="gelu"), "activations of kind gelu"),
-        (config("llama", mlp_bias=True), "biases in the feed-forward"),
-        (config("qwen3"), "attention heads of 8 numbers"),
+        (config("llama", rope_parameters=LONG), "longrope"),
+        (config("qwen3", hidden_act="gelu"), "gelu"),
+        (config("llama", mlp_bias=True), "biases"),
+        (config("qwen3"), "head size of 8"),
     ],
 )
-def test_what_is_not_known_to_the_bit_is_refused(kind: Any, what: str) -> None:
-    with pytest.raises(ConfigError, match=f"{what}.*'somewhere'.*leave it out"):
+def test_unsupported_models_are_refused(kind: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.batch_invariant.*{what}.*'somewhere'"):
         check_invariant(kind, "somewhere")
 
 
-def test_a_machine_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kernels are for GPUs; leave it out"):
+def test_batch_invariant_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="GPU"):
         check_invariant(config("qwen3"), "somewhere", gpu=False)
 
 
-def test_kernels_that_are_not_there_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(Unavailable, match=f"needs {VARIABLE}=1"):
+    with pytest.raises(Unavailable, match=VARIABLE):
         vllm_kernels.prepare()
     monkeypatch.setenv(VARIABLE, "1")
 
-    def lacking() -> None:
+    def fail() -> None:
         raise ImportError("no such module")
 
-    monkeypatch.setattr(vllm_kernels, "_found", lacking)
-    with pytest.raises(Unavailable, match=r"no such module.*leave the knob out"):
+    monkeypatch.setattr(vllm_kernels, "_kernels", fail)
+    with pytest.raises(Unavailable, match="no such module"):
         vllm_kernels.prepare()

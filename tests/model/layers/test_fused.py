@@ -1,4 +1,4 @@
-"""Which layers take the fast way. What it computes is tested in tests/gpu/test_fused.py."""
+"""Selection of fused layers; tests/gpu/test_fused.py tests their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.model.families import build
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
-def test_a_model_computes_what_it_did(family: str) -> None:
+def test_results_are_unchanged(family: str) -> None:
     model = build(family)
     tokens = torch.arange(12)[None] % 40
     before = model(tokens).logits
@@ -21,7 +21,7 @@ def test_a_model_computes_what_it_did(family: str) -> None:
     assert list(model.state_dict()) == names
 
 
-def test_experts_are_taken_where_they_are_plain() -> None:
+def test_experts_without_biases_are_fused() -> None:
     chosen = {}
     for family in ("qwen3_moe", "gpt_oss"):
         model = build(family)
@@ -29,11 +29,11 @@ def test_experts_are_taken_where_they_are_plain() -> None:
         chosen[family] = model.config._experts_implementation == EXPERTS
         assert EXPERTS not in str(model.config.to_dict())
         assert fuses_experts(model) == chosen[family]
-    assert chosen == {"qwen3_moe": True, "gpt_oss": False}  # the latter have biases
+    assert chosen == {"qwen3_moe": True, "gpt_oss": False}
 
 
 @pytest.mark.parametrize(("family", "fused"), [("qwen3", True), ("llama", True), ("gemma3", False)])
-def test_norms_are_taken_that_are_plain(family: str, fused: bool) -> None:
+def test_plain_norms_are_fused(family: str, fused: bool) -> None:
     kind = {"gemma3": "gemma3_text"}.get(family, family)
     config = AutoConfig.for_model(
         kind, vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1,

@@ -1,4 +1,4 @@
-"""The residual stream in float32: what is added up, what blocks are given, and its gradients."""
+"""The float32 residual stream: dtypes, sums and gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOE = {
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, layers: int = 3) -> PreTrainedModel:
-    """Blocks add a thousandth of the stream each, which bfloat16's rounding of it would swallow."""
+    """Build a model whose blocks add a thousandth of the stream, below bfloat16 rounding."""
     torch.manual_seed(1)
     config = AutoConfig.for_model(
         family, vocab_size=40, hidden_size=64, intermediate_size=64, num_hidden_layers=layers,
@@ -53,7 +53,7 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_stream_is_float32_and_what_blocks_are_given_is_not(family: str) -> None:
+def test_stream_is_float32_and_norms_half_precision(family: str) -> None:
     model = build(family, torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     use_fused_layers(model)
@@ -76,8 +76,7 @@ def test_the_stream_is_float32_and_what_blocks_are_given_is_not(family: str) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_blocks_add_is_not_rounded_away(family: str) -> None:
-    """The first layer's sums, beside those of the same weights in float32."""
+def test_sums_are_not_rounded(family: str) -> None:
     rounded, kept = build(family, torch.bfloat16), build(family, torch.bfloat16)
     exact = build(family, torch.bfloat16).float()
     use_float32_residual(kept)
@@ -104,7 +103,7 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "way"),
+    ("family", "mode"),
     [
         *((family, "plain") for family in FAMILIES),
         ("qwen3", "recomputed"),
@@ -112,25 +111,25 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         pytest.param("qwen3", "compiled", marks=pytest.mark.e2e),
     ],
 )
-def test_gradients_are_those_of_float32(family: str, way: str) -> None:
+def test_gradients_match_float32(family: str, mode: str) -> None:
     model = build(family, torch.bfloat16).train()
     use_fused_layers(model)
     use_float32_residual(model)
-    if way == "recomputed":
+    if mode == "recomputed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if way == "compiled":
+    if mode == "compiled":
         for layer in decoder_layers(model):
             layer.compile(backend="aot_eager", dynamic=True)
         counters.clear()
     ours = gradients(model)
-    if way == "compiled":
-        assert counters["stats"]["unique_graphs"] == 1  # the first layer's is no other
+    if mode == "compiled":
+        assert counters["stats"]["unique_graphs"] == 1  # all layers share one graph
     exact = gradients(build(family, torch.bfloat16).float())
     assert ours.keys() == exact.keys()
     assert not [name for name in ours if error(ours[name], exact[name]) > 0.03]
 
 
-def test_a_bias_of_a_blocks_output_counts() -> None:
+def test_output_bias_is_added() -> None:
     model = build("llama", torch.bfloat16)
     use_float32_residual(model)
     output: Any = decoder_layers(model)[0].self_attn.o_proj
@@ -140,7 +139,7 @@ def test_a_bias_of_a_blocks_output_counts() -> None:
     assert torch.equal(output(x), without + 3)
 
 
-def test_a_model_in_float32_is_left_alone() -> None:
+def test_float32_models_are_unchanged() -> None:
     model = build("qwen3")
     kinds = [type(module) for module in model.modules()]
     use_float32_residual(model)
