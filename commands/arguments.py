@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any, cast
 
 from keel.configs.dump import quoted
-from keel.configs.load import spelled_apart
+from keel.configs.load import split_overrides
 from keel.configs.schema import ConfigError
 
 Reward = Callable[[Any, Any], Any]
@@ -25,7 +25,7 @@ def overrides_of(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """As on the command line, a knob each. Raises ConfigError."""
     if isinstance(knobs, Mapping):
         given = [f"{knob}={as_value(value, f'knobs={knob}')}" for knob, value in knobs.items()]
-        return spelled_apart(given)
+        return split_overrides(given)
     several = isinstance(cast(object, knobs), Iterable) and not isinstance(knobs, str)
     listed = list(knobs) if several else []
     if not several or not all(isinstance(cast(object, one), str) for one in listed):
@@ -33,7 +33,7 @@ def overrides_of(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
             f"keel.train(knobs={short(knobs)}): must be a list of texts, or a mapping: "
             '["run.steps=20"], or {"run.steps": 20}'
         )
-    return spelled_apart(listed)
+    return split_overrides(listed)
 
 
 def as_value(value: Any, of: str) -> str:

@@ -355,17 +355,17 @@ def light(arguments: argparse.Namespace) -> int:
             print(report(arguments.run, arguments.out))
             return 0
         if arguments.command == "knobs":
-            from keel.commands.reference.answer import answer  # noqa: PLC0415
+            from keel.commands.reference import describe  # noqa: PLC0415
 
-            return told(answer(" ".join(arguments.name)))
+            return told(describe(" ".join(arguments.name)))
         if arguments.command == "new":
             from keel.commands.recipes.new import new  # noqa: PLC0415
 
             return new(arguments, lambda path: main(["check", path]))
         if arguments.command == "recipes":
-            from keel.configs.shipped import listed  # noqa: PLC0415
+            from keel.configs.shipped import list_recipes  # noqa: PLC0415
 
-            return told(listed(arguments.name))
+            return told(list_recipes(arguments.name))
         if arguments.command == "watch":
             from keel.commands.report.watch import watch  # noqa: PLC0415
 

@@ -23,7 +23,7 @@ from keel.commands.recipes.variants import check_variant
 from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SpecialistConfig
 from keel.configs.dump import as_override
-from keel.configs.load import dump_config, load_config, load_recipe, spelled_apart
+from keel.configs.load import dump_config, load_config, load_recipe, split_overrides
 from keel.configs.schema import Config, ConfigError, ConversationsConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.configs.work_folder import WorkFolder
@@ -119,7 +119,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
         known = {str(line["name"]): str(line["command"]) for line in done.read()}
         for link in links:
             if known.get(link.name, str(link)) != str(link):
-                raise folder.refused(
+                raise folder.error(
                     f"{link.name} was done with other settings:\n  {known[link.name]}\n  {link}\n"
                     "Choose another dir, or set these back to go on with it"
                 )
@@ -186,7 +186,7 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
     recipe = load_config(config.recipe, base)
     given, left = load_recipe(config.sft, config.sft_overrides)
     small = given.model.path == TINY_MODEL != recipe.model.path
-    own_knobs = spelled_apart(config.sft_overrides)
+    own_knobs = split_overrides(config.sft_overrides)
     if small and not any(each.startswith("trainer.lr=") for each in own_knobs):
         raise ConfigError(
             f"sft = {config.sft!r}: its trainer.lr = {given.trainer.lr:g} is for the tiny "

@@ -1,9 +1,7 @@
-"""Knobs that the hardware and the model decide, unless a recipe does.
+"""Knobs that default to `auto`: chosen for the hardware and the model unless a recipe sets them.
 
-A recipe leaves such a knob out, or says `auto`. `Config` never holds that word: it has the schema's
-defaults until `keel.trainer.placement.choose` (the layout on GPUs) and
-`keel.trainer.placement.cpus.with_dtype` (the precision on a CPU) have put other values in their
-place.
+`Config` never holds `auto`. It has the schema's defaults until `keel.trainer.placement.choose` (the
+layout on GPUs) and `keel.trainer.placement.cpus.with_dtype` (the precision on a CPU) replace them.
 """
 
 from __future__ import annotations
@@ -32,59 +30,56 @@ KNOBS = frozenset(
         "trainer.zero_stage",
     }
 )
-"""Knobs that lay a run out on GPUs."""
+"""Knobs of the layout on GPUs."""
 OPEN = KNOBS | {DTYPE}
-"""Every knob that may be `auto`."""
+"""All knobs that may be `auto`."""
 
 
-def spelled_out(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe that says `auto` wherever it leaves such a knob out. What should be a section and is
-    none stays as it is: the schema names it."""
-    whole = dict(tree)
+def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Set every open knob that a recipe omits to `auto`."""
+    complete = dict(tree)
     for knob in OPEN:
         section, _, name = knob.partition(".")
-        inner = whole.get(section, {})
+        inner = complete.get(section, {})
         if isinstance(inner, Mapping):
-            whole[section] = {name: AUTO, **cast(Mapping[str, Any], inner)}
-    return whole
+            complete[section] = {name: AUTO, **cast(Mapping[str, Any], inner)}
+    return complete
 
 
-def taken_out(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """The recipe without the `auto`s that `spelled_out` put there, or its writer, and their knobs.
+def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """Remove the knobs that are `auto` from a recipe and return them separately.
 
-    Where a value of the recipe asks for another than the schema's default, which rules between
-    knobs would then refuse, that is filled in for them until the choice is made.
+    Where another knob of the recipe rules out the schema's default, the smallest valid value is
+    filled in, so that the rules between knobs hold until the choice is made.
     """
-    rest, left = dict(tree), set[str]()
+    rest, auto = dict(tree), set[str]()
     for knob in OPEN:
         section, _, name = knob.partition(".")
-        inner = rest.get(section)
-        if isinstance(inner, Mapping) and cast(Mapping[str, Any], inner).get(name) == AUTO:
-            rest[section] = {k: v for k, v in cast(dict[str, Any], inner).items() if k != name}
-            left.add(knob)
+        if _section(rest, section).get(name) == AUTO:
+            rest[section] = {k: v for k, v in rest[section].items() if k != name}
+            auto.add(knob)
     for knob, value in _implied(rest).items():
         section, _, name = knob.partition(".")
-        if knob in left:
+        if knob in auto:
             rest[section] = {**rest[section], name: value}
-    return rest, frozenset(left)
+    return rest, frozenset(auto)
 
 
 def _implied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Knob → the least that the others of a recipe need it to be."""
+    """Knob → smallest value that the other knobs of the recipe allow."""
     rollout, trainer = (_section(tree, name) for name in ("rollout", "trainer"))
-    spread = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
-    ranks = math.lcm(*(n for n in spread if type(n) is int and n > 0))
+    widths = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
+    ranks = math.lcm(*(n for n in widths if type(n) is int and n > 0))
     least = trainer.get("min_ranks")
     if type(least) is int:
         ranks *= max(1, math.ceil(least / ranks))
+    implied: dict[str, Any] = {"trainer.ranks": ranks}
     if rollout.get("colocated") is True:
         engines = rollout.get("engines", trainer.get("ranks", ranks))
-        return {"rollout.engines": engines, "trainer.ranks": engines, **_stage(trainer)}
-    return {"trainer.ranks": ranks, **_stage(trainer)}
-
-
-def _stage(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    return {"trainer.zero_stage": 1} if trainer.get("offload_optimizer") is True else {}
+        implied = {"rollout.engines": engines, "trainer.ranks": engines}
+    if trainer.get("offload_optimizer") is True:
+        implied["trainer.zero_stage"] = 1
+    return implied
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -1,73 +1,210 @@
-"""Plain nested data into the frozen dataclasses of `keel.configs.schema`, with strict types.
+"""Conversion of plain data into the dataclasses of a recipe, with strict types.
 
-Every wrong key and every wrong type of a recipe is found before the first range is checked, so
-one run of `keel check` names all of them.
+All unknown keys and wrong types are reported together, each with its file and line.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from keel.configs.auto import AUTO, OPEN
-from keel.configs.other_frameworks.words import inside
+from keel.configs.other_frameworks import foreign_hint, is_foreign_section
 from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
-from keel.configs.suggest import elsewhere, knob_types, section_type, suggest
 
 T = TypeVar("T")
 
-UNRECORDED_SAMPLING = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "beam_width",
-        "best_of",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "forced_decoder_ids",
-        "frequency_penalty",
-        "guided_decoding",
-        "guided_json",
-        "guided_regex",
-        "length_penalty",
-        "logit_bias",
-        "logits_processor",
-        "logits_processors",
-        "min_new_tokens",
-        "min_p",
-        "min_tokens",
-        "mirostat",
-        "no_repeat_ngram_size",
-        "num_beams",
-        "penalty_alpha",
-        "presence_penalty",
-        "repetition_penalty",
-        "structured_outputs",
-        "suppress_tokens",
-        "tfs",
-        "thinking_token_budget",
-        "top_a",
-        "typical_p",
-        "use_beam_search",
-    }
+RENAMED = {
+    "agents.max_open": "max_concurrent_episodes",
+    "author.deadline_s": "timeout_s",
+    "data.sources[].length.right": "correct_threshold",
+    "endpoint.deadline_s": "timeout_s",
+    "model.embedded": "tiny",
+    "model.tiny.cold_start.batch": "batch_size",
+    "model.tiny.cold_start.worked": "worked_fraction",
+    "rewards.code.answer_s": "completion_s",
+    "rewards.deadline_s": "timeout_s",
+    "rewards.failure_share": "max_failure_fraction",
+    "rewards.judge.deadline_s": "timeout_s",
+    "rewards.judge.failure_share": "max_failure_fraction",
+    "rewards.judge.server.gpu_memory": "gpu_memory_utilization",
+    "rewards.judge.server.startup_deadline_s": "startup_timeout_s",
+    "rollout.deadline_s": "timeout_s",
+    "rollout.gpu_memory": "gpu_memory_utilization",
+    "rollout.max_batched_tokens": "max_num_batched_tokens",
+    "rollout.max_concurrent": "max_num_seqs",
+    "rollout.prefix_caching": "enable_prefix_caching",
+    "rollout.sleep": "time_share",
+    "rollout.update_deadline_s": "update_timeout_s",
+    "run.fewer_after_s": "elastic_wait_s",
+    "run.frozen_after_s": "hang_timeout_s",
+    "run.startup_deadline_s": "startup_timeout_s",
+    "trainer.deadline_s": "timeout_s",
+    "trainer.park": "offload_while_sampling",
+}
+"""Former path of a knob or section → its name in the same section now."""
+
+_SFT_BATCH = "did you mean sft.conversations_per_step or sft.tokens_per_step?"
+_SFT_LOSS = "only assistant messages are trained on; `weight: 0` excludes a message"
+_CONTEXT = "follows from data.max_prompt_tokens + rollout.sampling.max_tokens; "
+_LENGTH = "did you mean rollout.sampling.max_tokens, or for `keel sft` sft.max_context_tokens?"
+HINTS = {
+    "batch_size": "did you mean algorithm.prompts_per_step?",
+    "clip_ratio": "did you mean algorithm.clip_low?",
+    "epochs": "did you mean run.steps (in steps)? sft.epochs is for `keel sft` and `keel pretrain`",
+    "max_context_tokens": f"{_CONTEXT}for `keel sft` use sft.max_context_tokens",
+    "max_length": _LENGTH,
+    "max_model_len": f"{_CONTEXT}for a judge use rewards.judge.server.max_model_len",
+    "max_new_tokens": "did you mean rollout.sampling.max_tokens?",
+    "max_seq_length": _LENGTH,
+    "n": "did you mean algorithm.group_size?",
+    "num_samples": "did you mean algorithm.group_size?",
+    "sft.assistant_only_loss": _SFT_LOSS,
+    "sft.batch_size": _SFT_BATCH,
+    "sft.completion_only_loss": _SFT_LOSS,
+    "sft.gradient_accumulation_steps": "follows from the batch and trainer.micro_batch_tokens",
+    "sft.max_length": "did you mean sft.max_context_tokens?",
+    "sft.max_seq_length": "did you mean sft.max_context_tokens?",
+    "sft.num_train_epochs": "did you mean sft.epochs?",
+    "sft.packing": "conversations are always packed and attend to themselves only",
+    "sft.per_device_train_batch_size": _SFT_BATCH,
+    "sft.sources[].epochs": "did you mean repeat (of this source) or sft.epochs (of all)?",
+    "sft.sources[].weight": "did you mean repeat?",
+    "sft.train_batch_size": _SFT_BATCH,
+    "specialists": "this is a recipe of `keel distill`",
+}
+"""Path or bare name of a key that spelling does not lead to → the advice."""
+
+UNSUPPORTED = {
+    r"q?lora(_.*)?|peft(_.*)?|use_peft": "LoRA is not supported; all weights train, with less "
+    "memory by trainer.offload_optimizer and trainer.zero_stage: 3 (keel check plans it)",
+    r"(load_in|quantiz|bnb|bits_and_bytes|bitsandbytes).*": "quantised training is not supported; "
+    "use a bfloat16 model, and trainer.offload_optimizer for less GPU memory",
+    r"push_to_hub|hub_.*": "pushing to the hub is not supported; upload the exported folder: hf "
+    "upload OWNER/NAME RUN_DIR/model",
+}
+"""Pattern of a key → the alternative to an unsupported feature."""
+
+_UNRECORDED = (
+    "allowed_token_ids bad_words beam_width best_of epsilon_cutoff eta_cutoff forced_decoder_ids "
+    "frequency_penalty guided_decoding guided_json guided_regex length_penalty logit_bias "
+    "logits_processor logits_processors min_new_tokens min_p min_tokens mirostat "
+    "no_repeat_ngram_size num_beams penalty_alpha presence_penalty repetition_penalty "
+    "structured_outputs suppress_tokens tfs thinking_token_budget top_a typical_p use_beam_search"
 )
-"""Sampling options that reshape the distribution in ways the trainer cannot replay."""
+UNRECORDED_SAMPLING = frozenset(_UNRECORDED.split())
+"""Sampling options that change the distribution in ways the trainer cannot replay."""
 
+STEPS = ("eval.checkpoint", "filter.checkpoint")
+"""Text knobs that may hold a step, which YAML reads as a number."""
 MOST_INT = 2**63 - 1
+MANY = 10
+"""Number of knobs up to which an error message lists a section."""
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 _INVALID: Any = object()
-"""Stands for a value whose problem has been noted."""
+"""Placeholder for a value whose problem has been recorded."""
+
+
+@cache
+def knob_types(section: type) -> Mapping[str, Any]:
+    """Field → type. Cached, because evaluating annotations is slow."""
+    return get_type_hints(section)
+
+
+def section_type(hint: Any) -> type | None:
+    """Return the dataclass of `X` or `tuple[X, ...]`, or None for a plain value."""
+    if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    return hint if isinstance(hint, type) and is_dataclass(hint) else None
+
+
+def knobs(section: type, prefix: str = "") -> Iterator[str]:
+    """Yield the full path of every knob; entries of a list are written `sources[]`."""
+    for name, hint in knob_types(section).items():
+        nested = section_type(hint)
+        if nested is None:
+            yield prefix + name
+        else:
+            yield from knobs(nested, f"{prefix}{name}{'[]' * (get_origin(hint) is tuple)}.")
+
+
+def knobs_in(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
+    """Split a value for a section into its knobs. Yields any other value unchanged."""
+    hint: Any = root
+    for step in steps:
+        if get_origin(hint) is tuple:
+            hint = get_args(hint)[0]
+        else:
+            hint = knob_types(hint).get(step) if section_type(hint) else None
+        hint = _without_none(hint)
+    yield from _split(hint, steps, value)
+
+
+def _split(hint: Any, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
+    section = None if get_origin(hint) is tuple else section_type(hint)
+    if section is None or not isinstance(value, dict):
+        yield steps, value
+        return
+    hints, inner = knob_types(section), cast(dict[Any, Any], value)
+    for key in sorted(inner, key=lambda key: key == "name"):  # last: it addresses the entry
+        yield from _split(_without_none(hints.get(key)), [*steps, str(key)], inner[key])
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    return next(arg for arg in get_args(hint) if arg is not NoneType)
+
+
+def suggest(key: str, section: type, prefix: str, root: type) -> str:
+    """Advice on the unknown `key` of `section`. prefix: path of the section with a final dot.
+
+    A known name in another section precedes a similar name in this one, because a misplaced line
+    is the more common mistake.
+    """
+    path = re.sub(r"\[[^]]*\]", "[]", prefix) + key
+    everywhere = sorted(knobs(root), key=lambda knob: knob.count("."))
+    here = [field.name for field in fields(section)]
+    if path in RENAMED:
+        return f"renamed to {prefix}{RENAMED[path]}"
+    if path in HINTS:
+        return HINTS[path]
+    if "." in key and path in everywhere:
+        *sections, last = key.split(".")
+        return f"write {''.join(f'{name}: {{' for name in sections)}{last}: …{'}' * len(sections)}"
+    if root is Config and (hint := foreign_hint(path, suffix=False)):
+        return hint
+    for pattern, alternative in UNSUPPORTED.items():
+        if re.fullmatch(pattern, key):
+            return alternative
+    if key in HINTS and root is Config:
+        return HINTS[key]
+    sections = dict.fromkeys(knob.rpartition(".")[0] for knob in everywhere)
+    if same := [knob for knob in (*everywhere, *sections) if knob.rpartition(".")[2] == key]:
+        return f"did you mean {' or '.join(same)}?"
+    if root is Config and (hint := foreign_hint(path)):
+        return hint
+    if near := difflib.get_close_matches(key, here, n=1):
+        return f"did you mean {prefix}{near[0]}?"
+    names = {knob.rpartition(".")[2] for knob in everywhere}
+    if near := difflib.get_close_matches(key, names, n=1, cutoff=0.75):
+        same = [knob for knob in everywhere if knob.rpartition(".")[2] == near[0]]
+        return f"did you mean {' or '.join(same)}?"
+    if len(here) > MANY and prefix:
+        return f"`keel knobs {prefix[:-1]}` lists those of this section"
+    return f"{'this section' if prefix else 'a recipe'} has {', '.join(here)}"
 
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """A place in the recipe: as the reader sees it, and as `where` is keyed."""
+    """A place in the recipe, for messages (`knob`) and as the key of its origin (`key`)."""
 
     knob: str = ""
     key: str = ""
@@ -76,7 +213,6 @@ class _At:
         return _At(f"{self.knob}.{name}".lstrip("."), f"{self.key}.{name}".lstrip("."))
 
     def item(self, index: int, value: Any) -> _At:
-        """Entry `index` of a list, called by its `name` where it has one."""
         label: Any = index
         if isinstance(value, Mapping):
             label = cast(Mapping[str, Any], value).get("name") or index
@@ -84,10 +220,10 @@ class _At:
 
 
 def build(root: type[T], tree: Mapping[str, Any], where: Mapping[str, str], recipe: str) -> T:
-    """`tree` as a `root`.
+    """Build a `root` from `tree`.
 
-    where: dotted key → "file:line" or the override that set it; `recipe` names the rest.
-    Raises ConfigError with one line for each wrong key or type, or with the first broken rule.
+    where: dotted key → "file:line" or the override that set it; `recipe` stands for the rest.
+    Raises ConfigError with one line per wrong key or type, or else with the first broken rule.
     """
     builder = _Builder(root, where, recipe)
     built = builder.section(root, tree, _At())
@@ -98,29 +234,25 @@ def build(root: type[T], tree: Mapping[str, Any], where: Mapping[str, str], reci
 
 class _Builder:
     def __init__(self, root: type, where: Mapping[str, str], recipe: str) -> None:
-        self.root = root
-        self.where = where
-        self.recipe = recipe
+        self.root, self.where, self.recipe = root, where, recipe
         self.problems: list[str] = []
 
     def problem(self, at: _At, message: str) -> Any:
-        """Note what is wrong with the knob at `at`, and where it was written."""
         key = at.key
         below = (origin for known, origin in self.where.items() if known.startswith(f"{key}."))
-        found = self.where.get(key) or next(below, "")  # an override of a knob in the section
-        while key and not found:
+        origin = self.where.get(key) or next(below, "")  # an override of a knob in the section
+        while key and not origin:
             key = key.rpartition(".")[0]
-            found = self.where.get(key, "")
-        self.problems.append(f"{found or self.recipe}: {at.knob}{message}")
+            origin = self.where.get(key, "")
+        self.problems.append(f"{origin or self.recipe}: {at.knob}{message}")
         return _INVALID
 
     def section(self, cls: type, tree: Any, at: _At) -> Any:
-        if not isinstance(tree, Mapping):
-            hint = f"; did you mean {at.knob}.path?" if "path" in knob_types(cls) else ""
-            return self.problem(at, f" = {tree!r}: must be a section (`key: value` lines){hint}")
-        tree = cast(Mapping[Any, Any], tree)
-        before = len(self.problems)
         hints = knob_types(cls)
+        if not isinstance(tree, Mapping):
+            hint = f"; did you mean {at.knob}.path?" if "path" in hints else ""
+            return self.problem(at, f" = {tree!r}: must be a section (`key: value` lines){hint}")
+        tree, before = cast(Mapping[Any, Any], tree), len(self.problems)
         for key in tree:
             if key not in hints:
                 self.unknown(cls, str(key), at, tree[key])
@@ -135,7 +267,7 @@ class _Builder:
             return _INVALID
         try:
             return cls(**values)
-        except ConfigError as error:  # a range or a rule between sections: it names its own knob
+        except ConfigError as error:  # a broken rule; the message begins with its knob
             knob = str(error).split(" ", 1)[0].rstrip(":")
             inside = knob.startswith(at.knob)
             return self.problem(_At("", at.key + knob[len(at.knob) :] * inside), str(error))
@@ -145,23 +277,24 @@ class _Builder:
         if key in UNRECORDED_SAMPLING and cls in (RolloutConfig, SamplingConfig, EvalConfig):
             self.problem(
                 here,
-                ": changes the distribution without being recorded: the probability ratios would "
-                "be wrong; remove it",
+                ": changes the distribution without being recorded, so probability ratios would be "
+                "wrong. Remove it",
             )
-        elif isinstance(value, Mapping) and inside(here.knob):
+        elif isinstance(value, Mapping) and is_foreign_section(here.knob):
             self.foreign(cast(Mapping[Any, Any], value), here)
         else:
             prefix = f"{at.knob}." if at.knob else ""
             self.problem(here, f": no such knob; {suggest(key, cls, prefix, self.root)}")
 
     def foreign(self, tree: Mapping[Any, Any], at: _At) -> None:
-        """A section of another framework's: what each of its words is here."""
+        """Report each knob of another framework's section."""
         for key, value in tree.items():
             here = at.child(str(key))
-            if isinstance(value, Mapping) and inside(here.knob):
+            if isinstance(value, Mapping) and is_foreign_section(here.knob):
                 self.foreign(cast(Mapping[Any, Any], value), here)
             else:
-                self.problem(here, f": no such knob; {elsewhere(here.knob, self.root)}")
+                hint = foreign_hint(here.knob) or "see docs/coming-from.md"
+                self.problem(here, f": no such knob; {hint}")
 
     def value(self, hint: Any, value: Any, at: _At) -> Any:
         origin, args = get_origin(hint), get_args(hint)
@@ -175,7 +308,7 @@ class _Builder:
             (hint,) = (arg for arg in args if arg is not NoneType and arg not in choices)
             return self.scalar(hint, value, at, words) if words else self.value(hint, value, at)
         if origin is Literal:
-            # `True == 1`, so equality alone would let a bool pass for an int.
+            # Compare types too, because True == 1.
             if any(value == arg and type(value) is type(arg) for arg in args):
                 return value
             choices = [*map(str, args), *self.or_auto(at)]
@@ -183,33 +316,26 @@ class _Builder:
         if origin is tuple:
             if not isinstance(value, list):
                 plain = isinstance(value, str | int | float) and section_type(hint) is None
-                cure = f"; write [{value}]" if plain else ""
-                return self.problem(at, f" = {value!r}: must be a list{cure}")
+                return self.problem(
+                    at, f" = {value!r}: must be a list" + f"; write [{value}]" * plain
+                )
             items = cast(list[Any], value)
             return tuple(self.value(args[0], v, at.item(i, v)) for i, v in enumerate(items))
         if origin is not None and issubclass(origin, Mapping):
             if not isinstance(value, Mapping):
                 return self.problem(at, f" = {value!r}: must be a section (`key: value` lines)")
-            pairs = cast(Mapping[Any, Any], value).items()
-            return {self.key(k, at): self.value(args[1], v, at.child(str(k))) for k, v in pairs}
+            pairs = cast(Mapping[Any, Any], value)
+            for key in pairs:
+                if not isinstance(key, str):
+                    self.problem(at, f": its key {key!r} must be text; put it in quotes")
+            return {key: self.value(args[1], v, at.child(str(key))) for key, v in pairs.items()}
         if section_type(hint) is not None:
             return self.section(hint, value, at)
-        if hint is Any:
-            return value
-        return self.scalar(hint, value, at)
-
-    def key(self, key: Any, at: _At) -> Any:
-        if isinstance(key, str):
-            return key
-        return self.problem(at, f": its key {key!r} must be text; put it in quotes")
+        return value if hint is Any else self.scalar(hint, value, at)
 
     def scalar(self, hint: type, value: Any, at: _At, words: Sequence[str] = ()) -> Any:
-        """Return a value of the type `hint`. words: what else the knob may be, for the error."""
+        """Convert to the type `hint`. words: other allowed values, for the message."""
         kind = ", or ".join([_TYPE_NAMES[hint], *words, *self.or_auto(at)])
-        if value is None:
-            empty = f'; an empty one is "" (in a shell: {at.knob}=\'""\'), and # begins a comment'
-            cure = empty if hint is str else ""
-            return self.problem(at, f" = null: must be {kind}{cure}")
         if hint is float:
             number = _as_float(value)
             if number is not None and math.isfinite(number):
@@ -218,43 +344,27 @@ class _Builder:
             if hint is int and not -MOST_INT <= value <= MOST_INT:
                 return self.problem(at, f": has {len(str(value))} digits; at most 2**63 - 1")
             if hint is str and _CONTROL.search(value):
-                return self.problem(at, f" = {value!r}: holds a control character; remove it")
+                return self.problem(at, f" = {value!r}: contains a control character; remove it")
             return value
-        if hint is str and type(value) is int and at.key in STEPS:
-            return str(value)
         cure = ""
-        if hint is int and isinstance(value, float) and value.is_integer():
+        if hint is str:
+            if type(value) is int and at.key in STEPS:
+                return str(value)
+            cure = '; write "" for empty text' if value is None else "; put it in quotes"
+        elif hint is int and isinstance(value, float) and value.is_integer():
             cure = f"; write {int(value)}"
-        elif hint is str:
-            cure = "; put it in quotes"
-        elif hint in (int, bool) and isinstance(value, str):
-            plain = unicodedata.normalize("NFKC", value).strip()
-            if plain.lstrip("-").isdigit():
-                cure = " without quotes" if value.isascii() else f"; write {plain} in plain digits"
-        return self.problem(at, f" = {value!r}: must be {kind}{cure}")
+        shown = "null" if value is None else repr(value)
+        return self.problem(at, f" = {shown}: must be {kind}{cure}")
 
     def or_auto(self, at: _At) -> list[str]:
-        """What else the knob may be."""
         return [AUTO] * (self.root is Config and at.key in OPEN)
 
 
-STEPS = ("eval.checkpoint", "filter.checkpoint")
-"""Texts that may be a step, which YAML reads as a number."""
-_TYPE_NAMES = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a finite number",
-    str: "text",
-}
-
-
 def _as_float(value: Any) -> float | None:
-    """Numbers, and numbers that YAML reads as text (`1e-6` has no dot); None for the rest."""
-    if isinstance(value, bool):
+    """Accept numbers, and numbers that YAML reads as text (`1e-6` has no dot)."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
-    if isinstance(value, (int, float, str)):
-        try:
-            return float(value)
-        except (ValueError, OverflowError):
-            return None
-    return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None

@@ -1,4 +1,4 @@
-"""How two configs differ, and which differences a resumed run may have."""
+"""Compare two configs, and decide which differences a resumed run may have."""
 
 from __future__ import annotations
 
@@ -11,122 +11,45 @@ from keel.configs.schema import Config, ConfigError, ConversationsConfig, Source
 
 STEPPING = ("trainer.lr", "trainer.min_lr", "trainer.schedule", "trainer.warmup_steps")
 """Knobs of the learning rate, which is a function of the step."""
+_RESUMABLE = {
+    "run": "dir steps resume eval_every checkpoint_every checkpoint_minutes grace_s hang_timeout_s "
+    "max_restarts elastic_wait_s max_skipped_steps keep_checkpoints save_trajectories "
+    "save_all_trajectories save_tokens trackers startup_timeout_s device gpu_gib gpus_per_node "
+    "nodes",
+    "model.tiny": "cache_dir cold_start.max_seconds",
+    "rewards": "workers timeout_s max_failure_fraction",
+    # The judge's model identifies it, wherever it runs.
+    "rewards.judge": "base_url serve server.tensor_parallel server.gpu_memory_utilization "
+    "server.kv_cache_gib server.threads server.startup_timeout_s api_key_env max_concurrent "
+    "timeout_s retries max_calls max_failure_fraction cache_dir chats",
+    "rollout": "engines tensor_parallel colocated time_share recorder weight_transfer copy_weights "
+    "max_num_seqs max_num_batched_tokens enable_prefix_caching cascade_attention enforce_eager "
+    "gpu_memory_utilization kv_cache_gib threads timeout_s update_timeout_s",
+    "trainer": "lr min_lr schedule warmup_steps ranks min_ranks zero_stage expert_parallel "
+    "sequence_parallel offload_optimizer micro_batch_tokens activation_checkpointing "
+    "attention_kernels keep_attention share_prompts compile offload_while_sampling threads "
+    "publish_bucket_mib timeout_s",
+    "eval": "prompts size samples submissions file temperature top_p top_k pass_at variants "
+    "checkpoint dir against",
+    "filter": "dir checkpoint samples least_pass_rate most_pass_rate",
+    "sft": "epochs",
+}
 RESUMABLE_KNOBS = frozenset(
-    {
-        # where, how long, how often
-        "run.dir",
-        "run.steps",
-        "run.resume",
-        "run.eval_every",
-        "run.checkpoint_every",
-        "run.checkpoint_minutes",
-        "run.grace_s",
-        "run.hang_timeout_s",
-        "run.max_restarts",
-        "run.elastic_wait_s",
-        "run.max_skipped_steps",
-        "run.keep_checkpoints",
-        "run.save_trajectories",
-        "run.save_all_trajectories",
-        "run.save_tokens",
-        "run.trackers",
-        "run.startup_timeout_s",
-        # how the same arithmetic is laid out on the machine
-        "run.device",
-        "run.gpu_gib",
-        "run.gpus_per_node",
-        "run.nodes",
-        "model.tiny.cache_dir",
-        "model.tiny.cold_start.max_seconds",
-        "rewards.workers",
-        "rewards.timeout_s",
-        "rewards.max_failure_fraction",
-        # … the judge is who its model is, wherever it runs …
-        "rewards.judge.base_url",
-        "rewards.judge.serve",
-        "rewards.judge.server.tensor_parallel",
-        "rewards.judge.server.gpu_memory_utilization",
-        "rewards.judge.server.kv_cache_gib",
-        "rewards.judge.server.threads",
-        "rewards.judge.server.startup_timeout_s",
-        "rewards.judge.api_key_env",
-        "rewards.judge.max_concurrent",
-        "rewards.judge.timeout_s",
-        "rewards.judge.retries",
-        "rewards.judge.max_calls",
-        "rewards.judge.max_failure_fraction",
-        "rewards.judge.cache_dir",
-        "rewards.judge.chats",
-        "rollout.engines",
-        "rollout.tensor_parallel",
-        "rollout.colocated",
-        "rollout.time_share",
-        "rollout.recorder",
-        "rollout.weight_transfer",
-        "rollout.copy_weights",
-        "rollout.max_num_seqs",
-        "rollout.max_num_batched_tokens",
-        "rollout.enable_prefix_caching",
-        "rollout.cascade_attention",
-        "rollout.enforce_eager",
-        "rollout.gpu_memory_utilization",
-        "rollout.kv_cache_gib",
-        "rollout.threads",
-        "rollout.timeout_s",
-        "rollout.update_timeout_s",
-        *STEPPING,
-        "trainer.ranks",
-        "trainer.min_ranks",
-        "trainer.zero_stage",
-        "trainer.expert_parallel",
-        "trainer.sequence_parallel",
-        "trainer.offload_optimizer",
-        "trainer.micro_batch_tokens",
-        "trainer.activation_checkpointing",
-        "trainer.attention_kernels",
-        "trainer.keep_attention",
-        "trainer.share_prompts",
-        "trainer.compile",
-        "trainer.offload_while_sampling",
-        "trainer.threads",
-        "trainer.publish_bucket_mib",
-        "trainer.timeout_s",
-        # measured, never trained on
-        "eval.prompts",
-        "eval.size",
-        "eval.samples",
-        "eval.submissions",
-        "eval.file",
-        "eval.temperature",
-        "eval.top_p",
-        "eval.top_k",
-        "eval.pass_at",
-        "eval.variants",
-        "eval.checkpoint",
-        "eval.dir",
-        "eval.against",
-        "filter.dir",
-        "filter.checkpoint",
-        "filter.samples",
-        "filter.least_pass_rate",
-        "filter.most_pass_rate",
-        "sft.epochs",
-    }
+    f"{section}.{name}" for section, names in _RESUMABLE.items() for name in names.split()
 )
-"""Knobs that may change when a run continues from its checkpoint: none of them changes what the run
-optimises. (The learning rate is a function of the step: `trainer.lr` and its schedule apply from
-the resumed step on, and `run.steps` stretches a `linear` or `cosine` schedule.)"""
+"""Knobs that may change when a run resumes, because they do not change what it optimises.
 
-ELSEWHERE = ("alarms.", "endpoint.")
-"""Sections on which no run depends: how their knobs begin."""
-
-NAMED = (SourceConfig, ConversationsConfig)
-ABSENT = "(absent)"
+The learning rate and its schedule apply from the resumed step on, and `run.steps` stretches a
+`linear` or `cosine` schedule.
+"""
+_IGNORED_SECTIONS = ("alarms.", "endpoint.")
+_NAMED = (SourceConfig, ConversationsConfig)
+_ABSENT = "(absent)"
 
 
 def resumable(knob: str) -> bool:
-    """Whether a run folder may be continued with another value of this knob."""
-    return knob in RESUMABLE_KNOBS or knob.startswith(ELSEWHERE)
+    """Return True if a run may resume with another value of this knob."""
+    return knob in RESUMABLE_KNOBS or knob.startswith(_IGNORED_SECTIONS)
 
 
 def flatten_config(config: Config) -> dict[str, Any]:
@@ -143,7 +66,7 @@ def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
     elif isinstance(value, Mapping):
         for key, item in cast(Mapping[str, Any], value).items():
             _flatten(item, f"{path}.{key}", flat)
-    elif isinstance(value, tuple) and value and isinstance(value[0], NAMED):
+    elif isinstance(value, tuple) and value and isinstance(value[0], _NAMED):
         for source in cast(tuple[SourceConfig | ConversationsConfig, ...], value):
             _flatten(source, f"{path}[{source.name}]", flat)
     else:
@@ -153,58 +76,56 @@ def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
 def diff_configs(a: Config, b: Config) -> list[str]:
     """Paths of the knobs that differ, in the schema's order."""
     left, right = flatten_config(a), flatten_config(b)
-    return [k for k in left | right if left.get(k, ABSENT) != right.get(k, ABSENT)]
+    return [k for k in left | right if left.get(k, _ABSENT) != right.get(k, _ABSENT)]
 
 
-def stepping(saved: Config, wanted: Config) -> list[str]:
+def stepping(saved: Config, new: Config) -> list[str]:
     """Changes of the learning rate, such as `trainer.lr 1e-06 → 5e-07`."""
-    old, new = flatten_config(saved), flatten_config(wanted)
-    return [f"{knob} {old[knob]} → {new[knob]}" for knob in STEPPING if old[knob] != new[knob]]
+    old, now = flatten_config(saved), flatten_config(new)
+    return [f"{knob} {old[knob]} → {now[knob]}" for knob in STEPPING if old[knob] != now[knob]]
 
 
 def check_resumable(
-    saved: Config, wanted: Config, folder: str, *, of: tuple[str, ...] = ("",)
+    saved: Config, new: Config, folder: str, *, of: tuple[str, ...] = ("",)
 ) -> None:
-    """Refuse to continue the run in `folder` with a config that optimises something else.
+    """Refuse to resume the run in `folder` with a config that optimises something else.
 
-    of: how the knobs begin that matter. Raises ConfigError naming each knob with both values, and
-    the ways out.
+    of: prefixes of the knobs to compare. Raises ConfigError with both values of each knob.
     """
-    old, new = flatten_config(saved), flatten_config(wanted)
-    differing = diff_configs(saved, wanted)
-    measured = _only_measured(saved, wanted)
+    old, now = flatten_config(saved), flatten_config(new)
+    unused = _only_evaluated(saved, new)
     changed = [
         knob
-        for knob in differing
-        if not resumable(knob) and knob.startswith(of) and not knob.startswith(measured)
+        for knob in diff_configs(saved, new)
+        if not resumable(knob) and knob.startswith(of) and not knob.startswith(unused)
     ]
     if changed:
-        # `sources` itself, where there were none, says no more than the new ones do.
-        said = [_change(knob, old, new) for knob in changed if not knob.endswith(".sources")]
-        listed = "\n".join(dict.fromkeys(said))
+        # The knob `sources` differs if one list is empty; its entries are listed anyway.
+        lines = [_change(knob, old, now) for knob in changed if not knob.endswith(".sources")]
+        listed = "\n".join(dict.fromkeys(lines))
         raise ConfigError(
             f"{folder} holds a run with another config:\n{listed}\n"
-            "Choose another run.dir, or set these knobs back to continue it (another run may begin "
-            "with this one's exported model, model.path: docs/checkpoints.md)"
+            "Choose another run.dir, or restore these knobs to resume it. A new run can start from "
+            "this one's exported model (model.path: docs/checkpoints.md)"
         )
 
 
-def _only_measured(saved: Config, wanted: Config) -> tuple[str, ...]:
-    """Beginnings of the knobs of sources that train in neither config, such as `eval.file`'s."""
+def _only_evaluated(saved: Config, new: Config) -> tuple[str, ...]:
+    """Prefixes of the knobs of sources that neither config trains on, such as `eval.file`'s."""
     trained = {
         source.name
-        for config in (saved, wanted)
+        for config in (saved, new)
         for source in config.data.sources
         if config.data.weight_of(source) > 0
     }
-    names = {source.name for config in (saved, wanted) for source in config.data.sources}
+    names = {source.name for config in (saved, new) for source in config.data.sources}
     return tuple(f"data.sources[{name}]." for name in names - trained)
 
 
 def _change(knob: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """A line for it; of a source that only one of the two has, the same for all its knobs."""
+    """Describe a change. All knobs of an added or removed source give the same line."""
     if source := re.match(r".*?\[[^]]+\](?=\.)", knob):
-        for has, lacks, words in ((new, old, "is new"), (old, new, "is gone")):
+        for has, lacks, verb in ((new, old, "was added"), (old, new, "was removed")):
             if knob in has and not any(other.startswith(f"{source[0]}.") for other in lacks):
-                return f"  {source[0]} {words}"
-    return f"  {knob}: {old.get(knob, ABSENT)!r} → {new.get(knob, ABSENT)!r}"
+                return f"  {source[0]} {verb}"
+    return f"  {knob}: {old.get(knob, _ABSENT)!r} → {new.get(knob, _ABSENT)!r}"

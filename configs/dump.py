@@ -1,4 +1,4 @@
-"""A `Config` as the YAML that a run keeps of it."""
+"""Write a `Config` and single values as YAML."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from keel.configs.auto import AUTO
 from keel.configs.schema import Config
 
 
-def dump_config(config: Config, left: Iterable[str] = ()) -> str:
-    """Every knob of `config` as YAML that `load_config` reads back to an equal `Config`. left: what
-    the hardware and the model are to decide of it (`keel.configs.auto`)."""
+def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
+    """Every knob of `config` as YAML that `load_config` reads back to an equal `Config`.
+
+    auto: knobs to write as `auto` (`keel.configs.auto`).
+    """
     tree = escaped(asdict(config))
-    for section, _, name in (knob.partition(".") for knob in left):
+    for section, _, name in (knob.partition(".") for knob in auto):
         tree[section][name] = AUTO
     return yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
 
 
 def as_override(text: str) -> str:
-    """A text as it stands behind an override's `=`: in quotes where YAML would read another."""
+    """Quote a text for an override if YAML would read it as another value."""
     text = str(escaped(text))
     try:
         plain = yaml.safe_load(text) == text
@@ -34,19 +36,18 @@ def as_override(text: str) -> str:
 
 
 def quoted(value: Any) -> str:
-    """Plain data on one line, as YAML reads it."""
-    # YAML knows JSON's escapes, but reads a pair of surrogates as two characters.
+    """Plain data as YAML on one line."""
+    # YAML knows JSON's escapes, but reads a surrogate pair as two characters.
     text = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
-# By libyaml where PyYAML has it: 3 ms and not 13.
+# libyaml's dumper, if PyYAML has it, takes 3 ms instead of 13.
 _SafeDumper = cast(type[yaml.SafeDumper], getattr(yaml, "CSafeDumper", yaml.SafeDumper))
 
 
 class _Dumper(_SafeDumper):
-    """Quotes what OmegaConf may take for a number where PyYAML does not: 1e-6. (OmegaConf's own
-    way to YAML makes a config of its own first: 20 ms.)"""
+    """Quotes texts that OmegaConf, but not PyYAML, reads as numbers, such as 1e-6."""
 
     def text(self, data: str) -> yaml.Node:
         style = "'" if data and data[0] in "+-.0123456789" else None
@@ -57,7 +58,7 @@ _Dumper.add_representer(str, _Dumper.text)
 
 
 def escaped(value: Any) -> Any:
-    """Literal `${` would be read back as a reference; backslashes before it are escapes."""
+    """Escape literal `${`, which would be read back as a reference."""
     if isinstance(value, dict):
         return {k: escaped(v) for k, v in cast(dict[str, Any], value).items()}
     if isinstance(value, (list, tuple)):

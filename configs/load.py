@@ -1,21 +1,19 @@
-"""Recipes: a YAML file and `key=value` overrides become a `Config`. OmegaConf lives only here.
+"""Load a recipe (YAML) and `key=value` overrides into a `Config`. The only user of OmegaConf.
 
-    defaults: base.yaml          # optional: start from that recipe, found relative to this one, or
-                                 # from one that comes with Keel, by its bare name: quickstart
+    defaults: base.yaml          # optional base recipe: a path relative to this file, or the bare
+                                 # name of a recipe that comes with Keel
     trainer: {lr: 3e-6}
 
-Order: the schema's defaults, `defaults:` (and its own), the recipe, the overrides. Sections are
-merged, lists replaced. An override of a section, or of a list's entry, sets the knobs that it names
-and leaves the others as they are: `run={steps: 3}` is `run.steps=3`. An override of a knob replaces
-its value, also a list, and what has keys of a user's (`rewards`). `${run.seed}` refers to another
-knob; text that needs a literal `${` writes `\\${`.
+Precedence: schema defaults, `defaults:` (recursively), the recipe, overrides. Sections are merged
+and lists are replaced. An override of a section sets only the knobs it names: `run={steps: 3}` is
+`run.steps=3`. `${run.seed}` refers to another knob; write `\\${` for a literal `${`.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
@@ -25,17 +23,15 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from keel.configs.auto import spelled_out, taken_out
-from keel.configs.convert import build
+from keel.configs.auto import with_auto, without_auto
+from keel.configs.convert import build, knob_types, knobs_in, section_type
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.distillation import DistillConfig
 from keel.configs.dump import dump_config, escaped, quoted
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.data import ROWS
-from keel.configs.shipped import find, placed, text_of
-from keel.configs.suggest import knob_types, knobs_in, section_type
+from keel.configs.shipped import find, read_recipe, resolved
 from keel.configs.synthesis import SynthesisConfig
-from keel.configs.yaml_guards import calls, cut_off, lookalike, misread, tree_of
 
 __all__ = [
     "RESUMABLE_KNOBS",
@@ -47,52 +43,56 @@ __all__ = [
     "load_distillation",
     "load_recipe",
     "load_synthesis",
-    "spelled_apart",
+    "split_overrides",
 ]
+
+MOST_VALUES = 100_000
+"""Maximum number of values in a recipe with aliases expanded."""
+MOST_DIGITS = 100
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The recipe at `path` with `key=value` overrides applied in order.
+    """Load the recipe at `path` and apply `key=value` overrides in order.
 
-    A bare name without a suffix is a recipe of this package: `quickstart`.
-    Keys are dotted; an entry of a list is named by its index or its name: `data.sources.0.size=64`
-    or `data.sources[chain_sum].size=64`; the name of a reward function is one key,
-    `data.sources.0.rewards.my_rewards.brief=0.5`. Values are YAML.
-
-    Raises ConfigError naming the file and line (or the override), the knob and the cure.
+    path: a file, or the bare name of a recipe that comes with Keel. Override keys are dotted, and
+    an entry of a list is named by its index or name: `data.sources[chain_sum].size=64`. The dotted
+    name of a reward function is one key: `data.sources.0.rewards.my_rewards.brief=0.5`. Values are
+    YAML. Raises ConfigError with the file and line (or the override) of each problem.
     """
     return load_recipe(path, overrides)[0]
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
-    """As `load_config`, and the knobs that the recipe leaves to the hardware and the model
-    (`keel.configs.auto`): the config has their values for a CPU."""
+    """Like `load_config`, and also return the knobs that are `auto` (`keel.configs.auto`), for
+    which the config holds the CPU defaults."""
     tree, where, recipe = _tree(Config, Path(path), overrides)
-    tree, left = taken_out(tree)
-    return build(Config, tree, where, recipe), left
+    tree, auto = without_auto(tree)
+    return build(Config, tree, where, recipe), auto
 
 
 def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
-    """As `load_config` has it, the recipe of `keel synthesize`; none comes along."""
+    """Load a recipe of `keel synthesize`; see `load_config`."""
     return build(SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides, "synthesize/"))
 
 
 def load_distillation(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:
-    """As `load_config` has it, the recipe of `keel distill`; bare names are of its own folder."""
+    """Load a recipe of `keel distill`; see `load_config`."""
     return build(DistillConfig, *_tree(DistillConfig, Path(path), overrides, "distill/"))
 
 
 def _tree(
     root: type, path: Path, overrides: Sequence[str], folder: str = ""
 ) -> tuple[dict[str, Any], dict[str, str], str]:
-    """Plain data, the file and line that set each key, and the recipe's name. folder: of this
-    package, in which recipes of the kind come along."""
+    """Return plain data, the origin (file and line, or override) of each key, and the path.
+
+    folder: subfolder with Keel's recipes of this kind.
+    """
     recipe = find(path, folder)
     layers, where = _read(recipe, (), folder)
-    if root is not Config and (own := {"data", "model", "trainer"} & layers[-1].keys()):
+    if root is not Config and (foreign := {"data", "model", "trainer"} & layers[-1].keys()):
         raise ConfigError(
-            f"{where[min(own)]}: {min(own)}: is a section of the recipes of `keel train`; this "
-            f"command takes another kind, of {', '.join(field.name for field in fields(root))}"
+            f"{where[min(foreign)]}: {min(foreign)}: belongs to recipes of `keel train`. This "
+            f"command takes {', '.join(field.name for field in fields(root))}"
         )
     try:
         tree: dict[str, Any] = {}
@@ -104,17 +104,16 @@ def _tree(
             for knob, one in knobs_in(root, steps, value):
                 _set_knob(tree, where, knob, one, origin)
         if root is Config:
-            tree = spelled_out(_with_eval_file(tree, where))
-        if (key := calls(tree)) is not None:
+            tree = with_auto(_with_eval_file(tree, where))
+        if (key := _resolver_call(tree)) is not None:
             raise ConfigError(
                 f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "
-                "environment, whose secrets are not for a run's folder; refer to knobs alone "
-                "(write a literal ${ as \\${)"
+                "environment. Refer to knobs only (write a literal ${ as \\${)"
             )
-        if _refers(tree):  # OmegaConf takes longer over it than all the rest does
-            whole = OmegaConf.create(_with_defaults(root, tree))
-            resolved = OmegaConf.to_container(whole, resolve=True, throw_on_missing=True)
-            tree = cast(dict[str, Any], resolved)
+        if _has_references(tree):  # OmegaConf is slow
+            complete = OmegaConf.create(_with_defaults(root, tree))
+            container = OmegaConf.to_container(complete, resolve=True, throw_on_missing=True)
+            tree = cast(dict[str, Any], container)
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, where, str(recipe))) from error
     except (RecursionError, UnicodeEncodeError) as error:
@@ -122,16 +121,15 @@ def _tree(
     return tree, where, str(recipe)
 
 
-OF_THE_FILE = frozenset(
+ROW_KNOBS = frozenset(
     {"name", "source", "path", "split", "subset", "size", "holdout", "weight", "domain"}
     | {"pass_rates", "least_pass_rate", "most_pass_rate"}
 )
-"""Knobs of a source that say which rows it has; the others say how rows are read and scored."""
+"""Knobs of a source that select its rows; the others define how rows are read and scored."""
 
 
 def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
-    """Turn `eval.file` into a source that is held out as a whole, read as the first source of rows
-    is."""
+    """Turn `eval.file` into a held-out source, read and scored like the first file source."""
     if not isinstance(tree.get("eval"), dict) or not isinstance(tree.get("data"), dict):
         return tree
     section, data = cast(dict[str, Any], tree["eval"]), cast(dict[str, Any], tree["data"])
@@ -142,25 +140,23 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
     others = [cast(dict[str, Any], one) for one in sources if isinstance(one, dict)]
     rows = next((one for one in others if one.get("source") in ROWS), dict[str, Any]())
     name = Path(path).name.partition(".")[0] or "eval"
-    names = [one.get("name") for one in others]
     source = {
-        **{knob: value for knob, value in rows.items() if knob not in OF_THE_FILE},
-        "name": f"{name}-eval" if name in names else name,
+        **{knob: value for knob, value in rows.items() if knob not in ROW_KNOBS},
+        "name": f"{name}-eval" if name in [one.get("name") for one in others] else name,
         "source": "jsonl" if path.endswith(".jsonl") else "file",
         "path": path,
         "holdout": "all",
     }
     where[f"data.sources.{len(sources)}"] = where.get("eval.file", "")
-    inner = {knob: value for knob, value in section.items() if knob != "file"}
     data = {**data, "sources": [*sources, source]}
     if isinstance(only := data.get("only"), list) and only:
         data["only"] = [*cast(list[Any], only), source["name"]]
-    return {**tree, "eval": inner, "data": data}
+    return {**tree, "eval": {k: v for k, v in section.items() if k != "file"}, "data": data}
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Sections merged, everything else replaced by what `above` has. (OmegaConf's own merge raises
-    a TypeError where a section stands in the place of a list: here the schema will name it.)"""
+    """Merge sections and replace other values. OmegaConf's merge fails if a section replaces a
+    list, which the schema reports better."""
     both = dict(below)
     for key, value in above.items():
         old = below.get(key)
@@ -171,23 +167,36 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def _refers(value: Any) -> bool:
-    """Whether anything in it has to be resolved: a `${…}` or a `???`."""
+def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    below: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
-        return any(map(_refers, cast(dict[Any, Any], value).values()))
-    if isinstance(value, list):
-        return any(map(_refers, cast(list[Any], value)))
-    return isinstance(value, str) and ("${" in value or value == "???")
+        below = cast(dict[Any, Any], value).items()
+    elif isinstance(value, list):
+        below = enumerate(cast(list[Any], value))
+    elif isinstance(value, str):
+        yield key, value
+    for name, inner in below:
+        yield from _strings(inner, f"{key}.{name}".lstrip("."))
+
+
+def _has_references(tree: Any) -> bool:
+    return any("${" in text or text == "???" for _, text in _strings(tree))
+
+
+def _resolver_call(tree: Any) -> str | None:
+    """Return the key of a text with an OmegaConf resolver such as `${oc.env:HOME}`."""
+    pattern = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
+    return next((key for key, text in _strings(tree) if pattern.search(text)), None)
 
 
 def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
-    """`tree` with the defaults of what it leaves out, so that `${run.seed}` finds them."""
+    """Add the schema's defaults to `tree`, so that references can find them."""
     hints, complete = knob_types(section), dict(tree)
     for field in fields(section):
         inner = section_type(hints[field.name])
-        given = tree.get(field.name, {} if field.default_factory is not MISSING else None)
-        if inner is not None and inner is hints[field.name] and isinstance(given, dict):
-            complete[field.name] = _with_defaults(inner, cast(dict[str, Any], given))
+        value = tree.get(field.name, {} if field.default_factory is not MISSING else None)
+        if inner is not None and inner is hints[field.name] and isinstance(value, dict):
+            complete[field.name] = _with_defaults(inner, cast(dict[str, Any], value))
         elif field.name not in tree and inner is None and field.default is not MISSING:
             complete[field.name] = escaped(field.default)
     return complete
@@ -196,40 +205,37 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
 def _read(
     path: Path, trail: tuple[Path, ...], folder: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The recipe's layers, its ancestors first, and the file and line that set each key. folder: as
-    `_tree` has it."""
-    path, real = placed(path)
+    """Return the recipe's layers, base recipes first, and the origin of each key."""
+    path, real = resolved(path)
     if real in trail:
-        raise ConfigError(f"{path}: `defaults` goes round in a circle")
-    text = text_of(path, folder)
+        raise ConfigError(f"{path}: `defaults` is circular")
+    text = read_recipe(path, folder)
     lines: dict[str, str] = {}
-    nodes: Sequence[_Placed] = ()
     try:
-        root = _composed(text)
-        if root is None:
-            raise ConfigError(f"{path}:1: a recipe is made of `section:` and `key: value` lines")
-        nodes = root
+        nodes = _composed(text)
+        if nodes is None:
+            raise ConfigError(f"{path}:1: a recipe consists of `section:` and `key: value` lines")
         lines = {key: f"{path}:{line}" for key, _, line in nodes}
         for key, node, line in nodes:
-            if problem := misread(node):
+            if problem := _misread(node):
                 raise ConfigError(f"{path}:{line}: {key} = {node.value[:40]}: {problem}")
         layer = _copied(_values(text))
     except yaml.YAMLError as error:
-        said = f"{_reason(error)}{lookalike(error, text)}"
-        raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {said}") from error
+        raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {_reason(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, lines, str(path))) from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: nested too deeply, or an alias that holds itself") from error
+        raise ConfigError(f"{path}: nested too deeply, or an alias that contains itself") from error
     if "defaults" not in layer:
         return [layer], lines
     base = layer.pop("defaults")
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{lines['defaults']}: defaults = {base!r}: must be the path of a recipe")
-    beside = path.parent / base
+    sibling = path.parent / base
     try:
-        ancestors, base_lines = _read(
-            beside if beside.exists() else find(Path(base), folder, beside), (*trail, real)
+        bases, base_lines = _read(
+            sibling if sibling.exists() else find(Path(base), folder, sibling),
+            (*trail, real),
         )
     except ConfigError as error:
         raise ConfigError(f"{lines['defaults']}: defaults: {error}") from error
@@ -237,49 +243,74 @@ def _read(
         f"{key}." for key, value, _ in nodes if not isinstance(value, yaml.MappingNode)
     )
     kept = {key: line for key, line in base_lines.items() if not key.startswith(replaced)}
-    return [*ancestors, layer], kept | lines
+    return [*bases, layer], kept | lines
 
 
 _Placed = tuple[str, yaml.Node, int]
 """A dotted key, its value and its line."""
 
 
-# Parsing is most of what loading takes, and tests load few recipes many times.
+def parse_yaml(text: str) -> yaml.Node | None:
+    """Compose `text` without building objects. Raises yaml.YAMLError, also for an alias bomb.
+
+    Uses PyYAML's parser, because libyaml crashes on deeply nested brackets.
+    """
+    root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
+    if _size(root, {}) >= MOST_VALUES:
+        raise yaml.YAMLError(f"its aliases expand to {MOST_VALUES} values or more")
+    return root
+
+
+def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """Number of values below `node` with aliases expanded."""
+    if id(node) not in known:
+        known[id(node)] = 1  # ends the recursion of an alias that contains itself
+        below: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            below = [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            below = list(node.value)
+        known[id(node)] = min(MOST_VALUES, 1 + sum(_size(one, known) for one in below))
+    return known[id(node)]
+
+
+# Cached, because parsing dominates loading and tests load the same recipes many times.
 @lru_cache(maxsize=64)
 def _composed(text: str) -> Sequence[_Placed] | None:
-    """None: it is no mapping. (By PyYAML's own parser: libyaml's ends the process where brackets
-    are nested deeply.)"""
-    root = tree_of(text)
+    """Return None unless the document is a mapping."""
+    root = parse_yaml(text)
     return tuple(_nodes(root)) if root is None or isinstance(root, yaml.MappingNode) else None
 
 
 @lru_cache(maxsize=64)
 def _values(text: str) -> dict[str, Any]:
-    """Not to be changed: it is shared."""
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text)))
 
 
 @lru_cache(maxsize=256)
-def _overriding(text: str) -> tuple[str, Any]:
-    """What is wrong with what stands behind an override's `=`, or ""; and its value. Not to be
-    changed: it is shared."""
-    node = tree_of(text)
-    if node is not None and (problem := misread(node) or cut_off(node, text)):
-        return problem, None
-    # from_dotlist rather than yaml.safe_load: values then mean what they mean in a recipe.
+def _override_value(text: str) -> tuple[str, Any]:
+    """Return a problem or "", and the parsed value of an override."""
+    node = parse_yaml(text)
+    if node is not None:
+        rest = text[node.end_mark.index :].strip()
+        problem = _misread(node)
+        if rest.startswith("#"):
+            problem = f"YAML reads {rest!r} as a comment; put the value in quotes"
+        if problem:
+            return problem, None
+    # Unlike yaml.safe_load, OmegaConf reads values as it does in a recipe.
     parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return "", cast(dict[str, Any], parsed)["value"]
 
 
 def _copied(value: Any) -> Any:
-    """Plain data of its own."""
+    """Copy a value of a cache."""
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in cast(dict[Any, Any], value).items()}
     return [_copied(one) for one in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[_Placed]:
-    """Everything below `node`."""
     children: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(str(name.value), name, value) for name, value in node.value]
@@ -291,6 +322,18 @@ def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[_Placed]:
         yield from _nodes(value, child)
 
 
+def _misread(node: yaml.Node) -> str:
+    """Return what is wrong with a number that YAML 1.1 reads unexpectedly, or ""."""
+    kind, text = str(node.tag).rpartition(":")[2], node.value
+    if kind not in ("int", "float") or not isinstance(text, str):
+        return ""
+    if ":" in text:
+        return "YAML reads it as a base-60 number; write the number, or put it in quotes"
+    if kind == "int" and re.fullmatch(r"[-+]?0[0-7_]+", text):
+        return "YAML reads it as an octal number; remove the zeros, or put it in quotes"
+    return "has too many digits" if len(text) > MOST_DIGITS else ""
+
+
 def _mark(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f":{error.problem_mark.line + 1}"
@@ -298,44 +341,45 @@ def _mark(error: yaml.YAMLError) -> str:
 
 
 def _reason(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem:
-        if error.problem.startswith("expected <block end>"):
-            return "it is indented otherwise than the lines around it"
-        return f"{error.problem} ({error.context})" if error.context else error.problem
-    return str(error)
+    if not isinstance(error, yaml.MarkedYAMLError) or not error.problem:
+        return str(error)
+    if error.problem.startswith("expected <block end>"):
+        return "inconsistent indentation"
+    return f"{error.problem} ({error.context})" if error.context else error.problem
 
 
-def _explain(error: OmegaConfBaseException, where: dict[str, str], recipe: str) -> str:
-    """A reference that cannot be resolved, or a value left as `???`."""
+def _explain(error: OmegaConfBaseException, where: Mapping[str, str], recipe: str) -> str:
+    """Describe an unresolved reference or a value left as `???`."""
     key = error.full_key or ""
     reason = str(error).strip().partition("\n")[0]
     return f"{where.get(key, recipe)}: {key or 'a value'}: {reason} (write a literal ${{ as \\${{)"
 
 
-def spelled_apart(overrides: Sequence[str]) -> list[str]:
-    """The same with a knob each: `run={steps: 3, seed: 1}` as `run.steps=3` and `run.seed=1`. One
-    that names no knob, or what cannot be said so, stays as it is written. Raises ConfigError for
-    what is no override."""
-    return [one for override in overrides for one in _apart(override)]
+def split_overrides(overrides: Sequence[str]) -> list[str]:
+    """Split overrides of sections: `run={steps: 3, seed: 1}` → `run.steps=3`, `run.seed=1`.
+
+    Overrides that name no knob stay unchanged. Raises ConfigError for a malformed override.
+    """
+    return [one for override in overrides for one in _split_override(override)]
 
 
-def _apart(override: str) -> list[str]:
+def _split_override(override: str) -> list[str]:
     steps, value, _ = _parsed(override)
-    key, found = override.partition("=")[0].strip(), list[str]()
+    key, parts = override.partition("=")[0].strip(), list[str]()
     for knob, one in knobs_in(Config, steps, value):
         inner = "".join(f"[{k}]" if "." in k else f".{k}" for k in knob[len(steps) :])
         try:
             text = f"{key}{inner}={quoted(one)}" if inner else override
             if _parsed(text)[:2] != (knob, one):
                 return [override]
-        except (TypeError, ConfigError):  # bytes, and keys that no knob has
+        except (TypeError, ConfigError):  # bytes, or a key that no knob has
             return [override]
-        found.append(text)
-    return found or [override]
+        parts.append(text)
+    return parts or [override]
 
 
 def _parsed(override: str) -> tuple[list[str], Any, str]:
-    """Key, value, and what messages call it. Raises ConfigError."""
+    """Return the steps of the key, the value, and the origin for messages."""
     origin = f"override {override!r}"
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -344,7 +388,7 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
     if not equals or not (steps := _steps_of(key)):
         raise ConfigError(f"{origin}: write key=value without spaces, such as run.steps=20")
     try:
-        problem, shared = _overriding(text)
+        problem, shared = _override_value(text)
     except RecursionError as error:
         raise ConfigError(f"{origin}: nested too deeply") from error
     except yaml.YAMLError as error:
@@ -356,19 +400,16 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
     return steps, _copied(shared), origin
 
 
-_STEP = re.compile(r"\[([^\]]+)\]|([^.\[\]]+)")
-
-
 def _steps_of(key: str) -> list[str]:
-    """`data.sources[sums].size` as data, sources, sums and size; none where it is no key. The name
-    of a reward function (`data.sources.0.rewards.my_rewards.brief`) is one."""
-    steps = [bracketed or plain for bracketed, plain in _STEP.findall(key)]
-    named = steps[:2] == ["data", "sources"] and steps[3:4] == ["rewards"] and len(steps) > 5
-    return [*steps[:4], ".".join(steps[4:])] if named else steps
+    """Split `data.sources[sums].size` into its steps; a dotted reward function stays one step."""
+    pairs = re.findall(r"\[([^\]]+)\]|([^.\[\]]+)", key)
+    steps = [bracketed or plain for bracketed, plain in pairs]
+    function = steps[:2] == ["data", "sources"] and steps[3:4] == ["rewards"] and len(steps) > 5
+    return [*steps[:4], ".".join(steps[4:])] if function else steps
 
 
 def _check_entries(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
-    """Raises ConfigError for an entry that a list has not, whatever is to be set in it."""
+    """Raise ConfigError if a step names a missing entry of a list."""
     node: Any = tree
     for position, step in enumerate(steps):
         if isinstance(node, list):
@@ -381,7 +422,7 @@ def _check_entries(tree: dict[str, Any], steps: Sequence[str], origin: str) -> N
 def _set_knob(
     tree: dict[str, Any], where: dict[str, str], steps: Sequence[str], value: Any, origin: str
 ) -> None:
-    """One knob in `tree`, and in `where` that the override did."""
+    """Set one knob in `tree`, and its origin in `where`."""
     node: Any = tree
     done: list[str] = []
     for position, step in enumerate(steps):
@@ -403,13 +444,13 @@ def _set_knob(
             node = section[step]
         else:
             raise ConfigError(f"{origin}: {'.'.join(done)} = {node!r} is a value, not a section")
-    whole = ".".join(done)
-    for replaced in [known for known in where if known.startswith(f"{whole}.")]:
+    path = ".".join(done)
+    for replaced in [known for known in where if known.startswith(f"{path}.")]:
         del where[replaced]
-    where[whole] = origin
+    where[path] = origin
 
 
-def _index(items: list[Any], step: str, at: str, origin: str) -> int:
+def _index(items: list[Any], step: str, path: str, origin: str) -> int:
     """Position of the entry that `step` names by index or by `name`."""
     names = [
         str(cast(dict[str, Any], item).get("name", i)) if isinstance(item, dict) else str(i)
@@ -420,5 +461,5 @@ def _index(items: list[Any], step: str, at: str, origin: str) -> int:
     if step.isdecimal() and int(step) < len(items):
         return int(step)
     near = difflib.get_close_matches(step, names, n=1)
-    hint = f"did you mean {at}[{near[0]}]?" if near else f"it has {', '.join(names)}"
-    raise ConfigError(f"{origin}: {at} has no entry {step!r}; {hint}")
+    hint = f"did you mean {path}[{near[0]}]?" if near else f"it has {', '.join(names)}"
+    raise ConfigError(f"{origin}: {path} has no entry {step!r}; {hint}")

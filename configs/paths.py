@@ -8,17 +8,15 @@ from pathlib import Path
 from keel.configs.sections.base import ConfigError
 
 PACKAGE = Path(__file__).parent
-JINJA = ("{{", "{%")
-GOES_ON = (".lock", "metrics.jsonl", "trajectories", "checkpoints")
-"""Of a run folder: what a resumed run writes into."""
+_JINJA = ("{{", "{%")
+_RESUMED_FILES = (".lock", "metrics.jsonl", "trajectories", "checkpoints")
 
 
 def data_path(text: str) -> Path:
-    """The file that a recipe calls `text`, whether it exists or not.
+    """Path of a data file that a recipe names, whether it exists or not.
 
-    `~` is the home folder; what is relative is looked for in the current one. What comes with
-    Keel's own recipes, `configs/…`, is found from everywhere, in a checkout and after installation.
-    Raises ConfigError for the home folder of nobody.
+    Relative paths start in the current folder. `configs/…` also finds the files that come with
+    Keel. Raises ConfigError for the home folder of an unknown user.
     """
     try:
         path = Path(text).expanduser()
@@ -29,37 +27,35 @@ def data_path(text: str) -> Path:
     return shipped if ours and not path.exists() and shipped.is_file() else path
 
 
-def template_of(given: str, knob: str) -> str:
-    """A Jinja template that a recipe gives as text, or as the file that it is in. Raises
-    ConfigError naming `knob`."""
-    if not given or any(mark in given for mark in JINJA):
-        return given
+def read_template(value: str, knob: str) -> str:
+    """Jinja template of a knob, given as text or as a file. Raises ConfigError."""
+    if not value or any(mark in value for mark in _JINJA):
+        return value
     try:
-        text = data_path(given).read_text(encoding="utf-8")
+        text = data_path(value).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = "no such file" if isinstance(error, FileNotFoundError) else error
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error
         raise ConfigError(
-            f"{knob} = {given!r}: {why}; name a file with a Jinja template, or give its text"
+            f"{knob} = {value!r}: {reason}. Name a file with a Jinja template, or give its text"
         ) from error
-    if not any(mark in text for mark in JINJA):
-        raise ConfigError(f"{knob} = {given!r}: holds no Jinja template ({{{{ … }}}} or {{% … %}})")
+    if not any(mark in text for mark in _JINJA):
+        raise ConfigError(f"{knob} = {value!r}: contains no Jinja template")
     return text
 
 
 def unwritable(folder: Path) -> str:
-    """Why a run could not write into its folder, which need not be there yet; "" where it could.
-    Makes nothing."""
+    """Return why a run could not write into its folder, or "". Creates nothing."""
     path = folder.absolute()
     try:
-        there = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())
-        if not there.exists():
-            return f"{there} is a link to {os.readlink(there)}, which does not exist"
-        if not there.is_dir():
-            return f"{there} is a file"
-        if not os.access(there, os.W_OK | os.X_OK):
-            return f"no permission to write in {there}"
-        closed = [path / name for name in GOES_ON if (path / name).exists()]
-        closed = [one for one in closed if not os.access(one, os.W_OK)]
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        parent = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())
+        if not parent.exists():
+            return f"{parent} is a link to {os.readlink(parent)}, which does not exist"
+        if not parent.is_dir():
+            return f"{parent} is a file"
+        if not os.access(parent, os.W_OK | os.X_OK):
+            return f"no permission to write in {parent}"
+        files = [path / name for name in _RESUMED_FILES if (path / name).exists()]
+        readonly = [file for file in files if not os.access(file, os.W_OK)]
+    except OSError as error:  # for example, a name that is too long
         return str(error.strerror)
-    return f"no permission to write {closed[0]}" if closed else ""
+    return f"no permission to write {readonly[0]}" if readonly else ""

@@ -1,21 +1,263 @@
-"""Every knob of `keel synthesize`: who writes the tasks, what that may cost, and of which family
-they are. A recipe of its own, not part of a run's.
+"""Recipes of `keel synthesize`: the author, its costs, and one family of tasks.
 
-Each family's section is in `configs/sections/`; only the one that `family` names is read.
+Only the section that `family` names is used.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from keel.configs.sections.base import ConfigError, require, require_endpoint
-from keel.configs.sections.tasks.code import CodeTasksConfig
-from keel.configs.sections.tasks.general import GeneralConfig
-from keel.configs.sections.tasks.search import SearchTasksConfig
+from keel.configs.sections.base import (
+    ConfigError,
+    check_bounds,
+    knob,
+    require,
+    require_endpoint,
+    require_unique,
+)
 
 Family = Literal["general", "code", "search"]
+CodeLanguage = Literal["python", "javascript", "cpp", "go", "rust", "java"]
+MOST_ANSWERERS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeSourceConfig:
+    """A project: a git repository, or the archives of two releases."""
+
+    name: str
+    """Name of the project, as its packages are called; used to find copies of it."""
+    language: CodeLanguage = "python"
+    """Language of the project, which selects how it is set up and tested."""
+    git: str = ""
+    """Folder of a repository or mirror. Its first-parent commits are the candidates."""
+    archives: tuple[str, ...] = ()
+    """Archives (.tar.gz, .zip) of two releases, the older one first: one candidate, with the new
+    changelog entries as the issue."""
+    issues: str = ""
+    """JSONL file of {"number", "title", "body"}. Empty: use commit messages as issues."""
+    ref: str = "HEAD"
+    """Last commit to consider."""
+    most: int = knob(200, ge=1)
+    """Maximum number of candidates, newest first."""
+    refers: bool = True
+    """Only use commits whose message names an issue (`#12`)."""
+    setup: str = ""
+    """Bash script that replaces the language's set-up (docs/synthesis.md)."""
+    test: str = ""
+    """Bash command that replaces the language's test command."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables of the tests."""
+
+    def __post_init__(self) -> None:
+        path = "code.sources[]"
+        check_bounds(self, path)
+        require(
+            bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name)),
+            f"{path}.name",
+            self.name,
+            "must be letters, digits, dots and dashes",
+        )
+        require(
+            bool(self.git) != bool(self.archives),
+            f"{path}.git",
+            self.git,
+            "set either git or archives",
+        )
+        require(
+            len(self.archives) in (0, 2),
+            f"{path}.archives",
+            self.archives,
+            "must be two files, the older release first",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTasksConfig:
+    """Tasks from code changes with tests. Each limit rejects candidates."""
+
+    sources: tuple[CodeSourceConfig, ...] = ()
+    python: str = ""
+    """Python interpreter of the sandbox and the tests; the recipe that trains needs the same in
+    environment.python. Empty: the base interpreter of Keel's virtual environment."""
+    setup_turns: int = knob(30, ge=0)
+    """Maximum number of turns of the set-up agent, which runs if the language's set-up fails. 0: no
+    agent."""
+    setup_s: float = knob(900.0, gt=0)
+    """Timeout in seconds for a set-up."""
+    setup_env: tuple[str, ...] = ()
+    """Names of environment variables that a set-up may see, such as proxies and package indexes. It
+    runs code of the projects, so never name a secret."""
+    setup_readable: tuple[str, ...] = ()
+    """Files and folders that a set-up may read, such as certificates and packages."""
+    tests_s: float = knob(300.0, gt=0)
+    """Timeout in seconds for all tests of a project."""
+    memory_mib: int = knob(4096, ge=64)
+    """Address space limit in MiB per process of a set-up or test."""
+    runs: int = knob(2, ge=2)
+    """Number of test runs before and after the change. Tests that differ between runs are
+    excluded."""
+    judge: bool = True
+    """Ask the author whether the issue is clear and specifies what the tests check."""
+    least_judged: int = knob(3, ge=1)
+    """Minimum score of both judgements, out of 5."""
+    least_issue: int = knob(60, ge=1)
+    """Minimum length of the issue in characters."""
+    most_issue: int = knob(20_000, ge=1)
+    """Maximum length of the issue in characters."""
+    most_lines: int = knob(400, ge=1)
+    """Maximum number of source lines that the gold patch changes."""
+    most_files: int = knob(10, ge=1)
+    """Maximum number of source files that the gold patch changes."""
+    most_revealed: float = knob(0.5, ge=0, le=1)
+    """Maximum fraction of the gold patch's distinctive lines that appear in the issue."""
+    most_tree_mib: int = knob(32, ge=1)
+    """Maximum size of the repository in MiB."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "code")
+        require_unique("code.sources[].name", [source.name for source in self.sources])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneralConfig:
+    """General agent tasks: a database, tools for it, and tasks of rising difficulty. DeepSeek-V3.2
+    (2025), section 3.2.3."""
+
+    categories: tuple[str, ...] = ()
+    """Subjects of the environments, such as `planning a trip`."""
+    per_category: int = knob(1, ge=1)
+    """Number of environments per category."""
+    steps: int = knob(3, ge=1)
+    """Maximum number of tasks per environment: a simple one, then harder ones."""
+    least_tasks: int = knob(1, ge=1)
+    """Minimum number of tasks; an environment with fewer is discarded."""
+    attempts: int = knob(4, ge=0)
+    """Number of answers (k) of the reference policy per task. Fewer must pass than for the previous
+    task. 0: do not measure difficulty."""
+    revisions: int = knob(3, ge=0)
+    """Maximum number of revisions by the author after a rejection, per task."""
+    max_turns: int = knob(24, ge=1)
+    """Maximum number of turns of the author while filling the database, and of an attempt."""
+    documents: str = ""
+    """Folder of text (.txt, .md, .html, .jsonl) that the author may search."""
+    search: str = ""
+    """Alternative to documents: `module:function` that takes a query and returns text or a list of
+    results, for example from a web search API. It runs in Keel's process."""
+    database_kib: int = knob(256, ge=1)
+    """Maximum size of the database in KiB."""
+    bash_s: float = knob(60.0, gt=0)
+    """Timeout in seconds per command of the author."""
+    call_s: float = knob(20.0, gt=0)
+    """Timeout in seconds per tool call."""
+    solve_s: float = knob(60.0, gt=0)
+    """Timeout in seconds for a solution, including its tool calls."""
+    verify_s: float = knob(10.0, gt=0)
+    """Timeout in seconds for verifying one answer."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "general")
+        slugs = [slug(category) for category in self.categories]
+        for category, name in zip(self.categories, slugs, strict=True):
+            require(bool(name), "general.categories", category, "must contain letters")
+        require_unique("general.categories", slugs)
+        require(
+            self.least_tasks <= self.steps,
+            "general.least_tasks",
+            self.least_tasks,
+            f"must be at most general.steps = {self.steps}",
+        )
+        require(
+            not (self.documents and self.search),
+            "general.search",
+            self.search,
+            "set either documents or search",
+        )
+
+
+def slug(category: str) -> str:
+    """Folder name of a category."""
+    return re.sub(r"\W+", "_", category.lower()).strip("_")[:48]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswererConfig:
+    """An agent that attempts each question. Questions that one of them answers correctly are too
+    easy."""
+
+    system: str = ""
+    """Additional system prompt."""
+    tools: bool = True
+    """Offer the search tools. false: answer from memory, to reject questions that models know."""
+    author: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Changes to the recipe's `author`, such as `{model: …, temperature: 0.3}`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTasksConfig:
+    """Questions about rare entities that every answering agent gets wrong and that a verification
+    agent confirms. DeepSeek-V3.2 (2025), section 3.2.3."""
+
+    corpus: str = ""
+    """Folder of text, HTML and JSONL files."""
+    index: str = ""
+    """Folder of the search index. Empty: in the user's cache folder."""
+    count: int = knob(100, ge=1)
+    """Number of entities to start from, with at most one question each."""
+    languages: tuple[str, ...] = ("en",)
+    """ISO 639-1 codes of the questions' languages, used in turn."""
+    entities: Literal["frequency", "author"] = "frequency"
+    """Source of rare named entities. frequency: a heuristic for scripts with capital letters,
+    katakana, and names in quotes or titles. author: the author, document by document."""
+    most_documents: int = knob(3, ge=1)
+    """Maximum number of documents that mention an entity."""
+    depth: int = knob(2, ge=1)
+    """Minimum number of documents in the chain of evidence, each linked to another by a rare
+    term."""
+    breadth: int = knob(2, ge=1)
+    """Minimum number of facts that a question combines."""
+    helpful: float = knob(0.0, ge=0, le=1)
+    """Fraction of open questions, which a rubric grades and which search helps to answer."""
+    least_gain: float = knob(0.2, gt=0, le=1)
+    """helpful: minimum score difference between an answer with tools and one without."""
+    most_turns: int = knob(30, ge=1)
+    """Maximum number of turns per agent."""
+    tries: int = knob(3, ge=1)
+    """Maximum number of questions that the author may submit per entity."""
+    answerers: tuple[AnswererConfig, ...] = (
+        AnswererConfig(),
+        AnswererConfig(system="Be quick: at most three searches."),
+        AnswererConfig(tools=False),
+    )
+    """Agents that attempt each question."""
+    verifier: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Changes to the recipe's `author` for the verification agent."""
+    passes: int = knob(3, ge=1)
+    """Number of verifications, each with the answers in a different order. All must agree."""
+    results: int = knob(8, ge=1)
+    """Number of results per search."""
+    page_characters: int = knob(3000, ge=1)
+    """Number of characters per page of a document."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "search")
+        require(
+            1 <= len(self.answerers) <= MOST_ANSWERERS,
+            "search.answerers",
+            len(self.answerers),
+            f"must have 1 to {MOST_ANSWERERS} entries",
+        )
+        require(bool(self.languages), "search.languages", [], "must name at least one")
+        for code in self.languages:
+            require(
+                len(code) == 2 and code.isascii() and code.islower(),
+                "search.languages",
+                code,
+                "must be ISO 639-1 codes such as en, zh or ja",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,89 +265,77 @@ class AuthorConfig:
     """A model behind an OpenAI-compatible endpoint that writes, solves or checks tasks."""
 
     base_url: str
-    """`http://localhost:8000/v1`"""
+    """URL of the endpoint, such as `http://localhost:8000/v1`."""
     model: str
-    """As the endpoint calls it."""
+    """Model name at the endpoint."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the key; empty: the endpoint wants none."""
-    temperature: float = 1.0
-    """Of sampling; 0: greedy."""
-    max_tokens: int = 8192
-    """Longest reply."""
-    max_concurrent: int = 8
-    """Most calls in flight at once."""
-    timeout_s: float = 600.0
-    """Longest wait for one reply, in seconds."""
-    retries: int = 4
-    """Further attempts after a timeout, a refusal for load or a server error."""
-    usd_per_million_prompt_tokens: float = 0.0
-    """Price in US dollars, for `budget.usd`; 0: free."""
-    usd_per_million_completion_tokens: float = 0.0
-    """Price in US dollars, for `budget.usd`; 0: free."""
+    """Name of the environment variable with the API key. Empty: no key."""
+    temperature: float = knob(1.0, ge=0)
+    """Sampling temperature. 0: greedy."""
+    max_tokens: int = knob(8192, ge=1)
+    """Maximum number of tokens per reply."""
+    max_concurrent: int = knob(8, ge=1)
+    """Maximum number of concurrent requests."""
+    timeout_s: float = knob(600.0, gt=0)
+    """Timeout in seconds per request."""
+    retries: int = knob(4, ge=0)
+    """Number of retries after a timeout, a rate limit or a server error."""
+    usd_per_million_prompt_tokens: float = knob(0.0, ge=0)
+    """Price in US dollars, for `budget.usd`. 0: free."""
+    usd_per_million_completion_tokens: float = knob(0.0, ge=0)
+    """Price in US dollars, for `budget.usd`. 0: free."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Sent along with each request, for example `chat_template_kwargs`."""
+    """Additional fields of the request body, such as `chat_template_kwargs`."""
 
     def __post_init__(self) -> None:
         require_endpoint("author", self.base_url, self.api_key_env)
         require(bool(self.model), "author.model", self.model, "must name the endpoint's model")
-        for name in ("max_tokens", "max_concurrent"):
-            require(getattr(self, name) >= 1, f"author.{name}", getattr(self, name), "must be >= 1")
-        for name in (
-            "temperature",
-            "retries",
-            "usd_per_million_prompt_tokens",
-            "usd_per_million_completion_tokens",
-        ):
-            require(getattr(self, name) >= 0, f"author.{name}", getattr(self, name), "must be >= 0")
-        require(self.timeout_s > 0, "author.timeout_s", self.timeout_s, "must be > 0")
+        check_bounds(self, "author")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetConfig:
-    """Ceilings over all calls, of earlier starts in the same folder too. 0: none."""
+class CostConfig:
+    """Limits over all calls, including those of earlier runs in the same folder."""
 
-    tokens: int = 0
-    """Of prompts and completions together."""
-    usd: float = 0.0
-    """By the prices of the authors."""
+    tokens: int = knob(0, ge=0)
+    """Maximum number of tokens of prompts and completions. 0: no limit."""
+    usd: float = knob(0.0, ge=0)
+    """Maximum cost in US dollars by the authors' prices. 0: no limit."""
 
     def __post_init__(self) -> None:
-        require(self.tokens >= 0, "budget.tokens", self.tokens, "must be >= 0 (0: no ceiling)")
-        require(self.usd >= 0, "budget.usd", self.usd, "must be >= 0 (0: no ceiling)")
+        check_bounds(self, "budget")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthesisConfig:
-    """A whole recipe of `keel synthesize`."""
+    """A recipe of `keel synthesize`."""
 
     family: Family
-    """What kind of tasks: general agents', code agents' or search agents'."""
+    """Kind of tasks: for general agents, code agents or search agents."""
     dir: str
-    """What is made goes here, with the record of what was thrown away; called again, it goes on."""
+    """Folder for the tasks and the record of rejected ones. Run again to resume."""
     seed: int = 0
-    """Of what is drawn at random on Keel's side."""
-    at_once: int = 4
-    """Tasks that are being made at the same time."""
+    """Random seed of Keel's draws."""
+    at_once: int = knob(4, ge=1)
+    """Number of tasks to create concurrently."""
     author: AuthorConfig
     reference: AuthorConfig | None = None
-    """general: the model that difficulty is measured by; without one, the author."""
-    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """general: model that measures difficulty. null: the author."""
+    budget: CostConfig = field(default_factory=CostConfig)
     code: CodeTasksConfig = field(default_factory=CodeTasksConfig)
-    """`family: code`."""
     search: SearchTasksConfig = field(default_factory=SearchTasksConfig)
-    """`family: search`."""
     general: GeneralConfig = field(default_factory=GeneralConfig)
 
     def __post_init__(self) -> None:
+        check_bounds(self, "")
         require(bool(self.dir), "dir", self.dir, "must name a folder")
-        require(self.at_once >= 1, "at_once", self.at_once, "must be >= 1")
         author = self.author
         priced = author.usd_per_million_prompt_tokens or author.usd_per_million_completion_tokens
         require(
             not self.budget.usd or bool(priced),
             "budget.usd",
             self.budget.usd,
-            "needs prices: set author.usd_per_million_prompt_tokens and "
+            "needs author.usd_per_million_prompt_tokens and "
             "author.usd_per_million_completion_tokens",
         )
         if self.family == "search":
@@ -113,20 +343,17 @@ class SynthesisConfig:
 
 
 def decides_tasks(knob: str) -> bool:
-    """Whether the tasks depend on it, so that a folder of them is not gone on with otherwise. (Who
-    writes them and what that may cost may change.)"""
+    """Return True if the tasks depend on this knob, so that it is fixed for a folder."""
     return knob.partition(".")[0] in {"family", "seed", *get_args(Family)}
 
 
 def _check_search(search: SearchTasksConfig, author: AuthorConfig) -> None:
-    require(bool(search.corpus), "search.corpus", "", "name a folder of text, HTML or JSONL")
-    for knob, changes in (
+    require(bool(search.corpus), "search.corpus", "", "must name a folder of text, HTML or JSONL")
+    for name, changes in (
         *((f"search.answerers[{n}].author", one.author) for n, one in enumerate(search.answerers)),
         ("search.verifier", search.verifier),
     ):
         try:
             replace(author, **changes)
         except TypeError as error:
-            raise ConfigError(f"{knob} = {dict(changes)}: not what an author has: {error}") from (
-                error
-            )
+            raise ConfigError(f"{name} = {dict(changes)}: not a knob of author: {error}") from error

@@ -1,8 +1,7 @@
-"""System prompts that a recipe chooses by name: `data.sources[].system_template`.
+"""System prompts that a recipe selects by name: `data.sources[].system_template`.
 
-They ask for what those of DeepSeek-V3.2's cold start ask for (2025, section 3.2.2 and Appendix B,
-Tables 6 to 8), in words of our own. The lists of tools and the form of a call, which stand in the
-paper's, come from the model's chat template: it puts them after these words.
+They follow DeepSeek-V3.2's cold start (2025, section 3.2.2 and Appendix B, Tables 6 to 8) in
+original wording. The chat template appends the tools and the format of a call.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 SystemTemplate = Literal["none", "reasoning", "tools", "tools-in-thinking"]
 PYTHON = "python"
-"""The tool of `keel.agents.environments.interpreter`."""
+"""Name of the tool of `keel.agents.environments.interpreter`."""
 
 _REASONING = (
     "Reason before you answer. Your reply begins with <think>. Between it and </think> you think: "
@@ -42,23 +41,26 @@ _PYTHON = (
 def system_prompt(
     template: SystemTemplate, *, tools: Sequence[str] = (), calls: int = 20, seconds: float = 120.0
 ) -> str:
-    """The text; empty for "none". tools: names of those on offer, among which `python` has a
-    paragraph of its own; calls: that are run inside the thinking, at most; seconds: of one cell."""
-    wanted = {
+    """Return the prompt; empty for "none".
+
+    tools: names of the offered tools; `python` adds a paragraph. calls: maximum number of calls
+    inside the thinking. seconds: time limit of one cell.
+    """
+    prompt = {
         "none": "",
         "reasoning": _REASONING,
         "tools": _TOOLS,
         "tools-in-thinking": _IN_THINKING.format(calls=calls),
     }[template]
-    more = _PYTHON.format(seconds=seconds) if PYTHON in tools and "tools" in template else ""
-    return "\n\n".join(filter(None, (wanted, more)))
+    python = _PYTHON.format(seconds=seconds) if PYTHON in tools and "tools" in template else ""
+    return "\n\n".join(filter(None, (prompt, python)))
 
 
 def with_system(text: str, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """`messages` with a system message of `text`, before what a system message of theirs says."""
+    """Prepend a system message of `text`, or prefix an existing one."""
     if not text:
         return tuple(messages)
     if messages and messages[0].get("role") == "system":
-        own = f"{text}\n\n{messages[0].get('content') or ''}".strip()
-        return ({**messages[0], "content": own}, *messages[1:])
+        merged = f"{text}\n\n{messages[0].get('content') or ''}".strip()
+        return ({**messages[0], "content": merged}, *messages[1:])
     return ({"role": "system", "content": text}, *messages)

@@ -1,6 +1,4 @@
-"""A folder that a command fills line by line: locked while it does, and claimed by the settings
-that the lines depend on, so that a stopped command goes on where it was and no other mixes its own
-lines in."""
+"""Output folder of a resumable command: locked while it runs, and tied to its settings."""
 
 from __future__ import annotations
 
@@ -13,18 +11,18 @@ from typing import Any, BinaryIO, Self
 
 from keel.configs.sections.base import ConfigError
 
-SETTINGS = "settings.json"
+_SETTINGS = "settings.json"
 
 
 class WorkFolder:
-    """Open as a context: it is there, and nobody else's, while open."""
+    """Context manager that creates and locks the folder."""
 
     def __init__(self, path: Path, knob: str, work: str) -> None:
-        """knob: that names it; work: what is done there, for people."""
-        self.path, self._named, self._work = path, f"{knob} = {path}", work
+        """knob, work: for messages, the knob that names the folder and the work done there."""
+        self.path, self._label, self._work = path, f"{knob} = {path}", work
 
     def __enter__(self) -> Self:
-        """Raises ConfigError if it cannot be written or is in use."""
+        """Raises ConfigError if the folder cannot be written or is in use."""
         self._stack = ExitStack()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -32,80 +30,77 @@ class WorkFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._stack.close()
-            raise self.refused(
-                f"another {self._work} is running there; choose another folder"
-            ) from error
+            raise self.error(f"another {self._work} is running. Choose another folder") from error
         except OSError as error:
             self._stack.close()
-            raise self.refused(f"cannot be written ({error.strerror})") from error
+            raise self.error(f"cannot be written ({error.strerror})") from error
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def refused(self, why: str) -> ConfigError:
-        """To be raised."""
-        return ConfigError(f"{self._named}: {why}")
+    def error(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self._label}: {reason}")
 
     def changed(self, settings: Mapping[str, Any]) -> list[str]:
-        """What differs from the settings that it was claimed with, a line each; nothing where it
-        was not. Raises ConfigError where they cannot be read."""
-        path = self.path / SETTINGS
+        """Lines for the differences from the recorded settings, or [] if there are none yet.
+        Raises ConfigError if they cannot be read."""
+        path = self.path / _SETTINGS
         if not path.exists():
             return []
         try:
-            theirs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            keys = {**theirs, **settings}
+            recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            keys = {**recorded, **settings}
         except (OSError, ValueError, TypeError) as error:
-            raise self.refused(f"{path} cannot be read: {error}") from error
-        ours: Mapping[str, Any] = json.loads(json.dumps(settings))
+            raise self.error(f"{path} cannot be read: {error}") from error
+        current: Mapping[str, Any] = json.loads(json.dumps(settings))
         return [
-            f"{key}: {theirs.get(key, '(absent)')} → {ours.get(key, '(absent)')}"
+            f"{key}: {recorded.get(key, '(absent)')} → {current.get(key, '(absent)')}"
             for key in keys
-            if theirs.get(key) != ours.get(key)
+            if recorded.get(key) != current.get(key)
         ]
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """From now on it is theirs."""
-        self.write(SETTINGS, json.dumps(settings, indent=1) + "\n")
+        """Record the settings that the contents depend on."""
+        self.write(_SETTINGS, json.dumps(settings, indent=1) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """A file, whole or not at all. Raises ConfigError."""
+        """Write a file atomically. Raises ConfigError."""
         try:
-            fresh = self.path / f".{name}.tmp"
-            fresh.write_bytes(text.encode("utf-8", "surrogatepass"))
-            fresh.replace(self.path / name)
+            temporary = self.path / f".{name}.tmp"
+            temporary.write_bytes(text.encode("utf-8", "surrogatepass"))
+            temporary.replace(self.path / name)
         except OSError as error:
-            raise self.refused(f"{name} cannot be written ({error.strerror})") from error
+            raise self.error(f"{name} cannot be written ({error.strerror})") from error
 
     def lines(self, name: str) -> Lines:
-        """A file of JSON lines, to be added to. A last line that was cut off while it was written
-        is taken away. Raises ConfigError."""
+        """Open a file of JSON lines to append to, without an incomplete last line. Raises
+        ConfigError."""
         try:
             file = self._stack.enter_context((self.path / name).open("a+b"))
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
         except OSError as error:
-            raise self.refused(f"{name} cannot be written ({error.strerror})") from error
+            raise self.error(f"{name} cannot be written ({error.strerror})") from error
         return Lines(file)
 
 
 class Lines:
-    """JSON lines, each in the file once it has been added."""
+    """JSON lines, flushed one by one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def read(self) -> list[Any]:
-        """All that are there. Raises ValueError naming file and line."""
+        """Raises ValueError with file and line."""
         self._file.seek(0)
-        found: list[Any] = []
+        values: list[Any] = []
         for number, line in enumerate(self._file, start=1):
             try:
-                found.append(json.loads(line.decode("utf-8", "surrogatepass")))
+                values.append(json.loads(line.decode("utf-8", "surrogatepass")))
             except ValueError as error:
                 raise ValueError(f"{self._file.name}:{number}: {error}") from error
-        return found
+        return values
 
     def add(self, line: Any) -> None:
         text = json.dumps(line, ensure_ascii=False) + "\n"

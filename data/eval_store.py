@@ -205,7 +205,7 @@ class EvaluationFolder:
         with ExitStack() as stack:
             while not self._take(folder := WorkFolder(self.path, "eval.dir", "evaluation"), stack):
                 if self._given:
-                    raise folder.refused(
+                    raise folder.error(
                         "holds an evaluation that has ended or has other settings; choose another "
                         "folder"
                     )

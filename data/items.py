@@ -87,7 +87,7 @@ def told(
 ) -> tuple[Mapping[str, Any], ...]:
     """`messages` after the system messages of their source. A template for an environment waits for
     its tools (`keel.agents.episode`)."""
-    template = "none" if source.environment.given else source.system_template
+    template = "none" if source.environment.enabled else source.system_template
     return with_system(system_prompt(template), with_system(source.system, messages))
 
 

@@ -138,8 +138,8 @@ def _item(
     label = as_text.get("id", str(row.number))
     if not isinstance(label, str) or not label:
         raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
-    environment = source.name if source.environment.given else ""
-    if functions and not source.environment.given and not set(REWARD_KEYS) & set(record):
+    environment = source.name if source.environment.enabled else ""
+    if functions and not source.environment.enabled and not set(REWARD_KEYS) & set(record):
         if said := [key for key in REWARD_KEYS if source.columns.get(key)]:
             raise columns.missing(said[0])
         reward: dict[str, Any] = {"kind": FUNCTIONS}

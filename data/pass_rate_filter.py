@@ -74,7 +74,7 @@ class FilterFolder:
             folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
             if changed := folder.changed(self._settings):
                 listed = "\n  ".join(changed)
-                raise folder.refused(
+                raise folder.error(
                     f"holds pass rates of other settings:\n  {listed}\n"
                     "Choose another filter.dir, or set these back to go on with it"
                 )
@@ -83,7 +83,7 @@ class FilterFolder:
                 self._rates = self._read()
                 self._number = len(self._kept())
             except ValueError as error:
-                raise folder.refused(str(error)) from error
+                raise folder.error(str(error)) from error
             folder.claim(self._settings)
             self._opened = stack.pop_all()
         return self

@@ -119,7 +119,7 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
         thinking=source.thinking,
         reward=reward,
         kl_coef=source.kl_coef,
-        environment=source.name if source.environment.given else "",
+        environment=source.name if source.environment.enabled else "",
         raw=source.raw,
     )
     return Item(prompt=prompt, origin=origin)

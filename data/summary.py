@@ -72,7 +72,7 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
         }
         notes += [f"{number:,} {what}" for what, number in counted.items() if number]
         environment = source.environment
-        what = " in ".join(filter(None, [source.task or source.path, environment.said]))
+        what = " in ".join(filter(None, [source.task or source.path, environment.label]))
         if environment.program:
             what = ", driven by ".join(filter(None, [what, environment.program]))
         lines.append(

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import openai
 from openai import AsyncOpenAI, Timeout
 
-from keel.configs.synthesis import AuthorConfig, BudgetConfig
+from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rewards.judge.client import bounded_http
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 
@@ -87,7 +87,7 @@ class Budget:
     """What has been spent, and what calls in flight may yet come to. For one event loop."""
 
     def __init__(
-        self, limits: BudgetConfig, spent: Sequence[Usage], record: Callable[[Usage], None]
+        self, limits: CostConfig, spent: Sequence[Usage], record: Callable[[Usage], None]
     ) -> None:
         """spent: by earlier starts; record: keeps a call's usage for later ones."""
         self._limits, self._record = limits, record

@@ -70,13 +70,13 @@ class Ledger:
                 outcomes = [Outcome(**line) for line in self._outcomes.read()]
                 self.spent = [Usage(**line) for line in self._usage.read()]
             except (ValueError, TypeError) as error:
-                raise folder.refused(f"cannot be read: {error}") from error
+                raise folder.error(f"cannot be read: {error}") from error
             self.outcomes = {outcome.key: outcome for outcome in outcomes}
             # A start that was refused before it made anything, for a corpus that is not there say,
             # has claimed nothing.
             if self.outcomes or self.spent:
                 if changed := folder.changed(self._settings):
-                    raise folder.refused(
+                    raise folder.error(
                         f"was made with other settings: {', '.join(changed)}; choose another folder"
                     )
             else:

@@ -214,7 +214,7 @@ def lines_of(program: str) -> list[str]:
     [
         {
             "keel.commands.cli": ("torch", "numpy", "ray", "omegaconf", *ENGINES),
-            "keel.commands.reference.answer": ("torch", "numpy", "rich", "yaml", "omegaconf"),
+            "keel.commands.reference": ("torch", "numpy", "rich", "yaml", "omegaconf"),
             "keel.commands.recipes.new": ("torch", "numpy", "ray", *ENGINES),
             "keel.data.rows.proposal": ("torch", "numpy", "ray", *ENGINES),
             "keel.trainer.loop": ("torch", "ray", *ENGINES),

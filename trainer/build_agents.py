@@ -59,7 +59,7 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
     """
     if not config.with_agents:
         return None
-    modes = {source.thinking for source in config.data.sources if source.environment.given}
+    modes = {source.thinking for source in config.data.sources if source.environment.enabled}
     ends = () if config.model.path == TINY_MODEL else ends_of(config.model.path)
     try:
         chat = TemplateChat(
@@ -99,7 +99,7 @@ def check_environments(
                 f"agents.max_concurrent_episodes = {config.agents.max_concurrent_episodes}: {error}"
             ) from error
     for source in config.data.sources:
-        if not source.environment.given:
+        if not source.environment.enabled:
             continue
         if config.model.path == TINY_MODEL and demonstrated(source):
             demonstrator(source)
@@ -188,7 +188,7 @@ def made_from(config: Config, source: SourceConfig) -> Program | McpServer | Non
     """Return the specification of a source's environment; None for a program without one. Raises
     ConfigError, also if this machine cannot isolate it."""
     given = source.environment
-    if given.alone:
+    if given.program_only:
         return None
     try:
         return program(config, source) if given.target else mcp_server(config, source)
@@ -200,7 +200,7 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
     """Build and start the episode runner. Raises ConfigError for an invalid environment."""
     agents = config.agents
     starting = asyncio.Semaphore(STARTING)
-    given = [source for source in config.data.sources if source.environment.given]
+    given = [source for source in config.data.sources if source.environment.enabled]
     programs = {source.name: agent_program(config, source) for source in given}
     parents: list[ForkServer] = []
 

@@ -14,8 +14,8 @@ import yaml
 
 from keel.commands.report.files import UNREADABLE, brief, loads
 from keel.configs.dump import dump_config
+from keel.configs.load import parse_yaml
 from keel.configs.schema import Config, ConversationsConfig, DataConfig, SftConfig, SourceConfig
-from keel.configs.yaml_guards import tree_of
 
 ENTRY = re.compile(r"\[[^\]]*\]")
 """The name of a list's entry in a knob: `[spiral]` of `data.sources[spiral].size`."""
@@ -35,7 +35,7 @@ def knobs_of(path: Path, notes: list[str]) -> dict[str, str]:
 @lru_cache(maxsize=64)  # a tenth of a second, and the config of a run that is followed stays
 def knobs_in(text: str) -> dict[str, str]:
     flat: dict[str, str] = {}
-    tree_of(text)  # aliases that stand for millions of values would all be written out
+    parse_yaml(text)  # aliases that stand for millions of values would all be written out
     flatten(yaml.safe_load(text), "", flat)
     return flat
 

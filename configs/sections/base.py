@@ -1,63 +1,127 @@
-"""The error of a wrong recipe, and the check that raises it."""
+"""`ConfigError`, declarative bounds of knobs, and checks that several sections share."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
+
+T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """A recipe that cannot be run. The message names the knob or the file, and the cure."""
+    """Invalid configuration. The message names the knob or the file, and how to fix it."""
 
     exit_status = 2
 
     def __init__(self, message: str) -> None:
-        # It quotes what a file holds, which may be orders to a terminal.
+        # The message may quote a file that contains terminal escape sequences.
         if not message.isprintable():
             message = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in message)
         super().__init__(message)
 
 
-def require(ok: bool, knob: str, value: object, rule: str) -> None:
-    """Raise a `ConfigError` naming `knob` unless `ok`."""
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Range of a numeric knob, with the names that pydantic and typer use."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        # Negated comparisons would accept NaN.
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+    def __str__(self) -> str:
+        low = self.ge if self.ge is not None else self.gt
+        high = self.le if self.le is not None else self.lt
+        if low is not None and high is not None:
+            opening, closing = "[("[self.ge is None], "])"[self.le is None]
+            return f"in {opening}{_plain(low)}, {_plain(high)}{closing}"
+        if low is not None:
+            return f"{'>' if self.ge is None else '>='} {_plain(low)}"
+        return f"{'<' if self.le is None else '<='} {_plain(cast(float, high))}"
+
+
+def knob(
+    default: T,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> T:
+    """Dataclass field with bounds, which `check_bounds` enforces and the knobs page lists."""
+    return field(default=default, metadata={"bounds": Bounds(ge, gt, le, lt)})
+
+
+def bounds_of(declared: Field[Any]) -> Bounds | None:
+    return declared.metadata.get("bounds")
+
+
+def check_bounds(section: Any, path: str) -> None:
+    """Raise a `ConfigError` for a number of `section` outside its declared bounds.
+
+    path: dotted path of the section in a recipe.
+    """
+    for declared in fields(section):
+        bounds, value = bounds_of(declared), getattr(section, declared.name)
+        if bounds is not None and isinstance(value, int | float) and value not in bounds:
+            name = f"{path}.{declared.name}".lstrip(".")
+            raise ConfigError(f"{name} = {value!r}: must be {bounds}")
+
+
+def require(ok: bool, name: str, value: object, rule: str) -> None:
+    """Raise a `ConfigError` about the knob `name` unless `ok`."""
     if not ok:
-        raise ConfigError(f"{knob} = {value!r}: {rule}")
+        raise ConfigError(f"{name} = {value!r}: {rule}")
+
+
+def require_unique(name: str, values: list[str]) -> None:
+    repeated = sorted({value for value in values if values.count(value) > 1})
+    require(not repeated, name, repeated, "must be unique")
 
 
 def require_pass_rates(section: str, least: float, most: float) -> None:
-    """`least_pass_rate` and `most_pass_rate` of a section are bounds that a pass rate can meet."""
-    require(0 <= least <= 1, f"{section}.least_pass_rate", least, "must be in [0, 1]")
+    """Check that `least_pass_rate` and `most_pass_rate` of a section form a valid interval."""
     require(
-        least <= most <= 1 and most > 0,
+        least <= most and most > 0,
         f"{section}.most_pass_rate",
         most,
-        f"must be above 0, at most 1, and not below least_pass_rate = {least:g}",
+        f"must be above 0 and not below least_pass_rate = {least:g}",
     )
 
 
 def require_gradient(section: str, rewards: Mapping[str, float], *others: float) -> None:
-    """`rewards` of a section, or one of the other weights, tell completions of a group apart."""
+    """Check that `rewards`, or another weight of the section, can produce a nonzero advantage."""
     require(
         any(rewards.values()) or any(others),
         f"{section}.rewards",
         dict(rewards),
-        "nothing of it counts, so every advantage would be 0; give a part a weight other than 0. A "
-        "source for evaluation alone has holdout: all",
+        "every weight is 0, so every advantage would be 0. Give a part a weight, or set holdout: "
+        "all for a source that is only evaluated",
     )
 
 
 def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
-    """`base_url` of a section is an endpoint's, and `api_key_env` a variable's name or empty. What
-    may be a secret is in no message."""
+    """Check the URL and the key variable of an endpoint without quoting a possible secret."""
     try:
         url = urlsplit(base_url)
     except ValueError as error:
         raise ConfigError(f"{section}.base_url = {base_url!r}: {error}") from error
     if url.username or url.password:
         raise ConfigError(
-            f"{section}.base_url: holds a password; put the key into an environment variable and "
-            f"its name into {section}.api_key_env"
+            f"{section}.base_url: contains a password. Put the key into an environment variable "
+            f"and its name into {section}.api_key_env"
         )
     require(
         url.scheme in ("http", "https") and bool(url.hostname),
@@ -68,7 +132,11 @@ def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
     require_variable(f"{section}.api_key_env", api_key_env)
 
 
-def require_variable(knob: str, name: str) -> None:
-    """It is the name of an environment variable, or empty, and not the key itself."""
-    if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", name):
-        raise ConfigError(f"{knob}: must be the name of an environment variable, never a key")
+def require_variable(name: str, variable: str) -> None:
+    """Check that a knob holds the name of an environment variable and not a key."""
+    if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", variable):
+        raise ConfigError(f"{name}: must be the name of an environment variable, never a key")
+
+
+def _plain(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) and bound < 2**40 else f"{bound:g}"

@@ -1,4 +1,4 @@
-"""Where prompts come from, and what each completion is worth."""
+"""`data`: sources of prompts, their rewards and budgets."""
 
 from __future__ import annotations
 
@@ -10,79 +10,73 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from keel.configs.sections.agents import EnvironmentConfig
-from keel.configs.sections.base import require, require_gradient, require_pass_rates
+from keel.configs.sections.base import (
+    check_bounds,
+    knob,
+    require,
+    require_gradient,
+    require_pass_rates,
+    require_unique,
+)
 from keel.configs.sections.evaluation import BOXED
 from keel.configs.system_prompts import SystemTemplate
 
 PLACEHOLDER = re.compile(r"(?<!\{)\{\w[\w .-]*\}")
 ROWS = ("jsonl", "file", "hub")
-"""Sources whose prompts are rows of files."""
-OF_ROWS = f"belongs to source: {', '.join(ROWS)}"
+"""Kinds of sources whose prompts are rows of files."""
 MOST = 10_000_000
-"""Prompts of a source, all in memory; and its weight, of which sums are formed."""
+"""Upper bound of a source's prompts, which are held in memory, and of its weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthConfig:
-    """What the length of a completion costs it, compared with its siblings: `rewards/length.py`."""
+    """Cost of a completion's length relative to its group: `rewards/length.py`."""
 
-    linear: float = 0.0
-    """Cost of reaching `limit`, growing linearly from `target` on, in units of reward."""
-    overlong: float = 0.0
-    """Cost of reaching `limit`, growing over the last `margin` tokens before it, in units of
-    reward."""
+    linear: float = knob(0.0, ge=0)
+    """Cost in units of reward at `limit`, growing linearly from `target`."""
+    overlong: float = knob(0.0, ge=0)
+    """Cost in units of reward at `limit`, growing over the last `margin` tokens before it."""
     overlong_charges: Literal["all", "right"] = "all"
-    """Whom `overlong` charges: every completion that is too long, as in DAPO; or right ones alone,
-    and then a wrong one loses nothing by being cut off."""
-    target: int = 0
-    """Tokens that cost nothing (`linear`)."""
-    limit: int = 0
-    """Tokens; 0: rollout.sampling.max_tokens; in an environment agents.max_sampled_tokens, or the
-    window."""
-    margin: int = 0
-    """Tokens; 0: a fifth of `limit`."""
-    correct_threshold: float = 0.999
-    """A completion counts as right from this value of `correct` on. Lower it for rubrics."""
+    """Completions that `overlong` applies to. all: every one, as in DAPO. right: only correct ones,
+    so truncation costs a wrong completion nothing."""
+    target: int = knob(0, ge=0)
+    """Number of tokens that `linear` leaves free."""
+    limit: int = knob(0, ge=0)
+    """Length in tokens at which the full cost applies. 0: rollout.sampling.max_tokens; in an
+    environment agents.max_sampled_tokens or the window."""
+    margin: int = knob(0, ge=0)
+    """Number of tokens over which `overlong` grows. 0: a fifth of `limit`."""
+    correct_threshold: float = knob(0.999, gt=0, le=1)
+    """Minimum value of `correct` for a completion to count as right. Lower it for rubrics."""
     wrong_too: bool = False
-    """Compare wrong completions with each other, too. A policy may then learn to give up early."""
+    """Also compare wrong completions with each other. This may teach a policy to give up early."""
     may_outweigh: bool = False
-    """Let a short wrong completion beat a long right one."""
+    """Allow a short wrong completion to score higher than a long right one."""
     truncated: Literal["keep", "zero", "drop"] = "keep"
-    """A completion that was cut off: scored like any other; worth 0; or left out of training."""
+    """Truncated completions. keep: score them like others. zero: reward 0. drop: leave them out of
+    training."""
 
     def __post_init__(self) -> None:
-        knob = "data.sources[].length"
-        for name in ("linear", "overlong", "target", "limit", "margin"):
-            value = getattr(self, name)
-            require(value >= 0, f"{knob}.{name}", value, "must not be negative")
-        require(
-            0 < self.correct_threshold <= 1,
-            f"{knob}.correct_threshold",
-            self.correct_threshold,
-            "must be in (0, 1]",
-        )
+        check_bounds(self, "data.sources[].length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetConfig:
-    """What a completion, or a trajectory in an environment, may take in this domain. 0: what the
-    run's own knob says, which is the most that engines have room for."""
+    """Limits of a completion or trajectory in this domain. 0: the limit of the whole run."""
 
-    max_tokens: int = 0
-    """Tokens of a completion, or of a turn; at most rollout.sampling.max_tokens."""
-    window: int = 0
-    """Environment: tokens of a context with what is sampled after it; at most agents.window."""
-    max_turns: int = 0
-    """Environment: as agents.max_turns, more or fewer."""
-    max_sampled_tokens: int = 0
-    """Environment: as agents.max_sampled_tokens, more or fewer."""
-    call_s: float = 0.0
-    """Environment: as agents.call_s, longer or shorter."""
+    max_tokens: int = knob(0, ge=0)
+    """Maximum number of tokens per completion or turn; at most rollout.sampling.max_tokens."""
+    window: int = knob(0, ge=0)
+    """Environment: context window in tokens; at most agents.window."""
+    max_turns: int = knob(0, ge=0)
+    """Environment: replaces agents.max_turns."""
+    max_sampled_tokens: int = knob(0, ge=0)
+    """Environment: replaces agents.max_sampled_tokens."""
+    call_s: float = knob(0.0, ge=0)
+    """Environment: replaces agents.call_s."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "window", "max_turns", "max_sampled_tokens", "call_s"):
-            value = getattr(self, name)
-            require(value >= 0, f"data.sources[].budget.{name}", value, "must not be negative")
+        check_bounds(self, "data.sources[].budget")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,210 +84,188 @@ class SourceConfig:
     """One source of prompts."""
 
     name: str
-    """Name of the source; held-out sets appear as `eval/<name>/pass@1`."""
+    """Name of the source. Its held-out set is reported as `eval/<name>/pass@1`."""
     source: Literal["reasoning_gym", "jsonl", "file", "hub", "environment"]
-    """jsonl: JSON lines. file: a file of any kind, or a folder of them. hub: a dataset of the
-    Hugging Face hub. environment: tasks that the environment itself makes from a seed, numbers
-    0 … size − 1. docs/data.md"""
+    """Kind of source. reasoning_gym: generated tasks. jsonl: JSON lines. file: a file of any
+    supported kind or a folder of them. hub: a dataset of the Hugging Face hub. environment: tasks
+    that the environment creates from the seeds 0 … size − 1. docs/data.md"""
     task: str = ""
     """reasoning_gym: name of the task."""
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """reasoning_gym: the task's own options."""
+    """reasoning_gym: parameters of the task."""
     path: str = ""
-    """jsonl: the file. file: a `.jsonl`, `.json`, `.csv`, `.tsv` (each may be `.gz`), `.parquet` or
-    `.arrow` file, or a folder as the hub has it or `save_to_disk` writes it. hub: owner/name. A row
-    holds `prompt` (text) or `messages`, and one of `answer`, `criteria`, `tests` and `reward`.
-    Relative to the current folder; a `configs/…` that is not there is looked up in what came with
-    Keel."""
+    """jsonl, file: path of the file or folder: `.jsonl`, `.json`, `.csv`, `.tsv` (also `.gz`),
+    `.parquet`, `.arrow`, or a folder as on the hub or from `save_to_disk`. hub: owner/name. A row
+    has `prompt` (text) or `messages`, and one of `answer`, `criteria`, `tests` and `reward`. Paths
+    are relative to the current folder; `configs/…` also finds the files that come with Keel."""
     split: str = ""
-    """file, hub: the split of a folder or dataset; empty: train."""
+    """file, hub: split of the dataset. Empty: train."""
     subset: str = ""
-    """file, hub: the subset of a folder or dataset that has several."""
+    """file, hub: subset of a dataset that has several."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
-    """jsonl, file, hub: key → column, such as `{prompt: question, answer: solution}`; a dot looks
-    into an object. '': the key is not in the file, whatever a column is called."""
+    """jsonl, file, hub: key → column, such as `{prompt: question, answer: solution}`. A dot selects
+    a field of an object. '': ignore the column with the name of the key."""
     template: str = ""
-    """jsonl, file, hub: the prompt's words, with `{column}` where a column's go and `{{x}}` for
-    {x}. boxed: `{prompt}`, and a line that asks to reason step by step and to put the answer within
-    `\\boxed{}` (`eval.variants[].ask`). Empty: the prompt as it is."""
+    """jsonl, file, hub: text of the prompt, with `{column}` for the value of a column and `{{x}}`
+    for a literal {x}. boxed: `{prompt}` and a request to reason step by step and to answer within
+    `\\boxed{}`. Empty: the prompt unchanged."""
     answer_after: str = ""
-    """jsonl, file, hub: `answer` is what follows the last such mark; GSM8K's is ####."""
+    """jsonl, file, hub: use the text after the last occurrence of this mark as `answer`, such as
+    #### for GSM8K."""
     raw: bool = False
-    """The prompt goes to the model as it is, without a chat template, as base models want it.
-    `rollout.sampling.stop` says where completions end."""
+    """Send the prompt without a chat template, for base models. `rollout.sampling.stop` ends
+    completions."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """What the policy works in, over many turns (`agents`). With source: jsonl each line is a task
-    for it; with reasoning_gym it has the tools, and the task's own verifier grades."""
+    """Multi-turn environment (`agents`). With source: jsonl each line is a task for it; with
+    reasoning_gym it provides the tools and the task's verifier grades."""
     pass_rates: str = ""
-    """Table of `keel filter` (`pass_rates.jsonl`): train on the prompts alone whose pass rate there
-    is from `least_pass_rate` to `most_pass_rate`, and above 0. Held-out sets stay as they are."""
-    least_pass_rate: float = 0.0
-    """`pass_rates`: the lowest pass rate to train on."""
-    most_pass_rate: float = 1.0
-    """`pass_rates`: the highest pass rate to train on."""
-    size: int = 0
-    """reasoning_gym, environment: number of prompts. The others: read at most this many rows (0:
-    all)."""
-    holdout: int | Literal["all"] = 0
-    """Prompts set aside for evaluation. They never train. all: the source is an evaluation set."""
-    weight: float = 1.0
-    """Share of the mix, relative to the other sources. 0: the source is for evaluation alone and
-    needs a holdout."""
+    """Table of `keel filter` (`pass_rates.jsonl`). Train only on prompts with a pass rate above 0
+    and from `least_pass_rate` to `most_pass_rate`. Held-out sets are unaffected."""
+    least_pass_rate: float = knob(0.0, ge=0, le=1)
+    """Minimum pass rate in `pass_rates` to train on a prompt."""
+    most_pass_rate: float = knob(1.0, ge=0, le=1)
+    """Maximum pass rate in `pass_rates` to train on a prompt."""
+    size: int = knob(0, ge=0, le=MOST)
+    """reasoning_gym, environment: number of prompts. Other sources: maximum number of rows to read
+    (0: all)."""
+    holdout: int | Literal["all"] = knob(0, ge=0)
+    """Number of prompts to hold out for evaluation; they are never trained on. all: use the source
+    for evaluation only."""
+    weight: float = knob(1.0, ge=0, le=MOST)
+    """Sampling weight relative to the other sources. 0: evaluate only, which needs a holdout."""
     domain: str = ""
-    """Metrics and rewards are kept by domain; empty: the source's name."""
-    kl_coef: float = 0.0
-    """β, coefficient of the KL term for this domain. 0 is normal for mathematics."""
+    """Domain for metrics and rewards. Empty: the name of the source."""
+    kl_coef: float = knob(0.0, ge=0)
+    """β, the KL coefficient of this domain. 0 is usual for mathematics."""
     thinking: bool = True
-    """Whether the policy may think before it answers."""
+    """Let the policy reason before it answers."""
     system: str = ""
-    """System message put before each prompt; empty: none."""
+    """System message before each prompt. Empty: none."""
     system_template: SystemTemplate = "none"
-    """A system prompt of Keel's, put before `system` or what an environment opens with:
-    reasoning (think first, then answer), tools, or tools-in-thinking (`agents.tools_in_thinking`).
-    After the cold start of DeepSeek-V3.2, Tables 6 to 8."""
+    """Built-in system prompt, placed before `system` or the environment's opening: reasoning (think
+    first, then answer), tools, or tools-in-thinking (`agents.tools_in_thinking`). After the cold
+    start of DeepSeek-V3.2, Tables 6 to 8."""
     on_bad_line: Literal["error", "skip"] = "error"
-    """jsonl, file, hub: what to do with a malformed line or row. Skipped ones are counted and
-    reported."""
+    """jsonl, file, hub: handling of malformed rows. Skipped rows are counted and reported."""
     rewards: Mapping[str, float] = field(default_factory=lambda: {"correct": 1.0})
-    """Reward parts and their weights: `correct`, `format` and the others of docs/rewards.md, or
-    functions of your own by dotted name."""
+    """Reward parts and their weights: `correct`, `format` and others (docs/rewards.md), or the
+    dotted names of your functions."""
     length: LengthConfig = field(default_factory=LengthConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
 
     def __post_init__(self) -> None:
-        knob = f"data.sources[{self.name or '?'}]"
-        require(bool(self.name), f"{knob}.name", self.name, "must not be empty")
-        require("/" not in self.name, f"{knob}.name", self.name, "must not contain '/'")
-        if self.source == "reasoning_gym":
-            require(bool(self.task), f"{knob}.task", self.task, "name a reasoning_gym task")
-            require(self.size >= 1, f"{knob}.size", self.size, "must be at least 1 prompt")
-            require(not self.path, f"{knob}.path", self.path, OF_ROWS)
-        elif self.source == "environment":
-            require(
-                self.environment.given,
-                f"{knob}.environment",
-                "",
-                "name one: environment: {target: module:Class}, or {program: …}",
-            )
-            require(
-                self.environment.grades,
-                f"{knob}.source",
-                self.source,
-                "an MCP server makes no tasks and grades none; use source: jsonl, with an answer, "
-                "tests, criteria or a reward on each line",
-            )
-            require(self.size >= 1, f"{knob}.size", self.size, "must be at least 1 task")
-            require(not self.path, f"{knob}.path", self.path, OF_ROWS)
-            require(not self.task, f"{knob}.task", self.task, "belongs to source: reasoning_gym")
-            require(
-                not self.system,
-                f"{knob}.system",
-                self.system,
-                "the environment opens the conversation itself",
-            )
-        else:
-            named = "a dataset of the hub: owner/name" if self.source == "hub" else "a file"
-            require(bool(self.path), f"{knob}.path", self.path, f"name {named}")
-            require(not self.task, f"{knob}.task", self.task, "belongs to source: reasoning_gym")
-        template = f"{knob}.system_template"
-        require(
-            self.environment.given or "tools" not in self.system_template,
-            template,
-            self.system_template,
-            "there are no tools without an environment",
-        )
-        require(
-            self.thinking or self.system_template in ("none", "tools"),
-            template,
-            self.system_template,
-            "asks the policy to think; set thinking: true",
-        )
-        require(0 <= self.size <= MOST, f"{knob}.size", self.size, f"must be 0 to {MOST}")
-        held = 0 if self.holdout == "all" else self.holdout
-        require(held >= 0, f"{knob}.holdout", held, "must not be negative (all: every prompt)")
-        self._check_rows(knob)
-        require(
-            self.source == "reasoning_gym" or not self.params,
-            f"{knob}.params",
-            dict(self.params),
-            "belongs to source: reasoning_gym",
-        )
-        require(
-            self.size == 0 or held < self.size or self.weight == 0,
-            f"{knob}.holdout",
-            self.holdout,
-            f"must leave prompts to train on out of size = {self.size} (or set weight: 0)",
-        )
-        require_pass_rates(knob, self.least_pass_rate, self.most_pass_rate)
-        bounds = (self.least_pass_rate, self.most_pass_rate)
-        require(
-            bool(self.pass_rates) or bounds == (0, 1),
-            f"{knob}.pass_rates",
-            self.pass_rates,
-            "name the table that least_pass_rate and most_pass_rate are about",
-        )
-        require(0 <= self.weight <= MOST, f"{knob}.weight", self.weight, f"must be 0 to {MOST}")
-        require(
-            self.weight > 0 or self.holdout != 0,
-            f"{knob}.weight",
-            self.weight,
-            "the source neither trains nor is evaluated on; set holdout: all to evaluate on it, or "
-            "leave it out (data.only)",
-        )
-        require(self.kl_coef >= 0, f"{knob}.kl_coef", self.kl_coef, "must not be negative")
-        for name in ("window", "max_turns", "max_sampled_tokens", "call_s"):
-            require(
-                self.environment.given or not getattr(self.budget, name),
-                f"{knob}.budget.{name}",
-                getattr(self.budget, name),
-                "belongs to a source with an environment; budget.max_tokens is a completion's",
-            )
-        require(bool(self.rewards), f"{knob}.rewards", dict(self.rewards), "name at least one")
-        for name, weight in self.rewards.items():
-            require(math.isfinite(weight), f"{knob}.rewards.{name}", weight, "must be finite")
+        path = f"data.sources[{self.name or '?'}]"
 
-    def _check_rows(self, knob: str) -> None:
-        """What is for prompts from files."""
-        for name in ("on_bad_line", "columns", "template", "answer_after", "split", "subset"):
-            of = ("file", "hub") if name in ("split", "subset") else ROWS
-            value = getattr(self, name)
-            said = f"belongs to source: {', '.join(of)}"
-            unset = not value or value == "error"
-            require(unset or self.source in of, f"{knob}.{name}", value, said)
+        def check(ok: bool, name: str, rule: str, value: object = None) -> None:
+            require(ok, f"{path}.{name}", getattr(self, name) if value is None else value, rule)
+
+        check(bool(self.name), "name", "must not be empty")
+        check("/" not in self.name, "name", "must not contain '/'")
+        check_bounds(self, path)
+        enabled = self.environment.enabled
+        if self.source in ROWS:
+            kind = "a dataset of the hub: owner/name" if self.source == "hub" else "a file"
+            check(bool(self.path), "path", f"must name {kind}")
+        else:
+            check(self.size >= 1, "size", f"must be at least 1 with source: {self.source}")
+        if self.source == "reasoning_gym":
+            check(bool(self.task), "task", "must name a reasoning_gym task")
+        if self.source == "environment":
+            check(
+                enabled,
+                "environment",
+                "needs a target, command, url or program",
+                "",
+            )
+            check(
+                self.environment.grades,
+                "source",
+                "needs an environment that creates and grades tasks, which an MCP server does not. "
+                "Use source: jsonl with an answer, tests, criteria or a reward per line",
+            )
+            check(not self.system, "system", "cannot be set: the environment opens the episode")
+        self._check_kinds(check)
+        check(
+            enabled or "tools" not in self.system_template,
+            "system_template",
+            "needs an environment, which provides the tools",
+        )
+        check(
+            self.thinking or self.system_template in ("none", "tools"),
+            "system_template",
+            "needs thinking: true",
+        )
+        if self.raw:
+            for name, default in (("system", ""), ("system_template", "none")):
+                check(
+                    getattr(self, name) == default, name, "needs a chat template, and raw is true"
+                )
+            check(not enabled, "raw", "must be false with an environment")
+        count = 0 if self.holdout == "all" else self.holdout
+        check(
+            self.size == 0 or count < self.size or self.weight == 0,
+            "holdout",
+            f"must be below size = {self.size}, or set weight: 0",
+        )
+        require_pass_rates(path, self.least_pass_rate, self.most_pass_rate)
+        bounds = (self.least_pass_rate, self.most_pass_rate)
+        check(
+            bool(self.pass_rates) or bounds == (0, 1),
+            "pass_rates",
+            "must name the table for least_pass_rate and most_pass_rate",
+        )
+        check(
+            self.weight > 0 or self.holdout != 0,
+            "weight",
+            "is 0, so the source is neither trained nor evaluated. Set holdout: all to evaluate it",
+        )
+        for name in ("window", "max_turns", "max_sampled_tokens", "call_s"):
+            value = getattr(self.budget, name)
+            require(enabled or not value, f"{path}.budget.{name}", value, "needs an environment")
+        check(bool(self.rewards), "rewards", "must name at least one part")
+        for name, weight in self.rewards.items():
+            require(math.isfinite(weight), f"{path}.rewards.{name}", weight, "must be finite")
+
+    def _check_kinds(self, check: Any) -> None:
+        """Check the knobs that belong to some kinds of sources only."""
+        tables = ("file", "hub")
+        rules: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+            ("task", "", ("reasoning_gym",)),
+            ("params", {}, ("reasoning_gym",)),
+            ("path", "", ROWS),
+            ("split", "", tables),
+            ("subset", "", tables),
+            ("columns", {}, ROWS),
+            ("template", "", ROWS),
+            ("answer_after", "", ROWS),
+            ("on_bad_line", "error", ROWS),
+        )
+        for name, default, kinds in rules:
+            check(
+                self.source in kinds or getattr(self, name) == default,
+                name,
+                f"belongs to source: {', '.join(kinds)}",
+            )
         ending = self.path.rpartition(".")[2].lower()
-        require(
+        check(
             self.source != "jsonl" or ending not in ("csv", "tsv", "parquet", "arrow"),
-            f"{knob}.source",
-            self.source,
-            f"reads JSON lines; set source: file for {self.path!r}",
+            "source",
+            f"reads JSON lines. Set source: file for {self.path!r}",
         )
-        require(
+        check(
             self.source != "hub" or bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path)),
-            f"{knob}.path",
-            self.path,
-            "must be a dataset's name, owner/name; for a folder or a file set source: file",
+            "path",
+            "must be owner/name. For a folder or a file set source: file",
         )
-        require(
+        check(
             not self.template or bool(PLACEHOLDER.search(self.template_text)),
-            f"{knob}.template",
-            self.template,
-            "must have a {column} in it, such as {prompt}, or be boxed",
-        )
-        said = "cannot be with raw: true, which has no chat template to put it into; leave it out"
-        for name, default in (("system", ""), ("system_template", "none")):
-            value = getattr(self, name)
-            require(not self.raw or value == default, f"{knob}.{name}", value, said)
-        require(
-            not self.raw or not self.environment.given,
-            f"{knob}.raw",
-            self.raw,
-            "is for one completion of a text; an environment's turns need a chat template. Leave "
-            "it out",
+            "template",
+            "must contain a {column} such as {prompt}, or be boxed",
         )
 
     @property
     def has_rows(self) -> bool:
-        """Whether its prompts are rows of files."""
+        """True if the prompts are rows of files."""
         return self.source in ROWS
 
     @property
@@ -307,24 +279,24 @@ class SourceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Which prompts are trained on, and which are held out."""
+    """Sources of training prompts and held-out sets."""
 
     sources: tuple[SourceConfig, ...] = ()
     only: tuple[str, ...] = ()
-    """Names of the sources to train on, as in a specialist's recipe; the others are left out as if
-    they were not there. Empty: all."""
+    """Names of the sources to use, for example in a specialist's recipe. Others are removed. Empty:
+    all."""
     train_on: tuple[str, ...] = ()
-    """Names of the sources to train on; of the others the held-out sets alone are asked, which says
-    what carries over to them. The tiny model's cold start teaches all. Empty: all."""
-    max_prompt_tokens: int = 256
-    """Longest prompt, chat template included, in tokens."""
+    """Names of the sources to train on. Others are only evaluated on their held-out sets, which
+    measures transfer. The cold start of the tiny model still uses all. Empty: all."""
+    max_prompt_tokens: int = knob(256, ge=1)
+    """Maximum prompt length in tokens, chat template included."""
     long_prompts: Literal["error", "drop"] = "error"
-    """A prompt over `max_prompt_tokens`: name it and stop, or drop it and count it."""
+    """Handling of prompts longer than `max_prompt_tokens`. drop: leave them out and count them."""
 
     def __post_init__(self) -> None:
+        check_bounds(self, "data")
         names = [source.name for source in self.sources]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        require(not repeated, "data.sources", repeated, "each source needs a name of its own")
+        require_unique("data.sources", names)
         self._require_known("data.only", self.only, names)
         if self.only:
             chosen = tuple(source for source in self.sources if source.name in self.only)
@@ -336,8 +308,7 @@ class DataConfig:
                 not self.train_on or source.name in self.train_on or bool(source.holdout),
                 f"data.sources[{source.name}].holdout",
                 source.holdout,
-                "must be above 0: data.train_on leaves the source out, so all that could be asked "
-                "are held-out prompts (or name it there, or leave it out by data.only)",
+                "must be above 0 for a source that is not in data.train_on",
             )
         require(
             not names or any(self.weight_of(source) > 0 for source in self.sources),
@@ -347,44 +318,32 @@ class DataConfig:
             + " among those of data.train_on" * bool(self.train_on),
         )
         for source in self.sources:
+            path, domain = f"data.sources[{source.name}]", source.domain_name
             if self.weight_of(source) > 0:
                 others = (source.length.linear, source.length.overlong, source.kl_coef)
-                require_gradient(f"data.sources[{source.name}]", source.rewards, *others)
-            first = self.rewards_by_domain[source.domain_name]
-            require(
-                dict(source.rewards) == dict(first),
-                f"data.sources[{source.name}].rewards",
-                dict(source.rewards),
-                f"domain {source.domain_name!r} has {dict(first)} already; give this source a "
-                "domain of its own, or the same rewards",
-            )
-            for name, others in (
+                require_gradient(path, source.rewards, *others)
+            for name, by_domain in (
+                ("rewards", self.rewards_by_domain),
                 ("length", self.lengths_by_domain),
                 ("budget", self.budgets_by_domain),
             ):
                 require(
-                    getattr(source, name) == others[source.domain_name],
-                    f"data.sources[{source.name}].{name}",
+                    getattr(source, name) == by_domain[domain],
+                    f"{path}.{name}",
                     getattr(source, name),
-                    f"domain {source.domain_name!r} has another; give this source a domain of its "
-                    f"own, or the same {name}",
+                    f"differs from another source of domain {domain!r}. Use the same {name} or a "
+                    "separate domain",
                 )
-        require(
-            self.max_prompt_tokens >= 1,
-            "data.max_prompt_tokens",
-            self.max_prompt_tokens,
-            "must be at least 1",
-        )
 
     @staticmethod
     def _require_known(knob: str, chosen: Sequence[str], names: Sequence[str]) -> None:
         for name in chosen:
             nearest = get_close_matches(name, names, n=1, cutoff=0.0)
-            hint = f"; the nearest: {nearest[0]}" if nearest else ""
-            require(name in names, knob, name, f"no source of that name{hint}")
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            require(name in names, knob, name, f"no such source{hint}")
 
     def weight_of(self, source: SourceConfig) -> float:
-        """Its share in training: 0 where `train_on` leaves it out, or all of it is held out."""
+        """Training weight: 0 if the source is not in `train_on` or entirely held out."""
         trained = not self.train_on or source.name in self.train_on
         return source.weight if trained and source.holdout != "all" else 0.0
 
@@ -395,7 +354,7 @@ class DataConfig:
 
     @property
     def domains_with_environments(self) -> frozenset[str]:
-        return frozenset(s.domain_name for s in self.sources if s.environment.given)
+        return frozenset(s.domain_name for s in self.sources if s.environment.enabled)
 
     @property
     def lengths_by_domain(self) -> dict[str, LengthConfig]:

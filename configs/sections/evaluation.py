@@ -1,4 +1,4 @@
-"""What is measured of a policy and never trained on: evaluations, and pass rates of prompts."""
+"""`eval`, `filter` and `endpoint`: measuring a policy without training it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keel.configs.sections.base import require, require_endpoint, require_pass_rates
+from keel.configs.sections.base import (
+    check_bounds,
+    knob,
+    require,
+    require_endpoint,
+    require_pass_rates,
+    require_unique,
+)
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 Thinking = Literal["as-asked", "with", "without"]
@@ -16,68 +23,65 @@ Context = Literal["as-in-training", "none", "summary", "discard-75", "discard-al
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
-    """A model behind an OpenAI-compatible endpoint, whose completions `keel eval` and `keel filter`
-    measure in place of the recipe's model. Neither engines nor a trainer are started."""
+    """An OpenAI-compatible endpoint that `keel eval` and `keel filter` sample from instead of the
+    recipe's model. No engine or trainer is started."""
 
     base_url: str = ""
-    """`http://localhost:8000/v1`; empty: the recipe's model is measured."""
+    """URL of the endpoint, such as `http://localhost:8000/v1`. Empty: use the recipe's model."""
     model: str = ""
-    """As the endpoint calls it."""
+    """Model name at the endpoint."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the key; empty: the endpoint wants none."""
-    max_concurrent: int = 32
-    """Most completions in flight at once."""
-    timeout_s: float = 600.0
-    """Longest wait for one, in seconds."""
-    retries: int = 4
-    """Further attempts after a timeout, a refusal for load or a server error."""
+    """Name of the environment variable with the API key. Empty: no key."""
+    max_concurrent: int = knob(32, ge=1)
+    """Maximum number of concurrent requests."""
+    timeout_s: float = knob(600.0, gt=0)
+    """Timeout in seconds per request."""
+    retries: int = knob(4, ge=0)
+    """Number of retries after a timeout, a rate limit or a server error."""
     tells_thinking: bool = False
-    """Send whether a prompt is to be thought about, as vLLM's and SGLang's servers take it:
+    """Send each prompt's thinking mode as vLLM and SGLang servers expect it:
     `chat_template_kwargs: {enable_thinking: …, thinking: …}`."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Sent along with each request."""
+    """Additional fields of the request body."""
 
     def __post_init__(self) -> None:
+        check_bounds(self, "endpoint")
         require(
             bool(self.base_url) == bool(self.model),
             "endpoint.model",
             self.model,
-            f"goes together with endpoint.base_url = {self.base_url!r}: set both or none",
+            f"set both endpoint.model and endpoint.base_url = {self.base_url!r}, or neither",
         )
-        if not self.base_url:
-            return
-        require_endpoint("endpoint", self.base_url, self.api_key_env)
-        for name, least in (("max_concurrent", 1), ("retries", 0)):
-            value = getattr(self, name)
-            require(value >= least, f"endpoint.{name}", value, f"must be at least {least}")
-        require(self.timeout_s > 0, "endpoint.timeout_s", self.timeout_s, "must be > 0")
+        if self.base_url:
+            require_endpoint("endpoint", self.base_url, self.api_key_env)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalVariant:
-    """`keel eval`: another way of asking the same prompts, measured beside the others."""
+    """`keel eval`: one way of asking the prompts, evaluated alongside the others."""
 
     name: str
-    """In the results: letters, digits and any of . _ + -"""
+    """Name in the results: letters, digits and any of . _ + -"""
     thinking: Thinking = "as-asked"
-    """as-asked: as each source says."""
-    max_tokens: int = 0
-    """Budget of a completion, or of a turn, its thinking included; 0: `rollout.sampling`'s."""
+    """Thinking mode. as-asked: as set by each source."""
+    max_tokens: int = knob(0, ge=0)
+    """Maximum number of tokens per completion or turn, thinking included. 0:
+    `rollout.sampling.max_tokens`."""
     ask: str = ""
-    """A line after the last user message; `boxed`: to reason step by step and to put the answer
-    within `\\boxed{}`, for mathematics (DeepSeek-V3.2, section 4.1)."""
+    """Line to append to the last user message. `boxed`: ask for step-by-step reasoning and the
+    answer within `\\boxed{}`, for mathematics (DeepSeek-V3.2, section 4.1)."""
     context: Context = "as-in-training"
-    """What to do when an episode's context is nearly full; as-in-training: `agents.context`."""
+    """Context management of episodes. as-in-training: `agents.context`."""
 
     def __post_init__(self) -> None:
-        knob = f"eval.variants[{self.name}]"
+        path = f"eval.variants[{self.name}]"
+        check_bounds(self, path)
         require(
             bool(re.fullmatch(r"[\w.+-]+", self.name)),
-            f"{knob}.name",
+            f"{path}.name",
             self.name,
             "must be letters, digits and any of . _ + -",
         )
-        require(self.max_tokens >= 0, f"{knob}.max_tokens", self.max_tokens, "must be >= 0")
 
     @property
     def line(self) -> str:
@@ -86,49 +90,47 @@ class EvalVariant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """Evaluations in a run, and `keel eval`."""
+    """Evaluations during training and by `keel eval`."""
 
     file: str = ""
-    """An evaluation set by file, `--eval FILE` on the command line: a further source with `holdout:
-    all`, whose rows are read and scored like those of the recipe's first file. The run's
-    config.yaml has it among `data.sources`."""
-    samples: int = 1
-    """Completions per held-out prompt; pass@1 is the fraction that is wholly right."""
-    temperature: float = 1.0
-    """Sampling temperature of evaluations; 0: greedy, the likeliest token at each position.
-    Training has `rollout.sampling.temperature`."""
-    top_p: float = 1.0
-    """Sample from the likeliest ids that reach this probability together; 1: from all. Below 1 it
-    needs `top_k`."""
-    top_k: int = 0
-    """0: the whole vocabulary; on a GPU, where training truncates, the likeliest 1,024 ids: vLLM's
-    engines take no request without a bound if they return sampling masks."""
+    """File of evaluation prompts (`--eval FILE` on the command line). Adds a source with `holdout:
+    all` that is read and scored like the recipe's first file source; the run's config.yaml lists it
+    in `data.sources`."""
+    samples: int = knob(1, ge=1)
+    """Number of completions per held-out prompt. pass@1 is the fraction that is fully correct."""
+    temperature: float = knob(1.0, ge=0, le=10)
+    """Sampling temperature of evaluations. 0: greedy. Training uses
+    `rollout.sampling.temperature`."""
+    top_p: float = knob(1.0, gt=0, le=1)
+    """Nucleus sampling in evaluations. 1: off. Below 1 it needs `top_k`."""
+    top_k: int = knob(0, ge=0)
+    """Number of most likely ids to keep in evaluations. 0: all, but the 1,024 most likely on a GPU
+    if training truncates, because vLLM needs a bound to return sampling masks."""
 
     prompts: Literal["heldout", "train"] = "heldout"
-    """`keel eval`: which of the sources' prompts. train: those to train on, to learn from the
-    completions (`keel sft`, `keel distill`)."""
-    size: int = 0
-    """`keel eval`: the first so many of each source; 0: all."""
+    """`keel eval`: prompts to sample. train: the training prompts, for use by `keel sft` or `keel
+    distill`."""
+    size: int = knob(0, ge=0)
+    """`keel eval`: number of prompts per source, from the first. 0: all."""
     pass_at: tuple[int, ...] = ()
-    """`keel eval`: k of pass@k and maj@k; empty: `samples`, and the powers of two below it."""
-    submissions: int = 0
-    """`keel eval`: as in a programming contest, submit this many of the `samples` and count the
-    best for each subtask (DeepSeek-V3.2, appendix D): those that pass the tests the task shows, are
-    not cut off and do not decline, longest thinking first. 0: no such figure."""
+    """`keel eval`: values of k for pass@k and maj@k. Empty: `samples` and the powers of two below
+    it."""
+    submissions: int = knob(0, ge=0)
+    """`keel eval`: number of `samples` to submit as in a programming contest, scored by the best
+    per subtask (DeepSeek-V3.2, appendix D). Only completions that pass the visible tests, are not
+    truncated and do not decline are submitted, longest thinking first. 0: off."""
     variants: tuple[EvalVariant, ...] = ()
-    """`keel eval`: ways of asking; empty: the recipe's own alone."""
+    """`keel eval`: ways of asking to evaluate. Empty: only as the recipe asks."""
     checkpoint: str = "last"
-    """`keel eval`: whose completions: `last` (the base model, where the run has no checkpoint),
-    `base`, or the step of a checkpoint that is there."""
+    """`keel eval`: checkpoint to evaluate: `last` (the base model if there is no checkpoint),
+    `base`, or a step."""
     dir: str = ""
-    """`keel eval`: where completions and results go; empty: a folder in `eval` in `run.dir`."""
+    """`keel eval`: folder for completions and results. Empty: a new folder in `run.dir`/eval."""
     against: str = ""
-    """`keel eval`: folder of an evaluation of the same prompts, to be compared with pair by
-    pair."""
+    """`keel eval`: folder of an earlier evaluation of the same prompts for a paired comparison."""
 
     def __post_init__(self) -> None:
-        require(self.samples >= 1, "eval.samples", self.samples, "must be at least 1")
-        require(self.size >= 0, "eval.size", self.size, "must not be negative")
+        check_bounds(self, "eval")
         for k in self.pass_at:
             require(
                 1 <= k <= self.samples,
@@ -137,16 +139,15 @@ class EvalConfig:
                 f"each must be from 1 to eval.samples = {self.samples}",
             )
         require(
-            0 <= self.submissions <= self.samples,
+            self.submissions <= self.samples,
             "eval.submissions",
             self.submissions,
-            f"must be from 0 to eval.samples = {self.samples}",
+            f"must be at most eval.samples = {self.samples}",
         )
-        names = [variant.name for variant in self.variants]
-        require(len(set(names)) == len(names), "eval.variants", names, "names must differ")
+        require_unique("eval.variants", [variant.name for variant in self.variants])
         _require_checkpoint("eval.checkpoint", self.checkpoint)
         require(
-            self.temperature == 0 or 0.01 <= self.temperature <= 10,
+            self.temperature == 0 or self.temperature >= 0.01,
             "eval.temperature",
             self.temperature,
             "must be 0 (greedy) or in [0.01, 10]",
@@ -155,15 +156,13 @@ class EvalConfig:
             self.temperature > 0 or self.samples == 1,
             "eval.samples",
             self.samples,
-            "must be 1 with eval.temperature = 0: greedy completions of a prompt are all the same",
+            "must be 1 with eval.temperature = 0, which always samples the same completion",
         )
-        require(0 < self.top_p <= 1, "eval.top_p", self.top_p, "must be in (0, 1]")
-        require(self.top_k >= 0, "eval.top_k", self.top_k, "must not be negative")
         require(
             self.top_p == 1 or self.top_k > 0,
             "eval.top_k",
             self.top_k,
-            f"must be above 0 with eval.top_p = {self.top_p} (try 512)",
+            f"must be above 0 with eval.top_p = {self.top_p}. Try 512",
         )
 
     @property
@@ -172,36 +171,37 @@ class EvalConfig:
 
     @property
     def each_pass_at(self) -> tuple[int, ...]:
-        """In order."""
+        """Sorted values of k."""
         powers = [2**n for n in range(self.samples.bit_length()) if 2**n <= self.samples]
         return tuple(sorted({*(self.pass_at or (*powers, self.samples))}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterConfig:
-    """`keel filter`: which prompts are worth training on, by the policy's own pass rate."""
+    """`keel filter`: select training prompts by the policy's pass rate."""
 
     dir: str = ""
-    """Where the pass rates and the kept prompts go; empty: `filter` in `run.dir`."""
+    """Folder for pass rates and selected prompts. Empty: `filter` in `run.dir`."""
     checkpoint: str = "last"
-    """Whose completions, as in `eval.checkpoint`."""
-    samples: int = 100
-    """Completions of each prompt."""
-    least_pass_rate: float = 0.0
-    """Keep prompts from this pass rate on; one that no completion passes is never kept."""
-    most_pass_rate: float = 1.0
-    """Keep prompts up to this pass rate."""
+    """Checkpoint to sample from, as in `eval.checkpoint`."""
+    samples: int = knob(100, ge=1)
+    """Number of completions per prompt."""
+    least_pass_rate: float = knob(0.0, ge=0, le=1)
+    """Minimum pass rate of a selected prompt. Prompts that no completion solves are never
+    selected."""
+    most_pass_rate: float = knob(1.0, ge=0, le=1)
+    """Maximum pass rate of a selected prompt."""
 
     def __post_init__(self) -> None:
-        require(self.samples >= 1, "filter.samples", self.samples, "must be at least 1")
+        check_bounds(self, "filter")
         _require_checkpoint("filter.checkpoint", self.checkpoint)
         require_pass_rates("filter", self.least_pass_rate, self.most_pass_rate)
 
 
-def _require_checkpoint(knob: str, value: str) -> None:
+def _require_checkpoint(name: str, value: str) -> None:
     require(
         value in ("last", "base") or value.isdecimal(),
-        knob,
+        name,
         value,
         "must be last, base, or a step such as 20",
     )

@@ -1,133 +1,110 @@
-"""`keel sft` and `keel pretrain`: conversations and text to learn from."""
+"""`sft`: conversations and text for `keel sft` and `keel pretrain`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keel.configs.sections.base import require
+from keel.configs.sections.base import check_bounds, knob, require, require_unique
 
 TEXT = ("text", "retrieval")
-"""Sources of plain text. What a source calls a conversation is a window of tokens there."""
-NEEDED = {"solutions": "task", "retrieval": "length"}
-"""What a source cannot do without; the others: `path`."""
-OF_TRAJECTORIES = ("least_reward", "reward", "cut", "most_per_prompt")
+"""Kinds of sources of plain text, whose conversations are windows of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationsConfig:
-    """One source of conversations, or of text."""
+    """One source of conversations or text."""
 
     name: str
-    """Name of the source; its held-out loss appears as `eval/<name>/loss`."""
+    """Name of the source. Its held-out loss is reported as `eval/<name>/loss`."""
     source: Literal["jsonl", "file", "hub", "trajectories", "solutions", "text", "retrieval"]
-    """jsonl: chats, a line each (docs/sft.md has the forms). file: a file of any kind, or a folder
-    of them; hub: a dataset of the Hugging Face hub (docs/data.md). trajectories: what a run of Keel
-    has sampled. solutions: worked answers to questions of reasoning_gym, of the tasks that the
-    tiny model's cold start teaches. text: documents, cut into windows (docs/pretrain.md).
-    retrieval: synthetic text in which digits have to be found again; those are learned."""
+    """Kind of source. jsonl: one chat per line (docs/sft.md). file: a file of any supported kind or
+    a folder of them; hub: a dataset of the Hugging Face hub (docs/data.md). trajectories: samples
+    of a Keel run. solutions: worked solutions of reasoning_gym tasks that the tiny model's cold
+    start supports. text: documents, cut into windows (docs/pretrain.md). retrieval: synthetic text
+    with digits to be found again; only those are trained on."""
     path: str = ""
-    """jsonl: the file. file: a `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet` or `.arrow` file, or a
-    folder as the hub has it or `save_to_disk` writes it. hub: owner/name. trajectories: a run
-    folder, the folder of a `keel eval`, or a file of either. text: a `.txt` or `.md` file, rows of
-    any kind with a column `text`, or a folder of both."""
+    """jsonl, file: path of the file or folder: `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`,
+    `.arrow`, or a folder as on the hub or from `save_to_disk`. hub: owner/name. trajectories: a run
+    folder, a folder of `keel eval`, or a file of either. text: a `.txt` or `.md` file, rows with a
+    column `text`, or a folder of these."""
     split: str = ""
-    """file, hub: the split of a folder or dataset; empty: train."""
+    """file, hub: split of the dataset. Empty: train."""
     subset: str = ""
-    """file, hub: the subset of a folder or dataset that has several."""
+    """file, hub: subset of a dataset that has several."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
-    """jsonl, file, hub: key → column, such as `{prompt: instruction, completion: output}`; a dot
-    looks into an object. '': the key is not in the file, whatever a column is called."""
+    """jsonl, file, hub: key → column, such as `{prompt: instruction, completion: output}`. A dot
+    selects a field of an object. '': ignore the column with the name of the key."""
     task: str = ""
-    """solutions: a task of reasoning_gym."""
+    """solutions: reasoning_gym task."""
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """solutions: parameters of the task. retrieval: `letters` and `digits`, how many there are."""
-    length: int = 0
-    """retrieval: characters of a text."""
-    size: int = 0
-    """Conversations to read (0: all), or to make; of text: documents. With `most_per_prompt`: to
-    keep."""
-    holdout: int = 0
-    """Conversations that are never learned, and whose loss is measured (`run.eval_every`). Those
-    with the same question go together, so there may be a few more. Of text: windows, of whole
-    documents and of the end of one more."""
-    repeat: float = 1.0
-    """How often each is seen in an epoch, on average. 0: held out alone."""
+    """solutions: parameters of the task. retrieval: `letters` and `digits`, the number of each."""
+    length: int = knob(0, ge=0)
+    """retrieval: number of characters per text."""
+    size: int = knob(0, ge=0)
+    """Number of conversations (documents of text) to read (0: all) or to generate. With
+    `most_per_prompt`: to keep."""
+    holdout: int = knob(0, ge=0)
+    """Number of conversations to hold out for the evaluation loss (`run.eval_every`). Those with
+    the same question stay together, so there may be a few more. Of text: windows, from whole
+    documents and the end of one more."""
+    repeat: float = knob(1.0, ge=0)
+    """Average number of times each conversation is seen per epoch. 0: evaluate only."""
     thinking: Literal["as-written", "with", "without"] = "as-written"
-    """The mode that the chat template is asked for. as-written: with, where a line says `thinking:
-    true`, or says nothing and any of its messages has reasoning. without: reasoning is left out."""
+    """Thinking mode of the chat template. as-written: with thinking if the line sets `thinking:
+    true`, or if it sets nothing and a message has reasoning. without: remove the reasoning."""
     system: str = ""
-    """A system message for conversations that have none."""
+    """System message for conversations that have none."""
     on_bad_line: Literal["error", "skip"] = "error"
-    """What to do with a malformed line. Skipped lines are counted and reported."""
+    """Handling of malformed lines. Skipped lines are counted and reported."""
     least_reward: float = 1.0
-    """trajectories: those worth at least so much, by `reward`."""
+    """trajectories: minimum value of `reward`."""
     reward: str = "correct"
-    """trajectories: the part of the reward that counts; `reward`: all of it."""
+    """trajectories: reward part that `least_reward` applies to. `reward`: the whole reward."""
     cut: bool = False
-    """trajectories: those as well that were cut off."""
-    most_per_prompt: int = 0
-    """trajectories: so many of each prompt, the first that were sampled of those that can be
-    learned; 0: all."""
+    """trajectories: include truncated ones."""
+    most_per_prompt: int = knob(0, ge=0)
+    """trajectories: maximum number per prompt, in sampling order. 0: all."""
 
     def __post_init__(self) -> None:
-        knob = f"sft.sources[{self.name}]"
+        path = f"sft.sources[{self.name}]"
         require(bool(self.name), "sft.sources[].name", self.name, "must not be empty")
-        wanted = NEEDED.get(self.source, "path")
-        given = getattr(self, wanted)
-        require(bool(given), f"{knob}.{wanted}", given, f"{self.source} needs it; name one")
-        for name, of in (
-            ("task", ("solutions",)),
-            ("params", ("solutions", "retrieval")),
-            ("length", ("retrieval",)),
-            ("split", ("file", "hub")),
-            ("subset", ("file", "hub")),
-            ("columns", ("jsonl", "file", "hub")),
-        ):
-            require(
-                self.source in of or not getattr(self, name),
-                f"{knob}.{name}",
-                getattr(self, name),
-                f"is for source: {' and '.join(of)} alone; leave it out",
+        check_bounds(self, path)
+
+        def check(ok: bool, name: str, rule: str) -> None:
+            require(ok, f"{path}.{name}", getattr(self, name), rule)
+
+        needed = {"solutions": "task", "retrieval": "length"}.get(self.source, "path")
+        check(bool(getattr(self, needed)), needed, f"is required for source: {self.source}")
+        tables, trajectories = ("file", "hub"), ("trajectories",)
+        rules: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+            ("task", "", ("solutions",)),
+            ("params", {}, ("solutions", "retrieval")),
+            ("length", 0, ("retrieval",)),
+            ("split", "", tables),
+            ("subset", "", tables),
+            ("columns", {}, ("jsonl", *tables)),
+            ("least_reward", 1.0, trajectories),
+            ("reward", "correct", trajectories),
+            ("cut", False, trajectories),
+            ("most_per_prompt", 0, trajectories),
+        )
+        for name, default, kinds in rules:
+            check(
+                self.source in kinds or getattr(self, name) == default,
+                name,
+                f"belongs to source: {', '.join(kinds)}",
             )
-        unknown = sorted({*self.params} - {"letters", "digits"})
-        require(
-            self.source != "retrieval" or not unknown,
-            f"{knob}.params",
-            unknown,
-            "retrieval has letters and digits alone",
-        )
-        require(
-            not self.system or not self.is_text,
-            f"{knob}.system",
-            self.system,
-            f"is for conversations, not for source: {self.source}; leave it out",
-        )
-        require(
-            self.source not in ("solutions", "retrieval") or self.size > 0,
-            f"{knob}.size",
-            self.size,
-            "must be at least 1: how many to make",
-        )
-        for name in ("size", "holdout", "repeat", "most_per_prompt", "length"):
-            value = getattr(self, name)
-            require(value >= 0, f"{knob}.{name}", value, "must not be negative")
-        for one in fields(self):
-            value = getattr(self, one.name)
-            require(
-                self.source == "trajectories"
-                or one.name not in OF_TRAJECTORIES
-                or value == one.default,
-                f"{knob}.{one.name}",
-                value,
-                "is for source: trajectories alone; leave it out",
-            )
-        require(
+        if self.source == "retrieval":
+            check({*self.params} <= {"letters", "digits"}, "params", "may set letters and digits")
+        check(not self.system or not self.is_text, "system", "belongs to conversations, not text")
+        if self.source in ("solutions", "retrieval"):
+            check(self.size > 0, "size", f"must be at least 1 for source: {self.source}")
+        check(
             self.repeat > 0 or self.holdout > 0,
-            f"{knob}.repeat",
-            self.repeat,
-            "is for sources that are held out alone: set holdout, too, or leave the source out",
+            "repeat",
+            "is 0, so the source is neither trained nor evaluated. Set holdout",
         )
 
     @property
@@ -138,48 +115,43 @@ class ConversationsConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
     """Supervised fine-tuning, and pre-training on text. `run`, `model`, `trainer` and `alarms`
-    count as in `keel train`."""
+    apply as in `keel train`."""
 
     sources: tuple[ConversationsConfig, ...] = ()
-    max_context_tokens: int = 4096
-    """Longest context of a conversation, in tokens; text is cut into windows of so many."""
+    max_context_tokens: int = knob(4096, ge=1)
+    """Maximum context length of a conversation in tokens, and the window size for text."""
     long_conversations: Literal["error", "drop"] = "error"
-    """What becomes of a conversation with a longer one."""
-    conversations_per_step: int = 32
-    """Conversations in a step, or windows of text."""
-    tokens_per_step: int = 0
-    """Most tokens in a step, contexts included: it takes conversations until the next one would
-    make them more. 0: `conversations_per_step` conversations, whatever their length."""
-    epochs: float = 0.0
-    """How often the conversations are seen; `run.steps` does not count then. 0: `run.steps`
-    steps."""
+    """Handling of longer conversations. drop: leave them out and count them."""
+    conversations_per_step: int = knob(32, ge=1)
+    """Number of conversations, or windows of text, per step."""
+    tokens_per_step: int = knob(0, ge=0)
+    """Maximum number of tokens per step, contexts included. 0: `conversations_per_step`
+    conversations of any length."""
+    epochs: float = knob(0.0, ge=0)
+    """Number of passes over the conversations; replaces `run.steps`. 0: use `run.steps`."""
     mean: Literal["tokens", "conversations"] = "tokens"
-    """What the loss is a mean over, in a step: its learned tokens, or its conversations, each of
-    them the mean over its own."""
+    """Average of the loss in a step: over all trained tokens, or over conversations, each of them
+    averaged over its tokens."""
 
     def __post_init__(self) -> None:
+        check_bounds(self, "sft")
         names = [source.name for source in self.sources]
-        require(len(set(names)) == len(names), "sft.sources", names, "names must differ")
+        require_unique("sft.sources", names)
         require(
             not self.sources or any(source.repeat > 0 for source in self.sources),
             "sft.sources",
             names,
             "at least one needs a repeat above 0",
         )
-        for name in ("max_context_tokens", "conversations_per_step"):
-            require(getattr(self, name) >= 1, f"sft.{name}", getattr(self, name), "must be >= 1")
-        for name in ("tokens_per_step", "epochs"):
-            value = getattr(self, name)
-            require(value >= 0, f"sft.{name}", value, "must not be negative")
 
     @property
     def step_contexts(self) -> int:
-        """Of a step, every one at its limit."""
+        """Number of full-length contexts in a step."""
         if self.tokens_per_step:
             return max(1, self.tokens_per_step // self.max_context_tokens)
         return self.conversations_per_step
 
     @property
     def only_text(self) -> bool:
-        """Nothing but text: what `keel pretrain` is for."""
+        """True if every source is plain text, as `keel pretrain` needs."""
         return bool(self.sources) and all(source.is_text for source in self.sources)

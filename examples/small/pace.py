@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from keel.configs.sections.tasks.code import CodeSourceConfig, CodeTasksConfig
+from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 
 GIT_S = 60.0
 PYTHON = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)

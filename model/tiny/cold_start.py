@@ -110,7 +110,7 @@ def system_of(source: SourceConfig) -> str:
 
     A template for an environment is omitted, because it needs the tools.
     """
-    template = "none" if source.environment.given else source.system_template
+    template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))
     return "".join(message["content"] for message in messages)  # at most one
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from keel.agents.environments.code.languages import LANGUAGES, ProjectLanguage, is_grading, matches
 from keel.agents.environments.code.tree import Entry, Tree
-from keel.configs.sections.tasks.code import CodeSourceConfig
+from keel.configs.synthesis import CodeSourceConfig
 
 NO_PACKAGES = ("setup", "conftest", "noxfile", "docs", "doc", "examples", "tasks", "versioneer")
 """Modules in a root that are not what a project installs."""

@@ -16,7 +16,7 @@ from keel.agents.environments.code.languages import ProjectLanguage, matches
 from keel.agents.environments.code.tree import Entry, Tree, overlay, seal, tree_as_json
 from keel.agents.types import EnvironmentLost
 from keel.configs.schema import ConfigError
-from keel.configs.sections.tasks.code import CodeTasksConfig
+from keel.configs.synthesis import CodeTasksConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import Wrap, environment_wrap
 from keel.rl.turns import ToolCall

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from keel.agents.environments.code.languages import matches
-from keel.configs.sections.tasks.code import CodeTasksConfig
+from keel.configs.synthesis import CodeTasksConfig
 from keel.synthesis.code.candidate import Candidate, is_text
 from keel.synthesis.ledger import Refused
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from keel.agents.environments.code.tree import Tree, is_safe
 from keel.configs.schema import ConfigError
-from keel.configs.sections.tasks.code import CodeSourceConfig
+from keel.configs.synthesis import CodeSourceConfig
 from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.ledger import Refused
 

@@ -23,7 +23,7 @@ from keel.agents.env_process.client import Hosted
 from keel.agents.environments.code.languages import REPO
 from keel.agents.types import Transcript, Unscored
 from keel.configs.schema import ConfigError
-from keel.configs.sections.tasks.code import CodeSourceConfig, CodeTasksConfig
+from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 from keel.rl.turns import ToolCall
 from keel.synthesis.author import Author
 from keel.synthesis.code import filters, future

@@ -16,7 +16,7 @@ from pathlib import Path
 from keel.agents.environments.code.languages import matches
 from keel.agents.environments.code.tree import Tree, is_safe
 from keel.configs.schema import ConfigError
-from keel.configs.sections.tasks.code import CodeSourceConfig
+from keel.configs.synthesis import CodeSourceConfig
 from keel.synthesis.code.candidate import Candidate, is_text
 from keel.synthesis.ledger import Refused
 

@@ -19,7 +19,7 @@ from keel.agents.environments.code.copies import find_packages, normalize_name
 from keel.agents.environments.code.languages import matches
 from keel.agents.environments.code.tree import erase, tree_as_json, tree_from_json
 from keel.agents.types import ToolResult
-from keel.configs.sections.tasks.code import CodeTasksConfig
+from keel.configs.synthesis import CodeTasksConfig
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.synthesis.author import Author
 from keel.synthesis.code.candidate import Candidate

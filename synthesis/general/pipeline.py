@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from keel.configs.schema import ConfigError
-from keel.configs.sections.tasks.general import GeneralConfig, slug
+from keel.configs.synthesis import GeneralConfig, slug
 from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
 from keel.synthesis.general.attempts import Policy, Reference

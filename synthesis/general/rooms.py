@@ -13,7 +13,7 @@ from keel.agents.env_process.client import Deadlines, Hosted, Program, fork_serv
 from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.types import EnvironmentLost, Opening
 from keel.configs.schema import ConfigError
-from keel.configs.sections.tasks.general import GeneralConfig
+from keel.configs.synthesis import GeneralConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rl.turns import ToolCall

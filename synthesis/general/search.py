@@ -16,7 +16,7 @@ from typing import Any
 from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.agents.environments.search.text import excerpt, terms
 from keel.configs.schema import ConfigError
-from keel.configs.sections.tasks.general import GeneralConfig
+from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import ToolSpec
 
 Search = Callable[[str], Awaitable[str]]

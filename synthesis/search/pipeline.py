@@ -17,7 +17,7 @@ import yaml
 from keel.agents.environments.search.environment import Search
 from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.configs.sections.base import ConfigError
-from keel.configs.sections.tasks.search import SearchTasksConfig
+from keel.configs.synthesis import SearchTasksConfig
 from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Refused

@@ -151,7 +151,7 @@ def procedural(**environment: Any) -> SourceConfig:
 
 def test_procedural_tasks_with_the_interpreter() -> None:
     asked = procedural()
-    assert asked.environment.given and Config(data=DataConfig(sources=(asked,))).with_agents
+    assert asked.environment.enabled and Config(data=DataConfig(sources=(asked,))).with_agents
 
 
 MAKER = (KEEL / "examples" / "small" / "prices.py").resolve()

@@ -1,4 +1,4 @@
-"""What a resumed run may change."""
+"""Differences between configs, and those that a resumed run may have."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ def config(**source: object) -> Config:
     return Config(data=DataConfig(sources=(SourceConfig(**(values | source)),)))  # type: ignore[arg-type]
 
 
-def test_equal_configs_do_not_differ() -> None:
-    assert diff_configs(config(), config()) == []
-
-
 def test_differences_are_named_by_knob() -> None:
+    assert diff_configs(config(), config()) == []
     a = config(params={"min_terms": 2})
     b = replace(config(size=128), trainer=replace(a.trainer, lr=2e-6))
     assert diff_configs(a, b) == [
@@ -40,18 +37,18 @@ def test_every_resumable_knob_exists() -> None:
     assert set(flatten_config(config())) >= RESUMABLE_KNOBS
 
 
-def test_a_resumed_run_may_last_longer_and_not_optimise_otherwise() -> None:
+def test_resumed_run_may_change_length_only() -> None:
     old = config()
     longer = replace(old, run=replace(old.run, steps=500, dir="runs/moved"))
     check_resumable(old, longer, "runs/x")
     other = replace(longer, trainer=replace(old.trainer, grad_clip=9.0))
-    with pytest.raises(ConfigError, match=r"runs/x holds a run with another config:\n") as caught:
+    with pytest.raises(ConfigError, match="runs/x") as caught:
         check_resumable(old, other, "runs/x")
     assert "trainer.grad_clip: 1.0 → 9.0" in str(caught.value)
     assert "run.steps" not in str(caught.value)
 
 
-def test_the_learning_rate_may_change_and_is_named() -> None:
+def test_learning_rate_may_change_and_is_named() -> None:
     old = config()
     new = replace(old, trainer=replace(old.trainer, lr=5e-7, schedule="cosine"))
     check_resumable(old, new, "runs/x")
@@ -59,34 +56,34 @@ def test_the_learning_rate_may_change_and_is_named() -> None:
     assert stepping(old, old) == []
 
 
-def test_a_source_for_evaluation_alone_may_come_and_go() -> None:
+def test_evaluation_sources_may_change() -> None:
     old = config()
     measured = SourceConfig(name="test", source="jsonl", path="test.jsonl", holdout="all")
     with_test = replace(old, data=DataConfig(sources=(*old.data.sources, measured)))
     check_resumable(old, with_test, "runs/x")
     check_resumable(with_test, old, "runs/x")
     trained = replace(with_test.data.sources[1], holdout=1)
-    with pytest.raises(ConfigError, match=r"data.sources\[test\] is new"):
+    with pytest.raises(ConfigError, match=r"data.sources\[test\]"):
         check_resumable(
             old, replace(old, data=DataConfig(sources=(old.data.sources[0], trained))), "runs/x"
         )
 
 
-def test_a_source_that_is_new_or_gone_is_one_line() -> None:
+def test_added_or_removed_source_is_one_line() -> None:
     old = load_config("quickstart")
     spelling, spiral = old.data.sources
     other = replace(old.data, sources=(replace(spelling, name="words"), spiral))
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         check_resumable(old, replace(old, data=other), "runs/x")
-    assert str(refused.value).splitlines()[1:-1] == [
-        "  data.sources[spelling] is gone",
-        "  data.sources[words] is new",
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  data.sources[spelling] was removed",
+        "  data.sources[words] was added",
     ]
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         taught = load_config("sft-quickstart")
         taught = replace(taught, data=replace(taught.data, sources=()))
         check_resumable(taught, old, "runs/x", of=("data.sources",))
-    assert str(refused.value).splitlines()[1:-1] == [
-        "  data.sources[spelling] is new",
-        "  data.sources[spiral] is new",
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  data.sources[spelling] was added",
+        "  data.sources[spiral] was added",
     ]

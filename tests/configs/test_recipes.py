@@ -1,4 +1,4 @@
-"""The recipes that are shipped, and choosing some of a recipe's sources."""
+"""Recipes that come with Keel."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ shipped = cache(load_config)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_valid_by_its_bare_name(name: str) -> None:
+def test_recipe_loads_by_its_bare_name(name: str) -> None:
     assert shipped(name).run.dir == f"runs/{name}"
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_teaches_the_tiny_model_only_what_it_can(name: str) -> None:
+def test_cold_start_has_something_to_teach(name: str) -> None:
     config = shipped(name)
     taught = any(
         source.source == "reasoning_gym" or source.environment.demonstrations
@@ -31,45 +31,49 @@ def test_a_recipe_teaches_the_tiny_model_only_what_it_can(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["spelling", "spiral", "code", "chat"])
-def test_a_specialist_is_one_domain_of_the_mix(name: str) -> None:
+def test_specialist_is_one_domain_of_the_mix(name: str) -> None:
     (source,) = shipped(f"specialist-{name}").data.sources
     assert source in shipped("mixed").data.sources
     assert source.name == name
 
 
-def test_speciale_prices_length_less_and_leaves_it_more_room() -> None:
+def test_speciale_allows_longer_completions() -> None:
     mixed, speciale = shipped("mixed"), shipped("speciale")
     assert speciale.rollout.sampling.max_tokens == 2 * mixed.rollout.sampling.max_tokens
     price = {config.data.sources[0].length.linear for config in (speciale, mixed)}
     assert price == {0.02, 0.1}
 
 
-def test_only_leaves_the_other_sources_out(tmp_path: Path) -> None:
+def test_only_removes_the_other_sources(tmp_path: Path) -> None:
     config = load_config("mixed", ["data.only=[chat, code]"])
     assert [source.name for source in config.data.sources] == ["code", "chat"]
     path = tmp_path / "resolved.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config
-    with pytest.raises(ConfigError, match=r"data\.only = 'cod': .*the nearest: code"):
+    with pytest.raises(ConfigError, match=r"data\.only = 'cod'.*code"):
         load_config("mixed", ["data.only=[cod]"])
 
 
-def test_the_mixed_stage_has_every_family_and_both_modes() -> None:
+def test_mixed_stage_has_every_family_and_mode() -> None:
     config = shipped("mixed-agents")
     sources = {source.name: source for source in config.data.sources}
     families = {"general": "General", "search": "Search", "code": "Repository"}
     families |= {"interpreter": "Interpreter"}
     for name, kind in families.items():
-        given = sources[name].environment
-        assert given.target.endswith(f":{kind}") and given.demonstrations and sources[name].holdout
+        environment = sources[name].environment
+        assert (
+            environment.target.endswith(f":{kind}")
+            and environment.demonstrations
+            and sources[name].holdout
+        )
     assert {s.name for s in sources.values() if s.thinking} >= {"spelling", "search", "interpreter"}
     assert not any(sources[name].thinking for name in ("general", "code", "chat"))
     assert len({(s.kl_coef, s.weight, s.length, s.budget) for s in sources.values()}) > 5
-    # Every step has every domain, since each has come to its whole share by then.
+    # Each step contains every domain.
     assert sum(s.weight for s in sources.values()) == config.algorithm.prompts_per_step
 
 
-def test_what_carries_over_is_measured_on_families_that_never_train() -> None:
+def test_transfer_evaluates_families_never_trained() -> None:
     config = shipped("transfer")
     trained = {s.name for s in config.data.sources if config.data.weight_of(s) > 0}
     held = {source.name for source in config.data.sources if source.holdout}

@@ -1,60 +1,236 @@
-"""Rules between sections, and the knobs that take them back."""
+"""Bounds of single knobs and rules between knobs."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
-from typing import Any, Literal
+import sys
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from keel.configs import schema, synthesis
 from keel.configs.schema import (
+    AgentsConfig,
     AlgorithmConfig,
+    BudgetConfig,
+    CodeConfig,
     Config,
     ConfigError,
     DataConfig,
+    EnvironmentConfig,
     EvalConfig,
+    JudgeConfig,
+    JudgeServerConfig,
     LengthConfig,
     ModelConfig,
+    RewardsConfig,
     RolloutConfig,
+    RunConfig,
     SamplingConfig,
     SourceConfig,
     TinyModelConfig,
     TrainerConfig,
 )
 from keel.configs.sections.algorithm import PROBES
+from keel.configs.sections.base import Bounds, bounds_of
+from keel.data.dataset import load_dataset
+from keel.trainer.build_agents import budget
+from keel.trainer.prepare import length_rules
 
-SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
+SHOP = EnvironmentConfig(target="shop:Shop")
+SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
+URL = "http://localhost:8000/v1"
 
 
-def config(
-    path: str = "tiny",
-    *,
-    top_p: float = 1.0,
-    dtype: Literal["", "float32", "bfloat16"] = "",
-    **algorithm: Any,
-) -> Config:
+def shop(name: str = "shop", **options: Any) -> SourceConfig:
+    defaults = {"source": "environment", "environment": SHOP, "size": 8, "holdout": 2}
+    return SourceConfig(name=name, **{**defaults, **options})
+
+
+def config(*sources: SourceConfig, path: str = "some/model", **sections: Any) -> Config:
+    defaults: dict[str, Any] = {
+        "model": ModelConfig(path=path, dtype="float32"),
+        "data": DataConfig(sources=sources or (SUMS,), max_prompt_tokens=64),
+        "rollout": RolloutConfig(sampling=SamplingConfig(max_tokens=100)),
+    }
+    return Config(**{**defaults, **sections})
+
+
+def agentic(*sources: SourceConfig, stop: tuple[str, ...] = (), **agents: Any) -> Config:
+    sampling = SamplingConfig(max_tokens=100, stop=stop)
+    return config(
+        *(sources or (shop(),)),
+        rollout=RolloutConfig(sampling=sampling),
+        agents=AgentsConfig(**agents),
+    )
+
+
+def algorithmic(top_p: float = 1.0, **algorithm: Any) -> Config:
     sampling = SamplingConfig(top_p=top_p, top_k=64 if top_p < 1 else 0)
-    return Config(
-        model=ModelConfig(path=path, dtype="float32"),
-        data=DataConfig(sources=(SOURCE,), max_prompt_tokens=64),
-        rollout=RolloutConfig(sampling=sampling, dtype=dtype),
+    return config(
+        path="tiny",
+        rollout=RolloutConfig(sampling=sampling),
         algorithm=AlgorithmConfig(**algorithm),
     )
 
 
 @pytest.mark.parametrize(
-    ("changes", "knob"),
+    ("bounds", "inside", "outside", "text"),
     [
-        ({"max_lag": 1}, r"algorithm\.max_lag = 1: must be 0"),
-        ({"publish_every": 2}, r"algorithm\.publish_every = 2: must be 1"),
+        (Bounds(ge=1), [1, 2], [0, math.nan], ">= 1"),
+        (Bounds(gt=0), [0.1], [0, -1, math.nan], "> 0"),
+        (Bounds(gt=0, lt=1), [0.5], [0, 1], "in (0, 1)"),
+        (Bounds(ge=0, le=1), [0, 1], [-0.1, 1.1, math.inf], "in [0, 1]"),
+        (Bounds(ge=0, lt=1), [0], [1], "in [0, 1)"),
     ],
 )
-def test_engines_that_sleep_leave_no_room_for(changes: dict[str, Any], knob: str) -> None:
-    recipe = config(**changes)
-    with pytest.raises(ConfigError, match=f"{knob} with rollout.time_share"):
-        replace(recipe, rollout=replace(recipe.rollout, time_share=True))
+def test_bounds_hold_their_limits(
+    bounds: Bounds, inside: list[float], outside: list[float], text: str
+) -> None:
+    assert all(value in bounds for value in inside)
+    assert not any(value in bounds for value in outside)
+    assert str(bounds) == text
+
+
+def test_every_section_with_bounds_checks_them() -> None:
+    needed: dict[str, dict[str, Any]] = {
+        "SourceConfig": {"name": "a", "source": "jsonl", "path": "a"},
+        "ConversationsConfig": {"name": "a", "source": "jsonl", "path": "a"},
+        "EvalVariant": {"name": "a"},
+        "CodeSourceConfig": {"name": "a", "git": "a"},
+        "AuthorConfig": {"base_url": URL, "model": "a"},
+        "SynthesisConfig": {
+            "family": "general",
+            "dir": "a",
+            "author": synthesis.AuthorConfig(base_url=URL, model="a"),
+        },
+    }
+    classes = {v for m in (schema, synthesis) for v in vars(m).values() if is_dataclass(v)}
+    checked = 0
+    for cls in classes - {Bounds}:
+        for field in fields(cls):
+            bounds = bounds_of(field)
+            if bounds is None:
+                continue
+            low = bounds.gt if bounds.ge is None else bounds.ge - 1
+            with pytest.raises(ConfigError, match=rf"\b{field.name} = "):
+                cls(**{**needed.get(cls.__name__, {}), field.name: low})  # type: ignore[operator]
+            checked += 1
+    assert checked > 150
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "knob"),
+    [
+        (RunConfig, {"nodes": 2}, "run.nodes"),
+        (RunConfig, {"device": "cpu", "gpu_gib": 80.0}, "run.gpu_gib"),
+        (RunConfig, {"trackers": ("wandb", "wandb")}, "run.trackers"),
+        (TrainerConfig, {"ranks": 3, "expert_parallel": 2}, "trainer.expert_parallel"),
+        (TrainerConfig, {"ranks": 3, "sequence_parallel": 2}, "trainer.sequence_parallel"),
+        (TrainerConfig, {"min_ranks": 2}, "trainer.min_ranks"),
+        (TrainerConfig, {"offload_optimizer": True}, "trainer.offload_optimizer"),
+        (TrainerConfig, {"compile": True, "zero_stage": 3}, "trainer.compile"),
+        (TrainerConfig, {"min_lr": 1.0}, "trainer.min_lr"),
+        (TrainerConfig, {"attention": "warm-up", "indexer_loss": 0.0}, "trainer.indexer_loss"),
+        (AlgorithmConfig, {"updates_per_batch": 17}, "algorithm.updates_per_batch"),
+        (SamplingConfig, {"top_p": 0.9}, "rollout.sampling.top_k"),
+        (SamplingConfig, {"temperature": 0.005}, "rollout.sampling.temperature"),
+        (EvalConfig, {"temperature": 0.005}, "eval.temperature"),
+        (EvalConfig, {"top_p": 0.9}, "eval.top_k"),
+        (EvalConfig, {"temperature": 0.0, "samples": 4}, "eval.samples"),
+        (EvalConfig, {"pass_at": (2,)}, "eval.pass_at"),
+        (TinyModelConfig, {"hidden_size": 33}, "model.tiny.hidden_size"),
+        (TinyModelConfig, {"kv_heads": 3}, "model.tiny.kv_heads"),
+        (TinyModelConfig, {"experts_per_token": 9}, "model.tiny.experts_per_token"),
+        (ModelConfig, {"batch_invariant": True}, "model.batch_invariant"),
+        (ModelConfig, {"tokenizer": "a"}, "model.tokenizer"),
+        (
+            ModelConfig,
+            {"path": "a/b", "batch_invariant": True, "dtype": "float32"},
+            "model.batch_invariant",
+        ),
+        (
+            ModelConfig,
+            {"path": "a/b", "batch_invariant": True, "residual_dtype": "float32"},
+            "model.residual_dtype",
+        ),
+        (RewardsConfig, {"workers": 10**8}, "rewards.workers"),
+        (CodeConfig, {"time_s": 1e300}, "rewards.code.time_s"),
+        (JudgeConfig, {"serve": True}, "rewards.judge.model"),
+        (JudgeConfig, {"model": "m"}, "rewards.judge.model"),
+        (JudgeConfig, {"base_url": URL}, "rewards.judge.model"),
+        (JudgeConfig, {"base_url": "http://[::1", "model": "m"}, "rewards.judge.base_url"),
+        (
+            JudgeConfig,
+            {"model": "m", "serve": True, "base_url": URL},
+            "rewards.judge.base_url",
+        ),
+        (
+            JudgeConfig,
+            {"model": "m", "serve": True, "api_key_env": "KEY"},
+            "rewards.judge.api_key_env",
+        ),
+        (
+            JudgeServerConfig,
+            {"options": {"tensor-parallel-size": 2}},
+            "rewards.judge.server.options",
+        ),
+        (EnvironmentConfig, {"target": "a:B", "url": "http://x"}, "environment.target"),
+        (EnvironmentConfig, {"target": ":B"}, "environment.target"),
+        (EnvironmentConfig, {"url": "http://x", "arguments": {"a": 1}}, "environment.arguments"),
+        (EnvironmentConfig, {"url": "http://x", "on_crash": "zero"}, "environment.on_crash"),
+        (EnvironmentConfig, {"program": "agent", "on_crash": "zero"}, "environment.on_crash"),
+        (EnvironmentConfig, {"program": "agent 'x"}, "environment.program"),
+        (EnvironmentConfig, {"program": "  "}, "environment.program"),
+        (EnvironmentConfig, {"target": "a:B", "tells_reward": True}, "environment.tells_reward"),
+        (shop, {"environment": EnvironmentConfig()}, "data.sources[shop].environment"),
+        (shop, {"environment": EnvironmentConfig(url="http://x")}, "data.sources[shop].source"),
+        (shop, {"size": 0}, "data.sources[shop].size"),
+        (shop, {"system": "Be kind."}, "data.sources[shop].system"),
+        (shop, {"task": "gcd"}, "data.sources[shop].task"),
+        (
+            shop,
+            {"system_template": "tools-in-thinking", "thinking": False},
+            "data.sources[shop].system_template",
+        ),
+        (
+            SourceConfig,
+            {"name": "a", "source": "jsonl", "path": "a.csv"},
+            "data.sources[a].source",
+        ),
+        (
+            SourceConfig,
+            {"name": "a", "source": "hub", "path": "./a/b"},
+            "data.sources[a].path",
+        ),
+        (
+            SourceConfig,
+            {"name": "a", "source": "file", "path": "a", "template": "no column"},
+            "data.sources[a].template",
+        ),
+        (
+            SourceConfig,
+            {"name": "a", "source": "file", "path": "a", "system_template": "tools"},
+            "data.sources[a].system_template",
+        ),
+        (
+            SourceConfig,
+            {"name": "a", "source": "file", "path": "a", "weight": 0.0},
+            "data.sources[a].weight",
+        ),
+        (
+            SourceConfig,
+            {"name": "a", "source": "file", "path": "a", "raw": True, "system": "x"},
+            "data.sources[a].system",
+        ),
+    ],
+)
+def test_conflicting_knobs_are_refused(section: Any, options: dict[str, Any], knob: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{knob} = ")):
+        section(**options)
 
 
 @pytest.mark.parametrize(
@@ -64,161 +240,81 @@ def test_engines_that_sleep_leave_no_room_for(changes: dict[str, Any], knob: str
         ({"keep_sampling_mask": False, "top_p": 0.9}, "keep_sampling_mask"),
     ],
 )
-def test_a_missing_replay_is_refused_unless_allowed(unsound: dict[str, Any], knob: str) -> None:
-    with pytest.raises(ConfigError, match=f"algorithm.{knob} = False: .*Switch it on"):
-        config(**unsound)
-    allowed = config(**unsound, allow_unsound=True)
-    assert not getattr(allowed.algorithm, knob)
+def test_missing_replay_is_refused_unless_allowed(unsound: dict[str, Any], knob: str) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.{knob} = False"):
+        algorithmic(**unsound)
+    assert not getattr(algorithmic(**unsound, allow_unsound=True).algorithm, knob)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"top_p": 1.0}, r"= 1\.0: .*top_p below 1 .rollout\.sampling\.top_p = 1\.0, top_k = 0"),
-        (
-            {"top_p": 0.9, "keep_sampling_mask": False, "allow_unsound": True},
-            r"= 1\.0: .*keep_sampling_mask .False.; or set it to 0",
-        ),
-        ({"top_p": 0.9, "kept_mass_coef": -1.0}, r"= -1\.0: must not be negative"),
-        ({"top_p": 0.9, "kept_mass_coef": math.inf}, "= inf: must be finite"),
+        {"top_p": 1.0},
+        {"top_p": 0.9, "keep_sampling_mask": False, "allow_unsound": True},
+        {"top_p": 0.9, "kept_mass_coef": -1.0},
+        {"top_p": 0.9, "kept_mass_coef": math.inf},
     ],
 )
-def test_masses_are_held_of_masks_that_reach_top_p_alone(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"algorithm\.kept_mass_coef {message}"):
-        config(**{"kept_mass_coef": 1.0, **changes})
-    assert config(top_p=0.9, kept_mass_coef=1.0).algorithm.probes == PROBES
-    assert config(top_p=0.9).algorithm.probes == 1
+def test_kept_mass_needs_masks_and_top_p(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.kept_mass_coef = "):
+        algorithmic(**{"kept_mass_coef": 1.0, **changes})
+    assert algorithmic(top_p=0.9, kept_mass_coef=1.0).algorithm.probes == PROBES
+    assert algorithmic(top_p=0.9).algorithm.probes == 1
 
 
-def test_unsound_settings_do_not_stretch_the_other_rules() -> None:
-    with pytest.raises(ConfigError, match="updates_per_batch"):
-        config(updates_per_batch=0, allow_unsound=True)
+@pytest.mark.parametrize("knob", ["max_lag", "publish_every"])
+def test_time_sharing_excludes_sampling_ahead(knob: str) -> None:
+    recipe = config(algorithm=AlgorithmConfig(**{knob: 2}))
+    with pytest.raises(ConfigError, match=f"algorithm.{knob} = 2"):
+        replace(recipe, rollout=replace(recipe.rollout, time_share=True))
 
 
-def test_evaluation_is_refused_what_sampling_is() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.top_k = 0: must be above 0 with eval\.top_p"):
-        EvalConfig(top_p=0.9)
-    assert EvalConfig(top_p=0.9, top_k=20).top_k == 20
-
-
-@pytest.mark.parametrize("section", [SamplingConfig, EvalConfig])
-def test_temperatures_that_vllm_would_raise_are_refused(section: type[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"temperature = 0\.005: must be .*in \[0\.01, 10\]"):
-        section(temperature=0.005)
-    assert section(temperature=0.01).temperature == 0.01
-
-
-def test_greedy_evaluation_takes_the_likeliest_token() -> None:
-    greedy = replace(config(), eval=EvalConfig(temperature=0.0, top_p=0.5, top_k=9))
-    assert greedy.sampling("eval").greedy and greedy.sampling("eval").top_p == 1
-    assert not greedy.sampling("train").greedy
-    with pytest.raises(ConfigError, match=r"eval\.samples = 4: must be 1"):
-        EvalConfig(temperature=0.0, samples=4)
-
-
-@pytest.mark.parametrize("value", [0, -1])
-def test_publish_every_is_at_least_one(value: int) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.publish_every = .*at least 1"):
-        config(publish_every=value)
-
-
-def test_the_engines_have_the_models_precision_unless_told() -> None:
-    assert config().engine_dtype == "float32"
-    assert config(dtype="bfloat16").engine_dtype == "bfloat16"
-
-
-def test_expert_parallelism_must_divide_ranks_and_experts() -> None:
-    for value, ranks in ((0, 1), (2, 3), (2, 1)):
-        with pytest.raises(ConfigError, match=rf"trainer\.expert_parallel = {value}: must "):
-            TrainerConfig(ranks=ranks, expert_parallel=value)
-    model = ModelConfig(path="tiny", tiny=TinyModelConfig(experts=9, max_context=4096))
-    trainer = TrainerConfig(ranks=4, expert_parallel=2)
-    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2: .*tiny\.experts = 9"):
-        replace(config(), model=model, trainer=trainer)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"offload_optimizer": True},
-            r"trainer\.offload_optimizer = True: needs trainer\.zero_stage",
-        ),
-        (
-            {"compile": True, "zero_stage": 3},
-            r"trainer\.compile = True: cannot be combined with trainer\.zero_stage = 3",
-        ),
-    ],
-)
-def test_what_deepspeed_cannot_combine_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TrainerConfig(**options)
-
-
-def test_sequence_parallelism_must_divide_ranks_and_heads() -> None:
-    for value, ranks in ((0, 1), (2, 3), (2, 1)):
-        with pytest.raises(ConfigError, match=rf"trainer\.sequence_parallel = {value}: must "):
-            TrainerConfig(ranks=ranks, sequence_parallel=value)
-    trainer = TrainerConfig(ranks=8, sequence_parallel=4, expert_parallel=2)
-    assert trainer.groups == 2
-    tiny = TinyModelConfig(heads=6, max_context=4096)
-    model = ModelConfig(path="tiny", tiny=tiny)
-    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 4: .*tiny\.heads = 6"):
-        replace(config(), model=model, trainer=trainer)
+def test_parallelism_must_divide_the_tiny_model() -> None:
+    model = ModelConfig(tiny=TinyModelConfig(experts=9, heads=6, max_context=4096))
+    for knob in ("expert_parallel", "sequence_parallel"):
+        trainer = TrainerConfig(ranks=8, **{knob: 4})
+        with pytest.raises(ConfigError, match=f"trainer.{knob} = 4"):
+            config(model=model, trainer=trainer)
+    assert TrainerConfig(ranks=8, sequence_parallel=4, expert_parallel=2).groups == 2
 
 
 @pytest.mark.parametrize(
     ("engines", "ranks", "expected"), [(1, 1, 20), (4, 4, 20), (5, 4, 30), (8, 1, 90), (1, 4, 20)]
 )
-def test_a_rank_may_send_to_each_of_its_engines_for_as_long_as_one_takes(
-    engines: int, ranks: int, expected: float
-) -> None:
-    made = replace(
-        config("a/model"),
-        rollout=RolloutConfig(engines=engines, update_timeout_s=10),
-        trainer=TrainerConfig(ranks=ranks),
-    )
-    assert made.sending_timeout_s == expected
+def test_sending_timeout_counts_engines_per_rank(engines: int, ranks: int, expected: int) -> None:
+    rollout = RolloutConfig(engines=engines, update_timeout_s=10)
+    assert config(rollout=rollout, trainer=TrainerConfig(ranks=ranks)).sending_timeout_s == expected
 
 
 def test_draining_needs_the_time_of_a_completion() -> None:
-    rollout = {"weight_updates": "drain", "timeout_s": 600.0}
-    options = {"data": DataConfig(sources=(SOURCE,)), "algorithm": AlgorithmConfig(max_lag=1)}
-    with pytest.raises(ConfigError, match=r"rollout\.update_timeout_s = 300.*at least .* 720"):
-        Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
-    Config(rollout=RolloutConfig(**rollout, update_timeout_s=720.0), **options)  # type: ignore[arg-type]
-    options["algorithm"] = AlgorithmConfig(publish_every=2)  # the next step is sampled meanwhile
-    with pytest.raises(ConfigError, match=r"rollout\.update_timeout_s = 300"):
-        Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
-    options["algorithm"] = AlgorithmConfig()
-    Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
+    rollout = RolloutConfig(weight_updates="drain", timeout_s=600.0)
+    for ahead in (AlgorithmConfig(max_lag=1), AlgorithmConfig(publish_every=2)):
+        with pytest.raises(ConfigError, match=r"rollout\.update_timeout_s = 300"):
+            config(rollout=rollout, algorithm=ahead)
+        config(rollout=replace(rollout, update_timeout_s=720.0), algorithm=ahead)
+    config(rollout=rollout)
 
 
-NOTHING = {"correct": 0.0, "format": 0.0}
+NO_REWARD = {"correct": 0.0, "format": 0.0}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"rewards": {"correct": 0.0, "format": -0.1}},
-        {"rewards": NOTHING, "kl_coef": 0.01},
-        {"rewards": NOTHING, "length": LengthConfig(linear=0.1)},
-        {"rewards": NOTHING, "length": LengthConfig(overlong=0.1)},
-        {"rewards": NOTHING, "weight": 0.0, "holdout": 4},
+        {"rewards": NO_REWARD, "kl_coef": 0.01},
+        {"rewards": NO_REWARD, "length": LengthConfig(linear=0.1)},
+        {"rewards": NO_REWARD, "length": LengthConfig(overlong=0.1)},
+        {"rewards": NO_REWARD, "weight": 0.0, "holdout": 4},
     ],
 )
-def test_a_source_that_trains_has_something_to_learn_from(changes: dict[str, Any]) -> None:
-    other = replace(SOURCE, name="other", **changes)
-    assert DataConfig(sources=(SOURCE, other)).weight_of(other) == other.weight
-    idle = replace(SOURCE, name="idle", rewards=NOTHING, holdout=2)
-    said = (
-        r"sources\[idle\]\.rewards = \{'correct': 0\.0, .*every advantage would be 0; give a part"
-    )
-    with pytest.raises(ConfigError, match=said):
-        DataConfig(sources=(other, SOURCE, idle))
-    DataConfig(sources=(SOURCE, idle), train_on=("sums",))
+def test_training_sources_need_a_gradient(changes: dict[str, Any]) -> None:
+    other = replace(SUMS, name="other", **changes)
+    assert DataConfig(sources=(SUMS, other)).weight_of(other) == other.weight
+    idle = replace(SUMS, name="idle", rewards=NO_REWARD, holdout=2)
+    with pytest.raises(ConfigError, match=r"sources\[idle\]\.rewards = "):
+        DataConfig(sources=(other, SUMS, idle))
+    DataConfig(sources=(SUMS, idle), train_on=("sums",))
 
 
 @pytest.mark.parametrize(
@@ -227,10 +323,7 @@ def test_a_source_that_trains_has_something_to_learn_from(changes: dict[str, Any
         ({"rollout": RolloutConfig(dtype="float16")}, "rollout.dtype"),
         ({"rollout": RolloutConfig(head_dtype="model")}, "rollout.head_dtype"),
         ({"rollout": RolloutConfig(tensor_parallel=2)}, "rollout.tensor_parallel"),
-        (
-            {"trainer": TrainerConfig(ranks=2, sequence_parallel=2)},
-            "trainer.sequence_parallel",
-        ),
+        ({"trainer": TrainerConfig(ranks=2, sequence_parallel=2)}, "trainer.sequence_parallel"),
         ({"trainer": TrainerConfig(compile=True)}, "trainer.compile"),
         ({"trainer": TrainerConfig(zero_stage=3)}, "trainer.zero_stage"),
         ({"trainer": TrainerConfig(share_prompts=True)}, "trainer.share_prompts"),
@@ -238,26 +331,168 @@ def test_a_source_that_trains_has_something_to_learn_from(changes: dict[str, Any
         ({"trainer": TrainerConfig(attention_kernels="flash4")}, "trainer.attention_kernels"),
     ],
 )
-def test_what_computes_in_another_order_is_refused(changes: dict[str, Any], knob: str) -> None:
-    """With the engine's own kernels in the trainer."""
-    invariant = replace(config(), model=ModelConfig(path="a/model", batch_invariant=True))
-    with pytest.raises(ConfigError, match=rf"^{re.escape(knob)} = .*with model\.batch_invariant"):
+def test_batch_invariance_refuses_other_orders(changes: dict[str, Any], knob: str) -> None:
+    invariant = config(model=ModelConfig(path="a/model", batch_invariant=True))
+    with pytest.raises(ConfigError, match=rf"^{re.escape(knob)} = "):
         replace(invariant, **changes)
 
 
-def test_batch_invariant_kernels_are_for_some_models() -> None:
-    with pytest.raises(ConfigError, match=r"model\.batch_invariant = True: .*tiny one is a mix"):
-        ModelConfig(batch_invariant=True)
-    with pytest.raises(ConfigError, match=r"model\.batch_invariant = True: needs model\.dtype"):
-        ModelConfig(path="a/model", batch_invariant=True, dtype="float32")
-
-
-def test_a_float32_residual_is_for_layers_that_round() -> None:
-    with pytest.raises(ConfigError, match=r"model\.residual_dtype = 'float32': .*batch_invariant"):
-        ModelConfig(path="a/model", batch_invariant=True, residual_dtype="float32")
+def test_wide_residual_needs_a_narrower_dtype() -> None:
     wide = {
         dtype: ModelConfig(dtype=dtype, residual_dtype="float32").wide_residual
         for dtype in ("float32", "bfloat16", "float16")
     }
     assert wide == {"float32": False, "bfloat16": True, "float16": True}
     assert not ModelConfig().wide_residual
+
+
+def test_evaluation_has_separate_sampling() -> None:
+    greedy = config(eval=EvalConfig(temperature=0.0, top_p=0.5, top_k=9))
+    assert greedy.sampling("eval").greedy and greedy.sampling("eval").top_p == 1
+    assert not greedy.sampling("train").greedy
+    assert config().engine_dtype == "float32"
+    assert config(rollout=RolloutConfig(dtype="bfloat16")).engine_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("agents", "knob"),
+    [
+        ({"window": 100}, "agents.window"),
+        ({"context": "summary"}, "agents.summary_tokens"),
+        ({"stop": ("x",)}, "rollout.sampling.stop"),
+    ],
+)
+def test_agent_limits_must_leave_room(agents: dict[str, Any], knob: str) -> None:
+    with pytest.raises(ConfigError, match=f"{knob} = "):
+        agentic(**agents)
+
+
+def test_tools_in_thinking_need_thinking() -> None:
+    prompted = shop(system_template="tools-in-thinking")
+    with pytest.raises(ConfigError, match="system_template"):
+        agentic(prompted)
+    assert agentic(prompted, SUMS, tools_in_thinking=True).agents.max_thinking_calls == 20
+    with pytest.raises(ConfigError, match=r"sources\[shop\].thinking"):
+        agentic(shop(thinking=False), tools_in_thinking=True)
+
+
+def test_window_determines_the_context() -> None:
+    assert agentic().max_context == agentic().window == 164
+    wide = agentic(window=4096)
+    assert wide.max_context == 4096 and "agents.window" in wide.max_context_source
+    assert agentic(shop(), SUMS, window=120).max_context == 164
+    assert agentic(SUMS, window=4096).max_context == 164, "no source has an environment"
+    with pytest.raises(ConfigError, match=r"model\.tiny\.max_context = 512"):
+        replace(agentic(window=600), model=ModelConfig(dtype="float32"))
+
+
+def test_group_timeout_includes_environments() -> None:
+    slow = shop(environment=replace(SHOP, verdict_s=500.0))
+    longer = agentic(slow, max_turns=2).group_timeout_s - agentic(max_turns=2).group_timeout_s
+    assert longer == 500.0 - SHOP.verdict_s
+    few = agentic(max_concurrent_episodes=100)  # one engine with 128 slots
+    crowded = agentic(max_concurrent_episodes=1000)
+    assert few.group_timeout_s > agentic(SUMS).group_timeout_s + few.rollout.timeout_s
+    assert crowded.group_timeout_s == few.group_timeout_s + 7 * few.rollout.timeout_s
+
+
+@pytest.mark.parametrize("kind", ["reasoning_gym", "jsonl", "environment"])
+def test_programs_answer_prompts_of_every_source(kind: Any, tmp_path: Path) -> None:
+    lines = tmp_path / "x.jsonl"
+    lines.write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "Judge yourself."}\n')
+    options = {
+        "reasoning_gym": {"task": "chain_sum"},
+        "jsonl": {"path": str(lines)},
+        "environment": {},
+    }[kind]
+    driven = shop(
+        source=kind, environment=EnvironmentConfig(program="my_agent:f"), holdout=0, **options
+    )
+    recipe = agentic(driven)
+    assert recipe.with_agents and recipe.data.domains_with_environments == {"shop"}
+    prompts = load_dataset(recipe.data, seed=0).train.sources["shop"]
+    assert {prompt.environment for prompt in prompts} == {"shop"}
+    kinds = {"environment": {"environment"}, "jsonl": {"answer", "environment"}}
+    assert {p.reward["kind"] for p in prompts} == kinds.get(kind, {"reasoning_gym"})
+    with pytest.raises(ConfigError, match=r"agents\.context = 'discard-all'"):
+        agentic(driven, context="discard-all")
+    assert agentic(driven, shop("other"), context="discard-all").with_agents
+
+
+OWN = {"max_tokens": 40, "window": 200, "max_turns": 30, "max_sampled_tokens": 90, "call_s": 650.0}
+
+
+def budgeted(*sources: SourceConfig, **data: Any) -> Config:
+    return config(
+        data=DataConfig(sources=sources, max_prompt_tokens=64, **data),
+        agents=AgentsConfig(window=400, max_turns=5, call_s=60.0),
+    )
+
+
+def test_domain_budgets_replace_the_runs_limits() -> None:
+    short_sums = replace(SUMS, budget=BudgetConfig(max_tokens=20))
+    recipe = budgeted(shop(budget=BudgetConfig(**OWN)), shop("other"), short_sums)  # type: ignore[arg-type]
+    first, second = (budget(recipe, source) for source in recipe.data.sources[:2])
+    assert (first.turn_tokens, first.window, first.turns) == (40, 200, 30)
+    assert (first.tokens, first.call_s) == (90, 650.0)
+    assert (second.turn_tokens, second.window, second.turns) == (100, 400, 5)
+    assert (second.tokens, second.call_s) == (sys.maxsize, 60.0)
+    limits = {name: rule.limit for name, rule in length_rules(recipe).items()}
+    assert limits == {"shop": 90, "other": 400, "sums": 20}
+    for purpose in ("train", "eval"):
+        most = {name: recipe.sampling(purpose, name).max_tokens for name in limits}
+        assert most == {"shop": 40, "other": 100, "sums": 20}
+    assert recipe.group_timeout_s > budgeted(shop()).group_timeout_s
+    capped = recipe.with_max_tokens(30)
+    assert [capped.budget(name).max_tokens for name in sorted(limits)] == [30, 30, 20]
+
+
+@pytest.mark.parametrize(
+    ("sources", "knob"),
+    [
+        (lambda: [replace(SUMS, budget=BudgetConfig(max_turns=3))], "budget.max_turns = 3"),
+        (lambda: [replace(SUMS, budget=BudgetConfig(max_tokens=101))], "budget.max_tokens = 101"),
+        (lambda: [shop(budget=BudgetConfig(window=401))], "budget.window = 401"),
+        (lambda: [shop(budget=BudgetConfig(window=100))], "budget.window = 100"),
+        (
+            lambda: [shop(), shop("two", domain="shop", budget=BudgetConfig(max_turns=2))],
+            "sources[two].budget",
+        ),
+    ],
+)
+def test_impossible_budgets_are_refused(sources: Any, knob: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(knob)):
+        budgeted(*sources())
+
+
+def test_summary_must_fit_into_a_domains_window() -> None:
+    recipe = budgeted(shop(budget=BudgetConfig(window=150, max_tokens=20)))
+    with pytest.raises(ConfigError, match=r"budget\.window = 150"):
+        replace(recipe, agents=replace(recipe.agents, context="summary", summary_tokens=80))
+
+
+def test_train_on_leaves_the_others_for_evaluation() -> None:
+    recipe = budgeted(shop(weight=3), SUMS, train_on=("sums",))
+    assert [recipe.data.weight_of(source) for source in recipe.data.sources] == [0, 1]
+    assert [source.weight for source in recipe.data.sources] == [3, 1]
+    for sources, train_on in (
+        ((shop(), SUMS), "sum"),
+        ((shop(), SUMS), "shop"),
+        ((shop(weight=0), replace(SUMS, holdout=1)), "shop"),
+    ):
+        with pytest.raises(ConfigError, match=r"data\.(train_on|sources)"):
+            budgeted(*sources, train_on=(train_on,))
+
+
+def test_judge_must_be_set_exactly_when_needed() -> None:
+    served = JudgeConfig(model="m", serve=True, server=JudgeServerConfig(tensor_parallel=2))
+    assert (served.gpus, JudgeConfig(base_url=URL, model="m").gpus) == (2, 0)
+    served.check_used(judged=True, gpu=True)
+    JudgeConfig().check_used(judged=False, gpu=False)
+    for judge, judged, gpu, knob in (
+        (JudgeConfig(), True, True, "base_url"),
+        (served, False, True, "serve"),
+        (served, True, False, "tensor_parallel"),
+    ):
+        with pytest.raises(ConfigError, match=knob):
+            judge.check_used(judged=judged, gpu=gpu)

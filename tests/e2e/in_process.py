@@ -159,7 +159,7 @@ def in_this_process() -> Iterator[None]:
     engines, tried = Engines(), dict[str, dict[str, str]]()
 
     def check_environments(config: Config, chat: Any, dataset: Dataset) -> dict[str, str]:
-        which = repr([source for source in config.data.sources if source.environment.given])
+        which = repr([source for source in config.data.sources if source.environment.enabled])
         if which not in tried:
             tried[which] = agents.check_environments(config, chat, dataset)
         return tried[which]

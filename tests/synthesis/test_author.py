@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keel.configs.synthesis import AuthorConfig, BudgetConfig
+from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rl.turns import Malformed, ToolCall, ToolSpec
 from keel.synthesis.author import AuthorLost, Budget, BudgetSpent, EndpointAuthor, Said, Usage
 from tests.rewards.judge.judge_server import Reply, Server, running
@@ -45,11 +45,11 @@ def endpoint() -> Iterator[Server]:
 
 
 def author_of(
-    server: Server, limits: BudgetConfig | None = None, **knobs: Any
+    server: Server, limits: CostConfig | None = None, **knobs: Any
 ) -> tuple[EndpointAuthor, list[Usage]]:
     config = AuthorConfig(base_url=server.url, model="m", **{"timeout_s": PATIENCE_S, **knobs})
     kept: list[Usage] = []
-    return EndpointAuthor(config, Budget(limits or BudgetConfig(), [], kept.append)), kept
+    return EndpointAuthor(config, Budget(limits or CostConfig(), [], kept.append)), kept
 
 
 def ask(author: EndpointAuthor, times: int = 1, **more: Any) -> list[Said | BaseException]:
@@ -112,7 +112,7 @@ def test_a_budget_is_not_exceeded_by_calls_in_flight(endpoint: Server) -> None:
     endpoint.behave = lambda _: replace(
         words("x", prompt_tokens=10, completion_tokens=50), delay_s=0.05
     )
-    author, kept = author_of(endpoint, BudgetConfig(tokens=350), max_tokens=100)
+    author, kept = author_of(endpoint, CostConfig(tokens=350), max_tokens=100)
     said = ask(author, times=4)
     spent = [one for one in said if isinstance(one, BudgetSpent)]
     assert len(endpoint.requests) == len(kept) == 2 and len(spent) == 2
@@ -124,7 +124,7 @@ def test_a_call_that_is_cancelled_under_way_is_charged(endpoint: Server) -> None
     """The endpoint continues generating; a call that was still queued has cost nothing."""
     endpoint.forget()
     endpoint.behave = lambda _: replace(words("x"), delay_s=PATIENCE_S)
-    author, kept = author_of(endpoint, BudgetConfig(tokens=10_000), max_concurrent=1, max_tokens=7)
+    author, kept = author_of(endpoint, CostConfig(tokens=10_000), max_concurrent=1, max_tokens=7)
 
     async def cancelled() -> None:
         asking = [asyncio.ensure_future(author.ask(ASK, purpose="test")) for _ in range(2)]
@@ -141,7 +141,7 @@ def test_a_call_that_is_cancelled_under_way_is_charged(endpoint: Server) -> None
 
 def test_what_earlier_starts_spent_counts() -> None:
     before = Usage(model="m", purpose="p", prompt_tokens=1, completion_tokens=1, usd=0.9)
-    budget = Budget(BudgetConfig(usd=1.0), [before], lambda _: None)
+    budget = Budget(CostConfig(usd=1.0), [before], lambda _: None)
     with pytest.raises(BudgetSpent, match=r"budget.usd = 1: 0.9 are spent"), budget.call(5, 0.2):
         pass
     with budget.call(5, 0.05):

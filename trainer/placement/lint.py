@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import fields
 
-from keel.configs.load import spelled_apart
+from keel.configs.load import split_overrides
 from keel.configs.schema import Config
 from keel.model.load import ModelFacts
 
@@ -40,7 +40,9 @@ def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
 def ignored_knobs(given: Config, left: Set[str], overrides: Sequence[str] = ()) -> Iterator[str]:
     """Knobs of `keel train` in a recipe for supervised training alone, and `run.steps` among the
     overrides of one whose epochs are counted. left: those whose values are chosen."""
-    steps = any(each.partition("=")[0].strip() == "run.steps" for each in spelled_apart(overrides))
+    steps = any(
+        each.partition("=")[0].strip() == "run.steps" for each in split_overrides(overrides)
+    )
     if steps and given.sft.epochs:
         yield (
             f"run.steps = {given.run.steps}: does not count, since sft.epochs = "

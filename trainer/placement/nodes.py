@@ -353,7 +353,7 @@ def planned_hardware(config: Config) -> Hardware:
         nodes = idle_nodes(run.nodes, run.gpus_per_node)
         notes.insert(0, "as run.gpus_per_node and run.nodes say")
     assumed = not nodes
-    if assumed and not run.speaks_of_gpus:
+    if assumed and not run.describes_gpus:
         raise ConfigError(
             "run.device = gpu: this machine has no GPU and RAY_ADDRESS is not set. To plan for "
             "another machine, set run.gpus_per_node and run.gpu_gib (GPUs and their memory); to "
@@ -376,7 +376,7 @@ def planned_hardware(config: Config) -> Hardware:
 def uses_gpus(config: Config) -> bool:
     """Whether engines and trainer go on GPUs."""
     if config.run.device == "auto":
-        return bool(visible_gpus()) or config.run.speaks_of_gpus
+        return bool(visible_gpus()) or config.run.describes_gpus
     return config.run.device == "gpu"
 
 

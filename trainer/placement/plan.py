@@ -143,7 +143,7 @@ def make_plan(
     longest = config.max_context
     if longest > facts.max_context:
         raise ConfigError(
-            f"{config.max_context_said}, but the context of {config.model.path} has "
+            f"{config.max_context_source}, but the context of {config.model.path} has "
             f"{facts.max_context} tokens. Lower it"
         )
     unsound = config.algorithm.allow_unsound

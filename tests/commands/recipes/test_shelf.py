@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from benchmarks.common import QWEN3_06B, QWEN3_4B, QWEN3_8B, QWEN3_17B, QWEN3_30B_A3B
 from keel.configs.load import load_recipe
-from keel.configs.shipped import HERE, SHELF
+from keel.configs.shipped import HARDWARE, HERE
 from keel.model.load import facts_of
 from keel.trainer.placement.choose import choose
 from keel.trainer.placement.hardware import Hardware, idle_nodes, place
@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[PreTrainedConfig, float]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (LLAMA_8B, 8.03e9),
 }
 """Name at the hub → sizes in its config.json, and its published number of parameters."""
-FILES = sorted(HERE.glob(f"{SHELF}*x*.yaml"))
+FILES = sorted(HERE.glob(f"{HARDWARE}*x*.yaml"))
 
 
 def planned(file: Path) -> Any:

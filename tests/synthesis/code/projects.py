@@ -14,7 +14,7 @@ import pytest
 
 from keel.commands.synthesize import make_all
 from keel.configs.schema import ConfigError
-from keel.configs.sections.tasks.code import CodeSourceConfig, CodeTasksConfig
+from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 from keel.synthesis.author import Author
 from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.code.draft import Rooms

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from keel.configs.sections.tasks.general import GeneralConfig
+from keel.configs.synthesis import GeneralConfig
 from keel.synthesis.general import gates
 from keel.synthesis.general.making import hold_to_all
 from keel.synthesis.general.rooms import Rooms

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from keel.configs.sections.tasks.general import GeneralConfig
+from keel.configs.synthesis import GeneralConfig
 from keel.synthesis.general.rooms import Rooms
 from keel.synthesis.ledger import Refused
 from tests.agents.sandboxes import wrap_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keel.configs.sections.tasks.general import GeneralConfig
+from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import ToolCall
 from keel.synthesis.general import gates
 from keel.synthesis.general.gates import Solved, deterministic, grounded

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keel.configs.schema import ConfigError
-from keel.configs.sections.tasks.general import GeneralConfig
+from keel.configs.synthesis import GeneralConfig
 from keel.synthesis.author import Said
 from keel.synthesis.general.mutations import EMPTY, MOST, mutations, plausible
 from keel.synthesis.general.replies import renamed, sections

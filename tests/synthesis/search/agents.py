@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from keel.configs.sections.tasks.search import AnswererConfig, SearchTasksConfig
+from keel.configs.synthesis import AnswererConfig, SearchTasksConfig
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.synthesis.author import Said
 from keel.synthesis.search.pipeline import SearchPipeline

@@ -1,0 +1,584 @@
+"""`keel knobs NAME`, and the pages of docs/ that are generated from the schema.
+
+python -m keel.commands.reference docs      # writes docs/knobs.md, metrics.md, coming-from.md
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin
+
+from keel.configs.auto import AUTO, OPEN
+from keel.configs.convert import RENAMED, knob_types, section_type, suggest
+from keel.configs.diff import resumable
+from keel.configs.distillation import DistillConfig
+from keel.configs.other_frameworks import (
+    ForeignName,
+    foreign_hint,
+    foreign_names,
+    framework_configs,
+)
+from keel.configs.schema import Config
+from keel.configs.sections.base import ConfigError, bounds_of
+from keel.configs.synthesis import SynthesisConfig, decides_tasks
+
+Recipe = Literal["train", "distill", "synthesize"]
+RECIPES: Mapping[Recipe, type] = {
+    "train": Config,
+    "distill": DistillConfig,
+    "synthesize": SynthesisConfig,
+}
+"""Kinds of recipes. `train` also covers `keel sft`, `pretrain`, `eval` and `filter`."""
+
+PAGES = {
+    "run": "checkpoints",
+    "run.seed": "stability",
+    "run.gpu_gib": "scaling",
+    "run.gpus_per_node": "scaling",
+    "run.nodes": "scaling",
+    "run.eval_every": "evaluation",
+    "run.save_trajectories": "report",
+    "run.save_tokens": "report",
+    "run.save_all_trajectories": "sft",
+    "run.startup_timeout_s": "reliability",
+    "run.trackers": "trackers",
+    "model": "from-base-to-rl",
+    "model.chat_template": "data",
+    "model.dtype": "stability",
+    "model.tokenizer": "data",
+    "model.tiny": "learning",
+    "data.sources": "data",
+    "data.sources[].rewards": "rewards",
+    "data.sources[].environment": "environments",
+    "data.sources[].pass_rates": "rollouts",
+    "data.sources[].least_pass_rate": "rollouts",
+    "data.sources[].most_pass_rate": "rollouts",
+    "data.sources[].holdout": "evaluation",
+    "data.sources[].kl_coef": "alarms",
+    "data.sources[].thinking": "rewards",
+    "data.sources[].length": "rewards",
+    "data.train_on": "distillation",
+    "rewards": "rewards",
+    "rewards.judge": "rubrics",
+    "rollout": "rollouts",
+    "rollout.dtype": "stability",
+    "rollout.sampling": "stability",
+    "agents": "agents",
+    "algorithm": "stability",
+    "algorithm.scale_advantages": "rewards",
+    "algorithm.max_lag": "rollouts",
+    "algorithm.filter_groups": "rollouts",
+    "algorithm.max_refills": "rollouts",
+    "algorithm.publish_every": "rollouts",
+    "trainer": "performance",
+    "trainer.ranks": "checkpoints",
+    "trainer.offload_optimizer": "checkpoints",
+    "trainer.timeout_s": "reliability",
+    "alarms": "alarms",
+    "eval": "evaluation",
+    "filter": "rollouts",
+    "sft": "sft",
+    "endpoint": "evaluation",
+    "distill": "distillation",
+    "synthesize": "synthesis",
+}
+"""Prefix of a knob → page of docs/. The longest prefix counts, unless the knob names a page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One line of a recipe."""
+
+    name: str
+    """Path, prefixed with the kind of recipe for `distill` and `synthesize`."""
+    kind: str
+    allowed: str
+    """Choices or bounds."""
+    default: str
+    """As YAML; empty: required."""
+    text: str
+    resume: str
+    """yes, no, or another answer: whether a folder can be continued with another value."""
+    page: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A group of knobs."""
+
+    name: str
+    path: str
+    cls: type
+    recipe: Recipe
+    text: str
+    knobs: tuple[Knob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A metric, or a family of metrics with `<…>` in the name."""
+
+    name: str
+    text: str
+    unit: str = ""
+    healthy: str = ""
+    otherwise: str = ""
+    page: str = ""
+
+
+@cache
+def metric_groups() -> Mapping[str, tuple[Metric, ...]]:
+    """Title → metrics."""
+    tables = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
+    return {
+        title: tuple(Metric(name=name, **entry) for name, entry in table.items())
+        for title, table in tables.items()
+    }
+
+
+def metrics() -> tuple[Metric, ...]:
+    return tuple(metric for group in metric_groups().values() for metric in group)
+
+
+def find_metric(name: str) -> Metric | None:
+    """Return the most specific description of a metric."""
+    matches = [
+        metric
+        for metric in metrics()
+        if re.fullmatch(".+".join(map(re.escape, re.split(r"<\w+>", metric.name))), name)
+    ]
+    return min(matches, key=lambda metric: metric.name.count("<"), default=None)
+
+
+@cache
+def sections() -> tuple[Section, ...]:
+    """All sections in the schema's order; nested sections follow their parent."""
+    return tuple(each for recipe, root in RECIPES.items() for each in _sections(recipe, root, ""))
+
+
+@cache
+def all_knobs() -> tuple[Knob, ...]:
+    return tuple(knob for section in sections() for knob in section.knobs)
+
+
+def _sections(recipe: Recipe, cls: type, path: str, about: str = "") -> Iterator[Section]:
+    hints, (title, texts) = knob_types(cls), _docstrings(cls.__module__)[cls.__name__]
+    nested: list[Iterator[Section]] = []
+    knobs: list[Knob] = []
+    for field in fields(cls):
+        hint, here = hints[field.name], f"{path}.{field.name}".lstrip(".")
+        text, inner = texts.get(field.name, ""), section_type(hint)
+        if inner is not None:
+            nested.append(_sections(recipe, inner, here + "[]" * (get_origin(hint) is tuple), text))
+            continue
+        auto = recipe == "train" and here in OPEN
+        choices = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        allowed = str(bounds_of(field) or "").replace(">=", "≥").replace("<=", "≤")
+        if get_origin(choices) is Literal:
+            allowed = " · ".join([*map(_yaml, get_args(choices)), *[AUTO] * auto])
+        default = "" if field.default is MISSING else _yaml(field.default)
+        if field.default_factory is not MISSING:
+            default = _yaml(field.default_factory())
+        knobs.append(
+            Knob(
+                name=_qualified(recipe, here),
+                kind=_kind(hint) + f", or {AUTO}" * (auto and get_origin(hint) is not Literal),
+                allowed=allowed,
+                default=AUTO if auto else default,
+                text=text,
+                resume=_resume(recipe, here),
+                page=_page_of(_qualified(recipe, here), text),
+            )
+        )
+    if knobs:
+        yield Section(
+            name=_qualified(recipe, path),
+            path=path,
+            cls=cls,
+            recipe=recipe,
+            text=f"{about} {title}".strip(),
+            knobs=tuple(knobs),
+        )
+    for each in nested:
+        yield from each
+
+
+def _qualified(recipe: Recipe, path: str) -> str:
+    return path if recipe == "train" else f"{recipe}.{path}".rstrip(".")
+
+
+@cache
+def _docstrings(module: str) -> dict[str, tuple[str, dict[str, str]]]:
+    """Class → its docstring and those below its fields, each as one paragraph."""
+    texts: dict[str, tuple[str, dict[str, str]]] = {}
+    for cls in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(cls, ast.ClassDef):
+            below: dict[str, str] = {}
+            for field, after in zip(cls.body, cls.body[1:], strict=False):
+                match field, after:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        below[name] = " ".join(text.split())
+                    case _:
+                        pass
+            texts[cls.name] = (" ".join((ast.get_docstring(cls) or "").split()), below)
+    return texts
+
+
+_PLAIN = {
+    int: ("integer", "integers"),
+    float: ("number", "numbers"),
+    str: ("text", "texts"),
+    bool: ("true or false", "values"),
+    Any: ("any value", "any values"),
+}
+
+
+def _kind(hint: Any) -> str:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        kinds = " or ".join(_kind(each) for each in inner if each is not NoneType)
+        return f"{kinds}, or null" if NoneType in inner else kinds
+    if is_dataclass(hint):
+        return f"section like `{cast(type, hint).__name__.removesuffix('Config').lower()}`"
+    if origin is Literal:
+        return "one of"
+    if origin is tuple:
+        return f"list of {_PLAIN.get(inner[0], ('', 'values'))[1]}"
+    if origin is not None and issubclass(origin, Mapping):
+        return f"mapping of names to {_PLAIN.get(inner[1], ('', 'values'))[1]}"
+    return _PLAIN[hint][0]
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        pairs = (f"{k}: {_yaml(v)}" for k, v in cast(Mapping[str, Any], value).items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_yaml, cast(tuple[Any, ...], value)))}]"
+    if isinstance(value, float):
+        return f"{value:g}".replace("e-0", "e-")
+    if isinstance(value, str):
+        return value or '""'
+    return "null" if value is None else str(value).lower()
+
+
+def _resume(recipe: Recipe, path: str) -> str:
+    if recipe == "train":
+        return "yes" if resumable(path) or resumable(path.partition("[]")[0]) else "no"
+    if recipe == "synthesize":
+        return "no" if decides_tasks(path) else "yes"
+    return "no" if path == "dir" else "for later stages"
+
+
+def _page_of(knob: str, text: str) -> str:
+    if page := re.search(r"docs/([\w-]+)\.md", text):
+        return page[1]
+    parts = re.split(r"(?=[.[])", knob)
+    prefixes = ("".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((PAGES[prefix] for prefix in prefixes if prefix in PAGES), "")
+
+
+def normal(name: str) -> str:
+    """`data.sources[sums].size` or `data.sources.0.size` → `data.sources[].size`."""
+    name = re.sub(r"\[[^]]*\]", "[]", name)
+    return re.sub(r"\.\d+(?=\.|$)", "[]", name).strip(".")
+
+
+def describe(name: str = "") -> str:
+    """Describe a section, knob or metric, or everything whose name contains `name`.
+
+    Raises ConfigError with a suggestion if there is none.
+    """
+    query = normal(name)
+    if not query:
+        return _overview()
+    if matches := _named(query, name):
+        return matches
+    if query in RENAMED or foreign_hint(query, suffix=False):
+        raise ConfigError(f"{name}: {_unknown(name, query)}")
+    words = re.split(r"[\s_.-]+", query.lower())
+    entries = [*all_knobs(), *metrics()]
+    partial = [each for each in entries if all(word in each.name.lower() for word in words)]
+    top = query.partition(".")[0]
+    if partial and ("." not in query or any(s.name.partition(".")[0] == top for s in sections())):
+        return f"No knob or metric is called {name}. In their names:\n\n{_entries(partial)}"
+    raise ConfigError(f"{name}: {_unknown(name, query)}")
+
+
+def _named(query: str, name: str) -> str:
+    inside = [
+        section
+        for section in sections()
+        if section.recipe == query
+        or section.name.removesuffix("[]") == query.removesuffix("[]")
+        or section.name.startswith((f"{query}.", f"{query}[]."))
+    ]
+    if inside:
+        return "\n\n".join(map(_section, inside))
+    knobs = [knob for knob in all_knobs() if knob.name == query]
+    knobs = knobs or [knob for knob in all_knobs() if f".{knob.name}".endswith(f".{query}")]
+    metric = find_metric(name) if "/" in name else None
+    found = [metric] if metric else [each for each in metrics() if each.name == name]
+    return _entries([*knobs, *found]) if knobs or found else ""
+
+
+def _unknown(name: str, query: str) -> str:
+    if "/" in name:
+        for foreign in foreign_names("metrics"):
+            if foreign.name == name:
+                return f"no such metric; {foreign.hint}"
+        near = difflib.get_close_matches(name, [metric.name for metric in metrics()], n=3)
+        return "no such metric" + f"; did you mean {' or '.join(near)}?" * bool(near)
+    parent, _, key = query.rpartition(".")
+    for section in sections():
+        if parent and parent in (section.name, section.name.removesuffix("[]")):
+            prefix = f"{section.path}.".lstrip(".")
+            return f"no such knob; {suggest(key, section.cls, prefix, RECIPES[section.recipe])}"
+    for foreign in foreign_names("metrics"):
+        if foreign.name == name and not foreign_hint(name, suffix=False):
+            return f"no such metric; {foreign.hint}"
+    return f"no such knob or metric; {suggest(query.partition('.')[0], Config, '', Config)}"
+
+
+WHOLE = 3
+"""Number of entries up to which each is described in full."""
+
+
+def _entries(entries: Sequence[Knob | Metric]) -> str:
+    if len(entries) <= WHOLE:
+        return "\n\n".join(_knob(e) if isinstance(e, Knob) else _metric(e) for e in entries)
+    return _rows([_line(e) if isinstance(e, Knob) else (e.name, e.text) for e in entries])
+
+
+def _overview() -> str:
+    titles = {
+        "train": "Recipes of keel train, sft, pretrain, eval, filter and check",
+        "distill": "Recipes of keel distill",
+        "synthesize": "Recipes of keel synthesize",
+    }
+    parts = [
+        f"{title}\n{_rows([(s.name, _first(s.text)) for s in sections() if s.recipe == recipe])}"
+        for recipe, title in titles.items()
+    ]
+    groups = [(title, ", ".join(m.name for m in g)) for title, g in metric_groups().items()]
+    return "\n\n".join([*parts, f"Metrics\n{_rows(groups)}", "keel knobs NAME describes one."])
+
+
+def _first(text: str) -> str:
+    """First sentence."""
+    return re.split(r"(?<=[a-z)`]\.)(?<!Eq\.) (?=[A-Zβ`0-9])", text)[0]
+
+
+def _section(section: Section) -> str:
+    rows = [_line(knob, knob.name.rpartition(".")[2]) for knob in section.knobs]
+    return f"{section.name}\n{_folded(section.text)}\n{_rows(rows)}"
+
+
+def _line(knob: Knob, name: str = "") -> tuple[str, str]:
+    return f"{name or knob.name}: {knob.default}", _first(knob.text)
+
+
+def _knob(knob: Knob) -> str:
+    resume = {
+        "yes": "may change",
+        "no": "fixed; another value needs another folder",
+        "for later stages": "may change for stages that have not run",
+    }
+    rows = [
+        ("type", knob.kind),
+        ("allowed", knob.allowed),
+        ("default", knob.default or "none: required"),
+        ("on resume", resume[knob.resume]),
+        ("more", f"docs/{knob.page}.md" if knob.page else ""),
+    ]
+    return f"{knob.name}\n{_folded(knob.text)}\n{_rows([row for row in rows if row[1]])}"
+
+
+def _metric(metric: Metric) -> str:
+    mentions = [knob.name for knob in all_knobs() if f"`{metric.name}`" in knob.text]
+    rows = [
+        ("unit", metric.unit),
+        ("healthy", metric.healthy),
+        ("if not", metric.otherwise),
+        ("knobs", ", ".join(mentions)),
+        ("more", f"docs/{metric.page}.md" if metric.page else ""),
+    ]
+    text = _rows([row for row in rows if row[1]])
+    return f"{metric.name} (metric)\n{_folded(metric.text)}\n{text}"
+
+
+def _width() -> int:
+    return min(100, shutil.get_terminal_size().columns)
+
+
+def _folded(text: str) -> str:
+    return textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  ")
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> str:
+    wide = max((len(name) for name, _ in rows), default=0) + 2
+    return "\n".join(
+        textwrap.fill(
+            text,
+            max(_width(), wide + 30),
+            initial_indent=f"  {name:<{wide}}",
+            subsequent_indent=" " * (wide + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, text in rows
+    )
+
+
+_KNOBS = """# Knobs
+
+A recipe lists the differences from these defaults; `keel check RECIPE` validates it, including
+the rules between knobs. Override a knob with `path.to.knob=value` on the command line; an entry
+of a list is named by its name or index: `data.sources[sums].size=64`. Several knobs of a section
+can be set together: `'run={steps: 20, seed: 1}'`, or `{"run": {"steps": 20, "seed": 1}}` for the
+`knobs` of `keel.train`. Lists and mappings with free keys, such as `rewards`, are replaced as a
+whole. The column **resume** tells whether a run folder can be continued with another value
+([checkpoints](checkpoints.md#changing-the-layout)). `keel knobs NAME` shows the same in a
+terminal.
+"""
+_TITLES: dict[Recipe, str] = {
+    "train": "",
+    "distill": """# Recipes of `keel distill`
+
+A knob may change as long as the stages that depend on it have not run.
+""",
+    "synthesize": """# Recipes of `keel synthesize`
+
+Under **resume**, *no* marks the knobs that the tasks in a folder depend on.
+""",
+}
+_METRICS = """# Metrics
+
+Each line of `metrics.jsonl` in the run folder holds `step`, `time` (seconds since the epoch) and
+those of these metrics that apply; numbers that are not finite are left out. TensorBoard and `keel
+report` use the same names. `<set>`, `<domain>` and `<part>` stand for names of a recipe.
+**Healthy** is empty if the value depends on the task. **Otherwise** lists what to check and
+change first; [troubleshooting](troubleshooting.md) starts from symptoms, and [alarms](alarms.md)
+has the thresholds at which a run warns.
+"""
+_COMING_FROM = """# Coming from another framework
+
+Keel's names for the knobs you know. A recipe that uses another framework's name is answered with
+ours, and `keel knobs NAME` explains each knob on the right. The tables follow the sources of
+August 2026 (TRL: July).
+
+Three differences matter more than names:
+
+- **A step is one batch.** `algorithm.prompts_per_step` × `algorithm.group_size` completions are
+  sampled, scored and trained on. Batch size per device and gradient accumulation follow from
+  `trainer.micro_batch_tokens`, and change no gradient.
+- **Engine and trainer must agree.** Where others correct the mismatch by importance sampling, Keel
+  records experts and sampling masks and replays them ([Keep Routing](concepts/keep-routing.md),
+  [Keep Sampling Mask](concepts/keep-sampling-mask.md)).
+- **β belongs to a source**, not to the run: `data.sources[].kl_coef`.
+
+`python -m keel.commands.reference docs` writes this page from `configs/other_frameworks.toml`.
+"""
+
+
+def pages() -> Mapping[str, str]:
+    """File in docs/ → its text."""
+    return {
+        "knobs.md": _knobs_page(),
+        "metrics.md": _metrics_page(),
+        "coming-from.md": _coming_from_page(),
+    }
+
+
+def _knobs_page() -> str:
+    parts, recipe = [_KNOBS], "train"
+    for section in sections():
+        if section.recipe != recipe:
+            recipe = section.recipe
+            parts.append(_TITLES[recipe])
+        page = _page_of(section.name, "")
+        rows = [_knob_row(knob, page) for knob in section.knobs]
+        more = f" More: [{page}]({page}.md)." if page else ""
+        table = _table(("knob", "default", "values", "resume", ""), rows)
+        title = f"`{section.path}`" if section.path else "Top level"
+        parts.append(f"## {title}\n\n{_linked(section.text)}{more}\n\n{table}")
+    return "\n".join(parts)
+
+
+def _knob_row(knob: Knob, page: str) -> tuple[str, ...]:
+    values = ", ".join(filter(None, (knob.kind, knob.allowed))).replace("one of, ", "")
+    known = knob.page in ("", page) or f"docs/{knob.page}.md" in knob.text
+    more = "" if known else f" ([{knob.page}]({knob.page}.md))"
+    default = f"`{knob.default}`" if knob.default else "required"
+    name = knob.name.rpartition(".")[2]
+    return f"`{name}`", default, values, knob.resume, _linked(knob.text) + more
+
+
+def _metrics_page() -> str:
+    parts = [_METRICS]
+    for title, group in metric_groups().items():
+        rows = [
+            (
+                f"`{metric.name}`",
+                metric.unit,
+                metric.text + (f" ([{metric.page}]({metric.page}.md))" if metric.page else ""),
+                metric.healthy,
+                metric.otherwise,
+            )
+            for metric in group
+        ]
+        parts.append(
+            f"## {title}\n\n{_table(('metric', 'unit', '', 'healthy', 'otherwise'), rows)}"
+        )
+    return "\n".join(parts)
+
+
+def _coming_from_page() -> str:
+    parts = [_COMING_FROM]
+    words, measures = foreign_names("words"), foreign_names("metrics")
+    for framework, config in framework_configs().items():
+        parts.append(f"## {framework} ({config})\n\n{_foreign_table(framework, words)}")
+    parts.append("## Metrics\n\n[Metrics](metrics.md) lists all of ours.\n")
+    for framework in dict.fromkeys(name.framework for name in measures):
+        parts.append(_foreign_table(framework, measures))
+    return "\n".join(parts)
+
+
+def _foreign_table(framework: str, names: Iterable[ForeignName]) -> str:
+    rows = [
+        (f"`{name.name}`", ", ".join(f"`{knob}`" for knob in name.here) or "–", name.note)
+        for name in names
+        if name.framework == framework
+    ]
+    return _table((framework, "Keel", ""), rows)
+
+
+def _linked(text: str) -> str:
+    return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", text)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
+
+
+if __name__ == "__main__":
+    for page_name, page_text in pages().items():
+        (Path(sys.argv[1]) / page_name).write_text(page_text, encoding="utf-8")

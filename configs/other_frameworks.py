@@ -1,0 +1,74 @@
+"""Keel's names for the knobs and metrics of other frameworks, from `other_frameworks.toml`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignName:
+    """A knob or metric of another framework."""
+
+    framework: str
+    name: str
+    """Dotted path, without the dashes of a command-line option."""
+    here: tuple[str, ...]
+    """Keel's knobs or metrics; empty if there is no counterpart."""
+    note: str
+    """Markdown."""
+
+    @property
+    def hint(self) -> str:
+        """Part of an error message about a recipe that uses the name."""
+        note = re.sub(r"\[[^]]*\]\(([\w-]+\.md)\)", r"docs/\1", self.note).replace("`", "")
+        origin = f"{self.framework}'s {self.name}"
+        if not self.here:
+            return f"{origin} has no counterpart: {note}"
+        return f"did you mean {' and '.join(self.here)}? ({origin}{'; ' * bool(note)}{note})"
+
+
+@cache
+def _tables() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def framework_configs() -> dict[str, str]:
+    """Framework → the name of its config, in Markdown."""
+    return {name: table["config"] for name, table in _tables().items()}
+
+
+@cache
+def foreign_names(kind: Literal["words", "metrics"]) -> tuple[ForeignName, ...]:
+    """words: knobs."""
+    return tuple(_read(kind))
+
+
+def _read(kind: str) -> Iterator[ForeignName]:
+    for framework, table in _tables().items():
+        for name, value in table.get(kind, {}).items():
+            entry = {"here": value} if isinstance(value, str) else value
+            here = tuple(filter(None, entry.get("here", "").split(", ")))
+            yield ForeignName(framework=framework, name=name, here=here, note=entry.get("note", ""))
+
+
+def foreign_hint(path: str, *, suffix: bool = True) -> str:
+    """Keel's name for the dotted `path` of another framework; "" if unknown.
+
+    suffix: also match names of which `path` is only the last part.
+    """
+    names, key = foreign_names("words"), path.rpartition(".")[2]
+    matches = [name for name in names if name.name == path]
+    matches = matches or [name for name in names if name.name == key]
+    if suffix and not matches:
+        matches = [name for name in names if name.name.endswith(f".{key}")]
+    return "; ".join({name.here: name.hint for name in reversed(matches)}.values())
+
+
+def is_foreign_section(path: str) -> bool:
+    return any(name.name.startswith(f"{path}.") for name in foreign_names("words"))

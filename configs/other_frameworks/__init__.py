@@ -1,1 +1,0 @@
-"""What the knobs of other frameworks are called here."""

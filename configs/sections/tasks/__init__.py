@@ -1,1 +1,0 @@
-"""What `keel synthesize` makes, a section for each family of tasks."""
