@@ -254,7 +254,7 @@ def test_a_folders_name_is_one_whatever_yaml_reads_in_it(tmp_path: Path) -> None
         config = load_config("quickstart", [knob])
         found = {"run": config.run.dir, "eval": config.eval.dir, "model": config.model.path}
         assert Path(found[knob.partition(".")[0]]).is_relative_to(root), knob
-    with pytest.raises(ConfigError, match=r"takes '#1/mixed' for a comment; put the value in quot"):
+    with pytest.raises(ConfigError, match=r"'#1/mixed'"):
         load_config("quickstart", ["run.dir=runs/a #1/mixed"])
     assert load_config("quickstart", ["run.dir=runs/a#1"]).run.dir == "runs/a#1"
 
@@ -292,7 +292,7 @@ def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
         distill(recipe(tmp_path, sft_overrides=("sft.epoch=3",)), keel)
     with pytest.raises(ConfigError, match="spelling has no holdout"):
         distill(recipe(tmp_path, overrides=("data.sources[spelling].holdout=0",)), keel)
-    with pytest.raises(ConfigError, match="belongs to one specialist"):
+    with pytest.raises(ConfigError, match="specialists = "):
         recipe(
             tmp_path,
             specialists=(

@@ -371,7 +371,7 @@ def test_the_prompts_to_train_on(fake: Fake, tmp_path: Path) -> None:
     [
         ("eval.pass_at=[8]", "each must be from 1 to eval.samples = 4"),
         ("eval.checkpoint=newest", "must be last, base, or a step"),
-        ("eval.variants=[{name: a}, {name: a}]", "names must differ"),
+        ("eval.variants=[{name: a}, {name: a}]", "eval.variants = "),
         ("eval.variants=[{name: a, max_tokens: 9999}]", "eval.variants[a].max_tokens = 9999"),
         ("eval.variants=[{name: a, context: summary}]", "no source has an environment"),
         ("eval.variants=[{name: 'a b'}]", "must be letters, digits"),

@@ -95,7 +95,7 @@ def test_a_folder_of_other_settings_policy_or_prompts_is_refused(tmp_path: Path)
     with opened(first) as out:
         for prompt in out.waiting:
             out.record(prompt, [scored(prompt, 1)])
-        with pytest.raises(ConfigError, match="another filter is running there"), opened(first):
+        with pytest.raises(ConfigError, match="another filter is running"), opened(first):
             pass
     for other, message in (
         (replace(first, filter=FilterConfig(samples=5)), r"filter\.samples: 4 → 5"),

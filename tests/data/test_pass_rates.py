@@ -99,7 +99,7 @@ def test_a_table_of_other_prompts_or_sources_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"least_pass_rate": 0.1}, r"\.pass_rates = '': name the table"),
+        ({"least_pass_rate": 0.1}, r"\.pass_rates = ''"),
         ({"pass_rates": "t", "least_pass_rate": -0.1}, "least_pass_rate = -0.1"),
         ({"pass_rates": "t", "most_pass_rate": 1.1}, "most_pass_rate = 1.1"),
         ({"pass_rates": "t", "most_pass_rate": 0.0}, "most_pass_rate = 0.0"),

@@ -159,7 +159,7 @@ REFUSED = {
     "--model a/b --gpus -1 --data school.jsonl": "must be at least 0 and 1",
     "nowhere/x.yaml --gpus 0 --task chain_sum": "no such folder as nowhere",
     "school.jsonl --gpus 0": "school.jsonl: exists already",
-    "--gpus 0 --steps 0": "run.steps = 0: must be at least 1",
+    "--gpus 0 --steps 0": "run.steps = 0",
     "--model a/b --gpus 0 --data school.jsonl --subset main": "belongs to source: file, hub",
 }
 

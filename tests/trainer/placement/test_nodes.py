@@ -332,7 +332,7 @@ def test_what_others_hold_and_what_a_gpu_has(
 def test_a_recipe_for_a_cpu_does_not_speak_of_gpus() -> None:
     speeches: list[dict[str, Any]] = [{"gpu_gib": 80.0}, {"gpus_per_node": 2}]
     for speech in speeches:
-        with pytest.raises(ConfigError, match=r"run\.gpu.* speaks of GPUs, and run\.device is cpu"):
+        with pytest.raises(ConfigError, match=r"run\.gpu.* run\.device"):
             RunConfig(device="cpu", **speech)
     with pytest.raises(ConfigError, match=r"run\.nodes = 2: needs run\.gpus_per_node"):
         RunConfig(nodes=2)
