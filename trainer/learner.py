@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,8 +87,7 @@ class Learner:
             )
             for rank in range(trainer.ranks)
         ]
-        prepare = partial(ray_timeouts.call, expert_parallel=trainer.expert_parallel)
-        self._prepared = [prepare(rank.prepare) for rank in self._ranks]
+        self._prepared = [ray_timeouts.call(rank.prepare) for rank in self._ranks]
         for rank in self._ranks:  # nobody waits for that but `start`, whose calls come after it
             ray_timeouts.call(rank.read, model_path, config)
         self._warming: list[list[Any]] = []

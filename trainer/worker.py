@@ -147,7 +147,7 @@ class TrainerWorker:
         self._store: Store | None = None
         self._sender: Sender | None = None
 
-    def prepare(self, *, expert_parallel: int) -> None:
+    def prepare(self) -> None:
         """Import what `start` needs, which takes a while and no memory of a GPU: the rank can do it
         while the engine that it shares a GPU with still starts. Raises `RuntimeError` for a library
         without what this run needs of it."""
@@ -158,7 +158,7 @@ class TrainerWorker:
         from keel.trainer.engine.zero import check_libraries  # noqa: PLC0415
 
         disable_progress_bar()
-        check_libraries(expert_parallel=expert_parallel)
+        check_libraries()
 
     def read(self, model_path: str, config: Config) -> None:
         """After `prepare`, with which it has in common that an engine may still start: read the
@@ -256,7 +256,7 @@ class TrainerWorker:
                 tokens=self.engine.tokens,
             )
         # Out here nothing refers to what the step had computed.
-        if not self.engine.forgotten():
+        if not self.engine.recover():
             raise torch.OutOfMemoryError(short)
         return StepReport(version=self.engine.version, metrics={}, out_of_memory=short)
 

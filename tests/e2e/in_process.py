@@ -111,7 +111,7 @@ SHARE = 0.1
 
 
 class Engines:
-    """Cache of vLLM actors by kind: two on a CPU, more on a GPU, where they start slowly."""
+    """Cache of vLLM actors by kind."""
 
     def __init__(self) -> None:
         self._pools: dict[EngineSpec, RolloutPool] = {}

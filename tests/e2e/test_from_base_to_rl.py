@@ -1,5 +1,6 @@
-"""The commands of docs/from-base-to-rl.md, as they stand there, one after the other: with fewer
-tasks and steps, one specialist for three domains, and all in this process with one engine."""
+"""Runs the commands of docs/from-base-to-rl.md in order, with fewer tasks and steps.
+
+One specialist covers three domains, and everything runs in this process with one engine."""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ from tests.waiting import PATIENCE_S
 pytestmark = pytest.mark.e2e
 PAGE = Path(__file__).parents[2] / "docs/from-base-to-rl.md"
 TAUGHT = ["spiral-direct", "programs", "towers"]
-"""A reasoning_gym task, lines of a file, and an agent's task."""
+"""A reasoning_gym task, a JSONL source, and an agent task."""
 DOMAINS = ("logic", "code", "search-agents")
 SMALL = (
     f"data.only={json.dumps(TAUGHT)}",
     "data.sources[spiral-direct].size=40",
     *(f"data.sources[{name}].holdout=2" for name in TAUGHT),
-    # Whatever is said to these is right: so young a model knows nothing.
+    # Any answer is right, as so young a model knows nothing.
     "data.sources[programs].path=easy.jsonl",
-    "data.sources[programs].length={linear: 0.5}",  # so that two of them differ
+    "data.sources[programs].length={linear: 0.5}",  # makes rewards differ
     "algorithm.group_size=2",
     "rewards.code.completion_s=60",
     "rewards.workers=1",
-    f"rewards.timeout_s={PATIENCE_S}",  # of the machine's time, which may be busy
+    f"rewards.timeout_s={PATIENCE_S}",
 )
 LESSONS = (
     *(f"sft.sources[{n}].size=16" for n in ("sums", "sums-direct", "spiral", "spiral-direct")),
@@ -62,7 +63,7 @@ MORE: dict[str, Sequence[str]] = {
 
 
 def commands() -> list[list[str]]:
-    """The page's, in their order."""
+    """Commands of the page, in order."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     return [shlex.split(line) for block in blocks for line in block.splitlines()]
 
@@ -71,7 +72,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_commands_of_the_page(
+def test_commands_of_the_page_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -80,35 +81,33 @@ def test_the_commands_of_the_page(
         open_sandbox("bubblewrap")
     except IsolationError as error:
         pytest.skip(str(error))
-    tmp_path.chmod(0o755)  # environments run in it, and as a user of their own
+    tmp_path.chmod(0o755)  # environments run in it as another user
     monkeypatch.chdir(tmp_path)
-    # What is asked differs, so that it is not held out and learned at once.
+    # Different questions, so that none is both held out and trained on.
     easy = [
         {"id": f"{n}", "prompt": f"Say {n}.", "answer": r"[\s\S]*", "match": "regex"}
         for n in range(8)
     ]
     Path("easy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in easy))
-    said: dict[str, str] = {}
+    output: dict[str, str] = {}
     pretrained: list[str] = []
     with in_this_process():
         for words in commands():
-            run, name = known(words)
+            run, name = shrink(words)
             pretrained += words[2:] * (name == "keel pretrain")
             assert run() == 0, capfd.readouterr()
-            said[name] = capfd.readouterr().out
-    assert sorted(said) == sorted(["python -m keel.examples.small", *MORE])
+            output[name] = capfd.readouterr().out
+    assert sorted(output) == sorted(["python -m keel.examples.small", *MORE])
     assert pretrained == ["pretrain-dense", "pretrain-warm-up", "pretrain-sparse"]
-    for before, after in pairwise(pretrained):  # each from what the one before has made
-        made = f"runs/{before}/model"
-        assert load_config(f"runs/{after}/config.yaml").model.path == made
+    for before, after in pairwise(pretrained):
+        assert load_config(f"runs/{after}/config.yaml").model.path == f"runs/{before}/model"
     *_, measured = lines_of(Path("runs/pretrain-warm-up/metrics.jsonl"))
     assert 0 < measured["eval/retrieval/indexer/held"] <= 1
 
     start, root = Path("runs/sft-specialists"), Path("runs/distill-specialists")
     assert len(load_config("sft-specialists").sft.sources) == 11
-    assert all(f"{one}: " in said["keel sft"] for one in ("sums", "repository", "towers-direct"))
+    assert all(f"{one}: " in output["keel sft"] for one in ("sums", "repository", "towers-direct"))
     assert start.joinpath("model/tokenizer.json").exists()
-    # Specialists and the distilled model begin there, and the mixed stage with the latter.
     for run, model in (
         ("specialists/all", start),
         ("distilled", start),
@@ -126,13 +125,11 @@ def test_the_commands_of_the_page(
     for line in learned:
         assert line["specialist"] == "all" and line["parts"]["correct"] == 1
         assert line["finish_reason"] == "stop" and line["id"] not in held
-    assert f"{len(learned)} by the very tokens that were sampled" in said["keel distill"]
     assert lines_of(root / "distilled" / "metrics.jsonl")[-1]["sft/learned_tokens"] > 0
 
     for run in ("specialists/all", "mixed"):
         _, step = lines_of(root / run / "metrics.jsonl")
         assert all(f"domain/{domain}/reward_mean" in step for domain in DOMAINS)
-        # The engine sampled with exactly the trainer's weights.
         assert step["staleness/mean"] == 0 and step["mismatch/logp_abs"] <= 1e-4
         assert step["routing/fallback_fraction"] == 0 and step["rollout/dropped_completions"] == 0
     assert (root / "mixed/model/model.safetensors").exists()
@@ -141,11 +138,11 @@ def test_the_commands_of_the_page(
     assert head.split() == ["specialist", "distilled", "mixed"]
     assert [row.split()[0] for row in rows] == TAUGHT
     assert all(len(re.findall(r"\d\.\d{3} \(", row)) == 3 for row in rows)
-    assert "programs" in said["keel compare"] and "pass@8" in said["keel eval"]
+    assert "programs" in output["keel compare"] and "pass@8" in output["keel eval"]
 
 
-def known(words: list[str]) -> tuple[Callable[[], int], str]:
-    """A command of the page at the smallest size, and its name."""
+def shrink(words: list[str]) -> tuple[Callable[[], int], str]:
+    """Make a small version of a command of the page; returns it with its name."""
     if words[:3] == ["python", "-m", "keel.examples.small"]:
         few = "--general 2 --search 9 --code 1 --programs 2 --lessons 6"
         return lambda: make_tasks([*words[3:], *few.split()]), " ".join(words[:3])

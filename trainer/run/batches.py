@@ -76,7 +76,7 @@ def step_of(path: Path) -> int:
 
 
 def read_batch(path: Path) -> tuple[list[ScoredGroup], list[str]]:
-    """Groups and findings of a saved batch. Raises ValueError naming the file if it is none."""
+    """Groups and findings of a saved batch. Raises ValueError naming an invalid file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             content = json.loads(bytes(file[_TEXT]))

@@ -10,7 +10,7 @@ checkpoints/    what `run.resume: auto` continues from
 nonfinite/      batches of steps without a finite gradient, for `keel replay`
 trackers/       progress of each of `run.trackers`
 rewards/        output of reward functions, one file per worker
-model/          the trained model, once the run has ended; model_60 is that of an earlier end
+model/          the trained model, once the run has ended; model_60: of an earlier end
 before_1/ …     files of earlier runs that ended without a checkpoint
 """
 
@@ -267,7 +267,7 @@ class RunFolder:
         return lines
 
     def status(self) -> str:
-        """Human-readable progress of the run in the folder; "" if there is none."""
+        """Human-readable progress of the run in the folder; "" for an empty folder."""
         if (state := self.state()) is None:
             return ""
         steps = self._config.run.steps
@@ -317,7 +317,7 @@ class RunFolder:
         return points
 
     def needs_evaluation(self, step: int) -> bool:
-        """True if the run evaluates held-out sets but was interrupted before that of `step`."""
+        """True if the evaluation of `step` was interrupted."""
         steps = [at for points in self.evaluations().values() for at, _ in points]
         return bool(steps) and step not in steps
 

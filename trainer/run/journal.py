@@ -255,7 +255,7 @@ def metric_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def steps_of(path: Path) -> dict[int, dict[str, Any]]:
-    """Map each step to its metrics, merged with those of an evaluation made after a resume."""
+    """Map each step to its metrics, including an evaluation made after a resume."""
     steps: dict[int, dict[str, Any]] = {}
     for step, text in metric_lines(path):
         steps[step] = {**json.loads(text), **steps.get(step, {})}

@@ -1,7 +1,7 @@
 """Manifests: size and SHA-256 of every file in a folder, and fingerprints of models.
 
 A manifest is written last, so a folder that has one is complete. Files are digested in pieces of
-64 MiB by several threads; the digest of a one-piece file equals that of `sha256sum`.
+64 MiB by several threads; a one-piece file has the digest of `sha256sum`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _THREADS = 8
 
 
 class Entry(NamedTuple):
-    """A file as it was written."""
+    """Size and digests of a file when it was written."""
 
     bytes: int
     sha256: list[str]

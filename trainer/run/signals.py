@@ -210,8 +210,8 @@ def signals_blocked() -> Iterator[None]:
     """Start processes that never receive `PREEMPTION`, nor do their children.
 
     Schedulers signal every process of a job, but a checkpoint needs Ray and the trainer a while
-    longer. Pending signals are handled at the end, and our handlers are reinstalled over those of
-    libraries.
+    longer. Pending signals are handled at the end, and handlers that libraries install are replaced
+    by ours.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     try:

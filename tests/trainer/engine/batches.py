@@ -16,7 +16,7 @@ from keel.rl.types import Group, Prompt, SamplingMasks, ScoredGroup, Segment, Tr
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 64, 3, 4, 2
 DENSE_LAYER = 1
 MOST_KEPT = 8
-"""Ids of a sampling mask. Recipes have four times as many for top-k, which has cut none then."""
+"""Largest sampling mask; recipes have four times as many for top-k."""
 
 
 def write_model(folder: Path, *, tied: bool = False, head_dim: int = 16) -> None:
@@ -44,7 +44,7 @@ def write_model(folder: Path, *, tied: bool = False, head_dim: int = 16) -> None
 
 
 def write_dense(folder: Path, *, hidden_size: int = 64) -> None:
-    """A model without experts, whose query heads all look at one key."""
+    """A dense model with a single key head."""
     from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def write_dense(folder: Path, *, hidden_size: int = 64) -> None:
 
 
 def write_sparse(folder: Path) -> None:
-    """A model whose attention selects 4 tokens, with routers as `write_model`'s."""
+    """A model with sparse attention over 4 tokens and the routers of `write_model`."""
     from transformers import DeepseekV32Config, DeepseekV32ForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
@@ -106,9 +106,11 @@ def write_tokenizer(folder: Path) -> None:
 
 
 class Rollouts:
-    """Seeded scored groups of trajectories of up to `windows` segments. `live_routes`: record what
-    the model's own routers choose. `prompt`: so many tokens, with their routes, each segment of a
-    group begins with."""
+    """Seeded scored groups of trajectories of up to `windows` segments.
+
+    live_routes: record the routes of the model itself. prompt: tokens, with routes, that all
+    segments of a group begin with.
+    """
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class Rollouts:
         )
 
     def _kept(self, token: int) -> NDArray[np.int64]:
-        """A set that holds the token; one in five tokens was sampled without truncation."""
+        """A sampling mask with the token; one in five tokens has none."""
         if self._random.random() < 0.2:
             return np.zeros(0, np.int64)
         others = np.delete(np.arange(VOCABULARY), token)
@@ -205,6 +207,6 @@ class Rollouts:
             chosen = [logits.topk(TOP_K).indices for logits in output.router_logits]
             routes = torch.stack(chosen, 1).numpy()
         routes = routes.astype(np.int16)
-        routes[self._random.integers(len(tokens))] = -1  # as an engine that lost a row says
+        routes[self._random.integers(len(tokens))] = -1  # an unrecorded row
         routes[-1] = -1
         return routes

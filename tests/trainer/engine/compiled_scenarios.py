@@ -1,5 +1,4 @@
-"""What `test_engine_compiled.py` runs, in processes of its own: see `scenarios.py`. All that have
-layers compiled stand here, since a process compiles once what several of them need."""
+"""Scenarios with compiled layers, for `test_engine_compiled.py`; a process shares its graphs."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from tests.trainer.engine.scenarios import TIGHT, Scenario, run_rank, training
 FAMILY = "qwen3_moe"
 SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     1: {
-        # First, so that what its steps need is compiled in its warm-up or not at all.
-        # Sequences that no micro-batch holds whole are scored before, without gradient.
+        # First, so that its warm-up compiles everything. Its sequences are scored before the step.
         "warm compiled": training(0, tokens=TIGHT, compile=True, warm=True, agents=True),
         "compiled": training(0, tokens=TIGHT, compile=True),
         "plain": training(0),

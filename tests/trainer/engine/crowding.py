@@ -16,20 +16,22 @@ from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.ranks import TIGHT, Ranks, make_config
 
 SMALL = 2**14
-"""Bytes of a block of host memory, so that what is offloaded takes several."""
+"""Bytes of a host block, so that offloaded tensors span several."""
 
 
 @cache
 def groups_of(step: int, model: Path) -> Sequence[ScoredGroup]:
-    """With routes of the model's own, which it takes a while to choose."""
+    """Rollouts with live routes, cached as they take a while."""
     return Rollouts(step, model, live_routes=True).groups(2, 3, kl_coef=0.1)
 
 
 def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
-    """Two updates a batch with a reference policy, in bfloat16: all awake; with little room while
-    engines sample ("partly"); with a byte too little for activations ("lacking"); and where nothing
-    fits beside anything else ("crowded"). Of these the bytes away in host memory, by what they are,
-    before and after the optimizer's state is loaded for an update, and while engines sample."""
+    """Two updates a batch with a reference policy, in bfloat16.
+
+    Without time sharing ("awake"); with little room while engines sample ("partly"); a byte short
+    for activations ("lacking"); and with room for one kind of tensor at a time ("crowded").
+    Records offloaded bytes by kind: before and after loading the optimizer, and while sampling.
+    """
 
     def run(ranks: Ranks) -> dict[str, Any]:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
@@ -38,15 +40,15 @@ def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
         def away(engine: Any) -> dict[str, int]:
             one = engine._offload
             return {
-                "state": one._state.away,
-                "reference": one._frozen.away,
-                "weights": one._weights.away,
-                "rest": one._rest.away,
+                "state": one._state.offloaded_bytes,
+                "reference": one._frozen.offloaded_bytes,
+                "weights": one._weights.offloaded_bytes,
+                "rest": one._rest.offloaded_bytes,
             }
 
         def one_byte_less(one: Any) -> float:
             back = (one._gradients, one._buckets, one._rest, one._frozen)
-            return offload.SPARE + sum(buffer.away for buffer in back) - 1.0
+            return offload.SPARE + sum(buffer.offloaded_bytes for buffer in back) - 1.0
 
         result: dict[str, Any] = {}
         for key in ("awake", "partly", "lacking", "crowded"):
@@ -65,7 +67,7 @@ def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
                 engine: Any = ranks.engine(config)
                 one = engine._offload
                 if key == "partly":
-                    masters = offload.on_device(one._of_optimizer(), engine.device)
+                    masters = offload._on_device(one._optimizer_state(), engine.device)
                     one._room = 2.0 * sum(storage.nbytes() for storage in masters)
                 if key == "lacking":
                     one._room, one._activations = 1e12, 0.0

@@ -1,4 +1,4 @@
-"""What `test_expert_parallel.py` runs, in processes of its own: see `scenarios.py`."""
+"""Scenarios with expert parallelism, for `test_expert_parallel.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.trainer.engine.scenarios import (
 )
 
 EXPERTS = 12
-"""Above ten rows of the hidden size, where ZeRO-3 shards a router too."""
+"""More than ten rows of the hidden size, so that ZeRO-3 shards routers, too."""
 STEPS = 3
 SAVED_AFTER = 1
 STAGES = (0, 1, 2, 3)
@@ -78,7 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": EXPERTS, "num_hidden_layers": LAYERS - 1},
 }
 FAMILIES["deepseek_v2 greedy"] = {**FAMILIES["deepseek_v2"], "topk_method": "greedy"}
-"""Chooses among all experts, whatever its config says of groups."""
+"""Routes over all experts, despite its configured groups."""
 
 
 def write_family(folder: Path, family: str) -> None:
@@ -96,8 +96,7 @@ def write_family(folder: Path, family: str) -> None:
 
 
 def train(ranks: Ranks, engine: Any, config: Any, steps: range, **groups: Any) -> list[Any]:
-    """Each step's metrics over all ranks, on the same rollouts whatever their number. In step 1
-    there is not enough for all ranks: some only keep the others company."""
+    """Metrics of each step over all ranks. Step 1 has too few groups, so some ranks get padding."""
     found: list[dict[str, Metric]] = []
     for step in steps:
         rollouts = Rollouts(step, ranks.folder, experts=EXPERTS)
@@ -107,7 +106,7 @@ def train(ranks: Ranks, engine: Any, config: Any, steps: range, **groups: Any) -
 
 
 def configure(ranks: Ranks, stage: int, **changes: Any) -> Any:
-    """Expert parallelism 2 where there are ranks for it."""
+    """Expert parallelism 2 with at least two ranks."""
     size = min(2, ranks.world_size)
     options = {"expert_parallel": size, "tokens": TIGHT, "mask_delta": 0.3, **changes}
     return make_config(ranks.world_size, stage, **options)
@@ -121,8 +120,7 @@ def training(
     warm: bool = False,
     **changes: Any,
 ) -> Scenario:
-    """Publish, train, publish, export. `resume`: once more, from a checkpoint taken on the way.
-    `warm`: what steps need is compiled before."""
+    """Publish, train, publish, export. resume: also from a checkpoint. warm: with a warm-up."""
 
     def run(ranks: Ranks) -> Result:
         config = configure(ranks, stage, **changes)
@@ -152,8 +150,10 @@ def training(
 
 
 def referenced(stage: int, **changes: Any) -> Scenario:
-    """One step with a KL term whose update, of Adam with an ε above all gradients, gives back the
-    gradient: g / (|g| + ε) at a learning rate of 1. The second step shows where it led."""
+    """One step with a KL term whose update reveals the gradient g, and a second step.
+
+    Adam's update is g / (|g| + ε), here with ε = 1 and a learning rate of 1.
+    """
 
     def run(ranks: Ranks) -> Result:
         options = {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "weight_decay": 0.0, "grad_clip": 0.0}
@@ -171,7 +171,7 @@ def referenced(stage: int, **changes: Any) -> Scenario:
 
 
 def skipping(stage: int) -> Scenario:
-    """One expert, which one rank holds, is not a number: all ranks skip the step."""
+    """One expert of one rank is NaN, so all ranks skip the step."""
 
     def run(ranks: Ranks) -> Result:
         config = configure(ranks, stage)
@@ -186,7 +186,7 @@ def skipping(stage: int) -> Scenario:
 
 
 def starting(family: str) -> Scenario:
-    """Publish, without any training."""
+    """Publish without training."""
 
     def run(ranks: Ranks) -> Result:
         return {"before": ranks.published(ranks.engine(configure(ranks, 0), family))}
@@ -195,7 +195,7 @@ def starting(family: str) -> Scenario:
 
 
 def presets(_: Ranks) -> Result:
-    """Model types that AutoEP says it can take over."""
+    """Model types that AutoEP supports."""
     from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS  # noqa: PLC0415
 
     kinds = [kind for preset in PRESET_MODELS.values() for kind in preset.hf_model_types]

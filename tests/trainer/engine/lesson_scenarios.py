@@ -21,7 +21,7 @@ WARM_UP: Mapping[str, str] = {"model": "sparse", "attention": "warm-up"}
 
 
 def lessons(seed: int) -> list[SftExample]:
-    """Five, of one to three contexts; the policy speaks more than once in most."""
+    """Five conversations of one to three contexts, most with several trained spans."""
     random = np.random.default_rng(seed)
 
     def segment(name: str) -> object:
@@ -40,14 +40,13 @@ def lessons(seed: int) -> list[SftExample]:
 
 
 def supervised(config: Config) -> Config:
-    """Clipping would hide a gradient that is too large; Adam's eps makes a small one count as
-    what it is."""
+    """Disable clipping, which hides large gradients; a large eps preserves small ones."""
     trainer = replace(config.trainer, grad_clip=0.0, warmup_steps=0, eps=1e-2)
     return replace(config, algorithm=AlgorithmConfig(mask_delta=None), trainer=trainer)
 
 
 def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenario:
-    """The held-out loss before and after two steps, what each step saw, and the weights."""
+    """Held-out loss before and after two steps, metrics, and weights."""
 
     def run(ranks: Ranks) -> Result:
         config = supervised(make_config(ranks.world_size, stage, **changes))  # pyright: ignore

@@ -1,5 +1,4 @@
-"""What `test_lone_rank.py` asks of one rank, in a process of its own: ZeRO 3 changes PyTorch's
-functions for good."""
+"""Scenarios of one rank for `test_lone_rank.py`, in a separate process: ZeRO-3 patches PyTorch."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from tests.trainer.engine.skipping import with_nan
 RESULTS = "lone.pt"
 BUCKETS = {"1 offloaded": (1, True), "2": (2, False), "3": (3, False)}
 SPARSE = "sparse"
-"""Folder, in the others', of a model that has some weights in float32 beside float16."""
+"""Folder of a model with some float32 weights next to float16."""
 SMALL = 1000
-"""Elements of a bucket: fewer than a tensor has."""
+"""Elements of a bucket that is smaller than a tensor."""
 AT_THE_END = {"1": 1, "2 offloaded": 2}
 DOUBLED = (1, 3)
 WINDOW = 3
@@ -33,7 +32,7 @@ WINDOW = 3
 
 @contextmanager
 def computing(dtype: torch.dtype) -> Iterator[pytest.MonkeyPatch]:
-    """As on a GPU. PyTorch has float16 on any CPU, DeepSpeed wants one with instructions for it."""
+    """Compute in `dtype`, as on a GPU; DeepSpeed refuses float16 on most CPUs."""
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
 
     from keel.trainer.engine import engine  # noqa: PLC0415  (loads DeepSpeed)
@@ -56,7 +55,7 @@ def one_batch(folder: Path, step: int, tokens: int) -> TrainBatch:
 
 
 def trained(folder: Path, stage: int, *, offload: bool) -> tuple[dict[str, Tensor], int]:
-    """Weights after two steps, and the most elements that buckets have had."""
+    """Weights after two steps, and the largest number of bucket elements."""
     from keel.trainer.engine.deepspeed_internals import buckets  # noqa: PLC0415  (loads DeepSpeed)
 
     config = make_config(1, stage, dtype="bfloat16", tokens=TIGHT, offload_optimizer=offload)
@@ -76,8 +75,7 @@ def trained(folder: Path, stage: int, *, offload: bool) -> tuple[dict[str, Tenso
 
 
 def short_of_memory(folder: Path, *, happens: bool) -> dict[str, Tensor]:
-    """Weights after two steps; what happens to the first of them is that memory runs out in the
-    middle of its second backward pass, and it is made again."""
+    """Weights after two steps. happens: the first runs out of memory once, and is repeated."""
     engine = built(folder, make_config(1, 1, dtype="bfloat16", tokens=TIGHT, kl_coef=0.1))
     parameter = [*engine._network.parameters()][2]
     passes = 0
@@ -94,7 +92,7 @@ def short_of_memory(folder: Path, *, happens: bool) -> dict[str, Tensor]:
         with pytest.raises(torch.OutOfMemoryError):
             engine.step([batch])
         hook.remove()
-        assert passes == 2 < len(batch.micro_batches) and engine.forgotten()
+        assert passes == 2 < len(batch.micro_batches) and engine.recover()
     for one in (batch, one_batch(folder, 1, TIGHT)):
         engine.step([one])
     return {name: one.detach().clone() for name, one in engine._network.named_parameters()}
@@ -118,7 +116,7 @@ def scaled(folder: Path, scale: float, *, stage: int, lr: float) -> Any:
 
 
 def at_the_end(folder: Path, stage: int) -> dict[str, Any]:
-    """A bad step between good ones, and bad ones until the run gives up."""
+    """A bad step between good ones, then bad ones until the run gives up."""
     engine, good = scaled(folder, 4096.0, stage=stage, lr=1e-2), one_batch(folder, 0, ROOMY)
     bad = with_nan(good)
     first = [values(engine.step([batch])) for batch in (good, bad, good)]
@@ -130,7 +128,7 @@ def at_the_end(folder: Path, stage: int) -> dict[str, Any]:
 
 
 def doubled(folder: Path, stage: int) -> list[dict[str, float]]:
-    """Of each step the scale after it, the norm that is reported and that of what Adam got."""
+    """Scale after each step, the reported norm, and the norm of Adam's gradient."""
     engine, batch = scaled(folder, 256.0, stage=stage, lr=1e-12), one_batch(folder, 0, ROOMY)
     found: list[dict[str, float]] = []
     for _ in range(8):
@@ -143,7 +141,7 @@ def doubled(folder: Path, stage: int) -> list[dict[str, float]]:
 
 
 def in_half_precision(folder: Path, stage: int) -> dict[str, Any]:
-    """A step with a reference policy of a model that comes with weights in float32, too."""
+    """A step with a reference policy, on a model with some float32 weights."""
     engine = built(folder, make_config(1, stage, dtype="float16", tokens=TIGHT, kl_coef=0.1))
     kinds = {one.dtype for one in engine._network.parameters()}
     return {"kinds": kinds, **values(engine.step([one_batch(folder, 0, TIGHT)]))}

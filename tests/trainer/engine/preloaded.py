@@ -1,11 +1,9 @@
-"""What every rank imports, once: `scenarios.run_all` forks them from the process that has loaded
-this. Seconds of it are what libraries otherwise import with the first engine, ZeRO optimizer and
-compiled layer of a process."""
+"""Imports of every rank: `scenarios.run_all` forks ranks from a process that has loaded this."""
 
 from keel.model.imports import heavy_imports
 
 with heavy_imports():
-    # First: it imports DeepSpeed without what that would take along.
+    # First, as it imports DeepSpeed without MLflow.
     from keel.trainer.engine import engine  # noqa: F401
 
 with heavy_imports():
@@ -27,11 +25,10 @@ with heavy_imports():
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     from tests.trainer.engine import (  # noqa: F401
-        changed_deepspeed,
         compiled_scenarios,
         expert_scenarios,
         reshard_scenarios,
     )
 
-# Marks for NVIDIA's profiler, around each of DeepSpeed's functions.
+# No profiler marks around DeepSpeed's functions.
 deepspeed.utils.nvtx.enable_nvtx = False

@@ -1,4 +1,4 @@
-"""A rank in a process of its own, as the scenarios know it, and its configuration."""
+"""A rank of the scenarios, and its configuration."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ STAGES = (0, 1, 2, 3)
 STEPS = 3
 SAVED_AFTER = 2
 ROOMY, TIGHT = 4096, 32
-"""Tokens a micro-batch: everything at once, or one or two trajectories."""
+"""Tokens of micro-batches that hold everything, or one or two trajectories."""
 
 MASK_DELTA = 0.025
-"""Drops, in the last step, an answer that lies across two sequence-parallel slices, and of which
-only one half is that far from the policy."""
+"""Drops an answer of the last step that spans two sequence-parallel slices, and of whose halves
+only one is far from the policy."""
 
 
 def make_config(
@@ -94,7 +94,7 @@ def make_config(
 
 
 class Ranks:
-    """This process's place among the ranks, and the two models."""
+    """This process among the ranks."""
 
     def __init__(self, rank: int, world_size: int, store: dist.Store, folder: Path) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, folder
@@ -106,9 +106,9 @@ class Ranks:
         from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
 
         if not torch.cuda.is_available():
-            # The same graphs and gradients, without minutes of C++ to compile.
+            # The same graphs and gradients without compiling C++ for minutes.
             layer_compile.BACKEND = "aot_eager"
-        assert "mlflow" not in sys.modules, "DeepSpeed takes it along where it finds it"
+        assert "mlflow" not in sys.modules, "DeepSpeed would import it"
         return TrainerEngine(
             str(self.folder / model),
             config,
@@ -129,8 +129,7 @@ class Ranks:
         return packed[self.rank // trainer.sequence_parallel]
 
     def train(self, engine: TrainerEngine, config: Config, steps: range) -> list[Any]:
-        """Each step's metrics over all ranks. Where engines sleep, weights are published after each
-        step, and everything is offloaded."""
+        """Train and return metrics over all ranks; with time sharing, publish after each step."""
         found = []
         for step in steps:
             groups = Rollouts(step, self.folder / "untied").groups(2, 3)

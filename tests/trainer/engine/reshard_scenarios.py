@@ -1,5 +1,4 @@
-"""What `test_resharding.py` runs, in processes of its own: checkpoints written on one layout and
-read on another. See `scenarios.py`."""
+"""Checkpoints written on one layout and read on another, for `test_resharding.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ MOVES: Mapping[Layout, tuple[Layout, ...]] = {
     spread(2, 1, BF16): (spread(1, 3, BF16), spread(2, 3, BF16, **EXPERTS)),
     spread(2, 3, BF16, sleep=True): (spread(1, 1, BF16), spread(2, 1, BF16, **EXPERTS)),
 }
-"""Layouts that save → those that resume from it."""
+"""Layouts that resume from the checkpoint of each layout."""
 
 
 def folder_of(root: Path, *layouts: Layout) -> Path:
@@ -77,7 +76,7 @@ def saved(ranks: Ranks, engine: Any, folder: Path) -> None:
 
 
 def saving(layout: Layout) -> Scenario:
-    """Train, save, and go on by a step."""
+    """Train, save, and take another step."""
 
     def run(ranks: Ranks) -> Result:
         engine, config = started(ranks, layout)
@@ -91,7 +90,7 @@ def saving(layout: Layout) -> Scenario:
 
 
 def moving(layout: Layout, other: Layout) -> Scenario:
-    """Load what another layout has saved, save it, and go on by a step."""
+    """Load the checkpoint of `layout`, save it again, and take another step."""
 
     def run(ranks: Ranks) -> Result:
         engine, config = started(ranks, other)
@@ -105,7 +104,7 @@ def moving(layout: Layout, other: Layout) -> Scenario:
 
 
 def gathered(engine: Any) -> dict[Any, Any]:
-    """Master weights and moments by DeepSpeed's own functions, of parameters that ranks share."""
+    """Master weights and moments of shared parameters, by DeepSpeed's functions."""
     from deepspeed.utils import (  # noqa: PLC0415  (slow to load)
         safe_get_full_fp32_param,
         safe_get_full_optimizer_state,
@@ -117,7 +116,7 @@ def gathered(engine: Any) -> dict[Any, Any]:
             continue
         master: Any = safe_get_full_fp32_param(parameter)
         found["master", name] = master.flatten().clone()
-        # Of several groups' moments ZeRO-1 and 2 (float32) know the first one's, in 0.19.8.
+        # DeepSpeed finds moments of the first group only under ZeRO-1 and 2 in float32.
         known = engine._stage == 3 or parameter.dtype == torch.bfloat16
         for moment in ("exp_avg", "exp_avg_sq") if known else ():
             state: Any = safe_get_full_optimizer_state(parameter, moment)
@@ -126,7 +125,7 @@ def gathered(engine: Any) -> dict[Any, Any]:
 
 
 def whole_state(folder: Path) -> tuple[dict[Any, torch.Tensor], set[float]]:
-    """(kind, parameter) → the whole of it, from a checkpoint's files; and Adam's steps."""
+    """Whole tensors of a checkpoint by (kind, parameter), and Adam's steps."""
     ranks = json.loads((folder / "optimizer" / "index.json").read_text())["ranks"]
     parts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
     for number, rank in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""What `test_engine.py` runs, in processes of its own: a list of scenarios on R ranks."""
+"""Scenarios on one and two ranks for `test_engine.py`, in separate processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Scenario = Callable[["Ranks"], Result]
 
 
 def training(stage: int, **changes: Any) -> Scenario:
-    """Train, publish before and after, export. warm: what steps need is compiled before."""
+    """Train, publish before and after, export. warm: with a warm-up."""
     model, warm = changes.pop("model", "untied"), changes.pop("warm", False)
 
     def run(ranks: Ranks) -> Result:
@@ -68,8 +68,7 @@ def training(stage: int, **changes: Any) -> Scenario:
 
 
 def resumed(stage: int, **changes: Any) -> Scenario:
-    """Train straight through; and again from a checkpoint taken on the way, which is of another
-    model than one that lacks a tensor."""
+    """Train without interruption, and from a checkpoint, which another model refuses to load."""
 
     def run(ranks: Ranks) -> Result:
         config = make_config(ranks.world_size, stage, tokens=TIGHT, **changes)
@@ -85,7 +84,7 @@ def resumed(stage: int, **changes: Any) -> Scenario:
         later.load(saved)
         numbers = (later.steps, later.version)
         ranks.train(later, config, range(SAVED_AFTER, STEPS))
-        with pytest.raises(ValueError, match=f"{saved}: it has ") as refused:
+        with pytest.raises(ValueError, match=f"{saved}: lm_head") as refused:
             ranks.engine(config, "tied").load(saved)
         return {
             "straight": ranks.published(straight),
@@ -98,7 +97,7 @@ def resumed(stage: int, **changes: Any) -> Scenario:
 
 
 def referenced(stage: int, **changes: Any) -> Scenario:
-    """The KL term at the start, with the routes the model itself takes; then after steps."""
+    """The KL term at the start, with live routes, and after steps."""
 
     def run(ranks: Ranks) -> Result:
         config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
@@ -114,10 +113,11 @@ def referenced(stage: int, **changes: Any) -> Scenario:
 
 
 def reading(stage: int, **changes: Any) -> Scenario:
-    """How often each rank reads the model, for policy and reference, and whether it has in both
-    what is in the folder, where weights that are unset are NaN. Then once more, where the last of
-    those that read cannot. outlined: whether the model has an outline; given: whether rank 0 has
-    read it before."""
+    """Count how often each rank reads the model, and compare policy and reference with its files.
+
+    Unset weights are NaN. A second engine fails to read on the last reading rank. outlined: the
+    model has an outline. given: rank 0 has read the model already.
+    """
     outlined, given = changes.pop("outlined", True), changes.pop("given", False)
     model = changes.pop("model", "untied")
 
@@ -174,8 +174,8 @@ def reading(stage: int, **changes: Any) -> Scenario:
 
 
 def in_bfloat16(stage: int) -> Scenario:
-    """As on a GPU, where DeepSpeed has other optimizers for it: awake, with gradients added up by
-    DeepSpeed ("theirs"), and offloaded after each step, as a whole or the gradients alone."""
+    """Train in bfloat16 as on a GPU: "awake", with DeepSpeed's gradient sums ("theirs"), and with
+    everything ("offloaded") or gradients only ("stays") offloaded after each step."""
 
     def run(ranks: Ranks) -> Result:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
@@ -209,7 +209,7 @@ def in_bfloat16(stage: int) -> Scenario:
 
 
 def with_float32_residual(ranks: Ranks) -> Result:
-    """In bfloat16, whatever is done to layers: gathered, computed again, cut into sequences."""
+    """A float32 residual stream in bfloat16, under every layout."""
     from keel.model.layers.residual import summed  # noqa: PLC0415
     from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
 
@@ -323,7 +323,7 @@ def run_rank(
     folder: Path,
     scenarios: Mapping[int, Mapping[str, Scenario]] = SCENARIOS,
 ) -> None:
-    """All scenarios of this number of ranks; rank 0 writes down what came of them."""
+    """Run the scenarios for this number of ranks; rank 0 writes the results."""
     os.environ["LOCAL_RANK"] = "0"
     torch.set_num_threads(1)
     patience = timedelta(seconds=2 * PATIENCE_S)
@@ -331,7 +331,7 @@ def run_rank(
     ranks = Ranks(rank, world_size, store, folder)
     results: Result = {}
     for name, scenario in scenarios[world_size].items():
-        # DeepSpeed collects garbage many times an engine; what is there before it is none.
+        # DeepSpeed collects garbage often; exclude all objects that exist already.
         gc.collect()
         gc.freeze()
         results[name] = scenario(ranks)
@@ -340,7 +340,7 @@ def run_rank(
 
 
 def results_of(folder: Path, sizes: Iterable[int]) -> Result:
-    """Scenario → what rank 0 wrote down of it, once all processes have ended."""
+    """Results by scenario, once all processes have ended."""
     found: Result = {}
     for size in sizes:
         found |= torch.load(folder / f"results-{size}.pt", weights_only=False)
@@ -348,7 +348,7 @@ def results_of(folder: Path, sizes: Iterable[int]) -> Result:
 
 
 def run_all(run: Callable[..., None], sizes: Collection[int], folder: Path) -> None:
-    """`run` on every rank of each of these numbers of ranks, all at once."""
+    """Execute `run` on every rank of each world size, all at the same time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -368,7 +368,7 @@ def run_all(run: Callable[..., None], sizes: Collection[int], folder: Path) -> N
 
 
 def same(actual: dict[str, Any], expected: dict[str, Any], *, atol: float) -> None:
-    """Tensors of the same names and values."""
+    """Compare tensors by name and value."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(

@@ -17,7 +17,7 @@ from tests.trainer.engine.ranks import Ranks, make_config
 
 
 def with_nan(batch: TrainBatch) -> TrainBatch:
-    """The last sampled token of its first micro-batch has no number for what it was sampled at."""
+    """Make one old log-probability of the first micro-batch NaN."""
     first, *others = batch.micro_batches
     logp = first.logp_old_N.copy()
     logp[np.flatnonzero(first.trainable_N)[-1]] = np.nan
@@ -25,8 +25,7 @@ def with_nan(batch: TrainBatch) -> TrainBatch:
 
 
 def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
-    """Steps that are skipped leave weights, and what later steps do to them, as if they had not
-    been; so many in a row are the last."""
+    """Skipped steps change neither weights nor later steps; too many in a row end training."""
 
     def run(ranks: Ranks) -> dict[str, Any]:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
@@ -42,7 +41,7 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
         bad = with_nan(good) if ranks.rank == 1 else good
 
         def infinite(*values: Any, **options: Any) -> Any:
-            """On rank 0: with a gradient like any other."""
+            """Infinite on rank 0, with a finite gradient."""
             share = loss(*values, **options)
             return replace(share, loss=share.loss + torch.inf) if ranks.rank == 0 else share
 
@@ -53,7 +52,7 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
 
         def step(batches: Sequence[TrainBatch]) -> None:
             metrics.append(ranks.merged(skipped.step(batches)))
-            found.append(told(ranks, skipped.findings, groups))
+            found.append(findings_of(ranks, skipped.findings, groups))
 
         step([bad])
         objectives.grpo_loss = infinite
@@ -65,7 +64,7 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
         after, last = ranks.published(skipped), skipped.gave_up
         for _ in range(2):
             step([bad])
-        step([bad, good])  # the second is not trained on
+        step([bad, good])  # the second one is skipped, too
         result = {
             "before": before,
             "kept": kept,
@@ -83,16 +82,15 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
     return run
 
 
-def told(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGroup]) -> list[str]:
-    """Of all ranks."""
+def findings_of(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGroup]) -> list[str]:
+    """Findings of all ranks."""
     everyone: list[Any] = [None] * ranks.world_size
     torch.distributed.all_gather_object(everyone, findings)
     return list(said_of([finding for found in everyone for finding in found], groups))
 
 
 def without_signal(stage: int) -> Any:
-    """A step in which no group differs, after steps that have filled Adam's moments; and resumes
-    after it, one of them with a tenth of the learning rate."""
+    """A step of uniform groups after a normal one, and two resumes, one with a lower rate."""
 
     def run(ranks: Ranks) -> dict[str, Any]:
         config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0)

@@ -1,4 +1,4 @@
-"""What torch.compile makes of a decoder layer, with a stand-in for flash attention."""
+"""Graphs of compiled decoder layers, with a stand-in for flash attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from keel.model import attention
 from keel.model.attention import Segments, use_packed_attention
 from keel.trainer.engine import layer_compile
-from keel.trainer.engine.layer_compile import SEGMENTS, TOKENS, segments_of
+from keel.trainer.engine.layer_compile import SEGMENTS, TOKENS, segment_count
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +29,7 @@ CONFIG = Qwen3Config(
 
 
 def blind(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *_: Any) -> Tensor:
-    """Takes what flash attention takes and looks at nothing."""
+    """A stand-in with the signature of flash attention."""
     times = query.shape[1] // key.shape[1]
     seen = (key + value).repeat_interleave(times, 1)
     return query + seen + segments.offsets[-1] * segments.longest
@@ -37,7 +37,7 @@ def blind(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *_: Any
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
-    """What is compiled, of models that take `blind` for flash attention."""
+    """Compiled graphs of models that use `blind` as flash attention."""
     graphs: list[GraphModule] = []
 
     def count(graph: GraphModule, _: list[Tensor]) -> Any:
@@ -50,7 +50,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
     return graphs
 
 
-def test_all_layers_are_one_graph_for_rows_of_any_length(graphs: list[GraphModule]) -> None:
+def test_layers_share_one_graph_for_any_length(graphs: list[GraphModule]) -> None:
     model = AutoModelForCausalLM.from_config(CONFIG)
     use_packed_attention(model)
     layer_compile.compile_layers(model)
@@ -65,9 +65,8 @@ def test_all_layers_are_one_graph_for_rows_of_any_length(graphs: list[GraphModul
     assert len(graphs) <= 2
 
 
-def test_no_variant_of_a_layer_runs_uncompiled(graphs: list[GraphModule]) -> None:
-    """PyTorch compiles 8 of a function, and runs any more as they are: on one rank, perhaps, and
-    not on another, whose gradients then come in another order."""
+def test_every_layer_variant_is_compiled(graphs: list[GraphModule]) -> None:
+    """PyTorch compiles 8 variants by default; uncompiled ones would reorder gradients on a rank."""
     torch._dynamo.reset()
     for count in range(1, 13):
         sizes = {"intermediate_size": 8 * count}
@@ -79,16 +78,16 @@ def test_no_variant_of_a_layer_runs_uncompiled(graphs: list[GraphModule]) -> Non
         assert len(graphs) == count
 
 
-def test_the_warm_up_is_of_no_size_that_a_model_has(graphs: list[GraphModule]) -> None:
-    """Sizes that are equal at the first call are taken for one, and other rows compile again."""
-    assert segments_of(0) == SEGMENTS
+def test_warm_up_matches_no_model_size(graphs: list[GraphModule]) -> None:
+    """Equal sizes at the first call would be treated as one, and other rows recompile."""
+    assert segment_count(0) == SEGMENTS
     for head_dim in (64, 128, 192, 256):
         sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": head_dim}
         model = AutoModelForCausalLM.from_config(Qwen3Config(**{**CONFIG.to_dict(), **sizes}))
         use_packed_attention(model)
         layer_compile.compile_layers(model)
-        # As many as have head_dim offsets would be one too many.
-        for count in (SEGMENTS, segments_of((head_dim - 1) * TOKENS)):
+        # The number of offsets must not equal head_dim.
+        for count in (SEGMENTS, segment_count((head_dim - 1) * TOKENS)):
             torch._dynamo.reset()
             graphs.clear()
             for lengths in [(TOKENS,) * count, (5, 9, 2), (head_dim, head_dim), (31,)]:

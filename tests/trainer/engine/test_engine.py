@@ -1,4 +1,4 @@
-"""The trainer on one rank and on two, under every ZeRO stage: one algorithm, one result."""
+"""The trainer gives the same result on one and two ranks, under every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECOMPUTED = ["recomputed", "recomputed but attention", "recomputed sparse"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs every scenario: a process for one rank, and two for two."""
+    """Run every scenario once."""
     folder = tmp_path_factory.mktemp("trainer")
     write_model(folder / "untied")
     write_model(folder / "tied", tied=True)
@@ -46,7 +46,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["plain", "plain sparse", "stage 1", "stage 2 sequence"])
-def test_a_warm_up_is_seen_in_nothing(results: dict[str, Any], name: str) -> None:
+def test_warm_up_changes_nothing(results: dict[str, Any], name: str) -> None:
     cold, warm = results[name], results[f"warm {name}".replace(" plain", "")]
     same(warm["after"], cold["after"], atol=0)
     for one, other in zip(cold["metrics"], warm["metrics"], strict=True):
@@ -61,14 +61,14 @@ def test_a_warm_up_is_seen_in_nothing(results: dict[str, Any], name: str) -> Non
         ("read by all 3", [2, 2]),
     ],
 )
-def test_one_rank_reads_the_model_for_all_and_for_the_reference(
+def test_one_rank_reads_the_model_for_all(
     results: dict[str, Any], name: str, times: list[int]
 ) -> None:
     assert results[name]["times"] == times
     assert results[name]["same"] == [(True, True)] * 2
 
 
-def test_what_one_rank_cannot_read_is_raised_on_all(results: dict[str, Any]) -> None:
+def test_read_failure_is_raised_on_all_ranks(results: dict[str, Any]) -> None:
     assert results["read once 0"]["refused"] == ["ConfigError('there is nothing')"] * 2
     first, second = results["read once 3"]["refused"]
     assert first == "OSError('stale file handle')"
@@ -80,7 +80,7 @@ def model_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*TWO_RANKS, "accumulated", *RECOMPUTED])
-def test_ranks_stages_and_accumulation_do_not_matter(results: dict[str, Any], name: str) -> None:
+def test_layout_does_not_change_the_result(results: dict[str, Any], name: str) -> None:
     plain, other = results[f"plain {model_of(name)}".removesuffix(" untied")], results[name]
     same(other["after"], plain["after"], atol=1e-5)
     assert other["version"] == plain["version"] == STEPS
@@ -88,7 +88,7 @@ def test_ranks_stages_and_accumulation_do_not_matter(results: dict[str, Any], na
         assert values(actual) == pytest.approx(values(expected), rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-def test_masses_of_sampling_masks_are_held_alike_on_any_layout(results: dict[str, Any]) -> None:
+def test_mass_penalty_is_equal_on_any_layout(results: dict[str, Any]) -> None:
     plain, held = results["plain"], results["masses held"]
     for layout in ("accumulated", "stage 1", "stage 3 sequence"):
         other = results[f"masses held, {layout}"]
@@ -104,7 +104,7 @@ def test_masses_of_sampling_masks_are_held_alike_on_any_layout(results: dict[str
     assert "sampling/mass_shortfall" not in values(plain["metrics"][0])
 
 
-def test_a_warm_up_trains_the_indexers_alone(results: dict[str, Any]) -> None:
+def test_indexer_warm_up_trains_indexers_only(results: dict[str, Any]) -> None:
     plain = results["indexers alone"]
     for name in ("indexers alone", "indexers alone, stage 1", "indexers alone, stage 3"):
         before, after = results[name]["before"], results[name]["after"]
@@ -118,9 +118,8 @@ def test_a_warm_up_trains_the_indexers_alone(results: dict[str, Any]) -> None:
     assert "indexer/kl" not in values(frozen["metrics"][0])
 
 
-def test_the_border_of_sequence_parallel_slices_is_inside_an_answer(folder: Path) -> None:
-    """So the scenarios above ask for all that the slices must hand over: the position that predicts
-    an answer's token on one rank and the token on the other, and a sequence mask over both."""
+def test_slice_border_lies_inside_an_answer(folder: Path) -> None:
+    """So the scenarios cover predictions and sequence masks across slices."""
     (batch,) = pack(Rollouts(STEPS - 1, folder).groups(2, 3), ranks=1, micro_batch_tokens=ROOMY)
     (row,) = batch.micro_batches
     border = -(-len(row.token_ids_N) // 2)
@@ -130,10 +129,10 @@ def test_the_border_of_sequence_parallel_slices_is_inside_an_answer(folder: Path
     assert row.routes_NLK is not None and row.sampling_mask is not None
 
 
-def test_a_sequence_parallel_rank_without_a_sampled_token_holds_masses_with_the_other(
+def test_some_slices_have_no_sampled_token(
     folder: Path,
 ) -> None:
-    """So "masses held, stage 3 sequence" asks for it: of some rows the first half is a prompt."""
+    """So "masses held, stage 3 sequence" covers a rank without sampled tokens."""
     batches = pack(Rollouts(STEPS - 1, folder).groups(2, 3), ranks=1, micro_batch_tokens=1)
     rows = [row for batch in batches for row in batch.micro_batches]
     halves = [-(-len(row.token_ids_N) // 2) for row in rows]
@@ -143,14 +142,14 @@ def test_a_sequence_parallel_rank_without_a_sampled_token_holds_masses_with_the_
     )
 
 
-def test_training_moves_the_weights_and_says_what_it_saw(results: dict[str, Any]) -> None:
+def test_training_moves_all_weights_with_metrics(results: dict[str, Any]) -> None:
     plain = results["plain"]
     moved = [not torch.equal(plain["after"][name], old) for name, old in plain["before"].items()]
     assert all(moved)
     last = values(plain["metrics"][-1])
     assert last["lr"] == 1e-2
     assert last["train/skipped_steps"] == 0
-    assert last["grad_norm"] > 0.05, "the clip must have been at work"
+    assert last["grad_norm"] > 0.05
     assert 0 < last["routing/overlap"] < 1
     assert 0 < last["routing/fallback_fraction"] < 0.2
     assert last["train/tokens"] > 50
@@ -161,17 +160,17 @@ def test_training_moves_the_weights_and_says_what_it_saw(results: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ["plain", "plain tied", *TWO_RANKS])
-def test_published_weights_are_the_checkpoint(
+def test_published_weights_equal_the_checkpoint(
     folder: Path, results: dict[str, Any], name: str
 ) -> None:
     same(results[name]["before"], load_file(folder / model_of(name) / "model.safetensors"), atol=0)
     exported = results[name]["exported"]
     same(results[name]["after"], load_file(exported / "model.safetensors"), atol=0)
     modes = [(exported / one).stat().st_mode for one in ("model.safetensors", "config.json")]
-    assert modes[0] == modes[1], "who may read the one may read the other"
+    assert modes[0] == modes[1]
 
 
-def test_the_exported_model_loads_and_is_the_trained_one(results: dict[str, Any]) -> None:
+def test_exported_model_loads(results: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415  (slow to load)
 
     exported = results["stage 3"]["exported"]
@@ -183,15 +182,14 @@ def test_the_exported_model_loads_and_is_the_trained_one(results: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", [*map(str, STAGES), "1 asleep", "3 asleep"])
-def test_resuming_is_exact(results: dict[str, Any], name: str) -> None:
+def test_resume_is_exact(results: dict[str, Any], name: str) -> None:
     result = results[f"resumed {name}"]
     assert result["loaded"] == (SAVED_AFTER, SAVED_AFTER)
     same(result["resumed"], result["straight"], atol=0)
-    assert "of lm_head.weight, of which this model has 0" in result["refused"]
+    assert "lm_head.weight" in result["refused"]
 
 
-def learned_the_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """To the last bit."""
+def assert_identical(found: dict[str, Any], expected: dict[str, Any]) -> None:
     same(found["after"], expected["after"], atol=0)
     for one, other in zip(found["metrics"], expected["metrics"], strict=True):
         assert values(one) == pytest.approx(values(other), rel=0, abs=0, nan_ok=True)
@@ -199,31 +197,27 @@ def learned_the_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("how", ["offloaded", "stays"])
-def test_offloading_changes_nothing_in_bfloat16(
-    results: dict[str, Any], stage: int, how: str
-) -> None:
+def test_offloading_changes_nothing(results: dict[str, Any], stage: int, how: str) -> None:
     awake, offloaded = (results[f"bfloat16 {stage}"][key] for key in ("awake", how))
-    learned_the_same(offloaded, awake)
+    assert_identical(offloaded, awake)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("how", ["partly", "lacking", "crowded"])
-def test_a_rank_that_never_has_room_for_everything_learns_the_same(
-    results: dict[str, Any], stage: int, how: str
-) -> None:
+def test_crowded_gpu_learns_the_same(results: dict[str, Any], stage: int, how: str) -> None:
     awake, found = (results[f"crowded {stage}"][key] for key in ("awake", how))
-    learned_the_same(found, awake)
+    assert_identical(found, awake)
     gradients, update, sampling = (found[key] for key in ("gradients", "update", "sampling"))
     whole = results[f"crowded {stage}"]["crowded"]
     state = max(away["state"] for away in whole["gradients"])
-    assert not any(away["state"] or away["weights"] for away in update), "what an update needs"
+    assert not any(away["state"] or away["weights"] for away in update)
     assert not any(away["weights"] or away["reference"] for away in gradients)
-    assert not any(away.pop("rest") for away in sampling), "more than the plan knows of"
-    if how == "partly":  # what has left for an engine comes back for the first update of a batch
+    assert not any(away.pop("rest") for away in sampling), "nothing outside the plan"
+    if how == "partly":  # loaded again for the first update of a batch
         assert [away["state"] > 0 for away in gradients[2:]] == [True, False]
         assert 0 < sampling[-1]["state"] < state
         assert all(away["reference"] and not away["weights"] for away in sampling)
-    elif how == "lacking":  # no more than has to leaves, and for the reference there is no room
+    elif how == "lacking":  # offloads the minimum, and the reference does not fit
         assert all(0 < away["state"] < state for away in gradients)
         assert all(away["reference"] for away in update)
         assert not any(away["state"] or away["weights"] for away in sampling)
@@ -233,20 +227,20 @@ def test_a_rank_that_never_has_room_for_everything_learns_the_same(
         assert all(all(away.values()) for away in sampling)
 
 
-def test_gradients_add_up_as_in_deepspeed(results: dict[str, Any]) -> None:
+def test_gradient_sums_equal_those_of_deepspeed(results: dict[str, Any]) -> None:
     ours, theirs = (results["bfloat16 1"][key] for key in ("awake", "theirs"))
     assert (ours["optimizer"], theirs["optimizer"]) == ("SummingOptimizer", "BF16_Optimizer")
     assert not ours["notes"]
     same(ours["after"], theirs["after"], atol=0)
 
 
-def test_a_float32_residual_is_learned_with_under_every_layout(results: dict[str, Any]) -> None:
-    """As in float32, up to bfloat16's rounding inside blocks."""
+def test_float32_residual_trains_under_every_layout(results: dict[str, Any]) -> None:
+    """Equal to float32 up to bfloat16 rounding inside blocks."""
     exact = values(results["stage 1"]["metrics"][0])
     found = results["float32 residual"]
     assert len(found) == 6
     for result in found.values():
-        assert result["products"] == {torch.bfloat16}, "blocks' last products were not added up"
+        assert result["products"] == {torch.bfloat16}
         first = values(result["metrics"][0])
         assert first["train/skipped_steps"] == 0
         assert first["loss"] == pytest.approx(exact["loss"], abs=0.01)
@@ -254,7 +248,7 @@ def test_a_float32_residual_is_learned_with_under_every_layout(results: dict[str
 
 
 @pytest.mark.parametrize("name", ["0", "3", "1 asleep", "3 asleep"])
-def test_reference_starts_where_the_policy_does(results: dict[str, Any], name: str) -> None:
+def test_reference_starts_at_the_policy(results: dict[str, Any], name: str) -> None:
     first, *_, last = (values(metrics) for metrics in results[f"reference {name}"]["metrics"])
     assert first["routing/overlap"] == 1
     assert first["kl/ref"] == pytest.approx(0, abs=1e-9)
@@ -262,10 +256,8 @@ def test_reference_starts_where_the_policy_does(results: dict[str, Any], name: s
 
 
 @pytest.mark.parametrize("how", SKIPPING)
-def test_steps_without_a_finite_gradient_might_never_have_been(
-    results: dict[str, Any], how: str
-) -> None:
-    """NaN on one rank, an infinite loss of finite gradients on the other: both skip both."""
+def test_non_finite_steps_leave_no_trace(results: dict[str, Any], how: str) -> None:
+    """Both ranks skip a NaN on one, and an infinite loss with finite gradients on the other."""
     result = results[f"skipping {how}"]
     same(result["kept"], result["before"], atol=0)
     assert any((result["after"][name] != old).any() for name, old in result["before"].items())
@@ -275,12 +267,12 @@ def test_steps_without_a_finite_gradient_might_never_have_been(
     assert skipped == [1, 1, 0, 0, 1, 1, 1] and result["version"] == 7
     assert ["grad_norm" in m for m in result["metrics"]] == [not n for n in skipped]
     assert result["gave up"][0] == ""
-    assert "3 optimizer steps in a row, the last to version 7" in result["gave up"][1]
+    assert "run.max_skipped_steps" in result["gave up"][1]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_without_a_signal_moves_no_weight(results: dict[str, Any], stage: int) -> None:
-    """Adam's moments and weight decay would; it counts as a step and a version all the same."""
+def test_step_without_signal_moves_no_weight(results: dict[str, Any], stage: int) -> None:
+    """It still counts as a step and a version."""
     result = results[f"without signal {stage}"]
     silent, last = map(values, result["metrics"])
     same(result["after"], result["before"], atol=0)
@@ -292,9 +284,7 @@ def test_a_step_without_a_signal_moves_no_weight(results: dict[str, Any], stage:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_resumed_run_has_the_learning_rate_of_its_recipe(
-    results: dict[str, Any], stage: int
-) -> None:
+def test_resumed_run_uses_its_recipe_learning_rate(results: dict[str, Any], stage: int) -> None:
     result = results[f"without signal {stage}"]
     assert values(result["slower metrics"])["lr"] == 1e-3
     before = result["after"]
@@ -306,9 +296,7 @@ def test_a_resumed_run_has_the_learning_rate_of_its_recipe(
 
 
 @pytest.mark.parametrize("how", SKIPPING)
-def test_the_token_that_made_a_gradient_infinite_is_named(
-    results: dict[str, Any], how: str
-) -> None:
+def test_cause_of_non_finite_gradient_is_named(results: dict[str, Any], how: str) -> None:
     first, infinite, *fine = results[f"skipping {how}"]["found"][:4]
     (culprit,) = first
     assert re.fullmatch(

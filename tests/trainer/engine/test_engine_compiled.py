@@ -1,5 +1,4 @@
-"""Compiled decoder layers on the real engine: the weights and metrics of layers that are not, from
-few graphs, and from none after a warm-up."""
+"""Compiled decoder layers train like uncompiled ones, with few graphs, and none after a warm-up."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ EXPERTS = f"{FAMILY}, compiled, stage 1"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs every scenario: a process for one rank, and two for two."""
+    """Run every scenario once."""
     folder = tmp_path_factory.mktemp("compiled")
     write_model(folder / "untied")
     write_family(folder / FAMILY, FAMILY)
@@ -36,20 +35,19 @@ def results(folder: Path) -> dict[str, Any]:
     return results_of(folder, SCENARIOS)
 
 
-def test_layers_are_compiled_once_for_all_lengths(results: dict[str, Any]) -> None:
+def test_layers_compile_once_for_all_lengths(results: dict[str, Any]) -> None:
     assert 0 < results["warm compiled"]["warmed"] < 20
     assert 0 < results[TWO_RANKS]["graphs"] < 20
     assert results["plain"]["graphs"] == 0
 
 
 @pytest.mark.parametrize("name", ["warm compiled", "prompted, compiled"])
-def test_after_a_warm_up_a_step_compiles_nothing(results: dict[str, Any], name: str) -> None:
-    """The second shares prompts, and other graphs with it."""
+def test_step_compiles_nothing_after_warm_up(results: dict[str, Any], name: str) -> None:
     assert results[name]["warmed"] > 0
     assert results[name]["graphs"] == 0
 
 
-def test_a_warm_up_is_seen_in_nothing(results: dict[str, Any]) -> None:
+def test_warm_up_changes_nothing(results: dict[str, Any]) -> None:
     same(results["warm compiled"]["after"], results["compiled"]["after"], atol=0)
 
 
@@ -63,7 +61,7 @@ def test_a_warm_up_is_seen_in_nothing(results: dict[str, Any]) -> None:
         ("prompted, compiled", "prompted", 3e-6, 1e-5),
     ],
 )
-def test_what_is_learned_is_what_other_layers_learn(
+def test_compiled_layers_learn_the_same(
     results: dict[str, Any], name: str, plain: str, atol: float, rel: float
 ) -> None:
     same(results[name]["after"], results[plain]["after"], atol=atol)
@@ -72,15 +70,15 @@ def test_what_is_learned_is_what_other_layers_learn(
         assert values(actual) == pytest.approx(values(expected), rel=rel, abs=1e-6, nan_ok=True)
 
 
-def test_windows_and_shared_prompts_are_among_them(results: dict[str, Any]) -> None:
+def test_windows_and_shared_prompts_are_covered(results: dict[str, Any]) -> None:
     windows, prompts = results["whole, compiled"], results["prompted, compiled"]
     assert all(min(counts) > 0 for counts in windows["split"])
-    assert any(any(counts) for (counts,) in windows["scored"]), "without gradient"
+    assert any(any(counts) for (counts,) in windows["scored"])
     assert prompts["shared"][0] and prompts["shared"][2]
 
 
 @pytest.mark.parametrize(("name", "model"), [(TWO_RANKS, "untied"), (EXPERTS, FAMILY)])
-def test_published_weights_are_the_checkpoint(
+def test_published_weights_equal_the_checkpoint(
     folder: Path, results: dict[str, Any], name: str, model: str
 ) -> None:
     exported = results[name]["exported"]

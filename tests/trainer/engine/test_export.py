@@ -15,8 +15,8 @@ from keel.trainer.engine.export import write_model, write_tokenizer
 from tests.model.test_load import CONFIGS
 
 
-def test_a_model_is_written_with_the_generation_settings_it_came_with(tmp_path: Path) -> None:
-    """Transformers warns of these when it reads them, and would refuse to write them."""
+def test_generation_config_is_preserved(tmp_path: Path) -> None:
+    """Including settings that transformers would refuse to write."""
     given = {"eos_token_id": 2, "temperature": 0.9, "top_p": 0.6}
     AutoModelForCausalLM.from_config(CONFIGS["dense, tied"]).save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(given))
@@ -31,11 +31,10 @@ def test_a_model_is_written_with_the_generation_settings_it_came_with(tmp_path: 
     ("given", "end", "written"),
     [(2, 5, [5, 2]), (2, 2, 2), ([2, 5], 5, [2, 5]), (None, 5, 5), (2, None, 2)],
 )
-def test_a_written_model_ends_where_its_tokenizer_does(
+def test_generation_config_has_the_tokenizer_eos(
     given: Any, end: int | None, written: Any, tmp_path: Path
 ) -> None:
-    """`generate` of transformers goes by generation_config.json alone, and a base model that chats
-    were taught by `model.tokenizer` came without that end."""
+    """`generate` of transformers reads generation_config.json only."""
     base = AutoModelForCausalLM.from_config(CONFIGS["dense, tied"])
     base.generation_config.eos_token_id = given
     write_model(tmp_path / "out", base, checkpoint_tensors(base), dtype="float32", end=end)
@@ -44,14 +43,14 @@ def test_a_written_model_ends_where_its_tokenizer_does(
     assert base.generation_config.eos_token_id == given
 
 
-def test_the_tokenizer_that_is_written_says_its_end(tmp_path: Path) -> None:
+def test_written_tokenizer_returns_its_eos(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     assert write_tokenizer(tmp_path / "out", str(tmp_path)) == tokenizer.eos_token_id
 
 
-def test_an_output_layer_of_its_own_is_not_called_tied(tmp_path: Path) -> None:
-    """Training from weights whose config.json was wrong keeps both, and readers go by the flag."""
+def test_untied_head_is_marked_untied(tmp_path: Path) -> None:
+    """The initial config.json may be wrong, and readers trust the flag."""
     model = AutoModelForCausalLM.from_config(CONFIGS["dense, tied"])
     for own in (False, True):
         if own:

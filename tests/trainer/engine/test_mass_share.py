@@ -1,4 +1,4 @@
-"""The penalty on sunk masses of sampling masks, against its definition by enumeration."""
+"""The penalty on mass outside sampling masks, against its definition by enumeration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keel.model.head.module import SupportHead
 from keel.model.logprobs import kept_mass, policy_logprobs
 from keel.rl.offpolicy import kept_mass_shortfall
 from keel.rl.packing import TrainBatch, pack
-from keel.trainer.engine.objectives import CUT, looked_at, mass_share
+from keel.trainer.engine.objectives import CUT, mass_metrics, mass_share
 from keel.trainer.engine.policy import Inputs
 from tests.trainer.engine.batches import MOST_KEPT, VOCABULARY, Rollouts
 from tests.trainer.engine.ranks import ROOMY, TIGHT, make_config
@@ -51,7 +51,7 @@ def batch_of(tokens: int) -> TrainBatch:
 
 
 def hidden_of(token_ids: np.ndarray, positions: np.ndarray, embedding: Tensor) -> Tensor:
-    """States that are up to a token and the one before it, as a model's are to its segment."""
+    """Hidden states that depend on a token and the one before it."""
     here = embedding[torch.from_numpy(token_ids).long()]
     before = here.roll(1, 0) * torch.from_numpy(positions > 0)[:, None]
     return (here + before).tanh() * 2
@@ -60,7 +60,7 @@ def hidden_of(token_ids: np.ndarray, positions: np.ndarray, embedding: Tensor) -
 def penalty(
     batch: TrainBatch, config: Config, weight: Tensor, most: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """Of a step, and [4] what was seen; summed over its micro-batches."""
+    """Penalty and [4] totals of a step, summed over micro-batches."""
     embedding = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(1))
     losses, seen = [], []
     head = head_of(weight)
@@ -79,7 +79,7 @@ def penalty(
 
 
 def by_enumeration(batch: TrainBatch, config: Config, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every token, as it is written down."""
+    """Penalty and gradient over every token, by definition."""
     embedding = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(1))
     exact = weight.detach().double().requires_grad_()
     total = exact.new_zeros(())
@@ -102,7 +102,7 @@ def by_enumeration(batch: TrainBatch, config: Config, weight: Tensor) -> tuple[T
 
 
 @pytest.mark.parametrize("top_k", [CUT * MOST_KEPT, CUT * 3])
-def test_over_every_token_it_is_what_its_definition_says(weight: Tensor, top_k: int) -> None:
+def test_penalty_matches_its_definition(weight: Tensor, top_k: int) -> None:
     batch, config = batch_of(ROOMY), settings(top_k=top_k)
     total, _ = penalty(batch, config, weight)
     expected, gradient = by_enumeration(batch, config, weight)
@@ -123,8 +123,7 @@ def test_micro_batches_add_up(weight: Tensor, most: int) -> None:
     torch.testing.assert_close(seen_in_parts, seen)
 
 
-def test_some_tokens_stand_for_all_on_average(weight: Tensor) -> None:
-    """Which are looked at is up to the tokens: over many batches it does not matter which."""
+def test_probes_are_unbiased(weight: Tensor) -> None:
     config, some, every = settings(), [], []
     for seed in range(40):
         groups = Rollouts(seed, Path()).groups(3, 4)
@@ -136,28 +135,26 @@ def test_some_tokens_stand_for_all_on_average(weight: Tensor) -> None:
     assert error.std() < np.mean(every)
 
 
-def test_without_a_coefficient_masses_are_looked_at_alone(weight: Tensor) -> None:
+def test_without_coefficient_masses_are_metrics_only(weight: Tensor) -> None:
     total, seen = penalty(batch_of(ROOMY), settings(coef=0.0), weight, most=1)
     assert total == 0
-    found = looked_at(torch.zeros(2), seen)
+    found = mass_metrics(seen)
     assert set(found) == {"sampling/kept_mass"}
     assert 0 < found["sampling/kept_mass"].value < 1
 
 
-def test_what_was_short_is_a_mean_over_the_masks_that_count(weight: Tensor) -> None:
+def test_shortfall_is_a_mean_over_counted_masks(weight: Tensor) -> None:
     _, seen = penalty(batch_of(ROOMY), settings(top_k=CUT * 3), weight)
     _, every, short, counted = seen.tolist()
     assert 0 < counted < every
-    found = looked_at(torch.zeros(2), seen)
+    found = mass_metrics(seen)
     assert found["sampling/mass_shortfall"].value == pytest.approx(short / counted)
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 3.0, 6.0, 9.0])
 @pytest.mark.parametrize("top_k", [64, 512])
-def test_what_was_just_sampled_is_not_penalised_however_flat_it_is(
-    sharpness: float, top_k: int
-) -> None:
-    """Engines cut to top-k first, and top-p takes its share of what is left of a flat policy."""
+def test_fresh_samples_are_not_penalised(sharpness: float, top_k: int) -> None:
+    """Top-k comes first, so a flat policy keeps less than top-p of its mass."""
     generator = torch.Generator().manual_seed(0)
     logits = sharpness * torch.randn(60, 20_000, generator=generator, dtype=torch.float64)
     probs = logits.softmax(-1)
@@ -177,6 +174,6 @@ def test_what_was_just_sampled_is_not_penalised_however_flat_it_is(
     assert loss <= 0.02 * max(everything, 0.01), (loss, everything)
     assert tokens == 60
     if sharpness == 1:
-        assert everything > 0.3 and counted == 0, "or there is nothing to leave out"
+        assert everything > 0.3 and counted == 0
     if sharpness == 9:
         assert counted > 50 and short == 0

@@ -1,4 +1,4 @@
-"""A step that does not fit is repeated as if it had begun with smaller micro-batches."""
+"""A step that does not fit is repeated with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from keel.configs.schema import Config
 from keel.rl.futures import done
 from keel.rl.metrics import values
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.engine.zero import update_memory_knobs
 from keel.trainer.learner import Learner
 from keel.trainer.placement.cached_choice import CHOSEN
 from keel.trainer.placement.oom_recovery import (
@@ -34,7 +33,7 @@ STEPS = 3
 
 
 class Local(Learner):
-    """The driver's handle on a rank of this process."""
+    """A learner with one rank in this process."""
 
     def __init__(self, model: Path, config: Config) -> None:
         self._config, self._make_room, self._direct = config, done, False
@@ -56,7 +55,7 @@ class Local(Learner):
 
 
 def short(config: Config) -> Config:
-    """With contexts of 24 tokens."""
+    """Limit contexts to 24 tokens."""
     sampling = replace(config.rollout.sampling, max_tokens=12)
     return replace(
         config,
@@ -73,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runs_out(monkeypatch: pytest.MonkeyPatch, method: str, calls: set[int]) -> list[int]:
-    """`TrainerEngine.method` raises after its work, at these of its calls."""
+    """Make `TrainerEngine.method` raise after these of its calls."""
     original, made = getattr(TrainerEngine, method), list[int]()
 
     def tight(self: TrainerEngine, *arguments: Any, **options: Any) -> Any:
@@ -88,7 +87,7 @@ def runs_out(monkeypatch: pytest.MonkeyPatch, method: str, calls: set[int]) -> l
 
 
 @pytest.mark.e2e
-def test_a_step_that_ran_out_of_memory_is_repeated_in_smaller_micro_batches(
+def test_step_is_repeated_in_smaller_micro_batches(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roomy = short(make_config(1, 0, tokens=96, kl_coef=0.1))
@@ -120,13 +119,13 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_smaller_micro_batches(
     assert line.endswith(
         "Out of memory: trainer.micro_batch_tokens is now 48, not 96, for the rest of the run"
     )
-    # So that the run goes on with it, too.
+    # A resumed run uses it, too.
     saved = json.loads((tmp_path / CHOSEN).read_text())
     assert saved["values"] == {"trainer.micro_batch_tokens": 48}
 
 
 @pytest.mark.e2e
-def test_at_the_floor_activations_are_computed_again(
+def test_smallest_micro_batches_recompute_activations(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = short(make_config(1, 0, tokens=24))
@@ -152,10 +151,10 @@ def test_at_the_floor_activations_are_computed_again(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("stage", "method"), [(0, "_apply_gradients"), (1, "_accumulate")])
-def test_what_cannot_be_forgotten_is_left_to_a_new_start(
+def test_unrecoverable_step_raises(
     stage: int, method: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that may have changed in part, and buffers of ZeRO's that hold gradients."""
+    """Weights may have changed in part, or ZeRO buffers hold gradients."""
     config = short(make_config(1, stage, tokens=96))
     learner = Local(model, config)
     runs_out(monkeypatch, method, {0})
@@ -165,7 +164,7 @@ def test_what_cannot_be_forgotten_is_left_to_a_new_start(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("stage", [0, 1])
-def test_where_weights_are_updated_nothing_smaller_is_tried(
+def test_out_of_memory_update_is_not_retried(
     stage: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = short(make_config(1, stage, tokens=96))
@@ -182,22 +181,7 @@ def test_where_weights_are_updated_nothing_smaller_is_tried(
     assert not said and lowering.config is config
 
 
-def test_the_cures_of_an_update_are_those_that_are_left() -> None:
-    config = make_config(1, 1, tokens=96)
-    assert update_memory_knobs(config) == (
-        "trainer.offload_optimizer: true, trainer.zero_stage: 2 or 3, more trainer.ranks"
-    )
-    beside = replace(config, rollout=replace(config.rollout, colocated=True))
-    assert update_memory_knobs(beside).startswith(
-        "rollout.time_share: true, a smaller rollout.gpu_"
-    )
-    trainer = replace(config.trainer, zero_stage=2, offload_optimizer=True)
-    assert update_memory_knobs(replace(config, trainer=trainer)) == (
-        "trainer.zero_stage: 3, more trainer.ranks"
-    )
-
-
-def test_a_run_is_lowered_a_few_times_and_no_more(tmp_path: Path) -> None:
+def test_number_of_retries_is_limited(tmp_path: Path) -> None:
     config = short(make_config(1, 0, tokens=4096))
     lowering, error = OomRecovery(config=config, folder=tmp_path), OutOfMemory("too small")
     for _ in range(MOST):

@@ -1,4 +1,4 @@
-"""A checkpoint is resumed on other ranks, ZeRO stages and parallelism, and nobody can tell."""
+"""A checkpoint can be resumed on other ranks, ZeRO stages and parallelism."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    """Runs all that save, then all that load."""
+    """Run all saving scenarios, then all loading ones."""
     write_family(folder / MODEL, MODEL)
     run_all(run_saves, SAVES, folder)
     found = results_of(folder, SAVES)
@@ -44,7 +44,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", MOVES, ids=str)
-def test_what_is_written_is_what_deepspeed_says(
+def test_files_match_the_state_of_deepspeed(
     folder: Path, results: dict[str, Any], layout: Layout
 ) -> None:
     state, steps = whole_state(folder_of(folder, layout))
@@ -61,7 +61,7 @@ def test_what_is_written_is_what_deepspeed_says(
 
 
 @pytest.mark.parametrize(("layout", "other"), PAIRS, ids=lambda pair: str(pair))
-def test_another_layout_goes_on_where_it_was(
+def test_another_layout_resumes(
     folder: Path, results: dict[str, Any], layout: Layout, other: Layout
 ) -> None:
     before, after = results[str(layout)], results[f"{layout} → {other}"]
@@ -76,6 +76,6 @@ def test_another_layout_goes_on_where_it_was(
         # Sums over ranks and micro-batches are rounded in another order.
         limits = {"rel": 1e-4, "abs": 1e-6}
     else:
-        # Activations are rounded to 8 bits, and differences of log-probabilities lose more of them.
+        # Activations have 8 bits, and differences of log-probabilities fewer.
         limits = {"rel": 0.2, "abs": 2e-3}
     assert values(resumed) == pytest.approx(values(unmoved), **limits, nan_ok=True)

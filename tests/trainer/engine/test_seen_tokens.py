@@ -1,4 +1,4 @@
-"""What the report shows of a token is about that token, however a step was packed and split."""
+"""Numbers of watched tokens are their own, for any packing and split."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def overlap_of(token: int) -> float:
 
 
 def seen_by(batch: MicroBatch, part: Slice) -> dict[int, TokenNumbers]:
-    """As a rank with this part of the row, whose network's numbers follow from the tokens' ids."""
+    """Numbers seen by a rank whose network derives them from token ids."""
     sampled = batch.token_ids_N[batch.trainable_N]
     logp = torch.tensor([logp_of(int(token)) for token in sampled])
     overlap = torch.tensor([overlap_of(int(token)) for token in part.cut(batch.token_ids_N, 0)])
@@ -38,7 +38,7 @@ def seen_by(batch: MicroBatch, part: Slice) -> dict[int, TokenNumbers]:
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("size", [1, 3], ids=["whole rows", "parts of rows"])
-def test_the_numbers_of_a_watched_segment_are_its_own(size: int, share_prompts: bool) -> None:
+def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool) -> None:
     for seed in range(8):
         groups = prompted_groups(seed) if share_prompts else random_groups(seed)
         random = Random(seed)
@@ -76,7 +76,7 @@ def test_the_numbers_of_a_watched_segment_are_its_own(size: int, share_prompts: 
             np.testing.assert_allclose(found[number].overlap_T, overlap)
 
 
-def test_nothing_is_looked_at_that_nobody_watches() -> None:
+def test_nothing_is_computed_without_watched_segments() -> None:
     (batch,) = pack(random_groups(0), ranks=1, micro_batch_tokens=400)
     assert all(micro_batch.watched is None for micro_batch in batch.micro_batches)
     assert seen_by(batch.micro_batches[0], Slice()) == {}

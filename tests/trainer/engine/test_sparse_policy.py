@@ -1,4 +1,4 @@
-"""The policy with sparse attention: what is recorded of a selection, and the weight of its loss."""
+"""The policy with sparse attention: recorded selections, and the weight of the indexer loss."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def step(selected_TLk: Any) -> TrainBatch:
 
 
 def latest() -> Any:
-    """The last `TOP_K` positions of each token, in both layers."""
+    """Select the last `TOP_K` positions of each token in both layers."""
     places = np.arange(TOKENS)[:, None] - np.arange(TOP_K)
     return np.repeat(np.maximum(places, -1)[:, None], 2, 1).astype(np.int32)
 
 
-def test_the_policy_attends_to_what_was_recorded_and_its_reference_does_not() -> None:
+def test_policy_replays_selections_and_reference_does_not() -> None:
     from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference  # noqa: PLC0415
 
     device = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_the_policy_attends_to_what_was_recorded_and_its_reference_does_not() ->
         logp(replace(recorded, selected_NLk=np.zeros_like(recorded.selected_NLk)))
 
 
-def test_the_indexers_loss_is_a_mean_over_the_tokens_of_a_step() -> None:
+def test_indexer_loss_is_a_mean_over_tokens() -> None:
     from keel.trainer.engine.policy import PolicyNetwork, indexer_weight  # noqa: PLC0415
 
     config, batch = make_config(1, 0, indexer_loss=0.5), step(None)
@@ -81,7 +81,7 @@ def test_the_indexers_loss_is_a_mean_over_the_tokens_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("examine", [False, True])
-def test_a_skipped_step_in_float16_is_looked_into_where_that_is_asked_for(
+def test_skipped_float16_step_is_examined_on_request(
     monkeypatch: pytest.MonkeyPatch, examine: bool
 ) -> None:
     from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
@@ -90,7 +90,7 @@ def test_a_skipped_step_in_float16_is_looked_into_where_that_is_asked_for(
     looked: list[Any] = []
     monkeypatch.setattr(module.SplitGaps, "begun", lambda *_: None)
     rank: Any = SimpleNamespace(
-        **{"_device": None, "_scored": None, "_version": 0, "_rank": 1, "gave_up": ""},
+        **{"_device": None, "_score": None, "_version": 0, "_rank": 1, "gave_up": ""},
         _config=SimpleNamespace(algorithm=SimpleNamespace(mask_delta=None)),
         _skips=Skips(16),
         _scaled=True,
@@ -105,9 +105,7 @@ def test_a_skipped_step_in_float16_is_looked_into_where_that_is_asked_for(
 
 
 @pytest.mark.parametrize("term", ["indexers", "masses"])
-def test_a_look_sees_the_loss_with_all_its_terms(
-    monkeypatch: pytest.MonkeyPatch, term: str
-) -> None:
+def test_trace_sees_all_terms_of_the_loss(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
     from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
 
     @dataclass
@@ -133,7 +131,7 @@ def test_a_look_sees_the_loss_with_all_its_terms(
             loss.backward()
 
     rank: Any = SimpleNamespace(
-        _replayed=lambda *_: nullcontext(),
+        _replay=lambda *_: nullcontext(),
         _engine=Network(),
         _config=SimpleNamespace(algorithm=SimpleNamespace(probes=1)),
         _world_size=1,

@@ -1,4 +1,4 @@
-"""What is known of trajectories that are split over micro-batches."""
+"""Log-probability gaps of trajectories that are split over micro-batches."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def metrics_of(batch: TrainBatch) -> list[str]:
     return [*gaps.metrics()]
 
 
-def test_conversations_that_are_given_have_no_gap_to_what_sampled_them(
+def test_given_conversations_have_no_gap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where one is split: `keel sft` has no metric of a sequence mask."""
+    """Even when split, `keel sft` has no metric of a sequence mask."""
     monkeypatch.setattr("torch.distributed.all_reduce", lambda _: None)  # of one rank
     groups = Rollouts(0, Path(), windows=7).groups(2, 3)
     trajectories = [trajectory for group in groups for trajectory in group.group.trajectories]

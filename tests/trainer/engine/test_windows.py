@@ -1,6 +1,4 @@
-"""Trajectories of more windows than a micro-batch holds, on the real engine: under every ZeRO
-stage, over ranks and slices, the weights and metrics of one rank with one large micro-batch. And
-conversations that are given: the same, and those of transformers' own loss."""
+"""Split trajectories, shared prompts and conversations train as in one large micro-batch."""
 
 from __future__ import annotations
 
@@ -36,13 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    """Of every scenario: one, two and four processes at once."""
+    """Run every scenario once."""
     run_all(run_window_rank, SCENARIOS, folder)
     return results_of(folder, SCENARIOS)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_micro_batches_and_ranks_make_no_difference(results: dict[str, Any], name: str) -> None:
+def test_micro_batches_and_ranks_do_not_matter(results: dict[str, Any], name: str) -> None:
     first = name.split(",")[0]
     plain = results["whole" if first == "whole" else f"whole, {first}"]
     # Adam divides by the root of a tiny moment: rounding, which differs by machine, grows there.
@@ -58,8 +56,8 @@ def test_micro_batches_and_ranks_make_no_difference(results: dict[str, Any], nam
 
 
 @pytest.mark.parametrize("name", [PROMPTED, *SHARED])
-def test_prompts_are_shared_where_the_recipe_says_so(results: dict[str, Any], name: str) -> None:
-    """In step 1 there is one group, which two ranks may do better to take apart."""
+def test_prompts_are_shared_as_configured(results: dict[str, Any], name: str) -> None:
+    """Step 1 has one group, which may be split over two ranks."""
     shared = results[name]["shared"]
     assert [shared[0], shared[2]] == [[name in SHARED]] * 2
     tokens = [
@@ -72,14 +70,14 @@ def test_prompts_are_shared_where_the_recipe_says_so(results: dict[str, Any], na
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_all_ranks_score_equally_often(results: dict[str, Any], name: str) -> None:
-    """A rank that did not would keep the others waiting in a collective of ZeRO-3 or of experts."""
+    """Otherwise collectives of ZeRO-3 or experts would hang."""
     for passes in results[name]["scored"]:
         assert all(counts == passes[0] for counts in passes)
-    assert all(min(counts) > 0 for counts in results[name]["split"]), "it must have had to"
+    assert all(min(counts) > 0 for counts in results[name]["split"])
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_some_are_masked_and_others_not(results: dict[str, Any], name: str) -> None:
+def test_sequence_mask_drops_some_trajectories(results: dict[str, Any], name: str) -> None:
     assert [set(counts) for counts in results[name]["split"]] == [{0}] * STEPS
     fractions = [values(metrics)["mask/sequence_fraction"] for metrics in results[name]["metrics"]]
     assert max(fractions) > 0.1 and max(fractions) < 0.9
@@ -95,9 +93,7 @@ LESSONS = [
 
 
 @pytest.mark.parametrize("name", LESSONS)
-def test_conversations_are_learned_alike_packed_or_not_on_any_ranks(
-    results: dict[str, Any], name: str
-) -> None:
+def test_conversations_train_alike_on_any_layout(results: dict[str, Any], name: str) -> None:
     plain = results["warm-up" if name.startswith("warm-up") else "lessons"]
     # Adam divides by the root of a tiny moment: rounding, which differs by machine, grows there.
     same(results[name]["after"], plain["after"], atol=1e-5)
@@ -107,19 +103,17 @@ def test_conversations_are_learned_alike_packed_or_not_on_any_ranks(
         assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_a_warm_up_measures_what_the_indexers_select(results: dict[str, Any]) -> None:
+def test_warm_up_measures_indexers(results: dict[str, Any]) -> None:
     warm, plain = results["warm-up"], results["lessons"]
     before, after = warm["heldout"]
     assert 0 < before["indexer/held"] < 1 and after["indexer/held"] != before["indexer/held"]
-    assert after["nll"] == before["nll"], "the model itself has not changed"
+    assert after["nll"] == before["nll"]
     assert all(0 < step["indexer/held"] < 1 for step in warm["metrics"])
     assert all("indexer/held" not in found for found in (*plain["heldout"], *plain["metrics"]))
 
 
-def test_the_loss_and_what_it_teaches_are_transformers_own(
-    folder: Path, results: dict[str, Any]
-) -> None:
-    """`labels=` on one context after the other, and PyTorch's AdamW."""
+def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None:
+    """transformers' loss on each context, and PyTorch's AdamW."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (slow to load)
 
     from keel.model.load import checkpoint_tensors  # noqa: PLC0415  (slow to load)

@@ -1,5 +1,4 @@
-"""What `test_windows.py` runs, in processes of its own: see `scenarios.py`. Trajectories of up to
-nine windows, in micro-batches that hold all of them, or two or three windows."""
+"""Scenarios for `test_windows.py`: trajectories of up to nine windows, whole or split."""
 
 from __future__ import annotations
 
@@ -27,12 +26,11 @@ from tests.trainer.engine.scenarios import (
 STEPS = 3
 WINDOWS = 9
 PROMPT, HALF = 24, 96
-"""Tokens of a prompt that is shared, and of micro-batches that hold a group of three that share it,
-or two trajectories that do not."""
+"""Tokens of a shared prompt, and of a micro-batch: three trajectories that share it, or two."""
 TIGHT = 40
 """Tokens of micro-batches of two or three windows."""
 MASK_DELTA = 0.01
-"""In the middle of what these trajectories are away from the policy."""
+"""Drops some of these trajectories."""
 
 
 def training(
@@ -60,7 +58,7 @@ def training(
         counters.clear()
         metrics, scored, split, shared = [], [], [], []
         for step in range(STEPS):
-            # In step 1 there is not enough for all ranks: some only keep the others company.
+            # Step 1 has too few groups for all ranks, so some get padding.
             rollouts = Rollouts(step, ranks.folder / "untied", windows=windows, prompt=prompt)
             groups = rollouts.groups(1 if step == 1 else 2, 3, kl_coef=kl_coef)
             batches = [ranks.batch(part, config) for part in split_updates(groups, updates)]
@@ -89,7 +87,7 @@ def any_shared(batch: TrainBatch) -> bool:
 
 
 def prompted(stage: int, *, share_prompts: bool = True, **changes: Any) -> Scenario:
-    """One window each, and a long prompt that all of a group begin with."""
+    """Trajectories of one window with a long shared prompt."""
     changes |= {"windows": 1, "prompt": PROMPT, "share_prompts": share_prompts}
     return training(stage, tokens=HALF, **changes)
 
@@ -135,7 +133,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 
 
 ALL = {size: {**own, **lesson_scenarios.SCENARIOS.get(size, {})} for size, own in SCENARIOS.items()}
-"""With those of conversations that are given, which go along in the same processes."""
+"""Including supervised scenarios, in the same processes."""
 
 
 def run_window_rank(rank: int, world_size: int, port: int, folder: Path) -> None:

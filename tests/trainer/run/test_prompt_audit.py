@@ -35,9 +35,12 @@ class AuditedRun(FakeRun):
         self.audit = PromptAudit(self.stream, self.lines.append)
         parts = Parts(
             **dict.fromkeys(("prompts", "rollouts", "rewards", "learner", "journal"), self),
-            **{name: getattr(self, name) for name in ("push", "save", "stop", "hurry", "keep")},
+            push=self.push,
+            save=self.save,
+            should_stop=self.stop,
+            dump_bad_batch=self.keep,
             heldout={"sums": [prompt("held")]},
-            account=self.audit.check,
+            audit=self.audit.check,
         )
         return train(parts, config, start=start)
 

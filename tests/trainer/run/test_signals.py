@@ -233,8 +233,12 @@ def again(when):
         os.kill(os.getpid(), number)
 
 class Last:
+    def __init__(self):
+        self.kill, self.arguments = os.kill, (os.getpid(), number)  # globals may be gone
+
     def __del__(self):
-        again("teardown")
+        if "{when}" == "teardown":
+            self.kill(*self.arguments)
 
 class Stderr:
     def write(self, text):

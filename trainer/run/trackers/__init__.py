@@ -1,1 +1,1 @@
-"""What else is told of a run: Weights & Biases, MLflow and trackio."""
+"""Experiment trackers: Weights & Biases, MLflow and trackio."""

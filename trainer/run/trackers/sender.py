@@ -165,7 +165,7 @@ class TrackerThread:
             text = " ".join(without_secrets(f"{type(error).__name__}: {error}").split())
             self._say(
                 f"warning: {self.name}: {text}. The run continues, and {self.name} is retried and "
-                f"receives what it missed.{self._remedy}"
+                f"catches up later.{self._remedy}"
             )
 
     def _progressed(self) -> None:
@@ -183,7 +183,7 @@ def has_abandoned_threads() -> bool:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """The saved progress; empty if there is none or it is damaged."""
+    """The saved progress; empty if missing or damaged."""
     with suppress(OSError, ValueError):
         state = json.loads(path.read_text())
         if isinstance(state, dict):

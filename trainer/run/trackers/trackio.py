@@ -1,4 +1,4 @@
-"""trackio adapter; reads TRACKIO_* variables. trackio stores and retries what it cannot send."""
+"""trackio adapter; reads TRACKIO_* variables. trackio itself stores and retries unsent data."""
 
 from __future__ import annotations
 

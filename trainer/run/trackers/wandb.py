@@ -68,7 +68,7 @@ class Wandb:
     def abandon(self) -> None:
         """Kill W&B's process, for which the interpreter would wait minutes at exit.
 
-        `wandb sync` sends what it had received.
+        `wandb sync` sends the data it had received.
         """
         with suppress(psutil.Error):
             for process in psutil.Process().children():

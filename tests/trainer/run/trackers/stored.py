@@ -1,4 +1,4 @@
-"""What the three trackers have stored on this machine, read back."""
+"""Reads back what the trackers have stored locally."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import orjson
 
 BLOCK, HEADER = 32768, 7
-"""Of the log that Weights & Biases writes offline, which is LevelDB's."""
+"""Block and header sizes of W&B's offline log, a LevelDB log."""
 
 
 @dataclass(slots=True)
 class Stored:
-    """Of one run, whose parts are in the order in which they were written."""
+    """A stored run, in the order of writing."""
 
     points: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """Metric → steps and values, in the order in which they came."""
+    """Steps and values by metric."""
     config: dict[str, Any] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
     runs: set[str] = field(default_factory=set)
@@ -30,7 +30,7 @@ class Stored:
 
 
 def environment(place: Path) -> dict[str, str]:
-    """Under which all three keep to this machine."""
+    """Environment in which all trackers store locally."""
     return {
         "WANDB_MODE": "offline",
         "WANDB_ERROR_REPORTING": "false",
@@ -42,7 +42,7 @@ def environment(place: Path) -> dict[str, str]:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Of a `.wandb` file: in blocks, each record in one part (1) or in several (2, 3 …, 4)."""
+    """Records of a `.wandb` file, each in one part (1) or several (2, 3 …, 4)."""
     data, at, begun = path.read_bytes(), HEADER, b""
     while at + HEADER <= len(data):
         if BLOCK - at % BLOCK < HEADER:
@@ -56,7 +56,7 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def by_wandb(folder: Path) -> Stored:
-    """folder: the run's."""
+    """folder: of the run."""
     from wandb.proto.wandb_internal_pb2 import Record  # noqa: PLC0415  a second
 
     found = Stored()
@@ -102,7 +102,7 @@ def by_mlflow() -> Stored:
 
 
 def by_trackio(place: Path) -> Stored:
-    """place: as of `environment`."""
+    """place: argument of `environment`."""
     found = Stored()
     with sqlite3.connect(place / "trackio" / "keel.db") as base:
         for run, step, metrics in base.execute(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.commands import train as commands
+from keel.commands import dispatch as commands
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.trainer.run.journal import note

@@ -1,0 +1,314 @@
+"""Master weights and Adam moments in files that do not depend on how they were spread over ranks.
+
+    rank_0.safetensors …   tensors of each rank: `master.3`, `exp_avg.3`, `exp_avg_sq.3`
+    index.json             the parameter that each piece of them belongs to, and Adam's step
+
+Nothing is gathered: a rank writes what no rank before it holds. A `Piece` maps a run of a rank's
+tensor to a run of a flattened parameter of the original model, so any number of ranks, ZeRO stage
+and expert parallelism can read what another layout has written.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from keel.trainer.engine.deepspeed_internals import (
+    DeepSpeedEngine,
+    Master,
+    loss_scale,
+    master_weights,
+    replacing_masters,
+    set_loss_scale,
+)
+
+INDEX = "index.json"
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+BLOCK = 2**24
+"""Elements staged in host memory at a time."""
+
+
+class Piece(NamedTuple):
+    parameter: str
+    start: int
+    """First element in the flattened parameter."""
+    count: int
+    tensor: int
+    """Index of the rank's tensor that holds it."""
+    offset: int
+    """First element in that tensor."""
+
+
+class Run(NamedTuple):
+    """Elements of a flattened parameter as a rank has it, and their place in the whole parameter.
+
+    The whole one may have another name: a rank has only some experts of a fused tensor.
+    """
+
+    start: int
+    count: int
+    whole: str
+    into: int
+
+
+Runs = Mapping[str, Sequence[Run]]
+"""Runs of each of a rank's parameters, in order."""
+
+
+class Source(NamedTuple):
+    """Location of a part of a requested piece."""
+
+    rank: int
+    tensor: int
+    offset: int
+    count: int
+    into: int
+    """Offset of the part in the requested piece."""
+
+
+class Share(NamedTuple):
+    """The tensors of one rank."""
+
+    pieces: list[list[Piece]]
+    """Pieces of each tensor."""
+    steps: dict[int, float]
+    """Adam's step of the tensors that have one."""
+    runs: Runs
+
+
+class OptimizerState:
+    """The optimizer state of one rank. `write` and `read` are collective."""
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        adam: torch.optim.Optimizer,
+        model: nn.Module,
+        runs: Runs,
+        *,
+        stage: int,
+    ) -> None:
+        self._engine, self._adam, self._model = engine, adam, model
+        self._runs, self._stage = runs, stage
+
+    def share(self) -> Share:
+        masters = self._masters()
+        states = [self._adam.state.get(master.tensor, {}) for master in masters]
+        steps = {n: float(state["step"]) for n, state in enumerate(states) if "step" in state}
+        return Share(_pieces(masters, self._runs), steps, self._runs)
+
+    def write(self, folder: Path, shares: Sequence[Share]) -> list[Path]:
+        """Write this rank's files, given the shares of all ranks. Raises `OSError`."""
+        rank, chosen = dist.get_rank(), choose_writers([share.pieces for share in shares])
+        content: dict[str, Tensor] = {}
+        for number, master in enumerate(self._masters()):
+            if number in chosen[rank]:
+                state = self._adam.state.get(master.tensor, {})
+                content[f"{MASTER}.{number}"] = master.flat
+                content |= {f"{m}.{number}": state[m].view(-1) for m in MOMENTS if m in state}
+        folder.mkdir(exist_ok=True)
+        files = [folder / f"rank_{rank}.safetensors"]
+        write_tensors(files[0], content)
+        if rank == 0:
+            files.append(folder / INDEX)
+            files[1].write_text(json.dumps(_index(shares, chosen, loss_scale(self._engine))))
+        return files
+
+    def read(self, folder: Path, shares: Sequence[Share]) -> None:
+        """Restore this rank's tensors. Raises ValueError for another model or unreadable files."""
+        index = json.loads((folder / INDEX).read_text())
+        written = [[Piece(*piece) for piece in rank["pieces"]] for rank in index["ranks"]]
+        check_same_model(chain.from_iterable(written), sizes_of(_runs(shares)))
+        lookup = PieceIndex(written)
+        steps = [{int(n): step for n, step in rank["steps"].items()} for rank in index["ranks"]]
+        files: dict[int, TensorFile] = {}
+        masters = self._masters()
+        with torch.no_grad(), replacing_masters(self._engine, masters, stage=self._stage):
+            for master, pieces in zip(masters, _pieces(masters, self._runs), strict=True):
+                sources = [(piece, source) for piece in pieces for source in lookup.find(piece)]
+                tensors = {MASTER: master.flat}
+                taken = [s[t] for _, (r, t, *_) in sources for s in (steps[r],) if t in s]
+                if taken:
+                    tensors |= self._new_moments(master.tensor, max(taken))
+                for piece, (rank, tensor, offset, count, into) in sources:
+                    if rank not in files:
+                        files[rank] = TensorFile(folder / f"rank_{rank}.safetensors")
+                    for kind, whole in tensors.items():
+                        if (name := f"{kind}.{tensor}") in files[rank].names:
+                            target = whole[piece.offset + into :][:count]
+                            target.copy_(files[rank].read(name, offset, count))
+        set_loss_scale(self._engine, index["loss_scale"])
+
+    def _masters(self) -> list[Master]:
+        return master_weights(self._model, self._engine, stage=self._stage)
+
+    def _new_moments(self, master: Tensor, step: float) -> dict[str, Tensor]:
+        """Zero moments, as Adam creates them at its first step."""
+        fused = any(group.get("fused") for group in self._adam.param_groups)
+        device = master.device if fused else "cpu"
+        moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
+        self._adam.state[master] = {"step": torch.tensor(step, device=device), **moments}
+        return {moment: tensor.view(-1) for moment, tensor in moments.items()}
+
+
+def _pieces(masters: Sequence[Master], runs: Runs) -> list[list[Piece]]:
+    return [
+        [
+            Piece(run.whole, run.into + begin - run.start, end - begin, number, at + begin - start)
+            for name, start, count, at, _ in master.parts
+            for run in runs[name]
+            for begin in (max(start, run.start),)
+            for end in (min(start + count, run.start + run.count),)
+            if begin < end
+        ]
+        for number, master in enumerate(masters)
+    ]
+
+
+def _index(
+    shares: Sequence[Share], chosen: Sequence[set[int]], scale: Mapping[str, float]
+) -> dict[str, Any]:
+    """Raises RuntimeError if a parameter is not written exactly once."""
+    ranks = [
+        {
+            "steps": {number: step for number, step in share.steps.items() if number in mine},
+            "pieces": [piece for number in sorted(mine) for piece in share.pieces[number]],
+        }
+        for share, mine in zip(shares, chosen, strict=True)
+    ]
+    pieces = (piece for rank in ranks for piece in rank["pieces"])
+    if wrong := uncovered(pieces, sizes_of(_runs(shares))):
+        raise RuntimeError(f"the trainer's ranks do not hold {wrong[0]} exactly once")
+    return {"ranks": ranks, "loss_scale": dict(scale)}
+
+
+def _runs(shares: Sequence[Share]) -> set[Run]:
+    return {run for share in shares for runs in share.runs.values() for run in runs}
+
+
+def choose_writers(ranks: Sequence[Sequence[Sequence[Piece]]]) -> list[set[int]]:
+    """Choose the tensors that each rank writes: the first of all replicas, without pure padding.
+
+    ranks: pieces by rank and tensor.
+    """
+    seen: set[tuple[Piece, ...]] = {()}
+    chosen: list[set[int]] = []
+    for tensors in ranks:
+        contents = [tuple(piece._replace(tensor=0) for piece in pieces) for pieces in tensors]
+        chosen.append({number for number, pieces in enumerate(contents) if pieces not in seen})
+        seen.update(contents)
+    return chosen
+
+
+def sizes_of(runs: Iterable[Run]) -> dict[str, int]:
+    """Number of elements of each whole parameter that `runs` cover."""
+    parts = {(run.whole, run.into): run.count for run in runs}
+    sizes: dict[str, int] = {}
+    for (whole, _), count in parts.items():
+        sizes[whole] = sizes.get(whole, 0) + count
+    return sizes
+
+
+def uncovered(pieces: Iterable[Piece], sizes: Mapping[str, int]) -> list[str]:
+    """Parameters that `pieces` do not cover exactly once."""
+    reached = dict.fromkeys(sizes, 0)
+    wrong: set[str] = set()
+    for name, start, count, *_ in sorted(pieces):
+        if start != reached.get(name):
+            wrong.add(name)
+        reached[name] = start + count
+    return sorted(wrong | {name for name, end in reached.items() if end != sizes.get(name)})
+
+
+def check_same_model(pieces: Iterable[Piece], sizes: Mapping[str, int]) -> None:
+    """Raise ValueError if a written parameter has another size than this model's."""
+    written: dict[str, int] = {}
+    for name, _, count, *_ in pieces:
+        written[name] = written.get(name, 0) + count
+    for name in sorted(written.keys() | sizes.keys()):
+        if (before := written.get(name, 0)) != (now := sizes.get(name, 0)):
+            raise ValueError(
+                f"{name} has {before:,} elements here, but {now:,} in this model: the checkpoint "
+                "is of another model, or other parameters were trained"
+            )
+
+
+class PieceIndex:
+    """Finds written pieces by parameter and position."""
+
+    def __init__(self, ranks: Sequence[Iterable[Piece]]) -> None:
+        """ranks: the pieces that each rank has written."""
+        by_name: dict[str, list[tuple[int, int, Piece]]] = {}
+        for rank, pieces in enumerate(ranks):
+            for piece in pieces:
+                by_name.setdefault(piece.parameter, []).append((piece.start, rank, piece))
+        self._by_name = {name: sorted(pieces) for name, pieces in by_name.items()}
+
+    def find(self, request: Piece) -> Iterator[Source]:
+        """Sources of the whole request, in order. Raises ValueError for missing elements."""
+        pieces = self._by_name.get(request.parameter, [])
+        at, end = request.start, request.start + request.count
+        place = bisect_right(pieces, at, key=lambda entry: entry[0]) - 1
+        while at < end:
+            start, rank, piece = (
+                pieces[place] if 0 <= place < len(pieces) else (at, 0, Piece("", 0, 0, 0, 0))
+            )
+            count = min(start + piece.count, end) - at
+            if start > at or count <= 0:
+                raise ValueError(f"elements {at:,} to {end:,} of {request.parameter} are missing")
+            yield Source(rank, piece.tensor, piece.offset + at - start, count, at - request.start)
+            at, place = at + count, place + 1
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write flat float32 tensors as a safetensors file, staging one block at a time.
+
+    `safetensors` would need all of them in host memory at once. Raises `OSError` naming the file.
+    """
+    header: dict[str, object] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32 or tensor.dim() != 1:
+            raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, not flat float32")
+        size = 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": [len(tensor)], "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    longest = max((len(tensor) for tensor in tensors.values()), default=0)
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    staging = torch.empty(min(BLOCK, longest), pin_memory=on_gpu)
+    try:
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors.values():
+                for block in tensor.detach().split(BLOCK):
+                    # Not `numpy` of the tensor itself: its storage could not be resized again.
+                    staged = staging[: len(block)].copy_(block)
+                    file.write(staged.numpy().data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+class TensorFile:
+    """Reads slices of a safetensors file of flat tensors."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path}: cannot be read ({error})") from error
+        self.names = frozenset(self._file.keys())
+
+    def read(self, name: str, start: int, count: int) -> Tensor:
+        """[count] elements from `start`."""
+        return self._file.get_slice(name)[start : start + count]

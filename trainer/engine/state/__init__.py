@@ -1,1 +1,0 @@
-"""The optimizer's state in files that do not depend on how it was spread over ranks."""
