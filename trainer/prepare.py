@@ -55,7 +55,7 @@ from keel.rl.types import Prompt, Segment
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import Encoder, free_marks
 from keel.rollout.chat.render import name_of
-from keel.rollout.chat.render_given import taught
+from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
@@ -607,11 +607,11 @@ def chat_renderer(chat: TemplateChat) -> Render:
             check = check_prefix_law if tools else partial(check_prefix_law, tools=())
             check(chat, modes=(example.thinking,))
             checked.add(kind)
-        contexts = taught(
+        contexts = render_given(
             chat, example.messages, tools, thinking=example.thinking, trained=example.trained
         )
         return [
-            supervised_segment(example.origin, context.ids, context.said) for context in contexts
+            supervised_segment(example.origin, context.ids, context.trained) for context in contexts
         ]
 
     return render

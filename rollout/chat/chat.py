@@ -1,5 +1,4 @@
-"""A model's chat format in token ids: open a conversation, extend it without retokenising, and read
-a turn."""
+"""A model's chat format in token ids: open a conversation, extend it and parse a turn."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from typing import Any
 
 from keel.rl.turns import THINK, Malformed, Message, Parsed, ToolCall, ToolSpec
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks, strings
-from keel.rollout.chat.formats import Format, format_of
-from keel.rollout.chat.parsing import Read, Written
+from keel.rollout.chat.parsing import ParsedTurn, Written, format_of
 from keel.rollout.chat.render import USER_ROLES, Renderer, call_message, check_developers, retained
 from keel.rollout.chat.thinking import marks_of
 
-_SHOWN = 300
-"""Longest excerpt of a malformed call, in characters."""
+_MAX_SHOWN = 300
+"""Characters of a malformed call that are shown."""
+_KNOWN = "Qwen3, Hermes, DeepSeek-V3.1, DeepSeek-V3.2, GLM-4.5, Llama 3 or gpt-oss"
 _PROBE = ToolSpec(
     name="probe",
     description="",
@@ -27,16 +26,8 @@ _PROBE = ToolSpec(
 class TemplateChat:
     """Implements `keel.rl.turns.Chat` for a transformers tokenizer.
 
-    The text between a sampled turn and the next one comes from the template itself: a short
-    conversation is rendered, and the text after its assistant message is the extension.
-
-    `tools_in_thinking`: the policy calls tools while it thinks, and nowhere else. A turn that ends
-    inside the thinking is continued by the next one, after the tools' results; the answer comes
-    after the thinking. DeepSeek-V3.2 (2025), Appendix B, Table 8.
-    `ends`: tokens that end a turn in the engine besides the format's and the tokenizer's own
-    (`keel.rollout.chat.eos_ids.ends_of`).
-    `marks`: `model.thinking_marks`.
-    Raises `ValueError` for a tokenizer without a chat template or without a tokenizer.json.
+    The text between a sampled turn and the next one comes from the template: a short conversation
+    is rendered, and the text after its assistant message is the extension.
     """
 
     def __init__(
@@ -47,31 +38,43 @@ class TemplateChat:
         ends: Collection[int] = (),
         marks: Sequence[str] = (),
     ) -> None:
+        """`tools_in_thinking`: the policy calls tools while it thinks, and nowhere else. The next
+        turn continues thinking that is still open (DeepSeek-V3.2, 2025, Appendix B, Table 8).
+        `ends`: further tokens that end a turn in the engine (`keel.rollout.chat.eos_ids`). `marks`:
+        `model.thinking_marks`.
+
+        Raises ValueError for a tokenizer without a chat template or a tokenizer.json.
+        """
         self.encoder = Encoder(tokenizer)
         self.renderer = Renderer(tokenizer, self.encoder)
-        self.format: Format = format_of(tokenizer, self.encoder)
+        self.format = format_of(tokenizer, self.encoder)
         self.tools_in_thinking = tools_in_thinking
         self.marks = marks_of(tokenizer, marks) or THINK
-        """The marks between which the policy thinks."""
+        """Marks of the policy's thinking."""
         controls = self.encoder.controls
         others = (self.encoder.text_of.get(index) for index in ends)
         known = {*self.format.ends, tokenizer.eos_token, *others}
         self.ends: dict[str, int] = {text: controls[text] for text in known if text in controls}
         """Control tokens that end a turn."""
-        self._ids_of_ends = frozenset(self.ends.values())
+        self._end_ids = frozenset(self.ends.values())
         self.tool_modes: set[bool] = set()
-        """Thinking modes in which a conversation has been opened with tools."""
-        self._spoken: dict[bool, str] = {}
+        """Thinking modes in which a conversation with tools was opened."""
+        self._prefixes: dict[bool, str] = {}
+
+    @property
+    def label(self) -> str:
+        """Name of the renderer and format in messages."""
+        return f"{self.renderer.name} (format {self.format.name})"
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """See `Chat.stop_ids`."""
-        return tuple(sorted(self._ids_of_ends))
+        return tuple(sorted(self._end_ids))
 
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """See `Chat.opening`. Thinking that a user message has ended is left out."""
+        """See `Chat.opening`. Thinking before the last user message is left out."""
         if tools:
             self.tool_modes.add(thinking)
         text, marks = self.text(messages, tools, thinking=thinking)
@@ -88,22 +91,22 @@ class TemplateChat:
         roles = [message["role"] for message in messages]
         if not messages or "assistant" in roles:
             raise ValueError(f"a conversation continues with new messages, not with roles {roles}")
-        closed = ids[-1] in self._ids_of_ends
+        closed = ids[-1] in self._end_ids
         turn = self._last_turn(ids)
-        users = any(role in USER_ROLES for role in roles)
+        from_user = any(role in USER_ROLES for role in roles)
         if self.tools_in_thinking:  # an earlier turn may have opened it
-            inside = (users or not closed) and self.marks.ends_open(self.decode(ids))
+            inside = (from_user or not closed) and self.marks.ends_open(self.decode(ids))
         else:
-            inside = self._read(turn, (), opened=self.opened(thinking=thinking)).is_open
+            inside = self._parse(turn, (), opened=self.opened(thinking=thinking)).is_open
             if inside and closed:
-                return None  # the format closes it before a turn ends: that cannot be made up for
-        if users and (inside or self.has_thought(ids)):
+                return None  # the format closes thinking before a turn ends
+        if from_user and (inside or self._has_thought(ids)):
             return None
         if not closed and self._between_messages(turn):
             return None
-        after, end, marks = self._what_follows(messages, thinking=thinking)
+        after, end, marks = self._continuation(messages, thinking=thinking)
         if not closed:
-            closing = self._close_thinking() if inside else ""
+            closing = self._thinking_end() if inside else ""
             return [*ids, *self.encoder.encode(closing + end + after, marks)]
         sampled_end = self.encoder.text_of[ids[-1]]
         if sampled_end != end and not (self.format.equal_ends and end in self.ends):
@@ -121,27 +124,27 @@ class TemplateChat:
     ) -> Parsed:
         """See `Chat.parse`."""
         sampled = list(sampled)
-        closed = bool(sampled) and sampled[-1] in self._ids_of_ends
+        closed = bool(sampled) and sampled[-1] in self._end_ids
         text, marks = self._decode(sampled[:-1] if closed else sampled)
         opened = inside or self.opened(thinking=thinking)
-        read = self._read(text, tools, opened=opened, inside=self.tools_in_thinking)
+        parsed = self._parse(text, tools, opened=opened, inside=self.tools_in_thinking)
         calls: list[ToolCall | Malformed] = []
-        for item in read.items:
+        for item in parsed.items:
             call_id = f"call_{turn}_{len(calls)}"
             if isinstance(item, Written):
                 arguments = _without(item.arguments, marks)
                 name = marks.remove(item.name)
                 calls.append(ToolCall(call_id=call_id, name=name, arguments=arguments))
             else:
-                shown = marks.remove(item.text)[:_SHOWN]
-                why = marks.remove(item.why)[:_SHOWN]
+                shown = marks.remove(item.text)[:_MAX_SHOWN]
+                why = marks.remove(item.why)[:_MAX_SHOWN]
                 calls.append(Malformed(call_id=call_id, text=shown, why=why))
         return Parsed(
-            content=marks.remove(self.encoder.without_special(read.content)).strip(),
-            reasoning=marks.remove(self.encoder.without_special(read.reasoning)).strip(),
+            content=marks.remove(self.encoder.without_special(parsed.content)).strip(),
+            reasoning=marks.remove(self.encoder.without_special(parsed.reasoning)).strip(),
             closed=closed,
             calls=tuple(calls),
-            inside=self.tools_in_thinking and read.is_open,
+            inside=self.tools_in_thinking and parsed.is_open,
         )
 
     def text(
@@ -152,22 +155,26 @@ class TemplateChat:
         thinking: bool,
         speak: bool = True,
     ) -> tuple[str, Marks]:
-        """Render a conversation as marked text. Returns the text and its marks."""
-        written = [tool.as_json() for tool in tools]
+        """Render a conversation and return the marked text and its marks."""
         if tools and not self.format.calls:
             raise ValueError(
-                f"{self.renderer.name} writes calls in no format that can be read here, so tools "
-                f"such as {tools[0].name} cannot be called. Choose a model with the format of "
-                f"{KNOWN}, or give such a template (model.chat_template)"
+                f"{self.renderer.name} writes calls in an unknown format, so tools such as "
+                f"{tools[0].name} cannot be called. Use a model with the format of {_KNOWN}, or "
+                "set model.chat_template to such a template"
             )
-        marks = free_marks([dict(message) for message in messages] + written)
-        kept = retained(messages)
-        text = self.renderer.render(kept, written, marks, thinking=thinking, speak=speak)
+        specs = [tool.as_json() for tool in tools]
+        marks = free_marks([dict(message) for message in messages] + specs)
+        text = self.renderer.render(
+            retained(messages), specs, marks, thinking=thinking, speak=speak
+        )
         return text, marks
 
     def turn_of(self, before: str, whole: str) -> str | None:
-        """Return what `whole` has after `before`, a rendered prompt, whose think block at the end
-        may be missing there: some templates leave it out of the history. None: they differ."""
+        """Return the rest of `whole` after `before`, a rendered prompt, or None if they differ.
+
+        The think block at the end of `before` may be missing in `whole`, because some templates
+        omit it from the history.
+        """
         opened, closed = map(re.escape, (self.marks.open, self.marks.close))
         without_mode = re.sub(rf"(?:{opened}\s*)?(?:{closed}\s*)?\Z", "", before)
         start = next((each for each in (before, without_mode) if whole.startswith(each)), None)
@@ -175,48 +182,46 @@ class TemplateChat:
 
     def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
         """Return the control text that ends a turn followed by `messages`."""
-        return self._what_follows(messages, thinking=thinking)[1]
+        return self._continuation(messages, thinking=thinking)[1]
 
-    def speaks(self, thinking: bool) -> str:
+    def _prefix(self, thinking: bool) -> str:
         """Return the template's text between a user message and the policy's turn."""
-        if thinking not in self._spoken:
+        if thinking not in self._prefixes:
             word = "Keelprobe"
             question = [{"role": "user", "content": word}]
             text, _ = self.text(question, (), thinking=thinking)
-            self._spoken[thinking] = text.rpartition(word)[2]
-        return self._spoken[thinking]
+            self._prefixes[thinking] = text.rpartition(word)[2]
+        return self._prefixes[thinking]
 
     def opened(self, *, thinking: bool) -> bool:
-        """Return whether the prompt opens the thinking, so that the policy only closes it."""
-        return self.marks.ends_open(self.speaks(thinking))
+        """Return True if the prompt opens the thinking, so the policy only closes it."""
+        return self.marks.ends_open(self._prefix(thinking))
 
     def has_modes(self) -> bool:
-        """Return whether the template's prompt depends on the thinking mode."""
-        return self.speaks(True) != self.speaks(False)
+        """Return True if the template's prompt depends on the thinking mode."""
+        return self._prefix(True) != self._prefix(False)
 
-    def has_thought(self, ids: Sequence[int]) -> bool:
-        """Return whether any of the policy's turns in `ids` has non-blank thinking."""
+    def _has_thought(self, ids: Sequence[int]) -> bool:
+        """Return True if any of the policy's turns in `ids` has non-blank thinking."""
         text, _ = self._decode(ids)
-        header = self.header
-        spoken = text.split(header)[1:] if header else [text]
-        return any(self._read(part, (), opened=False).reasoning.strip() for part in spoken)
+        turns = text.split(self.header)[1:] if self.header else [text]
+        return any(self._parse(turn, (), opened=False).reasoning.strip() for turn in turns)
 
     @cached_property
     def header(self) -> str:
-        """The text that begins every turn of the policy, without thinking marks and without the end
-        of the user's turn."""
-        spoken = self.speaks(True)
+        """Text at the start of each turn of the policy, without thinking marks."""
+        prefix = self._prefix(True)
         for mark in (self.marks.open, self.marks.close):
-            spoken = spoken.replace(mark, "")
-        starts = [place for text in self.encoder.controls if (place := spoken.rfind(text)) >= 0]
-        # From the last control token on, or the last but one where a pair holds the role.
-        role = spoken.find("assistant")
-        starts = [place for place in starts if role < 0 or place < role] or starts
-        return spoken[max(starts) :].strip() if starts else spoken.strip()
+            prefix = prefix.replace(mark, "")
+        starts = [at for text in self.encoder.controls if (at := prefix.rfind(text)) >= 0]
+        # From the last control token on, or the last but one if a pair holds the role.
+        role = prefix.find("assistant")
+        starts = [at for at in starts if role < 0 or at < role] or starts
+        return prefix[max(starts) :].strip() if starts else prefix.strip()
 
-    def _read(
+    def _parse(
         self, text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: bool = False
-    ) -> Read:
+    ) -> ParsedTurn:
         return self.format.read(text, tools, opened=opened, inside=inside, marks=self.marks)
 
     def _last_turn(self, ids: Sequence[int]) -> str:
@@ -226,14 +231,14 @@ class TemplateChat:
             (i for text, i in self.encoder.controls.items() if header.startswith(text)), -1
         )
         ids = list(ids)
-        place = len(ids) - 1 - ids[::-1].index(first) if first in ids else 0
-        text, _ = self._decode(ids[place:])
+        at = len(ids) - 1 - ids[::-1].index(first) if first in ids else 0
+        text, _ = self._decode(ids[at:])
         return text.partition(header)[2] if header and header in text else text
 
-    def _what_follows(
+    def _continuation(
         self, messages: Sequence[Message], *, thinking: bool
     ) -> tuple[str, str, Marks]:
-        """Return (text after the policy's turn, the control text that ends the turn, marks)."""
+        """Return (text after the policy's turn, control text that ends the turn, marks)."""
         word = _unused_word(messages)
         answers = [message for message in messages if message["role"] == "tool"]
         calls = [
@@ -259,25 +264,25 @@ class TemplateChat:
             text, marks = render(calls[:1])  # Llama 3's template allows one call per turn
         _, match, rest = text.rpartition(word)
         known = {*self.ends, *filter(None, [self.format.message_end])}
-        ends = [(place, end) for end in known if (place := rest.find(end)) >= 0]
+        ends = [(at, end) for end in known if (at := rest.find(end)) >= 0]
         if not match or not ends:
             raise ValueError(
                 f"{self.renderer.name} cannot be extended: it does not end an assistant message "
-                f"with any of {', '.join(self.ends)}. Use a template that ends it with the "
-                "tokenizer's eos_token (model.chat_template), or a tokenizer whose eos_token is "
-                "the template's end of a turn (model.tokenizer)"
+                f"with any of {', '.join(self.ends)}. Set model.chat_template to a template that "
+                "ends it with the tokenizer's eos_token, or model.tokenizer to a tokenizer whose "
+                "eos_token is the template's end of a turn"
             )
-        place, end = min(ends)
-        return rest[place + len(end) :], end, marks
+        at, end = min(ends)
+        return rest[at + len(end) :], end, marks
 
     def _between_messages(self, turn: str) -> bool:
-        """Return whether a turn of several messages is cut where no end may follow."""
+        """Return True if a turn of several messages is cut where no end may follow."""
         if not self.format.message:
             return False
         _, begun, body = turn.rpartition(self.format.message)
         return not begun or self.format.message_end in body
 
-    def _close_thinking(self) -> str:
+    def _thinking_end(self) -> str:
         """Return the template's text between thinking and answer."""
         thought, answer = "Keelthought", "Keelsaid"
         messages = [
@@ -290,7 +295,7 @@ class TemplateChat:
         return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids. A meaningless character breaks text that only looks like a control token."""
+        """Decode ids; a private character breaks text that only looks like a control token."""
         return self._decode(ids)[0]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, Marks]:
@@ -298,13 +303,10 @@ class TemplateChat:
         return self.encoder.decode(ids, marks), marks
 
 
-KNOWN = "Qwen3, Hermes, DeepSeek-V3.1, DeepSeek-V3.2, GLM-4.5, Llama 3 or gpt-oss"
-
-
 def _unused_word(messages: Sequence[Message]) -> str:
-    taken = " ".join(strings([dict(message) for message in messages]))
+    texts = " ".join(strings([dict(message) for message in messages]))
     number = 0
-    while (word := f"Keelword{number}x") in taken:
+    while (word := f"Keelword{number}x") in texts:
         number += 1
     return word
 

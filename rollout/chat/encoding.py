@@ -1,10 +1,9 @@
 """Encoding and decoding with control tokens only where a template put them.
 
 A rendered conversation mixes the template's text with text from users, tools and the policy. An
-ordinary `encode` turns `<|im_end|>` in a tool's result into the control token. Here, foreign text
-is marked before it is rendered, and the text between the template's own control tokens is encoded
-by a copy of the tokenizer without added tokens. Text that spells no control token is encoded as a
-whole by the tokenizer itself, so its ids are the usual ones.
+ordinary `encode` turns `<|im_end|>` in a tool's result into the control token. Here foreign text is
+marked before rendering, and text between the template's control tokens is encoded by a copy of the
+tokenizer without added tokens. Text without control texts is encoded as usual.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _PRIVATE = range(0x100000, 0x10FFFE)
-"""Code points without meaning (plane 16, private use)."""
+"""Private-use code points of plane 16."""
 _PRIVATE_TEXT = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
 
 
@@ -29,7 +28,7 @@ class Marks:
     inside: str
     """Breaks a control text in foreign text."""
     edge: str
-    """Delimits foreign text, so that no control text forms across its ends."""
+    """Delimits foreign text, so no control text forms across its ends."""
 
     def remove(self, text: str) -> str:
         return text.replace(self.inside, "").replace(self.edge, "")
@@ -56,14 +55,14 @@ def strings(value: Any) -> Iterator[str]:
 
 
 class Encoder:
-    """Tokenizer that distinguishes control tokens from text that looks like them."""
+    """A tokenizer that distinguishes control tokens from text that looks like them."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ValueError(
-                f"the tokenizer {type(tokenizer).__name__} cannot be used for turns: conversations "
-                "need one of the tokenizers library (a tokenizer.json)"
+                f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json. Conversations need a "
+                "tokenizer of the tokenizers library"
             )
         written = backend.to_str()
         self._whole = Tokenizer.from_str(written)
@@ -75,7 +74,7 @@ class Encoder:
             if len(token.content.strip()) > 1
         }
         self.controls: dict[str, int] = {text: index for text, (index, _) in added.items()}
-        """Ids of the added tokens by their text, without blanks and single characters."""
+        """Ids of the added tokens by text, without blanks and single characters."""
         self.text_of: dict[int, str] = {index: text for text, index in self.controls.items()}
         special = [re.escape(text) for text, (_, token) in added.items() if token.special]
         self._special = re.compile("|".join(special) or r"(?!)")
@@ -89,8 +88,7 @@ class Encoder:
         self._longest = max(map(len, self.controls), default=0)
 
     def shield(self, text: str, marks: Marks) -> str:
-        """Break every control text in `text`. Lone surrogates, which JSON can spell and tokenizers
-        cannot read, become U+FFFD."""
+        """Break every control text in `text`, and replace lone surrogates by U+FFFD."""
         if not text.isascii():
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         while (broken := self._pattern.sub(lambda m: m[0][0] + marks.inside + m[0][1:], text)) != (
@@ -100,9 +98,10 @@ class Encoder:
         return text
 
     def shield_whole(self, text: str, marks: Marks) -> str:
-        """Shield text that is placed next to a template's, so that its ends form no control text
-        with their neighbours. Blanks at the ends stay outside the marks, where templates strip
-        them."""
+        """Shield text that a template places next to its own, so its ends form no control text.
+
+        Blanks at the ends stay outside the marks, because templates strip them.
+        """
         core = text.strip()
         sizes = range(1, min(len(core), self._longest) + 1)
         open_ended = any(
@@ -114,7 +113,7 @@ class Encoder:
         return text[:start] + edge + shielded + edge + text[start + len(core) :]
 
     def encode(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered text. Only control texts free of marks become control tokens."""
+        """Encode a rendered text; only unmarked control texts become control tokens."""
         expected = [self.controls[m[0]] for m in self._pattern.finditer(text)]
         if marks.inside not in text:
             ids = self._whole.encode(marks.remove(text), add_special_tokens=False).ids
@@ -136,7 +135,7 @@ class Encoder:
         return ids + self._encode_plain(text[end:], marks, left=strip, right=False)
 
     def decode(self, ids: Sequence[int], marks: Marks) -> str:
-        """Decode ids. Text that is spelled like a control token, but is none, is broken."""
+        """Decode ids, breaking text that only looks like a control token."""
         parts: list[str] = []
         run: list[int] = []
         for index in [*ids, None]:
@@ -152,7 +151,7 @@ class Encoder:
         return "".join(parts)
 
     def without_special(self, text: str) -> str:
-        """Drop the special tokens, such as Command A's around its answers, from a decoded text."""
+        """Remove special tokens from a decoded text, such as Command A's around its answers."""
         return self._special.sub("", text)
 
     def _encode_plain(self, text: str, marks: Marks, *, left: bool, right: bool) -> list[int]:
@@ -163,14 +162,14 @@ class Encoder:
 
 
 def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
-    """Return the tokenizer of `written` (tokenizer.json) without any control tokens."""
+    """Return the tokenizer of `written` (tokenizer.json) without control tokens."""
     spec = json.loads(written)
     spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     model = spec["model"]
     unknown = model.get("unk_token")
 
     def renamed(text: str, index: int) -> str:
-        # Ids must have no gap, so a control token stays, under a name that no text spells.
+        # Ids must have no gap, so control tokens get names that no text spells.
         private = "".join(map(chr, _PRIVATE[-2:]))
         return f"{private}{index}{private}" if text in controls and text != unknown else text
 

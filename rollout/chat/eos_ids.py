@@ -1,4 +1,4 @@
-"""The tokens that end any completion in the engine, whatever the chat format."""
+"""Tokens that end any completion in the engine, whatever the chat format."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from keel.model.load import load_model_config
 
 
 def ends_of(path: str) -> tuple[int, ...]:
-    """Return `eos_token_id` of a model's generation_config.json, or without one of its config.json,
-    as vLLM reads them. path: a folder or hub name. Raises ConfigError without either file."""
+    """Return a model's `eos_token_id`s as vLLM reads them.
+
+    They come from generation_config.json, else config.json, of the folder or hub name `path`.
+    Raises ConfigError without either file.
+    """
     try:
         config = GenerationConfig.from_pretrained(path, **hub_options(path))
     except OSError:

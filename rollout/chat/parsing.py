@@ -1,20 +1,22 @@
-"""Parsing of a turn: first its thinking, then the calls in the family's format.
+"""Chat formats: parsing of a turn's thinking and calls, and the tokens that end turns.
 
-The text comes from `Encoder.decode`: it has a control text only where the policy sampled the
-control token. Nothing here raises for text of a policy; a malformed call is `Broken`.
+The text comes from `Encoder.decode`, which has a control text only where the policy sampled the
+control token. Nothing here raises for a policy's text; a malformed call is `Broken`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from keel.model.tiny.tokenizer import CHAT_TEMPLATE
 from keel.rl import strict_json
 from keel.rl.turns import THINK, ThinkingMarks, ToolSpec
+from keel.rollout.chat.encoding import Encoder
 from keel.rollout.chat.thinking import HARMONY, NO_CALLS, Bounds, split_thinking
 
 _KINDS: dict[type, set[str]] = {
@@ -45,48 +47,82 @@ class Broken:
     why: str
 
 
-Item = Written | Broken
-Found = tuple[str, Sequence[Item]]
-"""The text around the calls, and the calls in their order."""
-FindCalls = Callable[[str, Sequence[ToolSpec]], Found]
+_Item = Written | Broken
+_Calls = tuple[str, Sequence[_Item]]
+"""Text around the calls, and the calls in order."""
+_FindCalls = Callable[[str, Sequence[ToolSpec]], _Calls]
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ParsedTurn:
     """The parts of a turn."""
 
     content: str
     reasoning: str
-    items: Sequence[Item] = ()
+    items: Sequence[_Item] = ()
     is_open: bool = False
     """The turn ends inside its thinking."""
 
 
-def read_tagged(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A model family's format of turns and calls."""
+
+    name: str
+    read: Callable[..., ParsedTurn]
+    ends: tuple[str, ...] = ()
+    """Control texts that end a turn, besides the tokenizer's eos_token."""
+    equal_ends: bool = False
+    """Ends are interchangeable: a template may write another end than was sampled."""
+    message: str = ""
+    """Start of each message's body, for turns of several messages."""
+    message_end: str = ""
+    """End of such a message, and in a template's history also of the turn."""
+    calls: bool = True
+
+
+def format_of(tokenizer: Any, encoder: Encoder) -> Format:
+    """Detect the format of a tokenizer's family from its template and control tokens."""
+    template, controls = str(tokenizer.chat_template or ""), encoder.controls
+    signs = {
+        "tiny": template == CHAT_TEMPLATE,
+        "harmony": "<|channel|>" in controls and "<|message|>" in controls,
+        "deepseek-v3.2": "｜DSML｜" in controls and (not template or "｜DSML｜" in template),
+        "deepseek-v3.1": "<｜tool▁calls▁begin｜>" in template,
+        "glm": "<arg_key>" in template,
+        # Qwen3-Coder writes another format between the same marks.
+        "hermes": "<tool_call>" in template and "<function=" not in template,
+        "llama3": "<|python_tag|>" in controls and "<tool_call>" not in template,
+        "plain": True,
+    }
+    return _FORMATS[next(name for name, sign in signs.items() if sign)]
+
+
+def _read_tagged(
     text: str,
     tools: Sequence[ToolSpec],
     *,
-    find_calls: FindCalls,
+    find_calls: _FindCalls,
     bounds: Bounds,
     opened: bool,
     inside: bool,
     marks: ThinkingMarks = THINK,
-) -> Read:
-    """Read a turn whose thinking stands between `marks`.
+) -> ParsedTurn:
+    """Parse a turn with thinking between `marks`.
 
-    `opened`: the prompt, or an earlier turn, has opened the thinking. `inside`: calls in the
-    thinking count, and no others.
+    `opened`: the prompt or an earlier turn has opened the thinking. `inside`: only calls in the
+    thinking count.
     """
     reasoning, content, is_open = split_thinking(
         text, bounds, opened=opened, inside=inside, marks=marks
     )
-    items: Sequence[Item] = ()
+    items: Sequence[_Item] = ()
     if inside:
         reasoning, items = find_calls(reasoning, tools)
     content, after = find_calls(content, tools)
     if inside:
         after = [item if isinstance(item, Broken) else _outside(item, marks) for item in after]
-    return Read(content.strip(), reasoning.strip(), [*items, *after], is_open)
+    return ParsedTurn(content.strip(), reasoning.strip(), [*items, *after], is_open)
 
 
 def _outside(call: Written, marks: ThinkingMarks) -> Broken:
@@ -94,17 +130,22 @@ def _outside(call: Written, marks: ThinkingMarks) -> Broken:
     return Broken(f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}", why)
 
 
-def json_calls(
-    text: str, tools: Sequence[ToolSpec], *, start: str = "<tool_call>", end: str = "</tool_call>"
-) -> Found:
-    """Find calls of Hermes and Qwen3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
-    return _blocks(text, start, end, lambda body: _from_json(body, "arguments"))
+def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
+    """Hermes and Qwen3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+
+    def read(body: str) -> _Item:
+        try:
+            return _from_value(strict_json.load(body), "arguments", body)
+        except ValueError as error:
+            return Broken(body, f"it is not JSON: {error}")
+
+    return _blocks(text, "<tool_call>", "</tool_call>", read)
 
 
-def deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """Find calls of DeepSeek-V3.1: name, separator and arguments between control tokens."""
+def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
+    """DeepSeek-V3.1: name, separator and arguments between control tokens."""
 
-    def read(body: str) -> Item:
+    def read(body: str) -> _Item:
         name, separator, arguments = body.partition("<｜tool▁sep｜>")
         if not separator:
             return Broken(body, "no <｜tool▁sep｜> between the name and the arguments")
@@ -117,23 +158,23 @@ def deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     return _around(content, begin, end), items
 
 
-def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """Find calls of DeepSeek-V3.2: `<｜DSML｜function_calls>` with invocations and parameters."""
+def _deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
+    """DeepSeek-V3.2: `<｜DSML｜function_calls>` with invocations and parameters."""
     mark = "｜DSML｜"
     parameter = re.compile(
         rf'\s*<{mark}parameter name="([^"]*)" string="(true|false)">(.*?)</{mark}parameter>\s*',
         re.DOTALL,
     )
 
-    def read(body: str) -> Item:
+    def read(body: str) -> _Item:
         head, _, rest = body.partition(">")
         name = re.fullmatch(r'\s*name="([^"]*)"\s*', head)
         if not name:
             return Broken(body, 'an invocation begins with name="…">')
         arguments: dict[str, Any] = {}
-        place = 0
-        while rest[place:].strip():
-            match = parameter.match(rest, place)
+        position = 0
+        while rest[position:].strip():
+            match = parameter.match(rest, position)
             if not match:
                 return Broken(body, 'a parameter is not of the form name="…" string="true|false"')
             key, is_text, value = match.groups()
@@ -141,7 +182,7 @@ def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
                 arguments[key] = value if is_text == "true" else strict_json.load(value)
             except ValueError as error:
                 return Broken(body, f"the parameter {key} is not JSON: {error}")
-            place = match.end()
+            position = match.end()
         return _named(name[1], arguments, body)
 
     begin, end = f"<{mark}function_calls>", f"</{mark}function_calls>"
@@ -151,29 +192,28 @@ def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     return _around(content, begin, end), items
 
 
-def glm_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """Find calls of GLM-4.5: `<tool_call>name`, then `<arg_key>` and `<arg_value>` in pairs. A
-    value is text if the tool's schema allows nothing else, and JSON if it can be."""
+def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
+    """GLM-4.5: `<tool_call>name`, then pairs of `<arg_key>` and `<arg_value>`."""
 
-    def read(body: str) -> Item:
+    def read(body: str) -> _Item:
         name, mark, _ = body.partition("<arg_key>")
         arguments: dict[str, Any] = {}
-        place = len(name) if mark else len(body)
+        position = len(name) if mark else len(body)
 
-        def inside(tag: str) -> str | None:
-            """Return the content of `<tag>`, which comes next, and move `place` behind it."""
-            nonlocal place
-            begin = body.find(f"<{tag}>", place)
+        def next_tag(tag: str) -> str | None:
+            """Return the content of the next element, which must be `tag`, and move behind it."""
+            nonlocal position
+            begin = body.find(f"<{tag}>", position)
             end = body.find(f"</{tag}>", begin)
-            if min(begin, end) < 0 or body[place:begin].strip():
+            if min(begin, end) < 0 or body[position:begin].strip():
                 return None
-            place = end + len(f"</{tag}>")
+            position = end + len(f"</{tag}>")
             return body[begin + len(f"<{tag}>") : end]
 
         body = body.rstrip()
-        while place < len(body):
-            key = inside("arg_key")
-            value = inside("arg_value") if key is not None else None
+        while position < len(body):
+            key = next_tag("arg_key")
+            value = next_tag("arg_value") if key is not None else None
             if key is None or value is None:
                 return Broken(body, "its <arg_key> and <arg_value> do not come in closed pairs")
             schema = _property(tools, name.strip(), key.strip())
@@ -183,25 +223,23 @@ def glm_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     return _blocks(text, "<tool_call>", "</tool_call>", read)
 
 
-LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:')
+_LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:')
 
 
-def llama3_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """Find calls of Llama 3: a whole turn of JSON with `name` and `parameters`, several separated
-    by `;`, or code after `<|python_tag|>` for a tool that takes `code`."""
+def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
+    """Llama 3: a turn of JSON with `name` and `parameters`, several separated by `;`, or code after
+    `<|python_tag|>` for a tool that takes `code`."""
     content, tag, code = text.partition("<|python_tag|>")
     body = (code if tag else text).strip()
-    looks = LLAMA3_JSON.match(body)
-    if not tag and not looks:
+    is_json = _LLAMA3_JSON.match(body)
+    if not tag and not is_json:
         return text, []
-    if not looks:
-        takes_code = [
-            tool.name for tool in tools if "code" in tool.parameters.get("properties", {})
-        ]
-        if len(takes_code) == 1 and body:
-            return content, [Written(takes_code[0], {"code": body})]
+    if not is_json:
+        code_tools = [t.name for t in tools if "code" in t.parameters.get("properties", {})]
+        if len(code_tools) == 1 and body:
+            return content, [Written(code_tools[0], {"code": body})]
         return content, [Broken(body, "it is code, and not exactly one tool takes `code`")]
-    items: list[Item] = []
+    items: list[_Item] = []
     decoder = json.JSONDecoder()
     while body:
         try:
@@ -215,23 +253,16 @@ def llama3_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     return content if tag else "", items
 
 
-def tiny_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """Find calls of the tiny model: a line `@name 1, "two"`, arguments as JSON in the order of
-    the tool's schema. Without tools such a line is text."""
+def _tiny_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
+    """Tiny model: a line `@name 1, "two"`, JSON arguments in the order of the tool's schema."""
     if not tools:
         return text, []
-    lines: list[str] = []
-    items: list[Item] = []
-    for line in text.split("\n"):
-        if line.startswith("@"):
-            items.append(_tiny_call(line, tools))
-        else:
-            lines.append(line)
-    return "\n".join(lines), items
+    lines = text.split("\n")
+    content = "\n".join(line for line in lines if not line.startswith("@"))
+    return content, [_tiny_call(line, tools) for line in lines if line.startswith("@")]
 
 
-def no_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
-    """Find no calls: the format has none."""
+def _no_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
     return text, []
 
 
@@ -242,12 +273,14 @@ def read_harmony(
     opened: bool,
     inside: bool,
     marks: ThinkingMarks = HARMONY,
-) -> Read:
-    """Read a turn of gpt-oss: messages with a channel and, for a call, a recipient. Calls from the
-    `analysis` channel count only with `inside`."""
+) -> ParsedTurn:
+    """Parse a turn of gpt-oss: messages with a channel and, for a call, a recipient.
+
+    Calls from the `analysis` channel count only with `inside`.
+    """
     reasoning: list[str] = []
     content: list[str] = []
-    items: list[Item] = []
+    items: list[_Item] = []
     for part in re.split(r"<\|(?:end|return|call)\|>", text):
         head, mark, body = part.partition("<|message|>")
         if not mark:
@@ -255,27 +288,21 @@ def read_harmony(
                 items.append(Broken(part, "a message without <|message|>"))
             continue
         channel = re.search(r"<\|channel\|>\s*(\w+)", head)
-        to = re.search(r"to=(\S+?)(?=[\s<]|$)", head)
-        if to and (inside or not channel or channel[1] != "analysis"):
-            items.append(_checked(to[1].removeprefix("functions."), body))
+        recipient = re.search(r"to=(\S+?)(?=[\s<]|$)", head)
+        if recipient and (inside or not channel or channel[1] != "analysis"):
+            items.append(_checked(recipient[1].removeprefix("functions."), body))
         elif channel and channel[1] == "analysis":
             reasoning.append(body)
         else:
             content.append(body)
-    return Read("\n".join(content).strip(), "\n".join(reasoning).strip(), items)
+    return ParsedTurn("\n".join(content).strip(), "\n".join(reasoning).strip(), items)
 
 
-def tagged(find_calls: FindCalls, bounds: Bounds = NO_CALLS) -> Callable[..., Read]:
-    """Return `read_tagged` for one family."""
-    return partial(read_tagged, find_calls=find_calls, bounds=bounds)
-
-
-def _blocks(text: str, start: str, end: str, read: Callable[[str], Item]) -> Found:
-    """Read every block between `start` and `end`; an unclosed one extends to the next or to the
-    turn's end."""
+def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _Calls:
+    """Read each block between `start` and `end`; an unclosed one ends at the next start."""
     before, *blocks = text.split(start)
     around = [before]
-    items: list[Item] = []
+    items: list[_Item] = []
     for block in blocks:
         body, closed, after = block.partition(end)
         item = read(body) if closed else Broken(body, f"no {end} ends it")
@@ -292,17 +319,12 @@ def _around(text: str, begin: str, end: str) -> str:
     return (before + "".join(block.partition(end)[2] for block in blocks)).replace(end, "")
 
 
-def _from_json(body: str, key: str) -> Item:
-    try:
-        value = strict_json.load(body)
-    except ValueError as error:
-        return Broken(body, f"it is not JSON: {error}")
-    return _from_value(value, key, body)
+def _from_value(value: Any, key: str, body: str) -> _Item:
+    """Read a call from a JSON object.
 
-
-def _from_value(value: Any, key: str, body: str) -> Item:
-    """Read a call from a JSON object. `arguments` and `parameters` are synonyms; `key` is the one
-    that the format has. Without either, nothing else may stand beside the name."""
+    `arguments` and `parameters` are synonyms; `key` is the format's. Without either, the object may
+    hold nothing but the name.
+    """
     form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
         return Broken(body, form)
@@ -316,7 +338,7 @@ def _from_value(value: Any, key: str, body: str) -> Item:
     return _named(call.get("name"), call[keys[0]] if keys else {}, body)
 
 
-def _checked(name: str, arguments: str) -> Item:
+def _checked(name: str, arguments: str) -> _Item:
     try:
         value = strict_json.load(arguments) if arguments.strip() else {}
         return _named(name, value, name + arguments)
@@ -324,7 +346,7 @@ def _checked(name: str, arguments: str) -> Item:
         return Broken(name + arguments, f"its arguments are not JSON: {error}")
 
 
-def _named(name: Any, arguments: Any, body: str) -> Item:
+def _named(name: Any, arguments: Any, body: str) -> _Item:
     if not isinstance(name, str) or not name.strip():
         return Broken(body, "it names no tool")
     if not isinstance(arguments, dict):
@@ -339,14 +361,14 @@ def _property(tools: Sequence[ToolSpec], name: str, key: str) -> Mapping[str, An
 
 
 def _by_schema(value: str, schema: Mapping[str, Any]) -> Any:
-    """Read a value as JSON, unless the schema admits a string and no type that it could have."""
+    """Parse a value as JSON unless the schema admits a string and not the parsed type."""
     kinds = _kinds(schema)
     try:
-        read = strict_json.load(value)
+        parsed = strict_json.load(value)
     except ValueError:
         return value
     others = kinds - {"string"}
-    return value if "string" in kinds and not _KINDS[type(read)] & others else read
+    return value if "string" in kinds and not _KINDS[type(parsed)] & others else parsed
 
 
 def _kinds(schema: Any) -> set[str]:
@@ -362,7 +384,7 @@ def _kinds(schema: Any) -> set[str]:
     return {kind for kinds in branches for kind in kinds} if all(branches) else set()
 
 
-def _tiny_call(line: str, tools: Sequence[ToolSpec]) -> Item:
+def _tiny_call(line: str, tools: Sequence[ToolSpec]) -> _Item:
     name, _, rest = line[1:].partition(" ")
     if not re.fullmatch(r"\w+", name):
         return Broken(line, "a call is a line `@name argument, argument`")
@@ -370,11 +392,51 @@ def _tiny_call(line: str, tools: Sequence[ToolSpec]) -> Item:
         values = strict_json.load(f"[{rest}]")
     except ValueError as error:
         return Broken(line, f"its arguments are not JSON separated by commas: {error}")
-    keys: Iterator[str] = iter(())
-    for tool in tools:
-        if tool.name == name:
-            keys = iter(tool.parameters.get("properties", {}))
-    arguments = dict(zip(keys, values, strict=False))
-    if any(tool.name == name for tool in tools) and len(arguments) < len(values):
+    schemas = [tool.parameters.get("properties", {}) for tool in tools if tool.name == name]
+    arguments = dict(zip(schemas[-1] if schemas else (), values, strict=False))
+    if schemas and len(arguments) < len(values):
         return Broken(line, f"{len(values)} arguments, and {name} takes {len(arguments)}")
     return Written(name, {key: value for key, value in arguments.items() if value is not None})
+
+
+def _tagged(find_calls: _FindCalls, bounds: Bounds = NO_CALLS) -> Callable[..., ParsedTurn]:
+    return partial(_read_tagged, find_calls=find_calls, bounds=bounds)
+
+
+_FORMATS = {
+    known.name: known
+    for known in (
+        Format(name="tiny", read=_tagged(_tiny_calls, Bounds("^@", "\n"))),
+        Format(
+            name="harmony",
+            read=read_harmony,
+            ends=("<|call|>", "<|return|>"),
+            message="<|message|>",
+            message_end="<|end|>",
+        ),
+        Format(
+            name="deepseek-v3.2",
+            read=_tagged(_deepseek_v32_calls, Bounds("<｜DSML｜invoke", "</｜DSML｜invoke>")),
+        ),
+        Format(
+            name="deepseek-v3.1",
+            read=_tagged(
+                _deepseek_v31_calls, Bounds("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+            ),
+        ),
+        # The policy ends its turn with the mark that begins the next message.
+        Format(
+            name="glm",
+            read=_tagged(_glm_calls, Bounds("<tool_call>", "</tool_call>")),
+            ends=("<|user|>", "<|observation|>"),
+        ),
+        Format(
+            name="llama3",
+            read=_tagged(_llama3_calls, Bounds(r"<\|python_tag\|>", whole=_LLAMA3_JSON)),
+            ends=("<|eot_id|>", "<|eom_id|>"),
+            equal_ends=True,
+        ),
+        Format(name="hermes", read=_tagged(_json_calls, Bounds("<tool_call>", "</tool_call>"))),
+        Format(name="plain", read=_tagged(_no_calls), calls=False),
+    )
+}

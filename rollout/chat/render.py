@@ -22,8 +22,8 @@ USER_ROLES = ("user", "developer")
 def retained(messages: Sequence[Message]) -> list[Message]:
     """Return `messages` without the thinking before the last user message.
 
-    Reasoning stays while only tools answer, and is dropped at a new user message; calls and their
-    results always stay. DeepSeek-V3.2 (2025), section 3.2.1.
+    Reasoning stays while only tools answer and is dropped at a new user message; calls and results
+    always stay. DeepSeek-V3.2 (2025), section 3.2.1.
     """
     users = [i for i, message in enumerate(messages) if message["role"] in USER_ROLES]
     last = users[-1] if users else -1
@@ -42,13 +42,13 @@ def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[
 
 
 def name_of(tokenizer: Any) -> str:
-    """Return the human-readable name of what renders a tokenizer's chats."""
+    """Return the name of a tokenizer's chat renderer for messages."""
     coded = written_by_code(tokenizer)
     return "DeepSeek-V3.2's encoding" if coded else "the tokenizer's chat template"
 
 
 class Renderer:
-    """A model's template, and the forms of arguments and tools that it takes."""
+    """A model's template with the forms of arguments and tools that it takes."""
 
     def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
         self._tokenizer = tokenizer
@@ -57,8 +57,8 @@ class Renderer:
         self.name = name_of(tokenizer)
         if not self._code and not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template, and prompts are chats. Name the tokenizer of "
-                "an instruction-tuned model of the same family in model.tokenizer"
+                "the tokenizer has no chat template. Set model.tokenizer to an instruction-tuned "
+                "model of the same family"
             )
         self._arguments_as_text = False
         self._tools_by_hand = False
@@ -76,8 +76,7 @@ class Renderer:
     ) -> str:
         """Render a conversation as marked text, with the start of the policy's turn if `speak`.
 
-        Raises:
-            ValueError: the template refuses these messages.
+        Raises ValueError if the template refuses the messages.
         """
         shielded = [self._shield_message(message, marks) for message in messages]
         offered: Any = [self._shield_all(tool, marks) for tool in tools]
@@ -90,8 +89,8 @@ class Renderer:
                 raise
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(
-                f"{self.name} refuses messages of the roles {roles}: {error}. Choose a model whose "
-                "template takes them, or put a template of your own in the tokenizer's folder"
+                f"{self.name} refuses messages of the roles {roles}: {error}. Use a model whose "
+                "template takes them, or set model.chat_template"
             ) from error
 
     def _shield_message(self, message: Message, marks: Marks) -> dict[str, Any]:
@@ -129,7 +128,7 @@ class Renderer:
         return value
 
     def _detect_form_of_arguments(self) -> None:
-        """Some templates write a call's arguments as JSON themselves, others need them as text."""
+        """Find out if the template needs a call's arguments as text instead of JSON."""
         messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "tool_calls": [call_message("call_0", "b", {"c": "d"})]},
@@ -141,7 +140,7 @@ class Renderer:
             self._arguments_as_text = True
 
     def _detect_listing_of_tools(self) -> None:
-        """DeepSeek-V3.1's template leaves the list of tools to the system message."""
+        """Find out if tools must be listed by hand, as for DeepSeek-V3.1's template."""
         if "<｜tool▁calls▁begin｜>" in str(self._tokenizer.chat_template or ""):
             name = "Keeltool"
             tool = {"type": "function", "function": {"name": name, "parameters": {}}}
@@ -158,10 +157,12 @@ def render(
     thinking: bool,
     speak: bool = True,
 ) -> str:
-    """Render a conversation by the chat template or DeepSeek-V3.2's code, with the start of the
-    policy's turn if `speak`. Raises what the template raises."""
+    """Render a conversation by the chat template or DeepSeek-V3.2's code.
+
+    `speak`: add the start of the policy's turn. Raises the template's errors.
+    """
     if written_by_code(tokenizer):
-        return deepseek_v32(messages, tools, thinking=thinking)
+        return _deepseek_v32(messages, tools, thinking=thinking)
     return tokenizer.apply_chat_template(
         messages,
         tools=list(tools) or None,
@@ -174,11 +175,11 @@ def render(
 
 
 def check_developers(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise ValueError if `text`, a render of the messages, lacks one of the role developer."""
+    """Raise ValueError if the rendered `text` lacks a message of the role developer."""
     for message in messages:
         if message["role"] == "developer" and str(message["content"]).strip() not in text:
             raise ValueError(
-                "the chat template does not show a message of the role developer; make it system"
+                "the chat template does not show messages of the role developer. Use system"
             )
 
 
@@ -203,13 +204,12 @@ def _with_tools(
     return [{**first, "content": f"{first['content']}\n\n{section}"}, *rest]
 
 
-def deepseek_v32(
+def _deepseek_v32(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, thinking: bool
 ) -> str:
-    """Render by the code that DeepSeek publishes with the model, which has no Jinja template.
+    """Render by DeepSeek's published code, because the model has no Jinja template.
 
-    Raises:
-        ValueError: the code refuses these messages, or is not installed.
+    Raises ValueError if the code refuses the messages or is not installed.
     """
     renamed = [
         {("reasoning" if key == "reasoning_content" else key): v for key, v in message.items()}
@@ -219,8 +219,7 @@ def deepseek_v32(
         renamed[0]["tools"] = list(tools)
     elif tools:
         renamed.insert(0, {"role": "system", "tools": list(tools)})
-    # `retained` has already dropped old thinking; the code's own rule would also drop a developer's
-    # messages.
+    # `retained` has already dropped old thinking; the code would also drop developer messages.
     mode = "thinking" if thinking else "chat"
     try:
         return _deepseek_code().encode_messages(renamed, thinking_mode=mode, drop_thinking=False)
@@ -230,14 +229,14 @@ def deepseek_v32(
 
 @cache
 def _deepseek_code() -> Any:
-    """Load vLLM's copy of the code without the rest of vLLM, which takes seconds to import."""
+    """Load vLLM's copy of the code without importing vLLM, which takes seconds."""
     vllm = importlib.util.find_spec("vllm")
     place = Path((vllm and vllm.origin) or "").parent / "tokenizers" / "deepseek_v32_encoding.py"
     spec = importlib.util.spec_from_file_location("deepseek_v32_encoding", place)
     if not place.is_file() or spec is None or spec.loader is None:
         raise ValueError(
-            "DeepSeek-V3.2's format is taken from vLLM (vllm/tokenizers/deepseek_v32_encoding.py), "
-            "which is not installed or has moved it; install the extra `cpu` or `gpu`"
+            "DeepSeek-V3.2's format needs vllm/tokenizers/deepseek_v32_encoding.py. Install the "
+            "extra `cpu` or `gpu`"
         )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -30,12 +30,12 @@ def test_the_laws_hold(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "harmony"])
 def test_a_template_that_marks_no_thinking_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"it has no .*Leave agents\.tools_in_thinking off"):
+    with pytest.raises(ValueError, match="tools_in_thinking"):
         check_calls_in_thinking(inside(name))
 
 
 def test_the_law_is_none_of_a_chat_that_reads_no_calls_there() -> None:
-    with pytest.raises(ValueError, match="a call in the thinking is not read as one"):
+    with pytest.raises(ValueError, match="tools_in_thinking"):
         check_calls_in_thinking(chat_of("qwen3"))
 
 

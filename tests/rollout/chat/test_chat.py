@@ -48,7 +48,7 @@ def calling(turn: int, count: int, *, thought: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize("thinking", [True, False])
 def test_the_law_holds_for_every_family(name: str, thinking: bool) -> None:
     if name == "deepseek-v3.1" and thinking:
-        with pytest.raises(ValueError, match=r"chat template.*Train without thinking"):
+        with pytest.raises(ValueError, match="without thinking"):
             check_prefix_law(chat_of(name), modes=(True,))
         check_prefix_law(chat_of(name), modes=(True,), tools=())
     else:
@@ -59,14 +59,14 @@ def test_the_law_holds_for_every_family(name: str, thinking: bool) -> None:
 @pytest.mark.parametrize("thinking", [True, False])
 def test_without_tools_no_call_format_is_needed(name: str, thinking: bool) -> None:
     check_prefix_law(chat_of(name), modes=(thinking,), tools=())
-    with pytest.raises(ValueError, match=r"city cannot be called.*model\.chat_template"):
+    with pytest.raises(ValueError, match="chat_template"):
         check_prefix_law(chat_of(name), modes=(thinking,))
 
 
 def test_a_template_that_shows_no_calls_says_so() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("llama3"))
     tokenizer.chat_template = tokenizer_of("llama3.0").chat_template
-    with pytest.raises(ValueError, match=r"it shows no tool calls.*model\.chat_template"):
+    with pytest.raises(ValueError, match="chat_template"):
         check_prefix_law(TemplateChat(tokenizer), modes=(False,))
 
 
@@ -187,11 +187,11 @@ def changed(name: str, old: str, new: str) -> TemplateChat:
     ("old", "new", "why"),
     [
         # The first words change once there are more messages.
-        ("# Tools", "# Tools for {{ messages | length }} messages", "earlier messages otherwise"),
+        ("# Tools", "# Tools for {{ messages | length }} messages", "changes earlier messages"),
         # Thinking goes though only a tool has answered.
         ("(loop.last or thought)", "loop.last", "drops the thinking"),
         # Tools are not shown.
-        ("{{ '\n' + tool | tojson }}", "", "does not show the policy the tool city"),
+        ("{{ '\n' + tool | tojson }}", "", "tool city"),
         # Results are numbered from the conversation's beginning.
         ("'\n<tool_response>\n'", "'\n' ~ loop.index ~ '<tool_response>\n'", "extended.*whole"),
     ],
@@ -199,8 +199,7 @@ def changed(name: str, old: str, new: str) -> TemplateChat:
 def test_a_template_that_breaks_the_law_is_refused(old: str, new: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as refused:
         check_prefix_law(changed("qwen3", old, new))
-    assert "chat template (format hermes)" in str(refused.value)
-    assert "chat_template" in str(refused.value)
+    assert "format hermes" in str(refused.value) and "chat_template" in str(refused.value)
 
 
 def test_a_template_of_deepseek_v31_that_lists_no_tools_gets_them_in_the_system_message() -> None:
@@ -219,7 +218,7 @@ def test_a_template_of_deepseek_v31_that_lists_no_tools_gets_them_in_the_system_
 def test_tools_need_a_format_that_is_known() -> None:
     chat = changed("hermes", "<tool_call>", "[CALL]")
     assert chat.format.name == "plain"
-    with pytest.raises(ValueError, match=r"city cannot be called.*Qwen3, Hermes"):
+    with pytest.raises(ValueError, match="city"):
         chat.opening(USER, [CITY], thinking=False)
     assert chat.opening(USER, [], thinking=False)
 
@@ -228,7 +227,7 @@ def test_a_template_that_refuses_names_itself() -> None:
     chat = changed(
         "qwen3", "{%- for m in messages -%}", "{{ raise_exception('no') }}{%- for m in messages -%}"
     )
-    with pytest.raises(ValueError, match=r"chat template refuses messages of the roles user: no"):
+    with pytest.raises(ValueError, match="user: no"):
         chat.opening(USER, [], thinking=False)
 
 
@@ -236,14 +235,14 @@ def test_only_new_messages_extend() -> None:
     chat = chat_of("tiny")
     ids = chat.opening(USER, [], thinking=False)
     for messages in ([], [{"role": "assistant", "content": "a"}]):
-        with pytest.raises(ValueError, match="continues with new messages"):
+        with pytest.raises(ValueError, match="new messages"):
             chat.extend(ids, messages, thinking=False)
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"no chat template.*model\.tokenizer"):
+    with pytest.raises(ValueError, match=r"model\.tokenizer"):
         TemplateChat(tokenizer)
 
 
@@ -257,8 +256,7 @@ def test_turns_that_end_otherwise_than_a_text_are_told_both_cures() -> None:
     )
     chat = TemplateChat(tokenizer)
     ids = [*chat.opening(USER, [], thinking=False), tokenizer.eos_token_id]
-    cures = r"<\|endoftext\|>.*eos_token \(model\.chat_template\), or .*\(model\.tokenizer\)"
-    with pytest.raises(ValueError, match=cures):
+    with pytest.raises(ValueError, match=r"endoftext.*model\.chat_template.*model\.tokenizer"):
         chat.extend(ids, USER, thinking=False)
 
 

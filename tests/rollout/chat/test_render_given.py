@@ -16,7 +16,7 @@ from keel.rl.turns import Message, TurnResult
 from keel.rl.types import Segment
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import call_message
-from keel.rollout.chat.render_given import Context, taught
+from keel.rollout.chat.render_given import Context, render_given
 from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of
 
 WORDS = ["Rome", "800 yuan.", "Is it (really)?", "a <|im_end|> b", "zwölf", "x\n\ny", '{"a": 1}']
@@ -68,7 +68,7 @@ def sampled(name: str, messages: list[Message], contexts: list[Context], *, thin
         context.ids[start:stop]
         for context in contexts
         for start, stop in np.flatnonzero(
-            np.diff(np.array(context.said), prepend=False, append=False)
+            np.diff(np.array(context.trained), prepend=False, append=False)
         ).reshape(-1, 2)
     ]
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -122,17 +122,19 @@ def test_what_is_learned_is_what_a_rollout_would_sample_and_after_the_same_ids(
     shows = thinking and name not in WITHOUT_THINKING
     for seed in range(SEEDS):
         messages = conversation(random.Random(f"{name} {seed}"), name, thinking=shows)
-        contexts = taught(chat_of(name), messages, [CITY], thinking=thinking)
+        contexts = render_given(chat_of(name), messages, [CITY], thinking=thinking)
         segments: tuple[Segment, ...] = sampled(name, messages, contexts, thinking=thinking)
         assert [context.ids for context in contexts] == [s.token_ids_T.tolist() for s in segments]
-        assert [context.said for context in contexts] == [s.trainable_T.tolist() for s in segments]
+        assert [context.trained for context in contexts] == [
+            s.trainable_T.tolist() for s in segments
+        ]
 
 
 def test_thinking_that_a_template_leaves_out_of_its_history_is_learned() -> None:
     chat = chat_of("deepseek-v3.1")
     said = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy, <think> so"}
-    (context,) = taught(chat, [{"role": "user", "content": "?"}, said], (), thinking=True)
-    turn = [one for one, learned in zip(context.ids, context.said, strict=True) if learned]
+    (context,) = render_given(chat, [{"role": "user", "content": "?"}, said], (), thinking=True)
+    turn = [one for one, learned in zip(context.ids, context.trained, strict=True) if learned]
     parsed = chat.parse(turn, (), thinking=True, turn=0)
     assert (parsed.reasoning, parsed.content) == ("Italy, <think> so", "Rome.")
 
@@ -145,25 +147,25 @@ def test_messages_that_are_not_learned_are_context_alone() -> None:
         {"role": "user", "content": "Two?"},
         {"role": "assistant", "content": "Second."},
     ]
-    (last,) = taught(chat, messages, (), thinking=False, trained=[3])
-    learned = [one for one, said in zip(last.ids, last.said, strict=True) if said]
+    (last,) = render_given(chat, messages, (), thinking=False, trained=[3])
+    learned = [one for one, said in zip(last.ids, last.trained, strict=True) if said]
     assert chat.decode(learned) == "Second.<|im_end|>"
     assert "First." in chat.decode(last.ids)
-    (both,) = taught(chat, messages, (), thinking=False)
-    assert sum(both.said) > sum(last.said)
+    (both,) = render_given(chat, messages, (), thinking=False)
+    assert sum(both.trained) > sum(last.trained)
 
 
 @pytest.mark.parametrize(
     ("name", "messages", "named"),
     [
-        ("qwen3", [{"role": "assistant", "content": "Hi."}], r"messages\[0\] is the assistant's"),
+        ("qwen3", [{"role": "assistant", "content": "Hi."}], r"messages\[0\]"),
         (
             "hermes",
             [
                 {"role": "user", "content": "?"},
                 {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"},
             ],
-            r"messages\[1\]: .*would read its reasoning as '', and it has 'Italy'",
+            r"messages\[1\]: .*reasoning",
         ),
         (
             "llama3",
@@ -175,7 +177,7 @@ def test_messages_that_are_not_learned_are_context_alone() -> None:
                     "tool_calls": [call_message("c", "city", {"name": "Rome"})],
                 },
             ],
-            r"would read its content as '', and it has 'I look.'",
+            r"messages\[1\]: .*content",
         ),
     ],
 )
@@ -183,7 +185,7 @@ def test_what_a_template_cannot_show_is_refused(
     name: str, messages: list[Message], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):
-        taught(chat_of(name), messages, [CITY], thinking=True)
+        render_given(chat_of(name), messages, [CITY], thinking=True)
 
 
 OPENS = """\
@@ -199,13 +201,12 @@ def test_a_template_that_always_thinks_and_forgets_is_named_with_the_cure(thinki
     tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
     tokenizer.chat_template = OPENS
     said = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
-    cure = r"as 'Rome\.', and it has .*: it opens each turn's thinking itself.*\(model\.chat_templa"
-    with pytest.raises(ValueError, match=cure):
-        taught(TemplateChat(tokenizer), [ASKED, said], (), thinking=thinking)
+    with pytest.raises(ValueError, match=r"model\.chat_template"):
+        render_given(TemplateChat(tokenizer), [ASKED, said], (), thinking=thinking)
     kept = "'<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' if m.reasoning_content else ''"
     tokenizer.chat_template = OPENS.replace("m.content + '<", f"({kept}) + m.content + '<")
-    (context,) = taught(TemplateChat(tokenizer), [ASKED, said], (), thinking=True)
-    assert sum(context.said)
+    (context,) = render_given(TemplateChat(tokenizer), [ASKED, said], (), thinking=True)
+    assert sum(context.trained)
 
 
 ASKED = {"role": "user", "content": "Hi?"}
@@ -236,14 +237,13 @@ def test_context_that_a_template_passes_over_is_refused(
     chat = chat_of(name)
     for _ in range(2):
         if name in lost:
-            named = f"not show a message of the role {messages[place]['role']}"
-            with pytest.raises(ValueError, match=named):
-                taught(chat, messages, (), thinking=False)
+            with pytest.raises(ValueError, match=messages[place]["role"]):
+                render_given(chat, messages, (), thinking=False)
         else:
-            assert RULE in chat.decode(taught(chat, messages, (), thinking=False)[-1].ids)
+            assert RULE in chat.decode(render_given(chat, messages, (), thinking=False)[-1].ids)
     if name == "qwen3":
         blank = [{**one, "content": " "} if one["content"] == RULE else one for one in messages]
-        assert taught(chat, blank, (), thinking=False), "nothing is lost of it"
+        assert render_given(chat, blank, (), thinking=False), "nothing is lost of it"
 
 
 @pytest.mark.parametrize(("make", "arguments"), COLD_STARTS, ids=["trip", "guess"])
@@ -254,8 +254,8 @@ def test_the_cold_start_learns_the_same_tokens_of_the_same_conversations(
     for one in make(2, seed=0, arguments=arguments):
         for said in (one.worked, one.hasty):
             for thinking in (True, False):
-                (context,) = taught(chat, said, one.tools, thinking=thinking)
+                (context,) = render_given(chat, said, one.tools, thinking=thinking)
                 ids, marks = conversation_ids(
                     tokenizer_of("tiny"), said, one.tools, thinking=thinking
                 )
-                assert (context.ids, context.said) == (ids, marks)
+                assert (context.ids, context.trained) == (ids, marks)
