@@ -1,74 +1,111 @@
-"""Completions of a model behind an OpenAI-compatible endpoint, to be measured: text and a count of
-tokens, nothing that could be trained on."""
+"""Models behind an OpenAI-compatible endpoint, for measurement only.
+
+An endpoint returns texts and token counts, which cannot be trained on. `EndpointCompletions`
+samples groups, and `EndpointTurns` samples conversations turn by turn like an engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
 from keel.configs.schema import EndpointConfig, SamplingConfig
-from keel.rl.turns import THINK
-from keel.rl.types import FinishReason, Group, Prompt, Segment, Trajectory
-from keel.rollout.endpoint_reply import Said, read
+from keel.rl import strict_json
+from keel.rl.turns import (
+    MALFORMED,
+    THINK,
+    Malformed,
+    Message,
+    Parsed,
+    ToolCall,
+    ToolSpec,
+    TurnRequest,
+    TurnResult,
+    prompt_of,
+)
+from keel.rl.types import Group, Prompt, Purpose, Segment, Trajectory
 
 T = TypeVar("T")
-CONNECT_S = 10.0
-CLOSING_S = 30.0
-MOST_SAID = 300
+_CONNECT_S = 10.0
+_CLOSE_S = 30.0
+_MAX_SHOWN = 300
+"""Characters of an error or a malformed call that are shown."""
 LATER = "later: "
-"""How the reason begins for a completion that the endpoint may give another time."""
-FORBIDDEN = 403
-"""HTTP status."""
-FOR_ALL = frozenset({401, 402, 404})
-"""HTTP status about key, balance or address, which all requests have in common."""
-BUSY = frozenset({408, 409, 429, *range(500, 600)})
-"""HTTP status that another time may not have."""
-MOST_IN_A_ROW = 64
-"""Requests forbidden or cut off that may be about the prompts; after more it is the key that is
-refused, or nobody is there."""
-UNKNOWN = -1
-"""In the place of token ids, which an endpoint does not say."""
+"""Prefix of a drop reason if the endpoint may answer at another time."""
+_FORBIDDEN = 403
+_SHARED_STATUS = frozenset({401, 402, 404})
+"""HTTP status about key, balance or address, which concerns all requests."""
+_BUSY_STATUS = frozenset({408, 409, 429, *range(500, 600)})
+"""HTTP status that another attempt may not meet."""
+MAX_FAILURES = 64
+"""Consecutive forbidden or disconnected requests that may be about the prompts."""
+_UNKNOWN_ID = -1
+_CHARACTERS_PER_TOKEN = 4
+"""Estimate for openings and tool results, which are not counted by the endpoint."""
+_MAX_TURN_S = 86_400.0
+_REASONING_FIELDS = ("reasoning_content", "reasoning")
+_THINKING = _REASONING_FIELDS[0]
+"""Keel's message key of the reasoning."""
 _status: ContextVar[int] = ContextVar("_status", default=0)
-"""HTTP status of the last attempt of a request; 0: it has none yet."""
+"""HTTP status of a request's last attempt; 0: none yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointReply:
+    """A chat completion."""
+
+    content: str
+    reasoning: str
+    reasoning_field: str
+    """The endpoint's message key of the reasoning."""
+    calls: tuple[tuple[str, str], ...]
+    """Name and arguments of each call, verbatim."""
+    tokens: int
+    cut: bool
+    """The reply reached its token limit."""
+    seconds: float
 
 
 class EndpointCompletions:
-    """On a thread of its own. A context manager."""
+    """Samples from an endpoint on its own thread. A context manager."""
 
     def __init__(self, config: EndpointConfig) -> None:
-        """Raises ValueError without its key."""
+        """Raises ValueError if the API key's environment variable is missing."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(
                 f"endpoint.api_key_env = {config.api_key_env}: no such environment variable"
             )
         self._config, self._key = config, key
-        self._in_a_row = MOST_IN_A_ROW
-        """Since the last answer. Before the first one the next is about all requests."""
+        self._failures = MAX_FAILURES
+        """Consecutive failures; a failure before the first reply concerns all requests."""
 
     def __enter__(self) -> Self:
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout  # noqa: PLC0415  half a second, for few commands
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout  # noqa: PLC0415  slow, for few commands
 
         config = self._config
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._client = AsyncOpenAI(
             base_url=config.base_url,
-            # Never the library's own OPENAI_API_KEY: that key belongs to somebody else.
+            # Never the library's OPENAI_API_KEY, which is meant for another endpoint.
             api_key=self._key or "none",
             max_retries=config.retries,
-            timeout=Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s)),
+            timeout=Timeout(config.timeout_s, connect=min(_CONNECT_S, config.timeout_s)),
             http_client=DefaultAsyncHttpxClient(
-                event_hooks={"request": [_attempted], "response": [_answered]}
+                event_hooks={"request": [_on_request], "response": [_on_response]}
             ),
         )
         self._thread = threading.Thread(
@@ -79,12 +116,12 @@ class EndpointCompletions:
 
     def __exit__(self, *_: object) -> None:
         try:
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(CLOSING_S)
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CLOSE_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSING_S)
+            self._thread.join(_CLOSE_S)
 
-    async def _end(self) -> None:
+    async def _close(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
@@ -92,36 +129,39 @@ class EndpointCompletions:
         await self._client.close()
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
-        """A completion that the endpoint does not give is dropped, with the reason. The future
-        fails with RuntimeError where the endpoint refuses what every request has in common."""
-        return self.later(self._group(prompt, group_size, sampling))
+        """Sample a group. Failed completions are dropped with their reason.
 
-    async def _group(self, prompt: Prompt, size: int, sampling: SamplingConfig) -> Group:
-        results = await asyncio.gather(*(self._one(prompt, n, sampling) for n in range(size)))
-        return Group(
-            prompt=prompt,
-            trajectories=tuple(one for one in results if isinstance(one, Trajectory)),
-            dropped=tuple(one for one in results if isinstance(one, str)),
-        )
+        The future fails with RuntimeError if the endpoint refuses all requests.
+        """
+        return self.schedule(self._group(prompt, group_size, sampling))
 
-    async def _one(
-        self, prompt: Prompt, sibling: int, sampling: SamplingConfig
-    ) -> Trajectory | str:
-        """Or why there is none."""
-        said = await self.asked(
-            prompt.messages,
-            prompt.tools,
-            sampling,
-            max_tokens=sampling.max_tokens,
-            thinking=prompt.thinking,
-        )
-        return said if isinstance(said, str) else _trajectory(prompt, sibling, said)
-
-    def later(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """On this thread's loop."""
+    def schedule(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on this thread's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def asked(
+    async def _group(self, prompt: Prompt, size: int, sampling: SamplingConfig) -> Group:
+        requests = [
+            self.complete(
+                prompt.messages,
+                prompt.tools,
+                sampling,
+                max_tokens=sampling.max_tokens,
+                thinking=prompt.thinking,
+            )
+            for _ in range(size)
+        ]
+        results = await asyncio.gather(*requests)
+        return Group(
+            prompt=prompt,
+            trajectories=tuple(
+                _trajectory(prompt, sibling, reply)
+                for sibling, reply in enumerate(results)
+                if not isinstance(reply, str)
+            ),
+            dropped=tuple(reply for reply in results if isinstance(reply, str)),
+        )
+
+    async def complete(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
@@ -130,9 +170,12 @@ class EndpointCompletions:
         max_tokens: int,
         thinking: bool,
         within_s: float = inf,
-    ) -> Said | str:
-        """What the endpoint says, or why it says nothing. Raises as `submit`'s future fails, and
-        TimeoutError after `within_s`. Time begins with a free slot (`endpoint.max_concurrent`)."""
+    ) -> EndpointReply | str:
+        """Return a reply, or the reason why there is none.
+
+        Time counts from a free slot (`endpoint.max_concurrent`). Raises RuntimeError like the
+        future of `submit`, and TimeoutError after `within_s`.
+        """
         import openai  # noqa: PLC0415  as above
 
         config = self._config
@@ -140,12 +183,12 @@ class EndpointCompletions:
         if sampling.top_k and not sampling.greedy:  # not every endpoint knows `top_k`
             extra["top_k"] = sampling.top_k
         if config.tells_thinking:
-            told = {"enable_thinking": thinking, "thinking": thinking}
-            extra["chat_template_kwargs"] = {**extra.get("chat_template_kwargs", {}), **told}
-        most_s = min(within_s, config.timeout_s * (1 + config.retries))
+            mode = {"enable_thinking": thinking, "thinking": thinking}
+            extra["chat_template_kwargs"] = {**extra.get("chat_template_kwargs", {}), **mode}
+        limit_s = min(within_s, config.timeout_s * (1 + config.retries))
         try:
-            async with self._slots, asyncio.timeout(most_s):
-                began = time.monotonic()
+            async with self._slots, asyncio.timeout(limit_s):
+                begin = time.monotonic()
                 response = await self._client.chat.completions.create(
                     model=config.model,
                     messages=cast(Any, [dict(message) for message in messages]),
@@ -156,79 +199,286 @@ class EndpointCompletions:
                     stop=list(sampling.stop) or None,
                     extra_body=extra or None,
                 )
-                self._in_a_row = 0
+                self._failures = 0
                 body = response.model_dump(warnings=False)
-                return read(body, seconds=time.monotonic() - began)
+                return read_reply(body, seconds=time.monotonic() - begin)
         except TimeoutError:
-            if (status := _status.get()) in BUSY:
+            if (status := _status.get()) in _BUSY_STATUS:
                 own = "endpoint.timeout_s and endpoint.retries"
-                knobs = own if most_s < within_s else "rollout.timeout_s"
-                return f"{LATER}the endpoint says HTTP {status} for all {most_s:g} s of {knobs}"
-            if most_s == within_s:
+                knobs = own if limit_s < within_s else "rollout.timeout_s"
+                return f"{LATER}the endpoint returned HTTP {status} for {limit_s:g} s ({knobs})"
+            if limit_s == within_s:
                 raise
             return self._late
         except openai.APITimeoutError:
             return self._late
         except openai.APIStatusError as error:
-            status, said = error.status_code, f"the endpoint says HTTP {error.status_code}"
-            if status in FOR_ALL or (status == FORBIDDEN and self._is_for_all()):
-                raise self._unusable(f"{said}: {error.message}") from error
-            return LATER * (status in BUSY) + self._public(f"{said}: {error.message}")
+            status, line = error.status_code, f"the endpoint returned HTTP {error.status_code}"
+            if status in _SHARED_STATUS or (status == _FORBIDDEN and self._fails_again()):
+                raise self._unusable(f"{line}: {error.message}") from error
+            return LATER * (status in _BUSY_STATUS) + self._printable(f"{line}: {error.message}")
         except openai.APIConnectionError as error:
             why = str(error.__cause__ or error)
-            if self._is_for_all():
+            if self._fails_again():
                 raise self._unusable(f"cannot be reached ({why})") from error
-            return LATER + self._public(f"the connection to the endpoint was lost: {why}")
+            return LATER + self._printable(f"the connection to the endpoint was lost: {why}")
         except (openai.APIError, ValueError, AttributeError) as error:
-            return self._public(f"the endpoint's reply is none: {error}")
+            return self._printable(f"the endpoint's reply is invalid: {error}")
 
     @property
     def _late(self) -> str:
         return f"no reply within endpoint.timeout_s = {self._config.timeout_s:g}"
 
-    def _is_for_all(self) -> bool:
-        """Whether one more request that got nothing says that none would."""
-        self._in_a_row += 1
-        return self._in_a_row > MOST_IN_A_ROW
+    def _fails_again(self) -> bool:
+        """Count a failure; True if so many in a row cannot be about the prompts."""
+        self._failures += 1
+        return self._failures > MAX_FAILURES
 
     def _unusable(self, why: str) -> RuntimeError:
-        return RuntimeError(f"endpoint.base_url = {self._config.base_url}: {self._public(why)}")
+        return RuntimeError(f"endpoint.base_url = {self._config.base_url}: {self._printable(why)}")
 
-    def _public(self, text: str) -> str:
-        text = (text.replace(self._key, "***") if self._key else text)[:MOST_SAID]
+    def _printable(self, text: str) -> str:
+        """Shorten a text and hide the API key in it."""
+        text = (text.replace(self._key, "***") if self._key else text)[:_MAX_SHOWN]
         return "".join(c if c.isprintable() else " " for c in text)
 
 
-async def _attempted(_: object) -> None:
+async def _on_request(_: object) -> None:
     _status.set(0)
 
 
-async def _answered(response: Any) -> None:
+async def _on_response(response: Any) -> None:
     _status.set(response.status_code)
 
 
-def _trajectory(prompt: Prompt, sibling: int, said: Said) -> Trajectory:
-    content, reasoning = said.content, said.reasoning
+def read_reply(body: Any, *, seconds: float) -> EndpointReply | str:
+    """Read a reply of any shape, or return what is wrong with it."""
+    try:
+        choice, usage = body["choices"][0], body.get("usage")
+        message = choice["message"]
+        thoughts = {key: str(message[key]) for key in _REASONING_FIELDS if message.get(key)}
+        field, reasoning = next(iter(thoughts.items()), (_THINKING, ""))
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [(str(one["name"]), str(one.get("arguments") or "{}")) for one in functions]
+        content, cut = str(message.get("content") or ""), choice.get("finish_reason") == "length"
+    except (LookupError, TypeError, AttributeError) as error:
+        return f"the endpoint's reply is not a chat completion: {error!r}"
+    tokens: Any = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+    if not isinstance(tokens, int) or tokens < 1:
+        return "the endpoint does not count the tokens of its completions"
+    return EndpointReply(
+        content=content,
+        reasoning=reasoning,
+        reasoning_field=field,
+        calls=tuple(calls),
+        tokens=tokens,
+        cut=cut,
+        seconds=seconds,
+    )
+
+
+def _trajectory(prompt: Prompt, sibling: int, reply: EndpointReply) -> Trajectory:
+    content, reasoning, tokens = reply.content, reply.reasoning, reply.tokens
     raw = f"{THINK.open}{reasoning}{THINK.close}{content}" if reasoning else content
     message = {"role": "assistant", "content": content.strip(), "raw": raw}
     if reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
-    finish: FinishReason = "length" if said.cut else "stop"
-    return Trajectory(
+    segment = Segment(
         prompt_id=prompt.prompt_id,
-        sibling=sibling,
-        segments=(_counted(prompt.prompt_id, said.tokens),),
-        finish_reason=finish,
-        messages=(message,),
-    )
-
-
-def _counted(prompt_id: str, tokens: int) -> Segment:
-    """As many sampled tokens, of which nothing else is known."""
-    return Segment(
-        prompt_id=prompt_id,
-        token_ids_T=np.full(tokens + 1, UNKNOWN, np.int32),
+        token_ids_T=np.full(tokens + 1, _UNKNOWN_ID, np.int32),
         trainable_T=np.arange(tokens + 1) > 0,
         logp_old_T=np.zeros(tokens + 1, np.float32),
         version_T=np.zeros(tokens + 1, np.int32),
     )
+    return Trajectory(
+        prompt_id=prompt.prompt_id,
+        sibling=sibling,
+        segments=(segment,),
+        finish_reason="length" if reply.cut else "stop",
+        messages=(message,),
+    )
+
+
+class EndpointTurnLost(OSError):
+    """The endpoint gave no turn, so the episode is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """An opening, a reply, or the messages that answer a reply."""
+
+    messages: tuple[Message, ...]
+    """Messages in the endpoint's form, with their thinking."""
+    tools: tuple[ToolSpec, ...] = ()
+    thinking: bool = False
+    reply: Parsed | None = None
+
+
+class EndpointTurns:
+    """Implements `keel.rl.turns.Chat` for an endpoint, and samples turns.
+
+    The endpoint's token ids are unknown, so the first id of each part of a conversation is its
+    number, and the others only count tokens.
+    """
+
+    stop_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self, completions: EndpointCompletions, sampling: Mapping[Purpose, SamplingConfig]
+    ) -> None:
+        self._completions, self._sampling = completions, sampling
+        self._parts: dict[int, _Part] = {}
+        self._by_prompt: dict[str, set[int]] = {}
+        """Parts of each prompt's conversations; used on the completions' loop only."""
+        self._numbers = itertools.count()
+        self._reasoning_field = _THINKING
+
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
+    ) -> list[int]:
+        sent = tuple(map(_as_sent, messages))
+        part = _Part(messages=sent, tools=tuple(tools), thinking=thinking)
+        return self._add(part, [*self._with_thinking(sent), *(tool.as_json() for tool in tools)])
+
+    def extend(
+        self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
+    ) -> list[int]:
+        sent = tuple(map(_as_sent, messages))
+        return [*ids, *self._add(_Part(messages=sent), sent)]
+
+    def parse(
+        self,
+        sampled: Sequence[int],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+        turn: int,
+        inside: bool = False,
+    ) -> Parsed:
+        reply = self._parts[sampled[0]].reply
+        assert reply is not None
+        return reply
+
+    def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
+        """Sample a turn. Fails with EndpointTurnLost, or like `EndpointCompletions.submit`."""
+        return self._completions.schedule(self._turn(request, self._sampling[purpose]))
+
+    def forget(self, prompt: Prompt) -> Future[None]:
+        """Drop the finished conversations of a prompt."""
+        return self._completions.schedule(self._forget(prompt.prompt_id))
+
+    async def _forget(self, prompt_id: str) -> None:
+        for number in self._by_prompt.pop(prompt_id, ()):
+            self._parts.pop(number, None)
+
+    async def _turn(self, request: TurnRequest, sampling: SamplingConfig) -> TurnResult:
+        numbers = [int(one) for one in request.token_ids_T if one != _UNKNOWN_ID]
+        known = self._by_prompt.setdefault(prompt_of(request.conversation), set())
+        known.update(numbers)
+        parts = [self._parts[number] for number in numbers]
+        within_s = min(request.timeout_s, _MAX_TURN_S)
+        try:
+            reply = await self._completions.complete(
+                self._with_thinking([message for part in parts for message in part.messages]),
+                [tool.as_json() for tool in parts[0].tools],
+                sampling,
+                max_tokens=request.max_tokens,
+                thinking=parts[0].thinking,
+                within_s=within_s,
+            )
+        except TimeoutError:
+            return _turn_result((), "deadline", within_s)
+        if isinstance(reply, str):
+            raise EndpointTurnLost(reply)
+        if reply.reasoning:
+            self._reasoning_field = reply.reasoning_field
+        number = next(self._numbers)
+        parsed = _parsed(reply, f"call_{number}")
+        self._parts[number] = _Part(messages=(_as_message(parsed),), reply=parsed)
+        known.add(number)
+        ids = [number, *[_UNKNOWN_ID] * (min(reply.tokens, request.max_tokens) - 1)]
+        return _turn_result(ids, "length" if reply.cut else "stop", reply.seconds)
+
+    def _with_thinking(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with thinking after the last user message only, as templates do.
+
+        Some endpoints refuse tool results without it.
+        """
+        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
+        last = users[-1] if users else -1
+        shown: list[Message] = []
+        for n, message in enumerate(messages):
+            rest = dict(message)
+            thought = rest.pop(_THINKING, "")
+            shown.append({**rest, self._reasoning_field: thought} if thought and n > last else rest)
+        return shown
+
+    def _add(self, part: _Part, shown: Sequence[Mapping[str, Any]]) -> list[int]:
+        number = next(self._numbers)
+        self._parts[number] = part
+        count = len(json.dumps(list(shown), ensure_ascii=False)) // _CHARACTERS_PER_TOKEN
+        return [number, *[_UNKNOWN_ID] * count]
+
+
+def _turn_result(ids: Sequence[int], finish: Any, seconds: float) -> TurnResult:
+    return TurnResult(
+        token_ids_N=np.array(ids, np.int32),
+        logp_old_N=np.zeros(len(ids), np.float32),
+        version_N=np.zeros(len(ids), np.int32),
+        finish_reason=finish,
+        sampling_s=seconds,
+    )
+
+
+def _parsed(reply: EndpointReply, name: str) -> Parsed:
+    """`name`: prefix of call ids, unique in the conversation."""
+    calls: list[ToolCall | Malformed] = []
+    for n, (tool, text) in enumerate(reply.calls):
+        try:
+            arguments = strict_json.load(text)
+            if not isinstance(arguments, dict):
+                raise ValueError("the arguments are not a JSON object")
+        except ValueError as error:
+            shown = text[:_MAX_SHOWN]
+            calls.append(Malformed(call_id=f"{name}_{n}", text=shown, why=str(error)))
+        else:
+            arguments = cast(dict[str, Any], arguments)
+            calls.append(ToolCall(call_id=f"{name}_{n}", name=tool, arguments=arguments))
+    return Parsed(
+        content=reply.content,
+        reasoning=reply.reasoning,
+        closed=not reply.cut,
+        calls=tuple(calls),
+    )
+
+
+def _as_message(reply: Parsed) -> Message:
+    """Return a reply as a message of the next request."""
+    calls = [
+        (call.call_id, call.name, call.arguments)
+        if isinstance(call, ToolCall)
+        else (call.call_id, MALFORMED, {"text": call.text})
+        for call in reply.calls
+    ]
+    functions = [{"id": n, "function": {"name": name, "arguments": a}} for n, name, a in calls]
+    message = {"role": "assistant", "content": reply.content, _THINKING: reply.reasoning}
+    return _as_sent({**message, "tool_calls": functions})
+
+
+def _as_sent(message: Message) -> Message:
+    """Convert Keel's message to an endpoint's, whose call arguments are text."""
+    keys = ("role", "content", _THINKING, "tool_call_id")
+    sent = {key: message[key] for key in keys if key in message}
+    if calls := message.get("tool_calls"):
+        sent["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(dict(call["function"]["arguments"])),
+                },
+            }
+            for call in calls
+        ]
+    return sent

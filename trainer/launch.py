@@ -31,8 +31,7 @@ from keel.model.tiny.demonstrations import demonstrate
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Group, Prompt, Purpose
-from keel.rollout.endpoint import EndpointCompletions
-from keel.rollout.endpoint_turns import EndpointTurns
+from keel.rollout.endpoint import EndpointCompletions, EndpointTurns
 from keel.rollout.judge.server import JudgeServer
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool

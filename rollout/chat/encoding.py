@@ -61,8 +61,8 @@ class Encoder:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ValueError(
-                f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json. Conversations need a "
-                "tokenizer of the tokenizers library"
+                f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json, which "
+                "conversations need. Set model.tokenizer to a tokenizer that has one"
             )
         written = backend.to_str()
         self._whole = Tokenizer.from_str(written)

@@ -15,7 +15,7 @@ import pytest
 from keel.commands.cli import main
 from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
-from keel.rollout.endpoint import LATER, MOST_IN_A_ROW, EndpointCompletions
+from keel.rollout.endpoint import LATER, MAX_FAILURES, EndpointCompletions
 from tests.rewards.judge.judge_server import Reply, Server, running
 from tests.waiting import PATIENCE_S, within_some
 
@@ -61,7 +61,7 @@ def group(server: Server, size: int = 2, **knobs: Any) -> Group:
 
 
 def test_a_completion(endpoint: Server) -> None:
-    endpoint.forget()
+    endpoint.reset()
     thought = {"role": "assistant", "content": "So. ", "reasoning_content": "Hm"}
     endpoint.behave = lambda _: says(thought, tokens=7, finish="length")
     found = group(endpoint, tells_thinking=True, extra={"chat_template_kwargs": {"x": 1}})
@@ -89,12 +89,12 @@ def test_a_completion(endpoint: Server) -> None:
     ("reply", "reason"),
     [
         (words("x", tokens=None), "does not count the tokens"),
-        (Reply('{"choices": []}'), "no chat completion"),
-        (Reply('{"choices": ["oops"]}'), "no chat completion"),
-        (Reply('{"choices": {"a": 1}}'), "no chat completion"),
+        (Reply('{"choices": []}'), "not a chat completion"),
+        (Reply('{"choices": ["oops"]}'), "not a chat completion"),
+        (Reply('{"choices": {"a": 1}}'), "not a chat completion"),
         (Reply('{"choices": [{"message": {}}], "usage": [1]}'), "does not count the tokens"),
-        (says({"role": "assistant", "tool_calls": ["oops"]}), "no chat completion"),
-        (Reply("[]"), "reply is none"),
+        (says({"role": "assistant", "tool_calls": ["oops"]}), "not a chat completion"),
+        (Reply("[]"), "reply is invalid"),
         (Reply('{"error": {"message": "too long"}}', status=400), "HTTP 400: .*too long"),
         (replace(words("x"), delay_s=1000), "no reply within endpoint.timeout_s = 0.05"),
     ],
@@ -112,22 +112,22 @@ def test_what_is_no_completion_is_dropped_with_its_reason(
 def test_what_another_time_may_not_have_is_for_later(endpoint: Server, status: int) -> None:
     endpoint.behave = lambda _: Reply('{"error": {"message": "full"}}', status=status)
     (reason,) = group(endpoint, size=1).dropped
-    assert reason.startswith(f"{LATER}the endpoint says HTTP {status}: ") and "full" in reason
+    assert reason.startswith(f"{LATER}the endpoint returned HTTP {status}: ") and "full" in reason
 
 
 def test_a_busy_endpoint_that_wants_longer_than_there_is_is_for_later(endpoint: Server) -> None:
     endpoint.behave = lambda _: Reply("{}", status=429, headers={"Retry-After": "100"})
-    said = "later: the endpoint says HTTP 429 for all {:g} s of {}".format
+    said = "later: the endpoint returned HTTP 429 for {:g} s ({})".format
 
     def waits(limit_s: float) -> None:
         (reason,) = group(endpoint, size=1, timeout_s=limit_s, retries=1).dropped
         assert reason == said(limit_s * 2, "endpoint.timeout_s and endpoint.retries")
         knobs = {"timeout_s": PATIENCE_S, "retries": 1}
         with EndpointCompletions(config_of(endpoint, **knobs)) as completions:
-            asked = completions.asked(
+            asked = completions.complete(
                 ASKED.messages, (), SAMPLING, max_tokens=9, thinking=False, within_s=limit_s
             )
-            reason = completions.later(asked).result(PATIENCE_S)
+            reason = completions.schedule(asked).result(PATIENCE_S)
         assert reason == said(limit_s, "rollout.timeout_s")
 
     within_some(waits, (0.2, 5.0, 60.0))
@@ -156,7 +156,7 @@ def test_what_every_request_would_meet_ends_it(
     [
         (
             Reply('{"error": {"message": "flagged"}}', status=403),
-            "the endpoint says HTTP 403: .*flagged",
+            "the endpoint returned HTTP 403: .*flagged",
             "flagged",
         ),
         (
@@ -180,7 +180,7 @@ def test_what_may_be_about_a_prompt_is_dropped_once_others_were_answered(
         (reason,) = asked().result(PATIENCE_S).dropped
         assert re.match(dropped, reason)
         # A key that was revoked meanwhile, or a server that ended, is no prompt's doing.
-        for _ in range(MOST_IN_A_ROW - 1):
+        for _ in range(MAX_FAILURES - 1):
             assert asked().result(PATIENCE_S).dropped
         with pytest.raises(RuntimeError, match=ends):
             asked().result(PATIENCE_S)

@@ -18,9 +18,7 @@ from keel.commands.cli import main
 from keel.configs.schema import SamplingConfig
 from keel.rl.turns import TurnRequest, conversation_of
 from keel.rl.types import Prompt
-from keel.rollout.endpoint import EndpointCompletions
-from keel.rollout.endpoint_reply import read
-from keel.rollout.endpoint_turns import EndpointTurns
+from keel.rollout.endpoint import EndpointCompletions, EndpointTurns, read_reply
 from tests.agents.sandboxes import wrap_of
 from tests.rewards.judge.judge_server import Reply, running
 from tests.rollout.test_endpoint import config_of, says, words
@@ -94,7 +92,7 @@ def test_tasks_with_tools_are_filtered_by_an_endpoint(
         assert main(["filter", str(recipe)]) == 0, capsys.readouterr()
         assert rates() == [0.0, 1.0] and model.sums[0] not in table.read_text()
         model.busy = False
-        server.forget()
+        server.reset()
         assert main(["filter", str(recipe)]) == 0, capsys.readouterr()
         sent = server.requests
     assert rates() == [0.0, 1.0, 1.0] and len(sent) == 6  # two episodes of three turns
@@ -178,7 +176,7 @@ class Queued:
     def __init__(self) -> None:
         self._queue: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
 
-    def later(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def schedule(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         self._queue.append((work, Future()))
         return self._queue[-1][1]
 
@@ -187,8 +185,8 @@ class Queued:
             future.set_result(asyncio.run(work))
         self._queue.clear()
 
-    async def asked(self, *_: object, **__: object) -> Any:
-        return read(json.loads(words("Well.").body), seconds=0.1)
+    async def complete(self, *_: object, **__: object) -> Any:
+        return read_reply(json.loads(words("Well.").body), seconds=0.1)
 
 
 def test_what_is_over_is_forgotten_and_nothing_of_prompts_with_longer_names() -> None:
@@ -221,4 +219,4 @@ def test_what_is_over_is_forgotten_and_nothing_of_prompts_with_longer_names() ->
     turn("s/r/1")
     turns.forget(prompts[1])
     completions.run()
-    assert not turns._parts and not turns._of
+    assert not turns._parts and not turns._by_prompt
