@@ -40,7 +40,7 @@ from benchmarks.peers.memory import PeakMemory, gpu_reader, settled
 from benchmarks.peers.shape import write_model, write_prompts
 from benchmarks.peers.workload import QWEN3_06B as WORKLOAD
 from benchmarks.peers.workload import SMALL, Workload
-from keel.trainer.placement.cached_choice import CHOSEN
+from keel.trainer.placement.choose import CACHE_FILE
 
 BUILD_S = 300.0
 """Timeout in seconds for building a model."""
@@ -209,8 +209,8 @@ def run(
         arm.phases = {n: statistics.median(s.phases.get(n, 0.0) for s in measured) for n in names}
         wall_began = time.time() - (time.monotonic() - began)
         arm.start_s = started_at(folder / "metrics.jsonl") - wall_began
-    if (folder / CHOSEN).exists():
-        arm.chosen = json.loads((folder / CHOSEN).read_text())["values"]
+    if (folder / CACHE_FILE).exists():
+        arm.chosen = json.loads((folder / CACHE_FILE).read_text())["values"]
     text = log.read_text(errors="replace")
     sizes = re.findall(r"(?:GPU of an engine|engine|trainer rank): ([\d.]+ [GM]iB) each", text)
     arm.planned = " + ".join(sizes)

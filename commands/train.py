@@ -17,7 +17,7 @@ from keel.rl.types import ScoredGroup
 from keel.trainer import loop
 from keel.trainer.launch import Runtime, launch
 from keel.trainer.nonfinite import SAID
-from keel.trainer.placement.cached_choice import save_choice
+from keel.trainer.placement.choose import save_choice
 from keel.trainer.placement.elastic import ElasticLayouts, elastic_layouts
 from keel.trainer.placement.oom_recovery import RetryOnOom
 from keel.trainer.prepare import SftTask, Task, prepare
@@ -83,7 +83,7 @@ def run_task(
         drive=drive,
         resume_command=again,
         tokenizer=task.tokenizer_digest,
-        on_open=partial(save_choice, values=task.choice.values, now=task.hardware.signature),
+        on_open=partial(save_choice, values=task.choice.values, signature=task.hardware.signature),
     )
 
 

@@ -146,7 +146,7 @@ def test_my_yaml_is_a_right_recipe_for_the_hardware_that_it_names(
     assert "8 trainer rank(s)" in said, said
     assert "school (school.jsonl): 100 to train on, 200 held out" in said
     # Searching for what would help takes a second or two.
-    monkeypatch.setattr("keel.trainer.placement.layouts.CURES_TRIED", 1)
+    monkeypatch.setattr("keel.trainer.placement.layouts.SUGGESTIONS_TRIED", 1)
     with at(NOTHING):
         assert main(["check", "my.yaml", model, *QUICK, "run.gpu_gib=70"]) == 0
         assert main(["check", "my.yaml", model, *QUICK, "run.gpu_gib=16"]) == 2

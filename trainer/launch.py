@@ -42,10 +42,10 @@ from keel.trainer.learner import Learner
 from keel.trainer.placement.downloads import download_on_nodes
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import ENGINE, JUDGE, RANK
+from keel.trainer.placement.memory import can_start_together, guaranteed_cache_bytes
 from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.placement.oom_recovery import OomRecovery
 from keel.trainer.placement.reservation import Reservation, reserve_gpus
-from keel.trainer.placement.time_sharing import can_start_together, guaranteed_cache_bytes
 from keel.trainer.placement.watchdog import Watchdog, start_watchdog
 from keel.trainer.prepare import SftTask, Task, length_rules
 from keel.trainer.run.progress import Wait, waiting
@@ -338,7 +338,7 @@ def _start_together(
     if engines_first:
         _await_engines(engines, watchdog)
     trainer = threads.submit(ranks.start)
-    notes = wait_for(trainer, watchdog.well)
+    notes = wait_for(trainer, watchdog.should_stop_waiting)
     if warm:
         ranks.warm_up()
         if not roomy:
@@ -351,7 +351,7 @@ def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tupl
     """Return the engines' warnings. Raises `WorkerLost` if one fails, so that a run which has
     begun restarts."""
     try:
-        return wait_for(engines, watchdog.well)
+        return wait_for(engines, watchdog.should_stop_waiting)
     except Unanswered:  # a fault of Ray
         raise
     except (EngineError, TimeoutError) as error:

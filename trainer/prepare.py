@@ -60,8 +60,7 @@ from keel.rollout.chat.template_checks import check_prefix_law
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
-from keel.trainer.placement.cached_choice import SavedChoice, load_choice
-from keel.trainer.placement.choose import Choice, choose
+from keel.trainer.placement.choose import Choice, SavedChoice, choose, load_choice
 from keel.trainer.placement.cpus import cpu_time, slow_dtype, with_dtype
 from keel.trainer.placement.families import (
     check_engine_attention,
@@ -634,7 +633,7 @@ def _warnings(config: Config, model: PlannedModel) -> list[str]:
     path, hardware, lacking = config.model.path, model.hardware, model.missing_weights
     single = [
         slow_dtype(config, gpu=hardware.gpu),
-        hardware.taken_said,
+        hardware.taken_warning,
         UNKNOWN_GIB if hardware.gpu and not hardware.gpu_gib else "",
     ]
     where = f"model.path = {path!r}: {lacking}; `keel train` needs them where it runs"

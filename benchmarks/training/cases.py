@@ -12,7 +12,7 @@ from benchmarks.common import MOE_16B, QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B
 from benchmarks.synthetic import Row, made_config
 from keel.configs.schema import Config, TrainerConfig
 from keel.model.load import ModelFacts
-from keel.trainer.placement.gpus import Machine
+from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import trainer_memory
 from keel.trainer.placement.step_time import Rates, compute_seconds, traffic_seconds
 
@@ -223,7 +223,7 @@ def estimates(
     """Return the estimates of `keel check`: seconds of the step, and bytes of a rank's GPU."""
     config = case.config(facts.vocab_size)
     rates = rates or Rates()
-    compute = compute_seconds(config, facts, case.step_tokens, case.micro_batches, Machine(), rates)
+    compute = compute_seconds(config, facts, case.step_tokens, case.micro_batches, GpuSpec(), rates)
     launch = rates.launch_seconds(config, facts, case.micro_batches)
-    traffic = traffic_seconds(config, facts, case.micro_batches, Machine())
+    traffic = traffic_seconds(config, facts, case.micro_batches, GpuSpec())
     return max(compute, launch) + traffic, trainer_memory(config, facts, gpu=gpu).total

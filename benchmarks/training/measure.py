@@ -24,11 +24,11 @@ from keel.model.layers.fused import use_fused_layers
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing import TrainBatch
 from keel.trainer.engine import layer_compile, policy
-from keel.trainer.placement.gpus import Machine
+from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.step_time import body_parameters
 
-H200 = Machine()
+H200 = GpuSpec()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,7 +205,7 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
     assert code == 0, err
     assert "it holds no weights (model.safetensors, or its parts and" in out
     assert "model.safetensors.index.json); `keel train` needs them where it runs" in out
-    assert "warning      trainer.lr = 0.1 is far from what is used" in out
+    assert "warning      trainer.lr = 0.1 is unusual" in out
     stand_in(tmp_path)
 
     other = tmp_path / "other"

@@ -47,7 +47,7 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setattr("keel.trainer.placement.nodes.visible_gpus", lambda: machine.gpus)
         patch.setattr("keel.trainer.placement.nodes.gpu_gib", lambda: machine.gib)
-        patch.setattr("keel.trainer.placement.nodes._nodes_found", lambda: nodes)
+        patch.setattr("keel.trainer.placement.nodes._detect_nodes", lambda: nodes)
         patch.setattr("keel.trainer.placement.reservation.cluster_nodes", lambda: nodes)
         patch.setattr("keel.trainer.placement.reservation._group", lambda placement: Granted())
         patch.setattr(

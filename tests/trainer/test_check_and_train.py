@@ -48,8 +48,10 @@ def on(machine: Machine, dataset: Dataset, facts: ModelFacts) -> Iterator[None]:
         patch.setattr("keel.trainer.prepare.load_dataset", lambda *_, **__: dataset)
         patch.setattr("keel.trainer.prepare.facts_of", lambda config: facts)
         # They have a test of their own, and take a second where nothing helps.
-        patch.setattr("keel.trainer.placement.plan.cures", lambda *_: "To make it fit: …")
-        patch.setattr("keel.trainer.placement.layouts.cures", lambda *_, **__: "To make it fit: …")
+        patch.setattr("keel.trainer.placement.plan.suggest", lambda *_: "To make it fit: …")
+        patch.setattr(
+            "keel.trainer.placement.layouts.suggest", lambda *_, **__: "To make it fit: …"
+        )
         yield
 
 

@@ -57,7 +57,7 @@ def test_a_transformers_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_ray_that_says_it_nowhere(
     monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
-    monkeypatch.setattr(ray_internals, "STATE", "ray._private.moved")
+    monkeypatch.setattr(ray_internals, "_STATE", "ray._private.moved")
     nodes = [{"NodeID": "a", "Resources": {"GPU": 8.0}}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     assert [ray_internals.free_by_node() for _ in range(2)] == [{"a": {"GPU": 8.0}}] * 2

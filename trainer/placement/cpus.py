@@ -47,8 +47,11 @@ def has_bfloat16() -> bool:
 
 
 def with_dtype(config: Config, left: frozenset[str], *, gpu: bool) -> Config:
-    """Resolve `model.dtype: auto`: that of the run in `run.dir`; for a new run float32 on a CPU
-    without bfloat16 instructions, else bfloat16, which is the schema's default."""
+    """Resolve `model.dtype: auto`.
+
+    A resumed run keeps its dtype; a new one uses float32 on a CPU without bfloat16 instructions,
+    else the schema's bfloat16.
+    """
     if DTYPE not in left:
         return config
     folder = Path(config.run.dir).expanduser()
@@ -61,7 +64,7 @@ def with_dtype(config: Config, left: frozenset[str], *, gpu: bool) -> Config:
 
 
 def slow_dtype(config: Config, *, gpu: bool) -> str:
-    """Warning for a recipe that asks for bfloat16 on a CPU that emulates it; empty if none."""
+    """Warning about bfloat16 on a CPU that emulates it, or ""."""
     if gpu or config.engine_dtype != "bfloat16" or has_bfloat16():
         return ""
     knob = "rollout.dtype" if config.rollout.dtype else DTYPE

@@ -1,5 +1,4 @@
-"""A hub's model on the further nodes of a cluster: each fetches it into its own cache, before
-engines and ranks start there, whose deadline it would take."""
+"""Downloads a hub model on the other nodes of a cluster, before a start timeout waits for it."""
 
 from __future__ import annotations
 
@@ -20,139 +19,140 @@ from keel.model.download import Download, download_of
 from keel.model.hub import is_hub_name
 from keel.trainer.run.progress import waiting
 
-NAME = "download"
-LOOK_S = 1.0
-STALLED_S = 600.0
-"""Given up once no byte came on any node for so long: the hub's client itself tries again."""
+_POLL_S = 1.0
+STALL_TIMEOUT_S = 600.0
+"""Give up if no node has received a byte for this long; the hub's client retries by itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Of one node."""
+class DownloadProgress:
+    """Progress of one node."""
 
     present: int
-    """Bytes that are there."""
-    over: bool
-    fault: str = ""
+    """Bytes in the node's cache."""
+    done: bool
+    error: str = ""
 
 
-class Fetcher:
-    """A node's own download: a Ray actor."""
+class Downloader:
+    """Ray actor that downloads a model into its node's cache."""
 
     def __init__(self) -> None:
         self._download: Download | None = None
-        self._fetching: threading.Thread | None = None
-        self._fault = ""
+        self._thread: threading.Thread | None = None
+        self._error = ""
 
     def begin(self, path: str) -> tuple[int, int]:
-        """Bytes of all, and those that are there; 0 and 0 where there is nothing to fetch."""
+        """Start; return the total bytes and those present, or zeros if there is nothing to do."""
         self._download = download_of(path)
         if self._download is None:
             return 0, 0
         present = self._download.present()
-        self._fetching = threading.Thread(target=self._fetch, args=(self._download,), daemon=True)
-        self._fetching.start()
+        self._thread = threading.Thread(target=self._fetch, args=(self._download,), daemon=True)
+        self._thread.start()
         return self._download.total, present
 
-    def progress(self) -> Progress:
-        if self._download is None or self._fetching is None:
-            return Progress(0, over=True)
-        over = not self._fetching.is_alive()
-        return Progress(self._download.present(), over=over, fault=self._fault)
+    def progress(self) -> DownloadProgress:
+        if self._download is None or self._thread is None:
+            return DownloadProgress(0, done=True)
+        done = not self._thread.is_alive()
+        return DownloadProgress(self._download.present(), done=done, error=self._error)
 
     def _fetch(self, download: Download) -> None:
         try:
             download.fetch()
-        except Exception as error:  # whatever it is, the driver says it, with the node
-            self._fault = str(error)
+        except Exception as error:  # raised by the driver with the node's name
+            self._error = str(error)
 
 
 def download_on_nodes(path: str, *, timeout_s: float, nodes: Collection[str] = ()) -> None:
-    """The model `path` of the hub onto all nodes but this one. nodes: Ray's ids of those that want
-    it; none: all. timeout_s: until each says how much there is to fetch.
+    """Download the hub model `path` on every node but this one.
 
-    Raises ConfigError naming the node whose download broke off, and RuntimeError where one does not
-    answer or nothing comes any more.
+    nodes: Ray ids of the nodes that need it; empty for all. timeout_s: time to report the size.
+    Raises ConfigError if a download fails, and RuntimeError if a node is silent or all stall.
     """
     if not is_hub_name(path) or Path(path).exists():
         return
-    hosts = others(nodes)
-    if not hosts:
-        return
-    fetchers = {node: _fetcher(node) for node in hosts}
+    hosts = _other_nodes(nodes)
+    downloaders = {node: _create_downloader(node) for node in hosts}
 
-    def answer(node: str, asked: Any, seconds: float) -> Any:
-        try:
-            return ray_timeouts.get(asked, seconds=seconds)
-        except (RayError, TimeoutError) as error:
-            raise RuntimeError(
-                f"node {hosts[node]} does not say how far its download of {path} is "
-                f"({' '.join(str(error).split())[:300]}). Look at the node, or put the model on "
-                "storage that all nodes share (HF_HOME, or model.path a folder there)"
-            ) from error
+    def answers(requests: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        for node, request in requests.items():
+            try:
+                results[node] = ray_timeouts.get(request, seconds=seconds)
+            except (RayError, TimeoutError) as error:
+                raise RuntimeError(
+                    f"node {hosts[node]} does not report its download of {path} "
+                    f"({' '.join(str(error).split())[:300]}). Check the node, or put the model on "
+                    "shared storage (HF_HOME, or model.path: a folder there)"
+                ) from error
+        return results
 
     try:
-        asked = {node: ray_timeouts.call(each.begin, path) for node, each in fetchers.items()}
-        sizes = {node: answer(node, ref, timeout_s) for node, ref in asked.items()}
-        wanted = {node: size for node, size in sizes.items() if size[0]}
+        begun = {node: ray_timeouts.call(each.begin, path) for node, each in downloaders.items()}
+        sizes = {node: size for node, size in answers(begun, timeout_s).items() if size[0]}
 
-        def look() -> dict[str, Progress]:
-            asked = {node: ray_timeouts.call(fetchers[node].progress) for node in wanted}
-            return {node: answer(node, ref, ray_timeouts.CALL_S) for node, ref in asked.items()}
+        def poll() -> dict[str, DownloadProgress]:
+            requests = {node: ray_timeouts.call(downloaders[node].progress) for node in sizes}
+            return answers(requests, ray_timeouts.CALL_S)
 
-        if wanted:
-            follow(path, hosts, wanted, look)
+        if sizes:
+            follow(path, hosts, sizes, poll)
     finally:
-        for fetcher in fetchers.values():
-            ray_timeouts.kill(fetcher)
+        for downloader in downloaders.values():
+            ray_timeouts.kill(downloader)
 
 
 def follow(
     path: str,
     hosts: Mapping[str, str],
     sizes: Mapping[str, tuple[int, int]],
-    look: Callable[[], Mapping[str, Progress]],
+    poll: Callable[[], Mapping[str, DownloadProgress]],
     *,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Wait for all of them, and show how far they are. hosts: node → its host; sizes: node → bytes
-    of all, and those that were there. Raises as `fetch_on_others`."""
-    total, before = (sum(column) for column in zip(*sizes.values(), strict=True))
-    where = f"{len(sizes)} further node{'s' * (len(sizes) != 1)}"
-    with waiting(f"downloading {path} on {where}", total=total, unit="bytes") as wait:
-        wait.before = wait.done = before
-        moved = clock()
+    """Show the progress of all downloads until they are done.
+
+    hosts: host by node; sizes: total and initially present bytes by node.
+    """
+    total, present = (sum(column) for column in zip(*sizes.values(), strict=True))
+    nodes = f"{len(sizes)} other node{'s' * (len(sizes) != 1)}"
+    with waiting(f"downloading {path} on {nodes}", total=total, unit="bytes") as wait:
+        wait.before = wait.done = present
+        changed_at = clock()
         while True:
-            seen = look()
-            for node, progress in seen.items():
-                if progress.fault:
-                    raise ConfigError(f"node {hosts[node]}: {progress.fault}")
-            late = [hosts[node] for node, progress in seen.items() if not progress.over]
-            before, wait.done = wait.done, sum(progress.present for progress in seen.values())
-            wait.note = ", ".join(late[:3]) + " …" * (len(late) > 3)
-            moved = clock() if wait.done > before else moved
-            if not late:
+            progress = poll()
+            for node, each in progress.items():
+                if each.error:
+                    raise ConfigError(f"node {hosts[node]}: {each.error}")
+            pending = [hosts[node] for node, each in progress.items() if not each.done]
+            before, wait.done = wait.done, sum(each.present for each in progress.values())
+            wait.note = ", ".join(pending[:3]) + " …" * (len(pending) > 3)
+            changed_at = clock() if wait.done > before else changed_at
+            if not pending:
                 return
-            if clock() - moved > STALLED_S:
+            if clock() - changed_at > STALL_TIMEOUT_S:
                 raise RuntimeError(
-                    f"nothing came of {path} for {STALLED_S:.0f} s on {', '.join(late)}. "
-                    "Start it again, and it goes on from there"
+                    f"the download of {path} stalled for {STALL_TIMEOUT_S:.0f} s on "
+                    f"{', '.join(pending)}. Rerun the command to resume it"
                 )
-            pause(LOOK_S)
+            pause(_POLL_S)
 
 
-def others(nodes: Collection[str]) -> dict[str, str]:
-    """Nodes that are alive, by Ray's id, with their hosts, but for the one that this is."""
-    own = ray.get_runtime_context().get_node_id()
+def _other_nodes(nodes: Collection[str]) -> dict[str, str]:
+    """Living nodes except this one, by Ray id, with their hosts."""
+    here = ray.get_runtime_context().get_node_id()
     alive = ray_timeouts.bounded(ray.nodes, ray_timeouts.CALL_S, "list its nodes")
     return {
         node["NodeID"]: node["NodeManagerHostname"]
         for node in alive
-        if node["Alive"] and node["NodeID"] != own and (not nodes or node["NodeID"] in nodes)
+        if node["Alive"] and node["NodeID"] != here and (not nodes or node["NodeID"] in nodes)
     }
 
 
-def _fetcher(node: str) -> Any:
-    where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    return ray_timeouts.create(Fetcher, NAME, {"num_cpus": 0, "scheduling_strategy": where})
+def _create_downloader(node: str) -> Any:
+    strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    options = {"num_cpus": 0, "scheduling_strategy": strategy}
+    return ray_timeouts.create(Downloader, "download", options)

@@ -1,5 +1,4 @@
-"""What a run starts on: all that its recipe asks for, once there is room for it; and if there is
-none in time, as after the loss of a node, fewer ranks and engines, where the recipe allows."""
+"""Chooses the size of each start: the full recipe if it fits, else fewer ranks and engines."""
 
 from __future__ import annotations
 
@@ -19,96 +18,87 @@ from keel.configs.diff import diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.model.ray_timeouts import CALL_S, bounded
-from keel.trainer.placement import hardware
-from keel.trainer.placement.choose import choose, said
+from keel.trainer.placement import hardware as hardware_rules
+from keel.trainer.placement.choose import choose, yaml_value
 from keel.trainer.placement.hardware import Hardware, Node, allowed, place
-from keel.trainer.placement.node_monitor import reached
+from keel.trainer.placement.layouts import Values, with_values
+from keel.trainer.placement.node_monitor import can_connect
 from keel.trainer.placement.nodes import cluster_nodes
-from keel.trainer.placement.oom_recovery import LOWERED, OomRecovery
-from keel.trainer.placement.options import Values, with_values
+from keel.trainer.placement.oom_recovery import REDUCED_KNOBS, OomRecovery
 from keel.trainer.run import checkpoint
 from keel.trainer.run.journal import note
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import RESUME_HINT
 
-LOOK_S = 2.0
-"""Between two looks at what there is."""
-GIVEN_UP_S = 90.0
-"""Ray has given up a node that is gone by then."""
-AT_ONCE = 32
-"""Nodes that are knocked at."""
-TRIED = 64
-"""Layouts at most, the best first: each may be a search of seconds."""
+POLL_S = 2.0
+SILENT_NODES_S = 90.0
+"""Timeout for silent nodes; Ray has given up a dead node by then."""
+_THREADS = 32
+_MAX_LAYOUTS = 64
+"""Layouts to try, largest first; each may need a search of seconds."""
 RANKS, ENGINES = "trainer.ranks", "rollout.engines"
-CURES = (
-    f"A smaller {RANKS}, also for a run that is resumed, takes less room; with trainer.min_ranks a "
-    "start continues with as many ranks as fit"
+_REMEDY = (
+    f"Lower {RANKS}, which a resumed run may do, or set trainer.min_ranks to continue with the "
+    "ranks that fit"
 )
-"""Where it may not have fewer."""
 
 
 @dataclass(kw_only=True)
 class ElasticLayouts:
-    """Of a run, each time that it starts."""
+    """The config of a run for each of its starts."""
 
     lowering: OomRecovery
-    """Has the recipe as it is by now, and is told what it becomes here."""
+    """Holds the current config, and is updated by `next`."""
     whole: Config
-    """As the run began."""
+    """The config with all ranks and engines."""
     facts: ModelFacts
     hardware: Hardware
     chosen: Values = field(default_factory=dict[str, Any])
-    """Of knobs that the recipe left open."""
+    """Values of the knobs that the recipe left open."""
     say: Callable[[str], object] = print
     nodes: Callable[[], list[Node]] = cluster_nodes
-    """What is free of the cluster."""
     silent: Callable[[], list[str]] = list[str]
-    """Hosts of nodes that Ray takes for alive, and which do not answer."""
+    """Returns the hosts of nodes that do not answer, though Ray considers them alive."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
     joinable: bool = True
-    """Whether nodes may join the cluster. None joins one that Keel has started on this machine."""
+    """Whether nodes may join the cluster; false for one that Keel has started here."""
     _begun: bool = False
 
     def next(self) -> Config:
-        """The recipe to start with. Waits for room where a run has lost it, may have less, or needs
-        cores that the cluster has not; raises TimeoutError where there is none in time, neither for
-        all nor for what the recipe allows, and ConfigError where none can come."""
-        whole, first, self._begun = self._undiminished(), not self._begun, True
-        alone = first and not self.joinable  # nobody uses the cluster yet, and no node joins it
-        lacking = ""
+        """Config of the next start; waits for nodes if the full one does not fit.
+
+        Raises TimeoutError if too few nodes come in time, and ConfigError if none can come.
+        """
+        whole, first, self._begun = self._full(), not self._begun, True
+        alone = first and not self.joinable
+        shortage = ""
         if not first or whole.trainer.min_ranks:
-            self._wait_for_silent_ones()
-            lacking = self._lacking(whole, self._idle() if alone else self.nodes())
-        elif not self.hardware.gpu:  # GPUs are reserved later, and waited for then
-            lacking = self._lacking(whole, self._idle())
+            self._wait_for_silent_nodes()
+            shortage = self._shortage(whole, self._idle() if alone else self.nodes())
+        elif not self.hardware.gpu:  # GPUs are reserved and waited for later
+            shortage = self._shortage(whole, self._idle())
         config = whole
-        if lacking:
-            config = self._at_once(whole, lacking) if alone else self._waited(whole, lacking)
+        if shortage and alone:
+            smaller, reason = (
+                self._fewer(whole, self._idle()) if self.min_ranks else (None, _REMEDY)
+            )
+            if smaller is None:
+                raise ConfigError(f"{shortage}. {reason}")
+            config = self._reduced(whole, smaller, shortage)
+        elif shortage:
+            config = self._wait(whole, shortage)
         self.lowering.config = config
         self.lowering.fewer = config.trainer.ranks < whole.trainer.ranks
         return config
 
-    def _wait_for_silent_ones(self) -> None:
-        """Ray would put actors on a node that is gone until it has given it up."""
-        began, told = self.clock(), False
-        while (silent := self.silent()) and self.clock() - began < GIVEN_UP_S:
-            if not told:
-                told = True
-                self._tell(
-                    "restart",
-                    f"node {', '.join(silent)} does not answer. The run starts when it does, or "
-                    "when Ray has given it up, after about 65 s",
-                )
-            self.pause(LOOK_S)
-
     @property
-    def least(self) -> int:
-        """Ranks with which it may go on; 0: it may not with less than all."""
+    def min_ranks(self) -> int:
+        """Minimum number of ranks; 0 if all are required."""
         return self.whole.trainer.min_ranks or int(RANKS in self.chosen)
 
-    def _undiminished(self) -> Config:
-        """With all ranks and engines; what did not fit before does not now."""
+    def _full(self) -> Config:
+        """The full config, with the memory savings of earlier attempts."""
         if not self.lowering.times:
             return self.whole
         now, trainer = self.lowering.config.trainer, self.whole.trainer
@@ -121,104 +111,107 @@ class ElasticLayouts:
         return replace(self.whole, trainer=trainer)
 
     def _idle(self) -> list[Node]:
-        """As if nobody else used them."""
         return [node.empty() for node in self.nodes()]
 
-    def _lacking(self, config: Config, nodes: Sequence[Node]) -> str:
-        """Why it finds no place; "" if it does."""
+    def _wait_for_silent_nodes(self) -> None:
+        """Wait until Ray has given up dead nodes, where it would still start actors."""
+        began, warned = self.clock(), False
+        while (silent := self.silent()) and self.clock() - began < SILENT_NODES_S:
+            if not warned:
+                warned = True
+                self._tell(
+                    "restart",
+                    f"node {', '.join(silent)} does not answer. The run starts once it does, or "
+                    "once Ray has given it up, after about 65 s",
+                )
+            self.pause(POLL_S)
+
+    def _shortage(self, config: Config, nodes: Sequence[Node]) -> str:
+        """Why the config does not fit these nodes, or ""."""
         if self.hardware.gpu:
             try:
                 place(config, allowed(nodes, config.run))
             except ConfigError as error:
                 return str(error)
             return ""
-        room = sum(int(node.free_cpus / hardware.RANK_CPUS) for node in nodes)
-        if room >= config.trainer.ranks:
+        ranks, each = config.trainer.ranks, hardware_rules.RANK_CPUS
+        if sum(int(node.free_cpus / each) for node in nodes) >= ranks:
             return ""
         cores = sum(node.free_cpus for node in nodes)
         return (
-            f"the recipe needs {config.trainer.ranks} trainer ranks of {hardware.RANK_CPUS:g} CPU "
-            f"cores, and the cluster has {cores:g} for them"
+            f"the recipe needs {ranks} trainer ranks of {each:g} CPU cores, and the cluster has "
+            f"{cores:g} free cores"
         )
 
-    def _waited(self, whole: Config, lacking: str) -> Config:
-        run, least = whole.run, self.least
-        longest = run.startup_timeout_s
-        if least:
-            longest = max(longest, run.elastic_wait_s + 2 * LOOK_S)
-            then = (
-                f"After {run.elastic_wait_s:g} s (run.elastic_wait_s) the run continues with "
-                f"as many ranks as fit, {least} of {whole.trainer.ranks} at least"
+    def _wait(self, whole: Config, shortage: str) -> Config:
+        """Wait for the full config to fit, then for a smaller one if that is allowed."""
+        run, min_ranks = whole.run, self.min_ranks
+        timeout_s = run.startup_timeout_s
+        if min_ranks:
+            timeout_s = max(timeout_s, run.elastic_wait_s + 2 * POLL_S)
+            future = (
+                f"After {run.elastic_wait_s:g} s (run.elastic_wait_s) the run continues with the "
+                f"ranks that fit, at least {min_ranks} of {whole.trainer.ranks}"
             )
         else:
-            then = f"After {longest:g} s (run.startup_timeout_s) the run ends. {CURES}"
-        self._tell("restart", f"the run waits for room: {lacking}. {then}")
-        began, tried, why = self.clock(), None, "" if least else CURES
+            future = f"After {timeout_s:g} s (run.startup_timeout_s) the run ends. {_REMEDY}"
+        self._tell("restart", f"the run waits for room: {shortage}. {future}")
+        began, tried, reason = self.clock(), None, "" if min_ranks else _REMEDY
         with waiting("waiting for room on the cluster"):
-            while (waits := self.clock() - began) < longest:
-                self.pause(min(LOOK_S, longest - waits))
+            while (waited_s := self.clock() - began) < timeout_s:
+                self.pause(min(POLL_S, timeout_s - waited_s))
                 nodes = self.nodes()
-                if not (lacking := self._lacking(whole, nodes)):
+                if not (shortage := self._shortage(whole, nodes)):
                     return whole
                 late = self.clock() - began >= run.elastic_wait_s
-                if least and late and nodes != tried:
+                if min_ranks and late and nodes != tried:
                     tried = nodes
-                    config, why = self._fewer(whole, nodes)
+                    config, reason = self._fewer(whole, nodes)
                     if config is not None:
-                        return self._less(whole, config, lacking)
+                        return self._reduced(whole, config, shortage)
+        knob = "" if min_ranks else " (run.startup_timeout_s)"
         raise TimeoutError(
-            f"waited {longest:g} s{'' if least else ' (run.startup_timeout_s)'} for room: "
-            f"{lacking}{why and '. ' + why}. {RESUME_HINT.capitalize()}"
+            f"no room after {timeout_s:g} s{knob}: {shortage}{reason and '. ' + reason}. "
+            f"{RESUME_HINT.capitalize()}"
         )
 
-    def _at_once(self, whole: Config, lacking: str) -> Config:
-        """As after the wait, where nothing is to be waited for."""
-        config, why = self._fewer(whole, self._idle()) if self.least else (None, CURES)
-        if config is None:
-            raise ConfigError(f"{lacking}. {why}")
-        return self._less(whole, config, lacking)
-
-    def _less(self, whole: Config, config: Config, lacking: str) -> Config:
-        self._tell("fewer", f"{changes(whole, config)} ({lacking})")
+    def _reduced(self, whole: Config, config: Config, shortage: str) -> Config:
+        self._tell("fewer", f"{changes(whole, config)} ({shortage})")
         return config
 
     def _fewer(self, whole: Config, nodes: Sequence[Node]) -> tuple[Config | None, str]:
-        """With as many ranks and engines as there is room for; None, and why, where the recipe or
-        a GPU's memory forbids it."""
+        """The config with as many ranks and engines as fit; or None, and why none does."""
         free = [
             replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus))
             for node in allowed(nodes, whole.run)
         ]
         hardware = replace(self.hardware, nodes=tuple(n for n in free if n.gpus))
-        left = frozenset(self.chosen)
+        open_knobs = frozenset(self.chosen)
         if self.lowering.times:
-            left -= {f"trainer.{name}" for name in LOWERED}
-        fixed = left - {RANKS, ENGINES}
-        why = f"No layout of {self.least} ranks or more (trainer.min_ranks) finds room there"
-        tries: Iterator[tuple[Config, frozenset[str]]] = (
-            (config, fixed) for config in smaller(whole, self.least, gpus=self._gpus(free, whole))
+            open_knobs -= {f"trainer.{name}" for name in REDUCED_KNOBS}
+        sized = open_knobs - {RANKS, ENGINES}
+        reason = f"No layout of at least {self.min_ranks} ranks (trainer.min_ranks) fits there"
+        gpus = None
+        if self.hardware.gpu:
+            gpus = sum(node.gpus for node in free) - whole.rewards.judge.gpus
+        candidates: Iterator[tuple[Config, frozenset[str]]] = (
+            (config, sized) for config in smaller_configs(whole, self.min_ranks, gpus=gpus)
         )
-        if {RANKS, ENGINES} <= left and free:
-            tries = iter([(whole, left), *tries])
-        for tried, (config, open_) in enumerate(tries):
-            if tried == TRIED:
+        if {RANKS, ENGINES} <= open_knobs and free:
+            candidates = iter([(whole, open_knobs), *candidates])
+        for tried, (config, knobs) in enumerate(candidates):
+            if tried == _MAX_LAYOUTS:
                 break
-            if self._lacking(config, free) and open_ == fixed:
+            if knobs == sized and self._shortage(config, free):
                 continue
             try:
-                found = choose(config, open_, self.facts, hardware).config
+                chosen = choose(config, knobs, self.facts, hardware).config
             except ConfigError as error:
-                why = str(error)
+                reason = str(error)
                 continue
-            if found.trainer.ranks < self.least:
-                continue
-            return found, ""
-        return None, why
-
-    def _gpus(self, nodes: Sequence[Node], config: Config) -> int | None:
-        if not self.hardware.gpu:
-            return None
-        return sum(node.gpus for node in nodes) - config.rewards.judge.gpus
+            if chosen.trainer.ranks >= self.min_ranks:
+                return chosen, ""
+        return None, reason
 
     def _tell(self, kind: str, line: str) -> None:
         folder = self.lowering.folder
@@ -236,7 +229,7 @@ def elastic_layouts(
     chosen: Values,
     say: Callable[[str], object] = print,
 ) -> ElasticLayouts:
-    """Of a run that begins, on the cluster that it is on by then."""
+    """The layouts of a new run on the current cluster."""
     return ElasticLayouts(
         lowering=OomRecovery(config=config, folder=folder),
         whole=config,
@@ -245,57 +238,58 @@ def elastic_layouts(
         chosen=chosen,
         say=say,
         nodes=lambda: cluster_nodes(gpus=hardware.gpu),
-        silent=silent_nodes,
+        silent=_silent_nodes,
         joinable=bool(os.environ.get("RAY_ADDRESS")),
     )
 
 
-def silent_nodes() -> list[str]:
-    """Hosts of the cluster's nodes that cannot be reached, though Ray has not given them up yet."""
+def _silent_nodes() -> list[str]:
+    """Hosts of nodes that cannot be reached, though Ray considers them alive."""
     nodes = [n for n in bounded(ray.nodes, CALL_S, "list its nodes") if n["Alive"]]
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        there = threads.map(
-            lambda node: reached(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"), nodes
-        )
+    addresses = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        answers = threads.map(can_connect, addresses)
         return [
             node["NodeManagerHostname"]
-            for node, answers in zip(nodes, there, strict=True)
-            if not answers
+            for node, answer in zip(nodes, answers, strict=True)
+            if not answer
         ]
 
 
-def smaller(config: Config, least: int, *, gpus: int | None) -> Iterator[Config]:
-    """With fewer ranks (`least` at least) or engines, those first that keep the most of both;
-    what shares experts or contexts stays whole. gpus: for both together; None: a CPU."""
+def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iterator[Config]:
+    """Configs with fewer ranks or engines, those first that keep most of both.
+
+    Groups that share experts or contexts stay whole. gpus: for both together; None on CPUs.
+    """
     trainer, rollout = config.trainer, config.rollout
-    sampled, width = bool(config.data.sources), rollout.tensor_parallel
+    samples, width = bool(config.data.sources), rollout.tensor_parallel
     unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
-    found: list[tuple[float, int, int]] = []
-    for ranks in range(trainer.ranks, least - 1, -1):
+    sizes: list[tuple[float, int, int]] = []
+    for ranks in range(trainer.ranks, min_ranks - 1, -1):
         if ranks % unit:
             continue
         engines = -(-rollout.engines * ranks // trainer.ranks)
         if rollout.colocated:
             engines = ranks
-        elif sampled and gpus is not None and not (ranks == gpus == 1):  # which is shared
+        elif samples and gpus is not None and not (ranks == gpus == 1):  # one GPU is shared
             engines = min(rollout.engines, (gpus - ranks) // width)
         if engines < 1 or (ranks, engines) == (trainer.ranks, rollout.engines):
             continue
-        kept = min(ranks / trainer.ranks, engines / rollout.engines if sampled else 1.0)
-        found.append((kept, ranks, engines))
-    for _, ranks, engines in sorted(found, reverse=True):
+        share = min(ranks / trainer.ranks, engines / rollout.engines if samples else 1.0)
+        sizes.append((share, ranks, engines))
+    for _, ranks, engines in sorted(sizes, reverse=True):
         with suppress(ConfigError):
             yield with_values(config, {RANKS: ranks, ENGINES: engines})
 
 
 def changes(before: Config, now: Config) -> str:
-    """`trainer.ranks is now 2, not 4`, and whatever else is another."""
+    """Describe a reduced config, such as `trainer.ranks is now 2, not 4`."""
     old, new = flatten_config(before), flatten_config(now)
     parts = [
-        f"{knob} is now {said(new[knob])}, not {said(old[knob])}"
+        f"{knob} is now {yaml_value(new[knob])}, not {yaml_value(old[knob])}"
         for knob in diff_configs(before, now)
     ]
     return (
-        "the run continues with less until its next start, which uses all again where there is "
-        f"room: {', '.join(parts)}"
+        "the run continues with less until its next start, which uses everything again if it "
+        f"fits: {', '.join(parts)}"
     )

@@ -1,11 +1,8 @@
-"""What stands still of a run on a machine: said soon, and ended when that goes on.
+"""Detects hung processes of a run on this node: warns first, then kills them.
 
-A process that is busy for long is not frozen: the kernel counts how often its threads were given a
-processor. One that was stopped (SIGSTOP) says so, and of one that its machine does not run any more
-(a hanging driver, a frozen container) no thread gets on. One in a debugger is meant to stand still.
-
-Seconds are those between looks, and few of them (`PollClock`): whoever looks may have been stopped,
-too, together with all the rest, and have gone on with it.
+A process hangs if it is stopped (SIGSTOP), or if the kernel schedules none of its threads; one
+that computes for long does not. Processes in a debugger are left alone. Durations count polls, not
+wall time, so that a suspended monitor does not misfire.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -21,210 +18,209 @@ import psutil
 
 from keel.model.ray_timeouts import NAME, PollClock, process_name
 from keel.trainer.placement.processes import (
-    GONE,
-    Thread,
-    below,
+    EXITED,
+    ThreadState,
     children,
-    end,
-    gone_by,
+    descendants,
     has_exited,
-    thread,
-    threads,
+    kill,
+    thread_state,
+    thread_states,
 )
 
 RAYLET = "Ray's node process (raylet)"
-RAYS = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
-"""Ray's processes without which nothing goes on, by Ray's name for them."""
-LOOK_S = 1.0
-"""Between two looks."""
-SAID_S = 20.0
-"""What has stood still for so long is spoken of."""
-STILL_S = 60.0
-"""What was not stopped, but is not given a processor, has at least so long: on a machine with too
-much to do it may get its turn yet. Ray's processes wake up a hundred times a second."""
-RAYS_S = 60.0
-"""What Ray's own have at most. Ray gives up a raylet that has not answered for 65 s, and all on its
-node with it."""
+RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
+"""Ray's processes that a run cannot do without, by Ray's name for them."""
+POLL_S = 1.0
+WARN_S = 20.0
+"""Warn after this many seconds without progress."""
+IDLE_S = 60.0
+"""Minimum time before a process that was not stopped is killed: a busy machine may starve it."""
+RAY_HANG_S = 60.0
+"""Maximum time for Ray's processes: Ray gives up a silent raylet, and its node, after 65 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHealth:
-    """What a look has found."""
+    """Result of one poll."""
 
-    here: Mapping[str, int]
-    """Each actor of the run by its name, with its process."""
+    actors: Mapping[str, int]
+    """Name of each actor of the run, and its process id."""
     host: str = ""
-    said: tuple[str, ...] = ()
-    """What stands still, once, and what was ended for it, in words."""
-    lost: str = ""
-    """What of Ray's own is gone or has stood still for too long, in words."""
-    dead: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Nodes that Ray has given up, by id, with their hosts."""
+    messages: tuple[str, ...] = ()
+    """New warnings, and notes about killed processes."""
+    ray_failure: str = ""
+    """Why Ray is unusable: one of its processes is gone or hangs."""
+    dead_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Nodes that Ray has given up: id and host."""
 
 
 @dataclass(slots=True)
 class ProcessHealth:
-    """A process, as looks have found it."""
+    """How long a process has made no progress."""
 
     process: psutil.Process
-    name: str = ""
-    """Of an actor of the run."""
-    stopped: float = 0.0
-    """Seconds for which every look has found it so."""
-    still: float = 0.0
-    """Seconds for which no look has found that it got on."""
-    said: bool = False
-    below: dict[int, ProcessHealth] = field(default_factory=dict[int, "ProcessHealth"])
-    """What it has started, by number."""
-    _threads: dict[int, Thread] = field(default_factory=dict[int, Thread])
-    _awake: int = 0
-    """A thread that got on when all were looked at, and probably does again."""
+    actor: str = ""
+    """Name of the actor that runs in it."""
+    stopped_s: float = 0.0
+    idle_s: float = 0.0
+    warned: bool = False
+    descendants: dict[int, ProcessHealth] = field(default_factory=dict[int, "ProcessHealth"])
+    _threads: dict[int, ThreadState] = field(default_factory=dict[int, ThreadState])
+    _active: int = 0
+    """A thread that ran in the last full scan, and is checked first."""
 
-    def look(self, passed: float, *, wakes: bool = True) -> None:
-        """passed: seconds since the look before. wakes: whether it has threads that never rest.
-        Raises one of `GONE`."""
-        first = thread(self.process.pid, self.process.pid)
-        self.stopped = self.stopped + passed if first.stopped and not first.debugged else 0.0
-        moved = not wakes or first.debugged or not first.switches or self._moved()
-        self.still = 0.0 if moved else self.still + passed
+    def poll(self, elapsed_s: float, *, wakes: bool = True) -> None:
+        """Update the durations. Raises one of `EXITED`.
 
-    def how(self, most: float) -> tuple[str, float, float]:
-        """How it stands still ("": it does not), for how many seconds, and how many it may."""
-        if self.stopped:
-            return "has been stopped (SIGSTOP)", self.stopped, most
-        return "has not run at all" if self.still else "", self.still, most and max(most, STILL_S)
+        wakes: whether some thread of the process always wakes up, so that idleness means a hang.
+        """
+        main = thread_state(self.process.pid, self.process.pid)
+        self.stopped_s = self.stopped_s + elapsed_s if main.stopped and not main.debugged else 0.0
+        active = not wakes or main.debugged or not main.switches or self._has_run()
+        self.idle_s = 0.0 if active else self.idle_s + elapsed_s
 
-    def _moved(self) -> bool:
-        """Whether a thread has got on since the last look, as far as is known."""
-        if before := self._threads.get(self._awake):
-            with suppress(*GONE):  # one file, not those of hundreds of threads
-                now = self._threads[self._awake] = thread(self.process.pid, self._awake)
+    def hang(self, timeout_s: float) -> tuple[str, float, float]:
+        """Description of the hang ("" if none), its duration, and the timeout that applies."""
+        if self.stopped_s:
+            return "has been stopped (SIGSTOP)", self.stopped_s, timeout_s
+        description = "has not run at all" if self.idle_s else ""
+        return description, self.idle_s, timeout_s and max(timeout_s, IDLE_S)
+
+    def _has_run(self) -> bool:
+        pid = self.process.pid
+        if before := self._threads.get(self._active):
+            with suppress(*EXITED):  # one file instead of those of hundreds of threads
+                now = self._threads[self._active] = thread_state(pid, self._active)
                 if now != before:
                     return True
-        known, self._threads = self._threads, threads(self.process.pid)
-        moved = [n for n, now in self._threads.items() if now.debugged or now != known.get(n)]
-        self._awake = moved[0] if moved else self._awake
-        return bool(moved)
+        known, self._threads = self._threads, thread_states(pid)
+        ran = [n for n, now in self._threads.items() if now.debugged or now != known.get(n)]
+        self._active = ran[0] if ran else self._active
+        return bool(ran)
 
 
 class HangDetector:
-    """Looks at the actors that a raylet has started, with all below them, and at Ray's own
-    processes."""
+    """Polls the actors below a raylet, their descendants, and Ray's own processes."""
 
     def __init__(
         self,
         raylet: int,
-        rays: Mapping[str, int],
+        ray_processes: Mapping[str, int],
         *,
         start: str,
         hang_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """rays: those of Ray's own without which nothing goes on, by what to call them. start:
-        whose actors these are (`keel.model.ray_timeouts.start`). hang_timeout_s: the knob of
-        `run`."""
-        self._raylet, self._start, self._most = raylet, start, hang_timeout_s
-        self._rays = {name: ProcessHealth(psutil.Process(pid)) for name, pid in rays.items()}
+        """ray_processes: description and process id; start: id of the start that owns the actors
+        (`keel.model.ray_timeouts.start`); hang_timeout_s: 0 never kills."""
+        self._raylet, self._start, self._timeout_s = raylet, start, hang_timeout_s
+        self._ray = {
+            name: ProcessHealth(psutil.Process(pid)) for name, pid in ray_processes.items()
+        }
         self._children: dict[int, ProcessHealth] = {}
-        self._turns = PollClock(LOOK_S, clock)
-        self._host = socket.gethostname()
+        self._clock, self._host = PollClock(POLL_S, clock), socket.gethostname()
 
-    def look(self) -> NodeHealth:
-        """Ends what of the run has stood still for too long."""
-        passed = self._turns.elapsed()
-        said: list[str] = []
-        lost = [self._look_at_ray(name, seen, passed, said) for name, seen in self._rays.items()]
-        self._children = living(self._children, children(self._raylet))
-        here: dict[str, int] = {}
-        for pid, seen in self._children.items():
-            seen.name = seen.name or process_name(_mark(seen.process), self._start)
-            if seen.name:
-                here[seen.name] = pid
-                self._look_at(seen, passed, said)
-        why = next(filter(None, lost), "")
-        if why and gone_by(self._raylet):
-            self.end_all()
-        return NodeHealth(host=self._host, here=here, said=tuple(said), lost=why)
+    def poll(self) -> NodeHealth:
+        """Check all processes, and kill those of the run that hang for too long."""
+        elapsed_s, messages = self._clock.elapsed(), list[str]()
+        failures = [self._poll_ray(*item, elapsed_s, messages) for item in self._ray.items()]
+        failure = next(filter(None, failures), "")
+        actors: dict[str, int] = {}
+        for pid, health in self._refresh_children().items():
+            if health.actor:
+                actors[health.actor] = pid
+                self._poll_actor(health, elapsed_s, messages)
+        if failure and has_exited(self._raylet):
+            self.kill_all()  # a frozen actor would outlive its raylet
+        return NodeHealth(
+            actors=actors, host=self._host, messages=tuple(messages), ray_failure=failure
+        )
 
-    def end_all(self) -> None:
-        """Every actor of the run here, with all below them, but for this process; those whose
-        raylet is gone, too, which a frozen one would outlive."""
-        self._children = living(self._children, children(self._raylet))
-        own = [pid for pid, seen in self._children.items() if self._is_actor(seen)]
-        trees = [[pid, *below(pid)] for pid in own if pid != os.getpid()]
-        end(list(_there(pid for tree in trees for pid in tree)))
+    def kill_all(self) -> None:
+        """Kill every actor of the run on this node with its descendants, except this process."""
+        trees = [
+            pid
+            for actor, health in self._refresh_children().items()
+            if health.actor and actor != os.getpid()
+            for pid in (actor, *descendants(actor))
+        ]
+        processes = list[psutil.Process]()
+        for pid in trees:
+            with suppress(psutil.NoSuchProcess):
+                processes.append(psutil.Process(pid))
+        kill(processes)
 
-    def _is_actor(self, seen: ProcessHealth) -> bool:
-        return bool(seen.name or process_name(_mark(seen.process), self._start))
+    def _refresh_children(self) -> dict[int, ProcessHealth]:
+        self._children = _alive(self._children, children(self._raylet))
+        for health in self._children.values():
+            health.actor = health.actor or process_name(_mark(health.process), self._start)
+        return self._children
 
-    def _look_at_ray(self, name: str, seen: ProcessHealth, passed: float, said: list[str]) -> str:
-        """Why nothing goes on without it; "" while it does."""
-        who = f"{name} (process {seen.process.pid} on {self._host})"
-        with suppress(*GONE):
-            if not has_exited(seen.process):
-                seen.look(passed)
-                most = min(self._most, RAYS_S)
-                return self._too_long(seen, who, most, "it is given up", said)
-        return f"{who} is gone"
-
-    def _look_at(self, actor: ProcessHealth, passed: float, said: list[str]) -> None:
-        """It stands still, too, where a process does that it has started and waits for."""
-        actor.below = living(actor.below, below(actor.process.pid))
-        who = f"{actor.name} (process {actor.process.pid} on {self._host})"
-        tree, frozen = [actor, *actor.below.values()], ""
-        for seen in tree:
-            whose = "" if seen is actor else f" waits for its process {seen.process.pid}, which"
-            with suppress(*GONE):
-                seen.look(passed, wakes=seen is actor)
-                if seen.stopped and not self._ours(seen):
-                    seen.stopped = 0.0
-                frozen = frozen or self._too_long(
-                    seen, who + whose, self._most, "it is ended", said
-                )
-        if frozen:
-            said.append(f"{frozen}, and was ended{end([seen.process for seen in tree])}")
-            for seen in tree:  # what is not gone is tried again, in time
-                seen.stopped = seen.still = 0.0
-
-    def _too_long(
-        self, seen: ProcessHealth, who: str, most: float, then: str, said: list[str]
+    def _poll_ray(
+        self, name: str, health: ProcessHealth, elapsed_s: float, messages: list[str]
     ) -> str:
-        """How it has stood still for too long, in words. What has not yet is spoken of once, with
-        what comes `then`."""
-        how, seconds, most = seen.how(most)
-        words = f"{who} {how} for {seconds:.0f} s"
-        if most and seconds >= most:
-            return words
-        if seconds >= SAID_S and not seen.said:
-            what = f"After {most:g} s {then}" if most else "It is left alone"
-            said.append(f"{words}. {what} (run.hang_timeout_s = {self._most:g})")
-        seen.said = seconds >= SAID_S
+        """Return why Ray is unusable, or ""."""
+        subject = f"{name} (process {health.process.pid} on {self._host})"
+        with suppress(*EXITED):
+            if not has_exited(health.process):
+                health.poll(elapsed_s)
+                timeout_s = min(self._timeout_s, RAY_HANG_S)
+                return self._check(health, subject, timeout_s, "Ray is given up", messages)
+        return f"{subject} is gone"
+
+    def _poll_actor(self, actor: ProcessHealth, elapsed_s: float, messages: list[str]) -> None:
+        """An actor also hangs if one of its descendants does."""
+        actor.descendants = _alive(actor.descendants, descendants(actor.process.pid))
+        subject = f"{actor.actor} (process {actor.process.pid} on {self._host})"
+        tree, hang = [actor, *actor.descendants.values()], ""
+        for health in tree:
+            part = "" if health is actor else f" waits for its process {health.process.pid}, which"
+            with suppress(*EXITED):
+                health.poll(elapsed_s, wakes=health is actor)
+                mark = _mark(health.process) if health.stopped_s else ""
+                if mark and not process_name(mark, self._start):
+                    health.stopped_s = 0.0  # a run inside this run
+                hang = hang or self._check(
+                    health, subject + part, self._timeout_s, "it is killed", messages
+                )
+        if hang:
+            messages.append(f"{hang}, and was killed{kill([health.process for health in tree])}")
+            for health in tree:  # retry later if a process survived
+                health.stopped_s = health.idle_s = 0.0
+
+    def _check(
+        self,
+        health: ProcessHealth,
+        subject: str,
+        timeout_s: float,
+        consequence: str,
+        messages: list[str],
+    ) -> str:
+        """Return a description of a hang past its timeout; warn once of a shorter one."""
+        hang, duration_s, timeout_s = health.hang(timeout_s)
+        description = f"{subject} {hang} for {duration_s:.0f} s"
+        if timeout_s and duration_s >= timeout_s:
+            return description
+        if duration_s >= WARN_S and not health.warned:
+            future = f"After {timeout_s:g} s {consequence}" if timeout_s else "It is left alone"
+            messages.append(f"{description}. {future} (run.hang_timeout_s = {self._timeout_s:g})")
+        health.warned = duration_s >= WARN_S
         return ""
 
-    def _ours(self, seen: ProcessHealth) -> bool:
-        """What an actor has started may be another run, whose processes have marks of their own."""
-        mark = _mark(seen.process)
-        return not mark or bool(process_name(mark, self._start))
 
-
-def living(known: Mapping[int, ProcessHealth], pids: Iterable[int]) -> dict[int, ProcessHealth]:
-    """Those of `pids`, and those known that live yet: the kernel may have left them out."""
-    found = dict(known)
+def _alive(known: Mapping[int, ProcessHealth], pids: Iterable[int]) -> dict[int, ProcessHealth]:
+    """Processes of `pids`, and known ones that still run: the kernel may have omitted them."""
+    processes = dict(known)
     for pid in pids:
-        if pid not in found:
+        if pid not in processes:
             with suppress(psutil.NoSuchProcess):
-                found[pid] = ProcessHealth(psutil.Process(pid))
-    return {pid: seen for pid, seen in found.items() if not has_exited(seen.process)}
-
-
-def _there(pids: Iterable[int]) -> Iterator[psutil.Process]:
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            yield psutil.Process(pid)
+                processes[pid] = ProcessHealth(psutil.Process(pid))
+    return {pid: health for pid, health in processes.items() if not has_exited(health.process)}
 
 
 def _mark(process: psutil.Process) -> str:
-    """Ray starts a process first, and gives it its environment then."""
+    """Owner and name of the actor in a process; Ray sets the variable after the process starts."""
     with suppress(psutil.Error, OSError):
         return process.environ().get(NAME, "")
     return ""

@@ -1,12 +1,13 @@
-"""Assigns actors to GPUs, on plain data; `reservation` makes Ray follow the assignment.
+"""GPUs and nodes of a run, and the assignment of actors to GPUs, on plain data.
 
-All GPUs of one actor are on one node. Actors of a kind stay together on as few nodes as they can:
-neighbouring ranks exchange the most. Kinds with large actors choose first, since only they can fail
-to find a node; among equals the trainer's ranks do.
+All GPUs of one actor are on one node. Actors of a kind share as few nodes as possible, since
+neighbouring ranks exchange the most. Kinds with larger actors are placed first, since only they can
+fail to find a node; among equals the trainer's ranks are.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,29 +15,104 @@ from itertools import groupby
 from typing import Any
 
 from keel.configs.schema import Config, ConfigError, RunConfig
-from keel.trainer.placement.gpus import Machine, machine_of
 from keel.trainer.placement.memory import GIB, gib
 
 RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 RANK_CPUS = 0.5
 """CPU cores that Ray books for a rank without a GPU: ranks and engines alternate there."""
-SHARED = 0.5
-"""Share of a GPU that Ray books for each of two actors. Memory is the recipe's to divide:
-`rollout.gpu_memory_utilization` bounds the engine, the trainer takes what it needs of the rest."""
+SHARED_GPU = 0.5
+"""Share of a GPU that Ray books for each of two actors; knobs divide its memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSpec:
+    """Peak rates of a GPU and its links, per second and direction, from data sheets."""
+
+    name: str = "NVIDIA H200"
+    flops: float = 989e12
+    """Dense bfloat16."""
+    memory_bytes: float = 4.8e12
+    link_bytes: float = 450e9
+    """Between GPUs of a node."""
+    network_bytes: float = 50e9
+    """One GPU's share of the network: 400 Gb/s."""
+    host_bytes: float = 44e9
+    """To and from pinned host memory, measured on PCIe 5; half of it is assumed for PCIe 4."""
+    node_gpus: int = 8
+    flash4: bool = True
+    """Whether FlashAttention-4 supports the GPU: Hopper and Blackwell."""
+
+    def between(self, gpus: int) -> float:
+        """Bandwidth among that many GPUs: by links, or by network cards across nodes."""
+        return self.link_bytes if gpus <= self.node_gpus else self.network_bytes
+
+
+_FLASH4 = re.compile(r"\bG?[BH]\d(?!0\b)|\b[H]20\b")
+"""Names of data-centre GPUs of these generations; Blackwell's for desks have other kernels."""
+_PCIE4, _PCIE5 = 32.0, 64.0
+_SPECS: tuple[tuple[str, float, float, float], ...] = (
+    ("GB300", 2500, 8.0, 900),
+    ("GB200", 2500, 8.0, 900),
+    ("B300", 2250, 8.0, 900),
+    ("B200", 2250, 8.0, 900),
+    ("GH200", 989, 4.0, 450),
+    ("H200 NVL", 836, 4.8, 450),
+    ("H200", 989, 4.8, 450),
+    ("H100 NVL", 836, 3.9, 300),
+    ("H100 PCIe", 756, 2.0, _PCIE5),
+    ("H100", 989, 3.35, 450),
+    ("H800", 989, 3.35, 200),
+    ("H20", 148, 4.0, 450),
+    ("A100 80GB PCIe", 312, 1.94, _PCIE4),
+    ("A100-PCIE-40GB", 312, 1.56, _PCIE4),
+    ("A100-SXM4-40GB", 312, 1.56, 300),
+    ("A100", 312, 2.04, 300),
+    ("A800", 312, 2.04, 200),
+    ("L40S", 362, 0.864, _PCIE4),
+    ("L40", 181, 0.864, _PCIE4),
+    ("L4", 121, 0.3, _PCIE4),
+    ("A40", 150, 0.696, _PCIE4),
+    ("A10G", 70, 0.6, _PCIE4),
+    ("RTX 6000 Ada", 364, 0.96, _PCIE4),
+    ("RTX A6000", 155, 0.768, _PCIE4),
+    ("RTX 5090", 210, 1.79, _PCIE5),
+    ("RTX 4090", 165, 1.01, _PCIE4),
+)
+"""Part of the driver's name; bfloat16 TFLOP/s; memory TB/s; link GB/s. The first match counts."""
+
+
+def spec_of(name: str) -> GpuSpec:
+    """Spec of a GPU by its driver's name. An unlisted one gets an H200's rates, and a note."""
+    default = GpuSpec()
+    if not name:
+        return default
+    flash4 = bool(_FLASH4.search(name))
+    for part, tflops, terabytes, link in _SPECS:
+        if re.search(rf"\b{part}\b", name):
+            pcie5 = flash4 or link == _PCIE5
+            return GpuSpec(
+                name=f"NVIDIA {part}",
+                flops=1e12 * tflops,
+                memory_bytes=1e12 * terabytes,
+                link_bytes=1e9 * link,
+                host_bytes=default.host_bytes / (1 if pcie5 else 2),
+                flash4=flash4,
+            )
+    return replace(default, name=f"{default.name} (Keel has no rates of {name})", flash4=flash4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Actors that are alike. Each has a CPU core and `gpus` GPUs, which it may share."""
+    """A kind of actors. Each has a CPU core and `gpus` GPUs, which it may share."""
 
     name: str
     count: int
     gpus: int
     count_knob: str
     size_knob: str = ""
-    """The knob behind `gpus`; empty where it is fixed."""
+    """Knob behind `gpus`, if any."""
     guest: str = ""
-    """The kind that has a place on the same GPUs, one beside each."""
+    """Kind of actor that shares the GPUs of each."""
 
     @property
     def cpus(self) -> int:
@@ -44,19 +120,19 @@ class Kind:
 
     @property
     def knobs(self) -> list[str]:
-        """What can be lowered where they do not fit."""
+        """Knobs that can be lowered if the actors do not fit."""
         counted = [self.count_knob] if self.count > 1 or self.name == JUDGE else []
         return counted + [self.size_knob] * (self.size_knob != "" and self.gpus > 1)
 
 
 def kinds(config: Config) -> tuple[Kind, ...]:
-    """Who needs GPUs. Another kind of actor is another entry here."""
+    """Kinds of actors that need GPUs."""
     r, t, judge = config.rollout, config.trainer, config.rewards.judge
     return (
         Kind(name=RANK, count=t.ranks, gpus=1, count_knob="trainer.ranks"),
         Kind(
             name=ENGINE,
-            count=r.engines if config.data.sources else 0,  # supervised: nothing is sampled
+            count=r.engines if config.data.sources else 0,  # SFT samples nothing
             gpus=r.tensor_parallel,
             count_knob="rollout.engines",
             size_knob="rollout.tensor_parallel",
@@ -73,30 +149,30 @@ def kinds(config: Config) -> tuple[Kind, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine of the cluster that has GPUs."""
+    """A machine of the cluster."""
 
     name: str
     id: str = ""
-    """Ray's own; empty where there is no cluster yet."""
+    """Ray's id; empty before there is a cluster."""
     gpus: int
     cpus: int
     free_gpus: int
     free_cpus: float
-    """A rank without a GPU takes half a core."""
     in_use: bool = False
-    """Others have some of its GPUs, and Ray alone knows which."""
+    """Whether others use some of its GPUs; only Ray knows which."""
     memory_gib: float = 0.0
-    """Of the machine, beside its GPUs; 0: nobody knows."""
+    """Host memory; 0 if unknown."""
 
     def room(self, kind: Kind) -> int:
-        """Actors of this kind that find a place here now."""
+        """Number of actors of this kind that fit now."""
         return int(min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus))
 
     def empty(self) -> Node:
-        """The node as it is when nobody else uses it."""
+        """The node without other users."""
         return replace(self, free_gpus=self.gpus, free_cpus=self.cpus, in_use=False)
 
     def less(self, kind: Kind, actors: int) -> Node:
+        """The node after placing actors on it."""
         return replace(
             self,
             free_gpus=self.free_gpus - kind.gpus * actors,
@@ -111,29 +187,29 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a run is planned on: found, or said by the recipe (`keel.trainer.placement.nodes`)."""
+    """Hardware that a run is planned on: detected, or described by the recipe."""
 
     gpu: bool
     nodes: tuple[Node, ...] = ()
-    """Those with GPUs, as they are now."""
+    """Nodes with GPUs, in their current state."""
     gpu_gib: float = 0.0
-    """Memory of a GPU; 0: nobody knows."""
+    """Memory of a GPU; 0 if unknown."""
     gpu_name: str = ""
-    """As its driver says it; empty: nobody knows."""
+    """The driver's name of the GPU; empty if unknown."""
     taken_gib: float = 0.0
-    """Of that, what processes of others hold, on the GPU where it is most."""
+    """Memory that other processes hold on the most used GPU."""
     found: bool = True
-    """It is where the command runs, or the cluster that this has joined."""
+    """Whether it was detected here or on the cluster."""
     assumed: bool = False
-    """How many GPUs there are, nobody knows: these are nodes enough for the recipe."""
+    """Whether the number of GPUs is unknown, and `nodes` are just enough for the recipe."""
     note: str = ""
-    """What it is and who says so."""
+    """Where the information comes from."""
     missing: str = ""
-    """Why the recipe finds no room now: some of these nodes are not there yet, or not any more."""
+    """Why the recipe does not fit yet: some of `nodes` are absent."""
 
     @property
     def signature(self) -> dict[str, Any]:
-        """What a choice for it depends on, for JSON."""
+        """JSON of all that a cached choice depends on."""
         return {
             "GPUs of each node": [node.gpus for node in self.nodes],
             "GiB of a GPU": round(self.gpu_gib),
@@ -142,51 +218,49 @@ class Hardware:
         }
 
     @property
-    def machine(self) -> Machine:
-        """What its GPUs can do, and how many a node has."""
-        here = machine_of(self.gpu_name)
-        most = max((node.gpus for node in self.nodes), default=here.node_gpus)
-        return replace(here, node_gpus=max(1, most))
+    def spec(self) -> GpuSpec:
+        spec = spec_of(self.gpu_name)
+        gpus = max((node.gpus for node in self.nodes), default=spec.node_gpus)
+        return replace(spec, node_gpus=max(1, gpus))
 
     @property
-    def taken_said(self) -> str:
-        """One line where processes of others hold memory of its GPUs."""
+    def taken_warning(self) -> str:
+        """Warning about other processes' GPU memory, or ""."""
         if not self.taken_gib:
             return ""
         return (
-            f"PROCESSES OF OTHERS HOLD {gib(self.taken_gib * GIB)} of the "
-            f"{gib(self.gpu_gib * GIB)} of a GPU here (nvidia-smi names them). The plan leaves "
-            "that out; end them, and start again for all of the GPU"
+            f"OTHER PROCESSES HOLD {gib(self.taken_gib * GIB)} of a GPU's "
+            f"{gib(self.gpu_gib * GIB)} (see nvidia-smi). The plan leaves that out; end them and "
+            "start again to use all of it"
         )
 
     @property
     def idle(self) -> list[Node]:
-        """The nodes as they are when nobody else uses them."""
+        """The nodes without other users."""
         return [node.empty() for node in self.nodes]
 
     def __str__(self) -> str:
         sizes = [node.gpus for node in self.nodes]
         parts = [f"{sizes.count(n)} node(s) of {n} GPU(s)" for n in dict.fromkeys(sizes)]
-        each = (
+        memory = (
             f"{gib(self.gpu_gib * GIB)} each" if self.gpu_gib else "of unknown memory (run.gpu_gib)"
         )
         taken = f", {gib(self.taken_gib * GIB)} of it taken by others" if self.taken_gib else ""
-        return f"{' and '.join(parts)}, {each}{taken}: {self.note}"
+        return f"{' and '.join(parts)}, {memory}{taken}: {self.note}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One actor's place."""
+    """One actor's GPUs."""
 
     kind: str
     index: int
     node: Node
     gpus: int
     first: int | None
-    """Id of the first of its GPUs, which are consecutive; None where others use the node, too, and
-    Ray alone knows which are free."""
+    """Id of its first GPU, the others follow; None if others use the node, too."""
     shared: bool = False
-    """With the seat of the same index of another kind."""
+    """Whether an actor of another kind with the same index has the same GPUs."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -195,30 +269,31 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
+    """The seats of all actors, in the order in which each node's GPUs are assigned."""
+
     seats: tuple[Seat, ...]
-    """In the order that GPUs are handed out on each node."""
 
     @property
     def shared(self) -> bool:
-        """Whether engines and ranks have the same GPUs."""
+        """Whether engines and ranks share GPUs."""
         return any(seat.shared for seat in self.seats)
 
     @property
     def ranks_by_node(self) -> list[tuple[Node, int]]:
-        """Nodes, and how many trainer ranks each has."""
+        """Nodes with trainer ranks, and how many."""
         nodes = {id(seat.node): seat.node for seat in self.seats if seat.kind == RANK}
         count = Counter(id(seat.node) for seat in self.seats if seat.kind == RANK)
         return [(node, count[key]) for key, node in nodes.items()]
 
     def owner(self, kind: str, index: int) -> Seat:
-        """Who a seat's GPUs were reserved for: itself, or the rank whose guest it is."""
+        """The seat that holds an actor's GPUs: its own, or that of the rank it shares with."""
         seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
         if not seat.shared:
             return seat
         return next(s for s in self.seats if s.kind == RANK and s.index == index)
 
     def lines(self) -> Iterator[str]:
-        """Who sits where, one line a node."""
+        """One line per node."""
         for (_, name), group in groupby(self.seats, key=lambda s: (s.node.id, s.node.name)):
             seats = sorted(group, key=lambda seat: (seat.kind, seat.index))
             parts = [_span(list(alike)) for _, alike in groupby(seats, key=lambda s: s.kind)]
@@ -226,57 +301,59 @@ class Placement:
 
 
 def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
-    """GPUs of their own for all actors, or an engine beside each rank (`rollout.colocated`; on a
-    single GPU one engine and one rank share it in any case). only: for actors of this kind, without
-    the others of the recipe.
+    """Assign GPUs to all actors, or to those of the kind `only`.
 
-    Raises ConfigError if the free GPUs are too few, or no node has enough for one actor.
+    Engines share GPUs with ranks under `rollout.colocated`, and if there is a single GPU. Raises
+    ConfigError if there are too few free GPUs, or no node has enough for one actor.
     """
     nodes = list(nodes)
-    wanted = [kind for kind in kinds(config) if kind.count and only in ("", kind.name)]
-    needed = sum(kind.count * kind.gpus for kind in wanted)
+    placed = [kind for kind in kinds(config) if kind.count and only in ("", kind.name)]
+    needed = sum(kind.count * kind.gpus for kind in placed)
     available = sum(node.free_gpus for node in nodes)
     single = available == sum(node.gpus for node in nodes) <= 1
-    if not only and (config.rollout.colocated or (single and needed == len(wanted) == 2)):
-        wanted = [
+    if not only and (config.rollout.colocated or (single and needed == len(placed) == 2)):
+        placed = [
             replace(kind, guest=ENGINE) if kind.name == RANK else kind
-            for kind in wanted
+            for kind in placed
             if kind.name != ENGINE
         ]
-        needed = sum(kind.count * kind.gpus for kind in wanted)
+        needed = sum(kind.count * kind.gpus for kind in placed)
     if available < needed:
-        raise ConfigError(
-            f"the recipe needs {needed} GPU(s) ({_counted(wanted)}), and the cluster has "
-            f"{available}{_listed(nodes)}{_said(config.run)}. {_fewer(wanted if available else ())}"
+        limits = (
+            f" (run.gpus_per_node = {config.run.gpus_per_node}, run.nodes = {config.run.nodes})"
         )
-    if not only and config.rollout.time_share and not any(kind.guest for kind in wanted):
         raise ConfigError(
-            "rollout.time_share: engines and trainer have separate GPUs here, so it gains nothing. "
-            "Switch it off, or let them share GPUs with rollout.colocated"
+            f"the recipe needs {needed} GPU(s) ({_counted(placed)}), and the cluster has "
+            f"{available}{_listed(nodes)}{limits if config.run.gpus_per_node else ''}. "
+            f"{_remedy(placed if available else ())}"
         )
-    left = dict(enumerate(nodes))
-    taken: dict[int, list[tuple[Kind, int]]] = {index: [] for index in left}
-    for kind in sorted(wanted, key=lambda kind: -kind.gpus):
+    if not only and config.rollout.time_share and not any(kind.guest for kind in placed):
+        raise ConfigError(
+            "rollout.time_share: engines and trainer have separate GPUs here, so it gains "
+            "nothing. Switch it off, or let them share GPUs with rollout.colocated"
+        )
+    remaining = dict(enumerate(nodes))
+    assigned: dict[int, list[tuple[Kind, int]]] = {index: [] for index in remaining}
+    for kind in sorted(placed, key=lambda kind: -kind.gpus):
         done = 0
         while done < kind.count:
-            rooms = {index: node.room(kind) for index, node in left.items()}
+            rooms = {index: node.room(kind) for index, node in remaining.items()}
             missing = kind.count - done
             enough = [index for index, room in rooms.items() if room >= missing]
-            # The smallest that holds all of them; else as many as the largest holds.
-            if enough:
-                index = min(enough, key=lambda i: (left[i].free_gpus, i))
-            else:
+            if enough:  # the smallest node that holds all of them
+                index = min(enough, key=lambda i: (remaining[i].free_gpus, i))
+            else:  # fill the largest
                 index = max(rooms, key=lambda i: (rooms[i], -i))
             count = min(rooms[index], missing)
             if not count:
-                raise ConfigError(_no_room(kind, missing, nodes, wanted))
-            taken[index] += [(kind, done + i) for i in range(count)]
-            left[index] = left[index].less(kind, count)
+                raise ConfigError(_no_room(kind, missing, nodes, placed))
+            assigned[index] += [(kind, done + i) for i in range(count)]
+            remaining[index] = remaining[index].less(kind, count)
             done += count
     seats: list[Seat] = []
     for index, node in enumerate(nodes):
         first = 0
-        for kind, number in taken[index]:
+        for kind, number in assigned[index]:
             known = first if node.free_gpus == node.gpus and not node.in_use else None
             for name in filter(None, (kind.name, kind.guest)):
                 seat = Seat(kind=name, index=number, node=node, gpus=kind.gpus, first=known)
@@ -286,11 +363,10 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
 
 
 def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
-    """As many nodes of `node_gpus` GPUs (or of the largest actor's) as it takes, to plan on without
-    a cluster."""
-    wanted = [kind for kind in kinds(config) if kind.count]
-    size = max(node_gpus, *(kind.gpus for kind in wanted))
-    most = sum(-(-kind.count // (size // kind.gpus)) for kind in wanted)
+    """The fewest nodes of `node_gpus` GPUs (or of the largest actor's) that hold the recipe."""
+    placed = [kind for kind in kinds(config) if kind.count]
+    size = max(node_gpus, *(kind.gpus for kind in placed))
+    most = sum(-(-kind.count // (size // kind.gpus)) for kind in placed)
     for count in range(1, most):
         try:
             place(config, idle_nodes(count, size))
@@ -301,7 +377,7 @@ def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
 
 
 def idle_nodes(count: int, gpus: int) -> list[Node]:
-    """Nodes that nobody has seen, with CPU cores enough."""
+    """Hypothetical idle nodes with enough CPU cores."""
     return [
         Node(name=f"node {i}", gpus=gpus, cpus=2 * gpus, free_gpus=gpus, free_cpus=2 * gpus)
         for i in range(count)
@@ -309,57 +385,50 @@ def idle_nodes(count: int, gpus: int) -> list[Node]:
 
 
 def allowed(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
-    """As much of `nodes` as the run may use (`run.gpus_per_node`, `run.nodes`)."""
-    most = run.gpus_per_node
-    if not most:
+    """The part of `nodes` that the run may use (`run.gpus_per_node`, `run.nodes`)."""
+    limit = run.gpus_per_node
+    if not limit:
         return list(nodes)
-    freest = sorted(nodes, key=lambda node: -min(node.free_gpus, most))[: run.nodes]
+    freest = sorted(nodes, key=lambda node: -min(node.free_gpus, limit))[: run.nodes]
     return [
         replace(
             node,
-            gpus=min(node.gpus, most),
-            free_gpus=min(node.free_gpus, most),
+            gpus=min(node.gpus, limit),
+            free_gpus=min(node.free_gpus, limit),
             in_use=node.free_gpus < node.gpus,
         )
         for node in freest
     ]
 
 
-def _no_room(kind: Kind, missing: int, nodes: Sequence[Node], wanted: Sequence[Kind]) -> str:
+def _no_room(kind: Kind, missing: int, nodes: Sequence[Node], placed: Sequence[Kind]) -> str:
     largest = max(node.free_gpus for node in nodes)
     if largest < kind.gpus:
-        knob = kind.size_knob or kind.count_knob
         return (
-            f"{knob} = {kind.gpus}: each {kind.name} needs its GPUs on one node, and the "
-            f"largest has {largest}{_listed(nodes)}. Set it to {largest} or less"
+            f"{kind.size_knob or kind.count_knob} = {kind.gpus}: each {kind.name} needs its GPUs "
+            f"on one node, and the largest has {largest}{_listed(nodes)}. Set it to {largest} or "
+            "less"
         )
     return (
-        f"{missing} of {kind.count} {kind.name}(s) of {kind.gpus} GPU(s) and a CPU core find no "
-        f"node that has so much left{_listed(nodes)}, for {_counted(wanted)}. {_fewer(wanted)}"
+        f"{missing} of {kind.count} {kind.name}(s) of {kind.gpus} GPU(s) and a CPU core fit on no "
+        f"node{_listed(nodes)}, with {_counted(placed)} in all. {_remedy(placed)}"
     )
 
 
-def _fewer(wanted: Iterable[Kind]) -> str:
-    """What makes them fewer."""
-    knobs = [knob for kind in wanted for knob in kind.knobs]
+def _remedy(placed: Iterable[Kind]) -> str:
+    knobs = [knob for kind in placed for knob in kind.knobs]
     if not knobs:
         cpu = "run.device=cpu run.gpu_gib=0 run.gpus_per_node=0"
-        return f"Start it where there are as many, or without GPUs ({cpu})"
-    return f"Lower {', '.join(knobs)}; with one engine and one rank, a single GPU is shared"
+        return f"Use a machine with enough GPUs, or none ({cpu})"
+    return f"Lower {', '.join(knobs)}; one engine and one rank share a single GPU"
 
 
-def _said(run: RunConfig) -> str:
-    if not run.gpus_per_node:
-        return ""
-    return f" (run.gpus_per_node = {run.gpus_per_node}, run.nodes = {run.nodes})"
-
-
-def _counted(wanted: Iterable[Kind]) -> str:
+def _counted(placed: Iterable[Kind]) -> str:
     return " and ".join(
         f"{kind.count} {kind.name}(s)"
         + (f" of {kind.gpus}" if kind.gpus > 1 else "")
         + (f" with an {kind.guest} each" if kind.guest else "")
-        for kind in wanted
+        for kind in placed
     )
 
 
@@ -371,17 +440,16 @@ def _listed(nodes: Sequence[Node], most: int = 8) -> str:
 
 
 def _span(seats: Sequence[Seat]) -> str:
-    """`engines 0–1 on GPUs 0–3 (2 each)`."""
+    """Describe seats like `engines 0–1 on GPUs 0–3 (2 each)`."""
     first, last = seats[0], seats[-1]
     many = len(seats) > 1
-    who = f"{first.kind}s {first.index}–{last.index}" if many else f"{first.kind} {first.index}"
+    actors = f"{first.kind}s {first.index}–{last.index}" if many else f"{first.kind} {first.index}"
     total = sum(seat.gpus for seat in seats)
     if first.first is None:
-        where = f"{total} of its {first.node.gpus} GPUs"
+        gpus = f"{total} of its {first.node.gpus} GPUs"
     elif total == 1:
-        where = f"GPU {first.first}"
+        gpus = f"GPU {first.first}"
     else:
-        where = f"GPUs {first.first}–{first.first + total - 1}"
+        gpus = f"GPUs {first.first}–{first.first + total - 1}"
     each = f" ({first.gpus} each)" if many and first.gpus > 1 else ""
-    shared = ", shared" if first.shared else ""
-    return f"{who} on {where}{each}{shared}"
+    return f"{actors} on {gpus}{each}{', shared' if first.shared else ''}"

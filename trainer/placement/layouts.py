@@ -1,22 +1,25 @@
-"""The layouts that a recipe leaves open (`keel.configs.auto`), and of those that fit by the memory
-model the fastest by the time model.
+"""Search for the fastest layout that fits, over the knobs that a recipe leaves open.
 
-Layouts within `TIE` of the fastest are as good, and of those the one of the lowest ZeRO stage and
-in the least memory is taken. A layout that fits by less than the memory model may be off by is
-chosen only where no other fits, and an optimizer in host memory only where nothing else does.
+Layouts within `TIE` of the fastest are equally good: the one of the lowest ZeRO stage and in the
+least memory is taken. A layout that fits by less than the memory model's error is chosen only if no
+other fits, and an optimizer in host memory only if nothing else does.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from itertools import product
+from typing import Any, TypeVar
 
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import Config, ConfigError, RolloutConfig, TrainerConfig
+from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
+from keel.rl.packing.prefix_sharing import prefix_group_size
+from keel.trainer.placement.families import no_sharing
 from keel.trainer.placement.hardware import Hardware, Placement, place
 from keel.trainer.placement.memory import (
     ENGINE_BEYOND_GIB,
@@ -28,203 +31,519 @@ from keel.trainer.placement.memory import (
     Memory,
     engine_memory,
     engine_sequences,
+    kv_token_bytes,
+    least_bytes,
+    least_staying_gib,
+    needed_bytes,
+    offloads,
+    packed,
+    staying_gib,
     trainer_memory,
 )
-from keel.trainer.placement.options import Options, Values, with_values
-from keel.trainer.placement.plan import Plan, check_machines, make_plan, plan_on
-from keel.trainer.placement.step_time import COMPILE_S, lesson_seconds
-from keel.trainer.placement.suggestions import cures, nothing
-from keel.trainer.placement.time_sharing import least_bytes, needed_bytes, offloads, staying_gib
+from keel.trainer.placement.plan import Plan, check_host_memory, make_plan, plan_on
+from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
+from keel.trainer.placement.suggestions import no_suggestion, suggest
 
+Values = Mapping[str, Any]
+"""Knob → value."""
+_Section = TypeVar("_Section", RolloutConfig, TrainerConfig)
 TIE = 1.02
-CURES_TRIED = 400
-"""Changes to a recipe that fits nowhere, each with all that it leaves open to be tried."""
-MOST_GIB = 1025
-"""Of a GPU that is looked for in its place."""
-KV_SPARE = 1.25
-"""What an engine's cache may be larger than its completions (rollout/engine/kv_cache.py)."""
-MOST_SHARE, MOST_SHARE_AT_ALL = 0.92, 0.95
-"""vLLM wants its share free when it starts, and a GPU has never all of its memory free."""
-HOST_POWER = 3
-"""Of the norm by which a rank's host and GPU add up, from steps in micro-batches of 4,608, 9,216
-and 18,432 tokens (docs/scaling.md): 3.73, 2.34 and 1.59 s."""
-STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
-"""Of ZeRO's stages, beside their traffic: 2 takes 2 to 6 % longer than 1 as measured; 3, which
-gathers each layer anew, has been timed in whole steps only: 3 to 12 % longer than modelled."""
+SUGGESTIONS_TRIED = 400
+"""Changes to try for a recipe that fits nowhere; each is a search over its open knobs."""
+_MAX_GPU_GIB = 1025
+"""Largest GPU to suggest."""
+_KV_SPARE = 1.25
+"""Maximum size of an engine's cache in units of its completions (rollout/engine/kv_cache.py)."""
+_SHARE, _MAX_SHARE = 0.92, 0.95
+"""Largest share of a GPU for an engine: vLLM wants it free at start, and some is always taken."""
+_HOST_POWER = 3
+"""Norm that adds a rank's host and GPU time, fitted to micro-batches of 4,608 to 18,432 tokens."""
+_STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
+"""Slowdown by ZeRO stage beside traffic: measured 2 to 6 % for 2, and 3 to 12 % for 3."""
+_MAX_TOKENS, _MIN_TOKENS = 65_536, 4_096
+"""Micro-batches to choose: larger ones are no faster, and smaller ones idle the GPU."""
+_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
+"""Micro-batches of a rank per optimizer step."""
+_SMALL = (2, 3, 4, 5, 6, 7, 8, 10, 12)
+"""Trajectories per micro-batch to try besides, where few fit."""
+_SAVES = 0.98
+"""A larger micro-batch of the same count is only tried if it computes fewer tokens than this."""
+_EVAL_SEQUENCES, _MAX_SEQUENCES = 128, 1024
+"""Concurrent sequences: as many as evaluations use if their cache is small; as many as vLLM's
+graphs are captured for."""
+_WAVES = (1, 2, 3, 4)
+"""Waves in which a step's completions may be sampled."""
+_SMALL_CACHE = 0.1
+"""Share of a GPU for the KV cache of `_EVAL_SEQUENCES`."""
+_SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.time_share")
+"""Open knobs that determine the placement."""
+
+
+def with_values(config: Config, values: Values) -> Config:
+    """Set knobs of `rollout` and `trainer`. Raises ConfigError if that breaks a rule."""
+    rollout, trainer = list[Any](), list[Any]()
+    for item in values.items():
+        (rollout if item[0].startswith("rollout.") else trainer).append(item)
+    return replace(
+        config,
+        rollout=_changed(config.rollout, tuple(rollout)),
+        trainer=_changed(config.trainer, tuple(trainer)),
+    )
+
+
+@lru_cache(maxsize=4096)  # a search combines a few hundred sections in tens of thousands of ways
+def _changed(section: _Section, values: tuple[tuple[str, Any], ...]) -> _Section:
+    own = {knob.partition(".")[2]: value for knob, value in values}
+    return replace(section, **own) if own else section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Values to try for each open knob."""
+
+    config: Config
+    open_knobs: frozenset[str]
+    facts: ModelFacts
+    hardware: Hardware
+
+    @property
+    def gpus(self) -> int:
+        """GPUs for engines and ranks."""
+        return sum(node.gpus for node in self.hardware.idle) - self.config.rewards.judge.gpus
+
+    def open(self, values: Values) -> dict[str, Any]:
+        """The values of open knobs."""
+        return {knob: value for knob, value in values.items() if knob in self.open_knobs}
+
+    def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
+        if knob not in self.open_knobs:
+            return [{}]
+        return [{knob: False}, {knob: True}] if allowed else [{knob: False}]
+
+    @cached_property
+    def placements(self) -> list[Values]:
+        """Numbers of ranks and engines, sharing GPUs or not."""
+        config = self.config
+        if not config.data.sources:
+            return [self.open({"trainer.ranks": n}) for n in self.rank_counts]
+        is_open = "rollout.colocated" in self.open_knobs
+        beside = is_open or config.rollout.colocated or self.gpus == 1
+        apart = is_open or not config.rollout.colocated
+        seats: dict[tuple[tuple[str, Any], ...], None] = {}
+
+        def add(ranks: int, engines: int, *, colocated: bool) -> None:
+            values = {
+                "trainer.ranks": ranks,
+                "rollout.engines": engines,
+                "rollout.colocated": colocated,
+            }
+            seats[tuple(self.open(values).items())] = None
+
+        for ranks in self.rank_counts:
+            if beside and config.rollout.tensor_parallel == 1:
+                # A single GPU is shared in any case, unless a judge has others.
+                add(ranks, ranks, colocated=self.gpus > 1 or config.rewards.judge.gpus > 0)
+            if apart and self.gpus > 1:
+                rest = max(1, (self.gpus - ranks) // config.rollout.tensor_parallel)
+                add(ranks, rest, colocated=False)
+        return [dict(values) for values in seats]
+
+    @property
+    def rank_counts(self) -> list[int]:
+        """Numbers of ranks, largest first: all GPUs, sixteenths, and all but those of engines."""
+        config, gpus = self.config, self.gpus
+        trainer, wide = config.trainer, config.rollout.tensor_parallel
+        if "trainer.ranks" not in self.open_knobs:
+            return [trainer.ranks]
+        unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
+        most = self.max_ranks
+        counts = {*(gpus * part // 16 for part in range(1, 17)), gpus - wide, min(most, gpus)}
+        if config.data.sources and "rollout.engines" not in self.open_knobs:
+            counts.add(gpus - config.rollout.engines * wide)
+        elif wide > 1:
+            counts |= {gpus - engines * wide for engines in range(1, gpus // wide)}
+        counts = {min(n, most) // unit * unit for n in counts}
+        return sorted((n for n in counts if n > 0), reverse=True) or [unit]
+
+    @property
+    def max_ranks(self) -> int:
+        """Ranks beyond which some would idle."""
+        return self.step_sequences * self.config.trainer.sequence_parallel
+
+    @property
+    def step_sequences(self) -> int:
+        """Sequences of an optimizer step on all ranks."""
+        algorithm = self.config.algorithm
+        if not self.config.data.sources:
+            return self.config.sft.step_contexts
+        whole = algorithm.prompts_per_step * algorithm.group_size
+        return math.ceil(whole / algorithm.updates_per_batch)
+
+    def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
+        """Concurrent sequences of an engine, most first: a step in one wave, two, and so on.
+
+        fewer: also so few that they take next to no memory.
+        """
+        knob, config = "rollout.max_num_seqs", self.config
+        if knob not in self.open_knobs or not config.data.sources:
+            return [{}]
+        engines = seats.get("rollout.engines", config.rollout.engines)
+        at_once = config.algorithm.prompts_per_step * config.algorithm.group_size
+        if config.with_agents:
+            at_once = max(at_once, config.agents.max_concurrent_episodes)
+        waves = [min(_MAX_SEQUENCES, 8 * math.ceil(at_once / engines / n / 8)) for n in _WAVES]
+        most = waves[0]
+        one = kv_token_bytes(config, self.facts) * config.max_context
+        if _EVAL_SEQUENCES * one <= _SMALL_CACHE * self.hardware.gpu_gib * GIB:
+            most = max(most, _EVAL_SEQUENCES)
+        less = (64, 32, 16, 8, 4, 2, 1) if fewer else ()
+        counts = {most, *waves, *(n for n in less if n <= most)}
+        return [{knob: n} for n in sorted(counts, reverse=True)]
+
+    @cached_property
+    def turns(self) -> list[Values]:
+        """An engine and a rank on one GPU: side by side, time-sharing, and with offloading."""
+        knobs = ("rollout.time_share", "trainer.offload_while_sampling")
+        if not self.config.data.sources:
+            return [{}]
+        own = (self.config.rollout.time_share, self.config.trainer.offload_while_sampling)
+        return [
+            self.open(dict(zip(knobs, way, strict=True)))
+            for way in ((False, own[1]), (True, False), (True, True))
+            if all(
+                knob in self.open_knobs or value == fixed
+                for knob, value, fixed in zip(knobs, way, own, strict=True)
+            )
+        ]
+
+    def learning(self, ranks: int) -> Iterator[list[Values]]:
+        """Trainer knobs, in lists that differ only in micro-batches, largest first."""
+        sizes = self.micro_batches(ranks)
+        for stage in self.stages(ranks):
+            gathers = stage.get("trainer.zero_stage", self.config.trainer.zero_stage) == 3
+            for compiled in self._either("trainer.compile", allowed=self.compiles and not gathers):
+                for recomputed in self._recomputed(gathers=gathers):
+                    way = {**stage, **compiled, **self.sharing, **recomputed}
+                    yield [{**way, **size} for size in sizes]
+
+    def least(self, seats: Values) -> Iterator[Values]:
+        """Trainer knobs that need the least memory, for each ZeRO stage."""
+        ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
+        knobs = {
+            "trainer.compile": False,
+            "trainer.activation_checkpointing": True,
+            "trainer.keep_attention": False,
+        }
+        for stage in self.stages(ranks):
+            yield {**stage, **self.open(knobs), **self.sharing, **self.micro_batches(ranks)[-1]}
+
+    @property
+    def sharing(self) -> Values:
+        """Prompts are shared wherever possible, since packing shares only what saves time."""
+        shared = not no_sharing(self.config, head_size=self.facts.head_size)
+        return self.open({"trainer.share_prompts": shared})
+
+    def _recomputed(self, *, gathers: bool) -> list[Values]:
+        """Recompute nothing, all but attention where contexts are long, or everything."""
+        knob, keep = "trainer.activation_checkpointing", "trainer.keep_attention"
+        ways: list[Values] = []
+        for checkpointed in self._either(knob):
+            on = checkpointed.get(knob, self.config.trainer.activation_checkpointing)
+            worth = on and not gathers and self.config.max_context >= LONG
+            worth = worth and not self.own_attention
+            ways += [{**checkpointed, **kept} for kept in self._either(keep, allowed=worth)]
+        return ways
+
+    @property
+    def own_attention(self) -> bool:
+        """Whether attention is an operator whose output cannot be kept: sparse, batch-invariant or
+        in float32."""
+        model = self.config.model
+        return model.batch_invariant or model.dtype == "float32" or self.facts.index_top_k > 0
+
+    @property
+    def compiles(self) -> bool:
+        """Whether compiled layers of such a model are known to be faster."""
+        model = self.config.model
+        dense = not self.facts.moe_layers
+        measured = model.dtype == "bfloat16" or (model.dtype == "float16" and dense)
+        measured = measured and self.facts.fused_norms
+        return measured and self.config.trainer.sequence_parallel == 1 and not model.batch_invariant
+
+    def stages(self, ranks: int) -> list[Values]:
+        """ZeRO stages, with the optimizer on the GPU, and in host memory if that is open."""
+        zero, offload = "trainer.zero_stage", "trainer.offload_optimizer"
+        trainer = self.config.trainer
+        offloading = (False, True) if offload in self.open_knobs else (trainer.offload_optimizer,)
+        stages = (1, 2, 3) if self.config.model.dtype != "float32" else (0, 1, 2, 3)
+        if self.config.model.batch_invariant:
+            stages = stages[:-1]
+        if zero not in self.open_knobs:
+            stages = (trainer.zero_stage,)
+        elif ranks == 1:
+            pairs = [(away, s) for away in offloading for s in self._lone_stages(offload=away)]
+            return [self.open({zero: s, offload: away}) for away, s in pairs]
+        values = [{zero: max(s, int(a)), offload: a} for a, s in product(offloading, stages)]
+        return [dict(pairs) for pairs in {tuple(self.open(each).items()): None for each in values}]
+
+    def _lone_stages(self, *, offload: bool) -> list[int]:
+        """ZeRO stages of a single rank, which shards nothing.
+
+        Without DeepSpeed's bfloat16 optimizer, stage 1 holds gradients twice in an update, and
+        stage 2 has larger buckets; with an offloaded optimizer, stage 3 keeps gradients in host
+        memory.
+        """
+        model = self.config.model
+        if not offload:
+            return {"float32": [0], "bfloat16": [1], "float16": [1, 2]}[model.dtype]
+        least = 1 if model.dtype == "float32" else 2
+        return [least] if model.batch_invariant else [least, 3]
+
+    def micro_batches(self, ranks: int) -> list[Values]:
+        """Micro-batch sizes, largest first: a rank's share of a step in one, two, … parts.
+
+        Each takes less memory and more time than the one before.
+        """
+        knob, config = "trainer.micro_batch_tokens", self.config
+        if knob not in self.open_knobs:
+            return [{}]
+        spread = config.trainer.sequence_parallel
+        groups = max(1, ranks // spread)
+        sizes: set[int] = set()
+        for tokens, together in self._units.items():
+            share = math.ceil(self.step_sequences / together / groups)
+            most = max(1, _MAX_TOKENS * spread // tokens)
+            least = max(1, min(share, most, _MIN_TOKENS // tokens))
+            counts = {max(least, min(most, math.ceil(share / parts))) for parts in _PARTS}
+            if together == 1:
+                counts |= {n for n in _SMALL if least <= n <= min(share, most)}
+            sizes |= {n * tokens for n in counts | {1}}
+        sharing, worth = with_values(config, self.sharing), list[int]()
+        fewest, least_tokens = math.inf, math.inf
+        for size in sorted(sizes):
+            count, tokens = packed(sharing, groups, size) if config.data.sources else (-size, 0)
+            if count < fewest or tokens < _SAVES * least_tokens:
+                worth.append(size)
+                fewest, least_tokens = count, min(tokens, least_tokens)
+        return [{knob: size} for size in reversed(worth)]
+
+    @cached_property
+    def _units(self) -> dict[int, int]:
+        """Tokens of a trajectory at its limit, and of groups that share a prompt, with their
+        numbers of trajectories."""
+        longest, count = self.config.max_context, self.config.algorithm.group_size
+        shares = with_values(self.config, self.sharing).trainer.share_prompts
+        units = {longest: 1}
+        while self.config.data.sources and shares and count > 1:
+            size = prefix_group_size(count, self.config.data.max_prompt_tokens, longest)
+            if size <= _MAX_TOKENS * self.config.trainer.sequence_parallel:
+                units[size] = count
+            count //= 2
+        return units
+
+    def frugal(self) -> Iterator[Values]:
+        """Values that need the least memory; then none, if they break the recipe's rules."""
+        config = self.config
+
+        def legal(seats: Values) -> bool:
+            try:
+                place(with_values(config, seats), self.hardware.idle)
+            except ConfigError:
+                return False
+            return True
+
+        seats = next(filter(legal, self.placements), {})
+        ranks = seats.get("trainer.ranks", config.trainer.ranks)
+        shared = self.gpus == 1 or seats.get("rollout.colocated", config.rollout.colocated)
+        stays = (least_staying_gib(config) + self.hardware.taken_gib) / self.hardware.gpu_gib
+        most = max(0.01, min(0.9, math.floor(100 * (1 - stays)) / 100))
+        stages = (3, 2, 1) if ranks > 1 else self._lone_stages(offload=True)[::-1]
+        for time_shares, stage in product((True, False), stages):
+            values = {
+                **seats,
+                "rollout.time_share": time_shares,
+                "rollout.gpu_memory_utilization": 0.5 if shared and not time_shares else most,
+                "rollout.max_num_seqs": 1,
+                "trainer.activation_checkpointing": True,
+                "trainer.keep_attention": False,
+                "trainer.micro_batch_tokens": config.max_context,
+                "trainer.offload_optimizer": True,
+                "trainer.offload_while_sampling": True,
+                "trainer.zero_stage": stage,
+            }
+            yield self.open(values)
+        yield {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A recipe with every knob decided, and what the models say of it."""
+    """A recipe with every knob decided, with its plan and cost."""
 
     config: Config
     plan: Plan
     shared: bool
     cost: float
-    """Seconds of a step, with its part of what compiling takes once."""
+    """Seconds per step, with a share of the compile time."""
 
     @property
     def rank(self) -> tuple[int, float, float]:
-        """Among layouts that are as fast, the best first."""
+        """Order among equally fast layouts, best first."""
         return self.config.trainer.zero_stage, self.gib, self.cost
 
     @property
     def gib(self) -> float:
-        """Of the GPU that has the most to hold."""
+        """Memory of the fullest GPU."""
         engine, rank = self.plan.engine.total / GIB, self.plan.peak / GIB
         if not self.config.data.sources:
             return rank
         if not self.shared:
             return max(engine, rank)
         if self.config.rollout.time_share:
-            stays = staying_gib(self.config, self.plan.trainer, self.plan.waits)
+            stays = staying_gib(self.config, self.plan.trainer, self.plan.offload)
             return max(engine + stays, rank)
         return engine + rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strict:
+class Strictness:
     """How a layout has to fit."""
 
     spare: float = 1.0
-    """Times what a rank needs by the model."""
-    most_share: float = MOST_SHARE_AT_ALL
+    """Safety factor for a rank's memory."""
+    max_share: float = _MAX_SHARE
     offload: bool = False
-    """An optimizer may be in host memory."""
+    """Whether an optimizer may be in host memory."""
     fewer: bool = True
-    """With fewer sequences at once than a quarter of a step has."""
+    """Whether engines may sample fewer sequences at once than a quarter of a step."""
 
 
-SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.time_share")
-"""Of the knobs that may be open, those by which GPUs are handed out."""
-WAYS = (
-    Strict(spare=RANK_SPARE, most_share=MOST_SHARE, fewer=False),
-    Strict(),
-    Strict(offload=True),
+STRICTNESSES = (
+    Strictness(spare=RANK_SPARE, max_share=_SHARE, fewer=False),
+    Strictness(),
+    Strictness(offload=True),
 )
 
 
 class Search:
-    """Over the layouts of a recipe on a machine."""
+    """Searches the layouts of a recipe on its hardware."""
 
     def __init__(
-        self, config: Config, left: frozenset[str], facts: ModelFacts, hardware: Hardware
+        self, config: Config, open_knobs: frozenset[str], facts: ModelFacts, hardware: Hardware
     ) -> None:
-        self.config, self.left, self.facts, self.hardware = config, left, facts, hardware
-        self.options = Options(config=config, left=left, facts=facts, hardware=hardware)
-        self.way = WAYS[0]
-        self.found: list[Layout] = []
-        """All that `best` has chosen from."""
+        self.config, self.open_knobs, self.facts, self.hardware = (
+            config,
+            open_knobs,
+            facts,
+            hardware,
+        )
+        self.options = Options(config=config, open_knobs=open_knobs, facts=facts, hardware=hardware)
+        self.strictness = STRICTNESSES[0]
+        self.candidates: list[Layout] = []
+        """Layouts that `best` has chosen from."""
         self._ranks: dict[tuple[Any, ...], Memory] = {}
         self._placements: dict[tuple[Any, ...], Placement | None] = {}
         self._configs: dict[frozenset[tuple[str, Any]], Config] = {}
 
     def best(self) -> Layout | None:
-        """None where nothing fits."""
-        for self.way in WAYS:
-            self.found = [*self.fitting()]
-            if self.found:
-                fastest = min(layout.cost for layout in self.found)
-                as_good = [layout for layout in self.found if layout.cost <= TIE * fastest]
-                return min(as_good, key=lambda layout: layout.rank)
+        """The best layout, or None if nothing fits."""
+        for self.strictness in STRICTNESSES:
+            self.candidates = [*self.fitting()]
+            if self.candidates:
+                fastest = min(layout.cost for layout in self.candidates)
+                tied = [layout for layout in self.candidates if layout.cost <= TIE * fastest]
+                return min(tied, key=lambda layout: layout.rank)
         return None
 
     @property
     def tight(self) -> bool:
-        """Whether what was found fits by less than the model may be off by."""
-        return self.way.spare == 1.0
+        """Whether the candidates fit by less than the memory model's error."""
+        return self.strictness.spare == 1.0
 
     def fitting(self) -> Iterator[Layout]:
-        """All that fit and may be the best."""
+        """All layouts that fit and may be the best."""
         fastest = math.inf
         for seats in self.options.placements:
             ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
             for sizes in self.options.learning(ranks):
-                if sizes[0].get("trainer.offload_optimizer") and not self.way.offload:
+                if sizes[0].get("trainer.offload_optimizer") and not self.strictness.offload:
                     continue
-                # Each takes less memory and learns more slowly than the one before; an engine
-                # beside it may sample faster in what that leaves.
+                # Smaller micro-batches train more slowly, but may leave an engine beside them the
+                # memory to sample faster.
                 largest = bisect_left(sizes, True, key=partial(self._rank_fits, seats))
                 for learning in sizes[largest:]:
-                    here = [*self._seated({**seats, **learning})]
+                    here = [*self._with_engine({**seats, **learning})]
                     yield from here
                     fastest = min([fastest, *(layout.cost for layout in here)])
                     done = [layout.cost for layout in here if not self._squeezed(layout)]
                     if done and min(done) > TIE * fastest:
                         break
 
-    def _whole(self, layout: Layout) -> bool:
-        """Whether an engine samples all that it has to at once, and its cache holds it."""
-        config = layout.config
-        most = self.options.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
-        wanted = engine_sequences(with_values(config, most))
-        return engine_sequences(config) == wanted <= (layout.plan.cached or 0)
-
-    def _squeezed(self, layout: Layout) -> bool:
-        """Whether the engine may have more, or need take no turns, beside a rank that needs
-        less."""
-        turns = layout.config.rollout.time_share and "rollout.time_share" in self.left
-        return layout.shared and (turns or not self._whole(layout))
-
-    def _seated(self, values: Values) -> Iterator[Layout]:
-        """In which ways an engine goes with such a trainer: with as many sequences at once as fit,
-        fewer unless these are all and the cache holds them at full length, and no turns taken where
-        nothing would be gained."""
+    def _with_engine(self, values: Values) -> Iterator[Layout]:
+        """Ways to run an engine with such a trainer, until the cache holds all sequences at once
+        and no time-sharing is needed."""
         for turns in self.options.turns:
             if self._placed({**values, **turns}) is None:
                 continue
-            for sampling in self.options.sampling(values, fewer=self.way.fewer):
+            for sampling in self.options.sampling(values, fewer=self.strictness.fewer):
                 if layout := self.layout({**values, **turns, **sampling}):
                     yield layout
-                    if self._whole(layout):
+                    if self._unrestricted(layout):
                         if not layout.config.rollout.time_share:
                             return
                         break
 
+    def _unrestricted(self, layout: Layout) -> bool:
+        """Whether an engine samples all its sequences at once, and its cache holds them."""
+        config = layout.config
+        most = self.options.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
+        sequences = engine_sequences(with_values(config, most))
+        return engine_sequences(config) == sequences <= (layout.plan.cached or 0)
+
+    def _squeezed(self, layout: Layout) -> bool:
+        """Whether the engine would gain if the rank needed less memory."""
+        turns = layout.config.rollout.time_share and "rollout.time_share" in self.open_knobs
+        return layout.shared and (turns or not self._unrestricted(layout))
+
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
-        """On a GPU without an engine, or by turns with one where that may be."""
+        """Whether a rank fits a GPU alone, or by time-sharing if that is possible."""
         values = {**seats, **learning}
         try:
-            rank, config = self._rank(values), self._config_of(values)
+            rank, config = self._rank(values), self._config(values)
         except ConfigError:
             return False
-        needs = least_bytes(config, rank) if self._offloads else rank.total
-        return needs * self.way.spare <= self.free_gib * GIB
+        needs = least_bytes(config, rank) if self._may_offload else rank.total
+        return needs * self.strictness.spare <= self.free_gib * GIB
 
-    def _config_of(self, values: Values) -> Config:
-        """Made once for all questions about it. Raises ConfigError."""
+    def _config(self, values: Values) -> Config:
         key = frozenset(values.items())
         if key not in self._configs:
             self._configs[key] = with_values(self.config, values)
         return self._configs[key]
 
     @cached_property
-    def _offloads(self) -> bool:
-        """Whether there is a way in which a rank offloads what it holds."""
-        return bool(self.config.data.sources) and any(map(self._offloading, self.options.turns))
+    def _may_offload(self) -> bool:
+        def offloading(turns: Values) -> bool:
+            try:
+                return offloads(self._config(turns), shared=True)
+            except ConfigError:
+                return False
 
-    def _offloading(self, turns: Values) -> bool:
-        try:
-            return offloads(self._config_of(turns), shared=True)
-        except ConfigError:
-            return False
+        return bool(self.config.data.sources) and any(map(offloading, self.options.turns))
 
     def _rank(self, values: Values) -> Memory:
-        """Worked out once for all engines that it is tried with."""
         own = tuple(item for item in values.items() if item[0].startswith("trainer."))
         if own not in self._ranks:
-            config = self._config_of(values)
-            self._ranks[own] = trainer_memory(config, self.facts, gpu=True)
+            self._ranks[own] = trainer_memory(self._config(values), self.facts, gpu=True)
         return self._ranks[own]
 
     def _placed(self, values: Values) -> Placement | None:
-        """None where there are too few GPUs, or none that a sleeping engine would share."""
-        seats = tuple(values.get(knob) for knob in SEATS)
+        """The placement, or None if the knobs break a rule or there are too few GPUs."""
+        seats = tuple(values.get(knob) for knob in _SEATS)
         if seats not in self._placements:
             try:
-                config = self._config_of(values)
+                config = self._config(values)
             except ConfigError:
-                return None  # of whatever value
+                return None  # because of any value, so it is not cached
             try:
                 self._placements[seats] = place(config, self.hardware.idle)
             except ConfigError:
@@ -232,18 +551,19 @@ class Search:
         return self._placements[seats]
 
     def layout(self, values: Values) -> Layout | None:
-        """With these values of all that is open but an engine's share; None where it does not
-        fit."""
+        """The layout with these values of all open knobs but the engine's share; None if it does
+        not fit."""
         try:
             placement = self._placed(values)
             if placement is None:
                 return None
             shared, rank = placement.shared, self._rank(values)
-            config = self._config_of(values)
-            if self.way.spare * needed_bytes(config, rank, shared=shared) > self.free_gib * GIB:
+            config = self._config(values)
+            needed = needed_bytes(config, rank, shared=shared)
+            if self.strictness.spare * needed > self.free_gib * GIB:
                 return None
             if self.config.data.sources:
-                share = self.share(config, rank, shared=shared)
+                share = self._share(config, rank, shared=shared)
                 if share is None:
                     return None
                 config = with_values(config, share)
@@ -254,26 +574,24 @@ class Search:
                 gpu_gib=self.hardware.gpu_gib,
                 shared=shared,
                 taken_gib=self.hardware.taken_gib,
-                machine=self.hardware.machine,
+                spec=self.hardware.spec,
             )
-            check_machines(config, self.facts, plan.waits, placement)
+            check_host_memory(config, self.facts, plan.offload, placement)
         except ConfigError:
             return None
-        cost = self.cost(config, plan, shared=shared)
+        cost = self._cost(config, plan, shared=shared)
         return Layout(config=config, plan=plan, shared=shared, cost=cost)
 
-    def cost(self, config: Config, plan: Plan, *, shared: bool) -> float:
-        """Seconds of a step, and its part of what compiling takes once."""
+    def _cost(self, config: Config, plan: Plan, *, shared: bool) -> float:
         once = COMPILE_S / config.run.steps * config.trainer.compile
         time, stage = plan.time, config.trainer.zero_stage if config.trainer.ranks > 1 else 0
         if time is None:
-            lesson = lesson_seconds(config, self.facts, self.hardware.machine)
-            return once + lesson * STAGE_COSTS[stage]
-        # A host that takes nearly as long as its GPU is waited for, on a slow machine for longer.
-        compute = (time.compute**HOST_POWER + time.launch**HOST_POWER) ** (1 / HOST_POWER)
-        training = (compute + time.traffic) * STAGE_COSTS[stage]
+            return once + sft_seconds(config, self.facts, self.hardware.spec) * _STAGE_COSTS[stage]
+        # A host that takes nearly as long as its GPU delays it, on a slow machine for longer.
+        compute = (time.compute**_HOST_POWER + time.launch**_HOST_POWER) ** (1 / _HOST_POWER)
+        training = (compute + time.traffic) * _STAGE_COSTS[stage]
         rest = once + time.weights + time.turns
-        if config.algorithm.max_lag and not shared:  # one samples while the other learns
+        if config.algorithm.max_lag and not shared:  # sampling and training overlap
             return rest + max(time.rollout, training)
         return rest + time.rollout + training
 
@@ -281,31 +599,27 @@ class Search:
     def free_gib(self) -> float:
         return self.hardware.gpu_gib - self.hardware.taken_gib
 
-    def share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
-        """The engine's: what it needs, or what is left for it. None: there is no room for what the
-        recipe says, or for any."""
+    def _share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
+        """The engine's share: what it needs, limited by what is free; None if there is no room."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
-        needs, free = self.way.spare * rank.total / GIB, self.free_gib
-        most = min(free, self.way.most_share * size)
+        needs, free = self.strictness.spare * rank.total / GIB, self.free_gib
+        most = min(free, self.strictness.max_share * size)
         if shared:
-            sleeps = config.rollout.time_share
-            rest = staying_gib(config, rank) * self.way.spare if sleeps else needs
+            time_shares = config.rollout.time_share
+            rest = staying_gib(config, rank) * self.strictness.spare if time_shares else needs
             most = min(most, free - rest - ENGINE_BEYOND_GIB)
-        if knob not in self.left:
+        if knob not in self.open_knobs:
             fits = not shared or config.rollout.time_share
             return {} if fits or config.rollout.gpu_memory_utilization * size <= most else None
         engine = engine_memory(config, self.facts, gpu=True)
         cache = engine.parts["KV cache"]
-        wanted = ENGINE_SPARE * (engine.total - cache) + KV_SPARE * cache
-        wanted = math.ceil(100 * (wanted / GIB + ENGINE_SPARE_GIB) / size)
-        hundredths = min(wanted, math.floor(100 * most / size + 1e-9))
+        required = ENGINE_SPARE * (engine.total - cache) + _KV_SPARE * cache
+        required = math.ceil(100 * (required / GIB + ENGINE_SPARE_GIB) / size)
+        hundredths = min(required, math.floor(100 * most / size + 1e-9))
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
-    # Where nothing fits
-
     def refusal(self) -> ConfigError:
-        """What to say: of a layout that needs the least, with changes to what the recipe says after
-        which one fits."""
+        """The error if nothing fits: of a layout that needs little, with changes that help."""
         for values in self.options.frugal():
             try:
                 config = with_values(self.config, values)
@@ -315,46 +629,44 @@ class Search:
                     return error
                 continue
             try:
-                plan_on(config, self.facts, self.hardware, self.cured)
+                plan_on(config, self.facts, self.hardware, self._suggest)
             except ConfigError as error:
                 return error
         return ConfigError(f"no layout of this recipe fits its GPUs: {self.hardware}")
 
-    def cured(self, config: Config, facts: ModelFacts, _: object) -> str:
-        """As `cures`, of a recipe whose open knobs are decided anew each time."""
+    def _suggest(self, config: Config, facts: ModelFacts, _: object) -> str:
+        """Suggest changes after which some layout of the open knobs fits."""
 
         def planned(changed: Config) -> None:
-            if not Search(changed, self.left, facts, self.hardware).fits():
+            if not Search(changed, self.open_knobs, facts, self.hardware)._fits():
                 raise DoesNotFit("no layout")
 
-        found = cures(self.config, facts, planned, decided=self.left, tried=CURES_TRIED)
-        if found == nothing() and (size := self.size_that_fits()):
-            return f"{found}; with {size} GiB each it fits as it is"
-        return found
+        text = suggest(
+            self.config, facts, planned, decided=self.open_knobs, tried=SUGGESTIONS_TRIED
+        )
+        if text == no_suggestion() and (size := self._fitting_gpu_gib()):
+            return f"{text}; with {size} GiB each it fits as it is"
+        return text
 
-    def size_that_fits(self) -> int:
-        """GiB of each GPU, at least; 0 where more memory is no help."""
+    def _fitting_gpu_gib(self) -> int:
+        """Smallest GPU memory in GiB with which it fits; 0 if none helps."""
 
         def fits(gib: int) -> bool:
             larger = replace(self.hardware, gpu_gib=float(gib))
-            return Search(self.config, self.left, self.facts, larger).fits()
+            return Search(self.config, self.open_knobs, self.facts, larger)._fits()
 
-        sizes = range(1 + int(self.hardware.gpu_gib), MOST_GIB)
+        sizes = range(1 + int(self.hardware.gpu_gib), _MAX_GPU_GIB)
         least = bisect_left(sizes, True, key=fits)
         return sizes[least] if least < len(sizes) else 0
 
-    def fits(self) -> bool:
-        """Whether anything does: of each placement and way to learn the smallest."""
-        self.way = WAYS[-1]
+    def _fits(self) -> bool:
+        """Whether the smallest layout of any placement fits."""
+        self.strictness = STRICTNESSES[-1]
         return any(
-            layout is not None
+            self.layout({**seats, **learning, **turns, **sampling}) is not None
             for seats in self.options.placements
+            for sampling in self.options.sampling(seats, fewer=True)[-1:]
             for learning in self.options.least(seats)
             if self._rank_fits(seats, learning)
             for turns in self.options.turns
-            for layout in [
-                self.layout(
-                    {**seats, **learning, **turns, **self.options.sampling(seats, fewer=True)[-1]}
-                )
-            ]
         )

@@ -1,4 +1,4 @@
-"""Values that no rule forbids and nobody uses: a typing error, or an experiment. Warned about."""
+"""Warnings about legal but unusual values: typing errors, or experiments."""
 
 from __future__ import annotations
 
@@ -9,141 +9,116 @@ from keel.configs.load import split_overrides
 from keel.configs.schema import Config
 from keel.model.load import ModelFacts
 
-OLD = 16
-"""Optimizer steps (`staleness/max`) from which on completions are called old. Measured are 0 and
-28, and those do harm (docs/stability.md)."""
-SMALL = 50_000_000
-"""Parameters below which a model is one of the tiny kind, which learns faster."""
-
-
-READ = ("run", "model", "trainer", "alarms", "sft")
-"""Sections that supervised training is told by (`Config.supervised`)."""
-NAMED = 3
+_OLD_STEPS = 16
+"""Optimizer steps after which completions are old: 0 is harmless, 28 harms (docs/stability.md)."""
+_SMALL_MODEL = 50_000_000
+"""Parameters below which a model learns with higher rates."""
+_SFT_SECTIONS = ("run", "model", "trainer", "alarms", "sft")
+_SHOWN = 3
 
 
 def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
-    """One line for each knob far outside of what is used, and for knobs that do not go together."""
-    return [
-        *(
-            f"{knob} = {value:g} is far from what is used ({usual}): a typing error?"
-            for knob, value, low, high, usual in _ranges(config, facts)
-            if not low <= value <= high
-        ),
-        *_unseen(config),
-        *_upside_down(config),
-        *_for_nothing(config),
-        *_uneven(config),
-        *_never_there(config),
+    """One warning for each unusual value or combination."""
+    lines = [
+        f"{knob} = {value:g} is unusual (typical: {typical}): a typing error?"
+        for knob, value, low, high, typical in _ranges(config, facts)
+        if not low <= value <= high
     ]
+    return [*lines, *_combinations(config)]
 
 
-def ignored_knobs(given: Config, left: Set[str], overrides: Sequence[str] = ()) -> Iterator[str]:
-    """Knobs of `keel train` in a recipe for supervised training alone, and `run.steps` among the
-    overrides of one whose epochs are counted. left: those whose values are chosen."""
+def ignored_knobs(config: Config, chosen: Set[str], overrides: Sequence[str] = ()) -> Iterator[str]:
+    """Warn about knobs of `keel train` in a recipe for supervised training only, and about an
+    override of run.steps that sft.epochs replaces.
+
+    chosen: knobs that Keel chooses.
+    """
     steps = any(
         each.partition("=")[0].strip() == "run.steps" for each in split_overrides(overrides)
     )
-    if steps and given.sft.epochs:
+    if steps and config.sft.epochs:
         yield (
-            f"run.steps = {given.run.steps}: does not count, since sft.epochs = "
-            f"{given.sft.epochs:g} says how long this run is; sft.epochs=0 leaves it to run.steps"
+            f"run.steps = {config.run.steps} is ignored because sft.epochs = "
+            f"{config.sft.epochs:g} is set; sft.epochs=0 uses run.steps"
         )
-    if given.data.sources:  # they are for what comes after it
+    if config.data.sources:  # the recipe is also for RL
         return
-    others = [each.name for each in fields(given) if each.name not in (*READ, "data")]
-    sections = {name: getattr(given, name) for name in others}
-    found = [
+    others = [each.name for each in fields(config) if each.name not in (*_SFT_SECTIONS, "data")]
+    sections = {name: getattr(config, name) for name in others}
+    knobs = [
         f"{name}.{field.name}"
         for name, section in sections.items()
         for field in fields(section)
         if getattr(section, field.name) != getattr(type(section)(), field.name)
     ]
-    if found := [knob for knob in found if knob not in left]:
-        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    if knobs := [knob for knob in knobs if knob not in chosen]:
+        more = f" and {len(knobs) - _SHOWN} more" if len(knobs) > _SHOWN else ""
         yield (
-            f"{', '.join(found[:NAMED])}{more}: not read by `keel sft` and `keel pretrain`, which "
-            f"have {', '.join(READ)}"
+            f"{', '.join(knobs[:_SHOWN])}{more}: ignored by `keel sft` and `keel pretrain`, which "
+            f"use {', '.join(_SFT_SECTIONS)}"
         )
 
 
-def _for_nothing(config: Config) -> Iterator[str]:
-    """Knobs of `keel sft` in a recipe that has nothing for it."""
+def _combinations(config: Config) -> Iterator[str]:
+    """Knobs that do not go together."""
+    algorithm, trainer, top_p = config.algorithm, config.trainer, config.rollout.sampling.top_p
+    samples = bool(config.data.sources)
+    updates = algorithm.updates_per_batch
+    oldest = (algorithm.publish_every - 1 + algorithm.max_lag) * updates
+    masked = top_p < 1 and algorithm.keep_sampling_mask and not algorithm.kept_mass_coef
+    if samples and masked and oldest >= _OLD_STEPS:
+        yield (
+            f"algorithm.kept_mass_coef = 0: completions are up to {oldest} optimizer steps old "
+            "(publish_every, max_lag, updates_per_batch), and no ratio sees the probability that "
+            f"the policy moves out of their sampling masks (top_p = {top_p:g}). Set it to 1, or "
+            "watch sampling/kept_mass"
+        )
+    for domain, weights in config.data.rewards_by_domain.items():
+        if weights.get("correct", 0.0) < 0:
+            yield (
+                f"the rewards of domain {domain!r} have correct: {weights['correct']:g}, which "
+                "trains the policy to be wrong"
+            )
     if config.sft.epochs and not config.sft.sources:
         yield (
-            f"sft.epochs = {config.sft.epochs:g}: counts with sft.sources alone, and there are "
-            "none. How long this run is says run.steps"
+            f"sft.epochs = {config.sft.epochs:g} is ignored without sft.sources; run.steps sets "
+            "the length of the run"
         )
-
-
-def _uneven(config: Config) -> Iterator[str]:
-    """Batches that optimizer steps or ranks cannot share evenly."""
-    algorithm, ranks = config.algorithm, config.trainer.groups
-    prompts, updates = algorithm.prompts_per_step, algorithm.updates_per_batch
-    if not config.data.sources:
-        return
-    if prompts % updates:
+    prompts = algorithm.prompts_per_step
+    if samples and prompts % updates:
         yield (
             f"algorithm.prompts_per_step = {prompts}: its {updates} optimizer steps "
             f"(algorithm.updates_per_batch) have {-(-prompts // updates)} or {prompts // updates} "
             f"prompts each; make it a multiple of {updates}"
         )
-    sequences = prompts // updates * algorithm.group_size
-    if sequences % ranks:
+    sequences, ranks = prompts // updates * algorithm.group_size, trainer.groups
+    if samples and sequences % ranks:
         yield (
             f"algorithm.prompts_per_step × group_size = {sequences} sequences per optimizer step "
             f"on {ranks} trainer ranks: some ranks wait for others; make it a multiple of {ranks}"
         )
-
-
-def _never_there(config: Config) -> Iterator[str]:
-    """A learning rate that a supervised run does not reach, whose steps its data may say."""
-    trainer, steps = config.trainer, config.run.steps
-    if not config.data.sources and trainer.warmup_steps >= steps:
+    if not samples and trainer.warmup_steps >= config.run.steps:
         yield (
-            f"trainer.warmup_steps = {trainer.warmup_steps}: the run ends after {steps} step(s), "
-            f"before its learning rate is trainer.lr = {trainer.lr:g}"
+            f"trainer.warmup_steps = {trainer.warmup_steps}: the run ends after "
+            f"{config.run.steps} step(s), before it reaches trainer.lr = {trainer.lr:g}"
         )
 
 
-def _upside_down(config: Config) -> Iterator[str]:
-    """Rewards for what is wrong."""
-    for domain, weights in config.data.rewards_by_domain.items():
-        if weights.get("correct", 0.0) < 0:
-            yield (
-                f"the rewards of domain {domain!r} have correct: {weights['correct']:g}: the "
-                "policy learns to be wrong"
-            )
-
-
-def _unseen(config: Config) -> Iterator[str]:
-    """Old completions under masks that let their mass go."""
-    algorithm, top_p = config.algorithm, config.rollout.sampling.top_p
-    oldest = (algorithm.publish_every - 1 + algorithm.max_lag) * algorithm.updates_per_batch
-    masked = top_p < 1 and algorithm.keep_sampling_mask
-    if masked and config.data.sources and oldest >= OLD and not algorithm.kept_mass_coef:
-        yield (
-            f"algorithm.kept_mass_coef = 0: completions are up to {oldest} optimizer steps old "
-            "(publish_every, max_lag, updates_per_batch), and what the policy moves out of their "
-            f"sampling masks meanwhile (top_p = {top_p:g}) is seen by no ratio. Set it to 1, or "
-            "watch sampling/kept_mass"
-        )
-
-
-def _rates(config: Config, facts: ModelFacts) -> tuple[float, float, str]:
-    """Lowest and highest of `trainer.lr` that pass, and what is usual."""
-    if facts.parameters < SMALL:
-        return 1e-7, 1e-2, "1e-5 to 1e-3 for a model so small"
+def _learning_rates(config: Config, facts: ModelFacts) -> tuple[float, float, str]:
+    """Lowest and highest `trainer.lr` without a warning, and the typical range."""
+    if facts.parameters < _SMALL_MODEL:
+        return 1e-7, 1e-2, "1e-5 to 1e-3 for so small a model"
     if config.data.sources:
         return 1e-9, 1e-4, "1e-7 to 1e-5 for a model of this size"
-    if config.trainer.attention == "warm-up":  # of indexers, whose weights are random
+    if config.trainer.attention == "warm-up":  # indexers start with random weights
         return 1e-7, 1e-2, "1e-4 to 1e-3 for indexers"
     return 1e-9, 1e-3, "1e-6 to 3e-4 for supervised training of a model of this size"
 
 
 def _ranges(config: Config, facts: ModelFacts) -> Iterator[tuple[str, float, float, float, str]]:
-    """Knob, value, lowest and highest that pass without a word, and what is usual."""
+    """Knob, value, lowest and highest without a warning, and the typical range."""
     trainer, algorithm, sampling = config.trainer, config.algorithm, config.rollout.sampling
-    yield "trainer.lr", trainer.lr, *_rates(config, facts)
+    yield "trainer.lr", trainer.lr, *_learning_rates(config, facts)
     yield "trainer.weight_decay", trainer.weight_decay, 0, 0.3, "0 to 0.1"
     yield "trainer.grad_clip", trainer.grad_clip, 0, 10, "0.1 to 1"
     yield "trainer.eps", trainer.eps, 0, 1e-4, "1e-8"
@@ -151,7 +126,7 @@ def _ranges(config: Config, facts: ModelFacts) -> Iterator[tuple[str, float, flo
         yield f"algorithm.{name}", getattr(algorithm, name), 0.0, 1.0, "0.1 to 0.4"
     yield "algorithm.kept_mass_coef", algorithm.kept_mass_coef, 0, 10, "0 or 1"
     yield "rollout.sampling.temperature", sampling.temperature, 0.3, 1.7, "0.6 to 1.2"
-    if frozen := config.run.hang_timeout_s:
-        yield "run.hang_timeout_s", frozen, 60, 3600, "120 to 600 seconds, or 0: never"
+    if timeout_s := config.run.hang_timeout_s:
+        yield "run.hang_timeout_s", timeout_s, 60, 3600, "120 to 600 seconds, or 0: never"
     for source in config.data.sources:
         yield f"data.sources[{source.name}].kl_coef", source.kl_coef, 0, 0.5, "0 to 0.05"

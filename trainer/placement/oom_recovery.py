@@ -1,4 +1,4 @@
-"""A run whose step ran out of memory: what is tried instead, and where that is said."""
+"""Repeats a step that ran out of memory with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Protocol
 from keel.configs.schema import Config
 from keel.rl.metrics import Sum
 from keel.rl.types import ScoredGroup, StepResult
-from keel.trainer.placement.cached_choice import update_choice
+from keel.trainer.placement.choose import update_choice
 from keel.trainer.run.restarts import OutOfMemory
 
-LOWERED = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
-"""Of `trainer`: what is lowered."""
-MOST = 3
-"""Times that a run is lowered: what still does not fit is no error of a few per cent."""
+REDUCED_KNOBS = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
+"""Knobs of `trainer` that are changed to save memory."""
+_MAX_REDUCTIONS = 3
+"""Beyond these the memory model is not just off by a few per cent."""
 
 
 class Learner(Protocol):
@@ -28,29 +28,33 @@ class Learner(Protocol):
 
 @dataclass(kw_only=True)
 class OomRecovery:
-    """The recipe of a run, and how often it had to be lowered."""
+    """The current config of a run, and how often its memory was reduced."""
 
     config: Config
     folder: Path
     times: int = 0
     fewer: bool = False
-    """Whether it has less than all of its ranks and engines (`keel.trainer.placement.elastic`)."""
+    """Whether the run has fewer ranks or engines than its recipe (`elastic`)."""
 
     def after(self, error: OutOfMemory) -> str:
-        """Lower it, here and in the run's folder, and say so. Raises `error` where that is in
-        vain."""
-        smaller = lowered(self.config) if self.times < MOST else None
-        if smaller is None:
+        """Reduce memory, save the change in the run folder, and return a message.
+
+        Raises `error` if nothing is left to reduce.
+        """
+        reduced = with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
+        if reduced is None:
             raise error
-        before, self.config, self.times = self.config, smaller, self.times + 1
-        trainer = smaller.trainer
-        update_choice(self.folder, {f"trainer.{name}": getattr(trainer, name) for name in LOWERED})
-        if trainer.micro_batch_tokens < before.trainer.micro_batch_tokens:
-            was = before.trainer.micro_batch_tokens
+        before, self.config, self.times = self.config.trainer, reduced, self.times + 1
+        now = reduced.trainer
+        update_choice(
+            self.folder, {f"trainer.{name}": getattr(now, name) for name in REDUCED_KNOBS}
+        )
+        if now.micro_batch_tokens < before.micro_batch_tokens:
             change = (
-                f"trainer.micro_batch_tokens is now {trainer.micro_batch_tokens:,}, not {was:,}"
+                f"trainer.micro_batch_tokens is now {now.micro_batch_tokens:,}, not "
+                f"{before.micro_batch_tokens:,}"
             )
-        elif trainer.activation_checkpointing > before.trainer.activation_checkpointing:
+        elif now.activation_checkpointing > before.activation_checkpointing:
             change = "trainer.activation_checkpointing is now on"
         else:
             change = "trainer.keep_attention is now off"
@@ -59,8 +63,7 @@ class OomRecovery:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryOnOom:
-    """Trains like a `keel.trainer.learner.Learner`, and a step that did not fit once more, in
-    smaller micro-batches."""
+    """A learner that repeats steps that ran out of memory."""
 
     learner: Learner
     lowering: OomRecovery
@@ -74,7 +77,7 @@ class RetryOnOom:
         return self.attempt(lambda _: self.learner.step(groups))
 
     def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
-        """`act`, which is given the recipe as it is by now."""
+        """Call `act` with the current config until it fits."""
         times = 0
         while True:
             try:
@@ -86,15 +89,17 @@ class RetryOnOom:
                 self.learner.lowered(self.lowering.config)
                 times += 1
             else:
-                counted = {"train/out_of_memory": Sum(float(times))} if times else {}
+                metrics = dict(result.metrics)
+                if times:
+                    metrics["train/out_of_memory"] = Sum(float(times))
                 if self.lowering.fewer:
-                    counted["train/ranks"] = Sum(float(self.lowering.config.trainer.ranks))
-                return replace(result, metrics={**result.metrics, **counted})
+                    metrics["train/ranks"] = Sum(float(self.lowering.config.trainer.ranks))
+                return replace(result, metrics=metrics)
 
 
-def lowered(config: Config) -> Config | None:
-    """With micro-batches half as large, or of one trajectory; then with activation checkpointing,
-    and with nothing of attention kept. None where all is done."""
+def with_less_memory(config: Config) -> Config | None:
+    """Halve micro-batches down to one trajectory, then checkpoint activations, then drop kept
+    attention. Returns None if all of it is done."""
     trainer, least = config.trainer, config.max_context
     if trainer.micro_batch_tokens > least:
         trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))

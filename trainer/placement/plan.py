@@ -1,4 +1,4 @@
-"""What a run will do, before it does it: actors, batch arithmetic, memory and time."""
+"""Plan of a run before it starts: actors, batch arithmetic, memory and time."""
 
 from __future__ import annotations
 
@@ -14,53 +14,51 @@ from keel.trainer.placement.families import (
     check_share_prompts,
     check_warm_up,
 )
-from keel.trainer.placement.gpus import Machine
-from keel.trainer.placement.hardware import Hardware, Placement, place
+from keel.trainer.placement.hardware import GpuSpec, Hardware, Placement, place
 from keel.trainer.placement.memory import (
     BYTES,
     GIB,
     DoesNotFit,
     Memory,
+    OffloadPlan,
     cached_sequences,
+    check_trainer_fits,
     engine_memory,
     engine_sequences,
     gib,
+    held_bytes,
+    host_bytes,
+    offload_plan,
     packed,
+    peak_bytes,
     reading_ranks,
     stage_in_use,
     trainer_memory,
-    within,
+    with_cache_within,
 )
 from keel.trainer.placement.step_time import StepTime, step_time
-from keel.trainer.placement.suggestions import cures
-from keel.trainer.placement.time_sharing import (
-    Waiting,
-    check_trainer_fits,
-    held_bytes,
-    host_bytes,
-    peak_bytes,
-    waiting_of,
-)
+from keel.trainer.placement.suggestions import suggest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
+    """Batch arithmetic, memory and time of a run."""
+
     sequences: int
     """Trajectories per step."""
     step_tokens: int
-    """Tokens per step at most: every prompt and every completion at its limit."""
+    """Maximum tokens per step."""
     micro_batches: int
-    """Micro-batches that a rank needs for that, at most."""
+    """Maximum micro-batches of a rank per optimizer step."""
     optimizer_steps: int
     engine: Memory
     trainer: Memory
-    """All that a rank ever holds."""
+    """All that a rank holds at any time, even if not at the same time."""
     peak: float
-    """Bytes of it on the GPU at the same time."""
+    """Maximum bytes of a rank on its GPU."""
     cached: int | None
-    """Trajectories of full length that an engine's KV cache holds; None: not known."""
-    waits: Waiting
-    """Of a rank in host memory, in turns with an engine."""
+    """Trajectories of full length in an engine's KV cache; None if unknown."""
+    offload: OffloadPlan
     time: StepTime | None
     """None on a CPU."""
 
@@ -69,12 +67,12 @@ def plan_on(
     config: Config,
     facts: ModelFacts,
     hardware: Hardware,
-    cured: Callable[[Config, ModelFacts, Callable[[Config], object]], str] | None = None,
+    suggested: Callable[[Config, ModelFacts, Callable[[Config], object]], str] | None = None,
 ) -> Plan:
-    """The plan of a run on this hardware: what `keel check` prints and a run is started by.
+    """Plan a run on this hardware, for `keel check` and for its start.
 
-    Raises ConfigError where the run finds no place, or a GPU is too small, with what would help
-    (`cured`: who says that, by default `cures`).
+    Raises ConfigError if it does not fit, with changes that help (`suggested`, by default
+    `suggest`).
     """
 
     def planned(config: Config) -> Plan:
@@ -88,22 +86,24 @@ def plan_on(
             gpu_gib=hardware.gpu_gib,
             shared=placement.shared,
             taken_gib=hardware.taken_gib,
-            machine=hardware.machine,
+            spec=hardware.spec,
         )
-        check_machines(config, facts, plan.waits, placement)
+        check_host_memory(config, facts, plan.offload, placement)
         return plan
 
     try:
         return planned(config)
     except DoesNotFit as error:
-        found = (cured or cures)(config, facts, planned)
-        raise ConfigError(f"{error}. {found}. ({hardware})") from error
+        suggestion = (suggested or suggest)(config, facts, planned)
+        raise ConfigError(f"{error}. {suggestion}. ({hardware})") from error
 
 
-def check_machines(config: Config, facts: ModelFacts, waits: Waiting, placement: Placement) -> None:
-    """Raises DoesNotFit where a machine's memory is too small for what its ranks keep there, or for
-    the model where several of them read it at the same time."""
-    each, reading = host_bytes(config, facts, waits), reading_ranks(config.trainer)
+def check_host_memory(
+    config: Config, facts: ModelFacts, offload: OffloadPlan, placement: Placement
+) -> None:
+    """Raise DoesNotFit if a machine cannot hold the copies of the model that its ranks read, or
+    what they offload."""
+    each, reading = host_bytes(config, facts, offload), reading_ranks(config.trainer)
     whole = facts.parameters * BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
         here = min(ranks, reading)
@@ -111,8 +111,8 @@ def check_machines(config: Config, facts: ModelFacts, waits: Waiting, placement:
         if 0 < node.memory_gib * GIB < here * whole:
             raise DoesNotFit(
                 f"{here} trainer rank(s) read the model, {gib(whole)} each, into the memory of "
-                f"{node.name} as they start (as many as trainer.expert_parallel, under ZeRO 3 "
-                f"one), which has {gib(node.memory_gib * GIB)}"
+                f"{node.name}, which has {gib(node.memory_gib * GIB)} (trainer.expert_parallel "
+                "ranks read it, under ZeRO 3 one)"
             )
         if 0 < node.memory_gib * GIB < ranks * each:
             raise DoesNotFit(
@@ -130,15 +130,13 @@ def make_plan(
     gpu_gib: float = 0.0,
     shared: bool = False,
     taken_gib: float = 0.0,
-    machine: Machine | None = None,
+    spec: GpuSpec | None = None,
 ) -> Plan:
-    """The arithmetic of `config` on a model of this shape.
+    """Plan a model of this shape.
 
-    `gpu_gib`: memory of a GPU, or 0 where nobody knows; `shared`: an engine and a rank have one GPU
-    together; `taken_gib`: of it, by processes of others; `machine`: what the time is estimated for.
-
-    Raises ConfigError where the model's context is too short for the recipe, and DoesNotFit where a
-    GPU is too small.
+    gpu_gib: memory of a GPU, 0 if unknown; shared: whether an engine and a rank share a GPU;
+    taken_gib: memory that other processes hold. Raises ConfigError if the recipe does not suit the
+    model, and DoesNotFit if a GPU is too small.
     """
     longest = config.max_context
     if longest > facts.max_context:
@@ -146,8 +144,8 @@ def make_plan(
             f"{config.max_context_source}, but the context of {config.model.path} has "
             f"{facts.max_context} tokens. Lower it"
         )
-    unsound = config.algorithm.allow_unsound
-    if facts.moe_layers and not config.algorithm.keep_routing and not unsound:
+    algorithm = config.algorithm
+    if facts.moe_layers and not algorithm.keep_routing and not algorithm.allow_unsound:
         raise ConfigError(
             f"algorithm.keep_routing = False: {config.model.path} is a mixture of experts "
             f"({facts.moe_layers} layers), and engine and trainer would choose different experts. "
@@ -159,34 +157,34 @@ def make_plan(
         experts=facts.experts,
         heads=facts.attention_heads,
     )
-    here = machine or Machine()
-    check_attention_kernels(config, gpu=gpu, flash4=here.flash4, machine=here.name)
+    gpu_spec = spec or GpuSpec()
+    check_attention_kernels(config, gpu=gpu, flash4=gpu_spec.flash4, machine=gpu_spec.name)
     check_warm_up(config, architecture=facts.architecture, top_k=facts.index_top_k)
     check_share_prompts(config, architecture=facts.architecture, head_size=facts.head_size)
-    algorithm = config.algorithm
     sequences = algorithm.prompts_per_step * algorithm.group_size
     micro_batches, _ = packed(config)
     engine = engine_memory(config, facts, gpu=gpu)
     rank = trainer_memory(config, facts, gpu=gpu)
     cached = None
-    sampled = bool(config.data.sources)
+    samples = bool(config.data.sources)
     if gpu and gpu_gib:
-        if sampled:
+        if samples:
             cached = cached_sequences(config, engine, gpu_gib, taken_gib=taken_gib)
-            engine = within(engine, config.rollout.gpu_memory_utilization * gpu_gib * GIB)
+            budget = config.rollout.gpu_memory_utilization * gpu_gib * GIB
+            engine = with_cache_within(engine, budget)
         check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
-    time, turns = None, shared and config.rollout.time_share
-    waits = waiting_of(config, rank, gpu_gib, shared=shared and gpu, taken_gib=taken_gib)
-    if gpu and sampled:
+    time, time_shares = None, shared and config.rollout.time_share
+    offload = offload_plan(config, rank, gpu_gib, shared=shared and gpu, taken_gib=taken_gib)
+    if gpu and samples:
         time = step_time(
             config,
             facts,
             micro_batches=micro_batches * algorithm.updates_per_batch,
             shared=shared,
             sequences=cached,
-            woken=engine.total if turns else 0.0,
-            moved=waits.moved,
-            machine=machine,
+            woken=engine.total if time_shares else 0.0,
+            moved=offload.moved,
+            spec=spec,
         )
     return Plan(
         sequences=sequences,
@@ -195,15 +193,15 @@ def make_plan(
         optimizer_steps=config.run.steps * algorithm.updates_per_batch,
         engine=engine,
         trainer=rank,
-        peak=peak_bytes(config, rank, waits) if gpu else rank.total,
+        peak=peak_bytes(config, rank, offload) if gpu else rank.total,
         cached=cached,
-        waits=waits,
+        offload=offload,
         time=time,
     )
 
 
-OF_STEPS = ("batch", "steps", "stabilisers")
-"""Rows of the plan that an evaluation has no use for."""
+_STEP_ROWS = ("batch", "steps", "stabilisers")
+"""Rows that do not apply to an evaluation."""
 
 
 def describe(
@@ -217,17 +215,17 @@ def describe(
     cpu_time: Sequence[str] = (),
     trains: bool = True,
 ) -> str:
-    """The plan as `keel check` prints it.
+    """Format the plan for `keel check`.
 
-    `data`: one line per source, from the loader. `seats`: placement, one line per node. `cpu_time`:
-    the estimate of a run without a GPU, where `plan` has none. `trains`: false leaves out the rows
-    about steps.
+    data: a line per source; seats: a line per node; cpu_time: the estimate for a CPU; trains: false
+    omits rows about steps.
     """
     gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
-    measured = drawn(config.sampling("eval")) * any(s.holdout for s in config.data.sources)
-    apart = f", peak {gib(plan.peak)}" * (plan.peak < plan.trainer.total)
+    heldout = any(source.holdout for source in config.data.sources)
+    evaluations = sampling_text(config.sampling("eval")) if heldout else ""
+    peak = f", peak {gib(plan.peak)}" if plan.peak < plan.trainer.total else ""
     rows: list[tuple[str, str]] = [
         ("model", model_line(config, facts)),
         *(("data" if not i else "", line) for i, line in enumerate(data)),
@@ -246,15 +244,18 @@ def describe(
             f"{config.run.steps} = {plan.optimizer_steps} optimizer steps on "
             f"{config.run.steps * plan.sequences:,} completions; lr {t.lr:g} ({t.schedule})",
         ),
-        ("sampling", f"{drawn(sampling)}, at most {sampling.max_tokens} tokens"),
-        *([("", f"evaluations: {measured}")] if measured not in ("", drawn(sampling)) else []),
+        ("sampling", f"{sampling_text(sampling)}, at most {sampling.max_tokens} tokens"),
+    ]
+    if evaluations not in ("", sampling_text(sampling)):
+        rows.append(("", f"evaluations: {evaluations}"))
+    mask = "off" if a.mask_delta is None else f"δ = {a.mask_delta:g}"
+    mass = f", its mass held with weight {a.kept_mass_coef:g}" if a.kept_mass_coef else ""
+    rows += [
         (
             "stabilisers",
-            f"KL {a.kl}; "
-            f"sequence mask {'off' if a.mask_delta is None else f'δ = {a.mask_delta:g}'}; "
-            f"Keep Routing {replay(bool(facts.moe_layers), a.keep_routing)}; "
-            f"Keep Sampling Mask {replay(sampling.truncated, a.keep_sampling_mask)}"
-            + (f", its mass held with weight {a.kept_mass_coef:g}" if a.kept_mass_coef else ""),
+            f"KL {a.kl}; sequence mask {mask}; "
+            f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
+            f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}{mass}",
         ),
         (
             "actors",
@@ -264,21 +265,21 @@ def describe(
         ("hardware", str(hardware) if gpu else "on CPU"),
         *(("placement" if not i else "", line) for i, line in enumerate(seats)),
         ("memory", f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"),
-        *(("", line) for line in [cache_line(config, plan, hardware)] if line),
-        ("", f"trainer rank: {plan.trainer}{apart}"),
-        *(("", line) for line in [sleep_line(config, plan)] if gpu and config.rollout.time_share),
+        *(("", line) for line in [_cache_line(config, plan, hardware)] if line),
+        ("", f"trainer rank: {plan.trainer}{peak}"),
+        *(("", line) for line in [_offload_line(config, plan)] if gpu and r.time_share),
         *(
             ("time" if not i else "", line)
             for i, line in enumerate(plan.time.lines() if plan.time else cpu_time)
         ),
         ("run folder", config.run.dir),
     ]
-    shown, head = list[str](), ""
+    lines, head = list[str](), ""
     for name, text in rows:
         head = name or head
-        if trains or head not in OF_STEPS:
-            shown.append(f"{name:<12} {text}")
-    return "\n".join(shown)
+        if trains or head not in _STEP_ROWS:
+            lines.append(f"{name:<12} {text}")
+    return "\n".join(lines)
 
 
 def model_line(config: Config, facts: ModelFacts) -> str:
@@ -289,8 +290,8 @@ def model_line(config: Config, facts: ModelFacts) -> str:
         else ", dense"
     )
     return (
-        f"{config.model.path}: {count(facts.parameters)} parameters "
-        f"({count(facts.active_parameters)} active), {facts.layers} layers{experts}, "
+        f"{config.model.path}: {_count(facts.parameters)} parameters "
+        f"({_count(facts.active_parameters)} active), {facts.layers} layers{experts}, "
         f"vocabulary {facts.vocab_size:,}, {config.model.dtype}"
     )
 
@@ -306,52 +307,49 @@ def ranks_line(config: Config, *, gpu: bool) -> str:
     )
 
 
-def sleep_line(config: Config, plan: Plan) -> str:
-    """What a rank's state costs its node, or its GPU, while an engine has its turn there."""
+def _offload_line(config: Config, plan: Plan) -> str:
     if not config.trainer.offload_while_sampling:
         held = gib(held_bytes(plan.trainer))
         where = f"{held} of it then stay (trainer.offload_while_sampling)"
     else:
-        where = f"{gib(plan.waits.sampling)} of it then wait in host memory"
-        if plan.waits.host > plan.waits.sampling:
-            where += f", and at other times up to {gib(plan.waits.host)}"
+        where = f"{gib(plan.offload.sampling)} of it then wait in host memory"
+        if plan.offload.host > plan.offload.sampling:
+            where += f", and at other times up to {gib(plan.offload.host)}"
     return f"  time-shared with the engine (rollout.time_share): {where}"
 
 
-def cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:
-    """What the KV cache holds, where the GPU is known."""
+def _cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:
     if plan.cached is None:
         return ""
-    wanted, share = engine_sequences(config), config.rollout.gpu_memory_utilization
+    sequences, share = engine_sequences(config), config.rollout.gpu_memory_utilization
     takes = gib(share * hardware.gpu_gib * GIB)
     budget = f"it takes {takes} (rollout.gpu_memory_utilization = {share:g}"
-    if plan.cached >= wanted:
+    if plan.cached >= sequences:
         enough = math.ceil(100 * plan.engine.total / GIB / hardware.gpu_gib) / 100
         budget += f"; {enough:g} would do" * (enough < share)
-        return f"  {budget}): its KV cache holds all {wanted} sequences at full length"
+        return f"  {budget}): its KV cache holds all {sequences} sequences at full length"
     return (
-        f"  {budget}): its KV cache holds {plan.cached} of {wanted} sequences at full length; more "
-        "will be preempted and computed again (rollout.max_num_seqs)"
+        f"  {budget}): its KV cache holds {plan.cached} of {sequences} sequences at full length; "
+        "others will be preempted and recomputed (rollout.max_num_seqs)"
     )
 
 
-def drawn(sampling: SamplingConfig) -> str:
-    """How tokens are drawn, in words."""
+def sampling_text(sampling: SamplingConfig) -> str:
     if sampling.greedy:
         return "greedy"
     truncated = f"top-p {sampling.top_p:g}, top-k {sampling.top_k}"
-    from_what = truncated if sampling.truncated else "whole vocabulary"
-    return f"temperature {sampling.temperature:g}, {from_what}"
+    support = truncated if sampling.truncated else "whole vocabulary"
+    return f"temperature {sampling.temperature:g}, {support}"
 
 
-def count(number: float) -> str:
+def _count(number: float) -> str:
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if number >= unit:
             return f"{number / unit:.1f} {name}"
     return f"{number:,.0f}"
 
 
-def replay(needed: bool, kept: bool) -> str:
+def _replay(needed: bool, kept: bool) -> str:
     if not needed:
         return "not needed"
     return "on" if kept else "OFF (algorithm.allow_unsound: never for training)"

@@ -1,4 +1,4 @@
-"""What the kernel says of processes, in /proc, and how they are ended."""
+"""Process and thread state from /proc, and how processes are killed."""
 
 from __future__ import annotations
 
@@ -11,44 +11,81 @@ from pathlib import Path
 
 import psutil
 
-COUNTED = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
-"""Lines of /proc/PID/task/TID/status: how often a thread was given a processor. Not every kernel
-has them (gVisor)."""
-GONE = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
-"""What a look at a process raises that ends meanwhile."""
-GONE_S = 10.0
-"""Longest wait for a process that was killed to be gone, and its memory with it."""
+EXITED = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
+"""Errors from reading the state of a process that exits meanwhile."""
+_SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+_KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thread:
+class ThreadState:
+    """State of a thread from /proc/PID/task/TID/status."""
+
     stopped: bool
-    """By SIGSTOP, with all the others of its process."""
+    """By SIGSTOP, together with its process."""
     debugged: bool
-    """A debugger is attached."""
     switches: str
-    """How often it was given a processor, in the kernel's words; "" where that is not counted."""
+    """Context switches so far; "" on kernels that do not count them, such as gVisor."""
 
 
-def thread(pid: int, number: int) -> Thread:
-    """Raises one of `GONE`."""
-    lines = (_of(pid) / "task" / str(number) / "status").read_text().splitlines()
-    said = {name: words.strip() for name, _, words in (line.partition(":") for line in lines)}
-    state = said.get("State", "")[:1]
-    return Thread(
+def thread_state(pid: int, tid: int) -> ThreadState:
+    """Read one thread's state. Raises one of `EXITED`."""
+    lines = (_proc(pid) / "task" / str(tid) / "status").read_text().splitlines()
+    fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    state = fields.get("State", "")[:1]
+    return ThreadState(
         stopped=state == "T",
-        debugged=state == "t" or said.get("TracerPid", "0") != "0",
-        switches=" ".join(said.get(name, "") for name in COUNTED).strip(),
+        debugged=state == "t" or fields.get("TracerPid", "0") != "0",
+        switches=" ".join(fields.get(name, "") for name in _SWITCHES).strip(),
     )
 
 
-def threads(pid: int) -> dict[int, Thread]:
-    """By number; the first one's is the process's. Raises one of `GONE`."""
-    found: dict[int, Thread] = {}
-    for task in (_of(pid) / "task").iterdir():
-        with suppress(*GONE):
-            found[int(task.name)] = thread(pid, int(task.name))
-    return found
+def thread_states(pid: int) -> dict[int, ThreadState]:
+    """Read the state of each thread by its id. Raises one of `EXITED`."""
+    states: dict[int, ThreadState] = {}
+    for task in (_proc(pid) / "task").iterdir():
+        with suppress(*EXITED):
+            states[int(task.name)] = thread_state(pid, int(task.name))
+    return states
+
+
+def children(pid: int) -> Iterator[int]:
+    """Child processes. The kernel may omit some while others exit."""
+    with suppress(*EXITED):
+        for task in (_proc(pid) / "task").iterdir():
+            with suppress(OSError):
+                yield from map(int, (task / "children").read_text().split())
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, their children, and so on."""
+    pids = list(children(pid))
+    for child in pids:  # grows meanwhile
+        pids += children(child)
+    return pids
+
+
+def kill(processes: Sequence[psutil.Process]) -> str:
+    """Kill processes and wait until they exit. Returns a note if one does not, else ""."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while remaining := [process.pid for process in processes if not has_exited(process)]:
+        if time.monotonic() >= deadline:
+            return f", but process {remaining[0]} still runs after {_KILL_TIMEOUT_S:g} s"
+        time.sleep(0.02)
+    return ""
+
+
+def has_exited(process: psutil.Process | int) -> bool:
+    """Return whether a process has exited; a zombie counts, since it holds no memory."""
+    try:
+        if isinstance(process, int):
+            process = psutil.Process(process)
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -60,51 +97,5 @@ def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores
 
 
-def children(pid: int) -> Iterator[int]:
-    """What a process has started and is there still. While some of them end, the kernel may leave
-    out others that live."""
-    with suppress(*GONE):
-        for task in (_of(pid) / "task").iterdir():
-            with suppress(OSError):
-                yield from map(int, (task / "children").read_text().split())
-
-
-def below(pid: int) -> list[int]:
-    """As `children`, with theirs."""
-    found = list(children(pid))
-    for child in found:  # grows meanwhile
-        found += children(child)
-    return found
-
-
-def end(processes: Sequence[psutil.Process]) -> str:
-    """Kill them, and wait until they are gone; what to say if they are not."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    until = time.monotonic() + GONE_S
-    while left := [process.pid for process in processes if not has_exited(process)]:
-        if time.monotonic() >= until:
-            return f", but process {left[0]} is not gone within {GONE_S:g} s"
-        time.sleep(0.02)
-    return ""
-
-
-def gone_by(pid: int) -> bool:
-    """As `gone`, of a child of this process."""
-    try:
-        return has_exited(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return True
-
-
-def has_exited(process: psutil.Process) -> bool:
-    """One that only waits to be reaped holds no memory any more."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _of(pid: int) -> Path:
+def _proc(pid: int) -> Path:
     return Path(psutil.PROCFS_PATH, str(pid))

@@ -1,5 +1,7 @@
-"""All that Keel's driver uses of Ray without a public name. No other file of trainer/ or model/
-names a private module or attribute of it."""
+"""All that Keel's driver uses of Ray without a public name.
+
+No other file of trainer/ or model/ names a private module or attribute of Ray.
+"""
 
 from __future__ import annotations
 
@@ -18,192 +20,171 @@ from typing import Any, NoReturn
 
 import ray
 
-from keel.trainer.placement.processes import below
+from keel.trainer.placement.processes import descendants
 
-CONSTANTS = "ray._private.ray_constants"
-NETWORK, NETWORK_VARIABLE = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Whether Ray's processes may talk to other machines: a constant, and what it is read from."""
-NODE = "ray._private.node"
-DEATHS = ("Raylet is terminated", "A worker died or was killed", "The node with node id")
-"""How what Ray prints of a process or a node that has died begins."""
-UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
-"""Of Ray's class of a node: what starts its autoscaler's process, which has nothing to scale; the
-one that sends lines of logs to the driver, which asks for none (`log_to_driver`); and the head of
-the dashboard, without its pages."""
-SERVICES, STARTS = "ray._private.services", "start_ray_process"
-"""What starts each of Ray's own processes, by its command line."""
-PROGRAMS = Path(__file__).parent / "programs"
-NO_AGENT, SETUP = PROGRAMS / "no_agent.py", PROGRAMS / "setup_worker.py"
-WORKERS = "--python_worker_command"
-BOUND, RUNTIME_AGENT = PROGRAMS / "bound.py", "--runtime_env_agent_command"
-STATE = "ray._private.state"
-WORKER = "ray._private.worker"
+_CONSTANTS = "ray._private.ray_constants"
+_NETWORK, _NETWORK_VARIABLE = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Whether Ray binds to all network interfaces: a constant, and the variable it is read from."""
+_NODE, _SERVICES = "ray._private.node", "ray._private.services"
+_STATE, _WORKER = "ray._private.state", "ray._private.worker"
+_DEATHS = ("Raylet is terminated", "A worker died or was killed", "The node with node id")
+_UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Methods of Ray's `Node` that start the autoscaler, the log monitor and the dashboard."""
+_START_PROCESS = "start_ray_process"
+_PROGRAMS = Path(__file__).parent / "programs"
+_AGENT, _SETUP_WORKER, _TIED = (
+    _PROGRAMS / name for name in ("no_agent.py", "setup_worker.py", "bound.py")
+)
 _LOG = logging.getLogger(__name__)
 
 
-def quieten_token_question() -> None:
-    """At every start Ray says whether the cluster asks for a token."""
+def silence_ray() -> None:
+    """Drop Ray's messages about tokens, dead processes and signal handlers; Keel has its own."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-
-
-def quieten_deaths() -> None:
-    """Ray prints pages about a process that has died; Keel says it in a line."""
-    worker = importlib.import_module(WORKER)
+    logging.getLogger(_WORKER).addFilter(_not_about_sigterm)
+    worker = importlib.import_module(_WORKER)
     printed = getattr(worker, "print_to_stdstream", None)
     if printed is None or getattr(printed, "of_keel", False):
         return
 
     def brief(data: Mapping[str, Any], *rest: Any, **named: Any) -> None:
-        said = "".join(map(str, data.get("lines", ())))
-        if not said.startswith(DEATHS):
+        if not "".join(map(str, data.get("lines", ()))).startswith(_DEATHS):
             printed(data, *rest, **named)
 
     brief.of_keel = True  # pyright: ignore[reportFunctionMemberAccess]
     vars(worker)["print_to_stdstream"] = brief
 
 
-def quieten_other_thread() -> None:
-    """Where another thread than the main one joins a cluster (`keel.model.ray_timeouts.bounded`),
-    Ray
-    warns that it has put no handler of its own for SIGTERM. Keel has one."""
-    logging.getLogger(WORKER).addFilter(_not_of_handlers)
-
-
-def _not_of_handlers(record: logging.LogRecord) -> bool:
+def _not_about_sigterm(record: logging.LogRecord) -> bool:
     return "SIGTERM handler is not set" not in record.getMessage()
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Node id → what nobody has taken of its resources.
+    """Free resources by node id, which Ray's public functions report for the whole cluster only.
 
-    Ray's public functions say it of the whole cluster (`ray.available_resources`), or of each node
-    what there is in all (`ray.nodes`, which is taken, with one line, where a release has moved the
-    other: GPUs that others use are then waited for, and not planned around).
+    Falls back to each node's total resources on a Ray release without the function.
     """
     try:
-        return importlib.import_module(STATE).available_resources_per_node()
+        return importlib.import_module(_STATE).available_resources_per_node()
     except (ImportError, AttributeError) as error:
         _warn(
-            f"Ray {ray.__version__} is not as 2.60 was ({error}). GPUs that others use count as "
-            "free here, and the run waits for them"
+            f"Ray {ray.__version__} differs from 2.60 ({error}). GPUs that others use count as "
+            "free, so the run waits for them"
         )
         return {node["NodeID"]: node["Resources"] for node in ray.nodes()}
 
 
 def exit_now(status: int) -> NoReturn:
-    """End this process without waiting for threads: Ray's own crash where their cluster is gone, a
-    tracker's may hang."""
+    """Exit without waiting for threads: Ray's crash without their cluster, a tracker's may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def own_processes() -> dict[str, list[int]]:
-    """Processes of the cluster that this process has started, by kind (`raylet`, `gcs_server` …);
-    none where it has joined one."""
+    """Process ids of the cluster that this process has started, by kind (`raylet`, `gcs_server`);
+    empty if it has joined one."""
     processes: Mapping[str, Any] = getattr(_node(), "all_processes", {})
     return {kind: [info.process.pid for info in infos] for kind, infos in processes.items()}
 
 
 def _node() -> Any:
-    return getattr(importlib.import_module(WORKER), "_global_node", None)
+    return getattr(importlib.import_module(_WORKER), "_global_node", None)
 
 
 @contextmanager
-def ended_by_force() -> Iterator[None]:
-    """For `ray.shutdown` of a cluster that this process has started: its processes, which heed no
-    SIGTERM (`keel.trainer.run.signals.shielded`), are not asked to end, a second each, and what
-    they have started ends with them. They end at the latest when this does, whether it has been
-    called or not.
+def killing_own_processes() -> Iterator[None]:
+    """Make `ray.shutdown` kill the processes of a cluster started here, with their descendants.
+
+    They ignore SIGTERM, so asking them to exit would take a second each. They are killed at exit
+    even if `ray.shutdown` was never called.
     """
-    node = _node()
-    left: list[int] = []
+    node, handles = _node(), list[int]()
     own = [pid for pids in own_processes().values() for pid in pids]
-    for pid in [*own, *(part for root in own for part in below(root))]:
+    for pid in [*own, *(child for root in own for child in descendants(root))]:
         with suppress(ProcessLookupError):
-            left.append(os.pidfd_open(pid))
+            handles.append(os.pidfd_open(pid))
     if own:
         kill = node.kill_all_processes
-        node.kill_all_processes = lambda **how: kill(**{**how, "allow_graceful": False})
+        node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
     try:
         yield
     finally:
-        for process in left:
+        for process in handles:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
             os.close(process)
 
 
-@cache  # or once for every look at the cluster
+@cache
 def _warn(line: str) -> None:
     _LOG.warning(line)
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """A cluster that is started in here is on the loopback interface, as Ray itself has it on macOS
-    and Windows: whoever reaches this machine reaches no port of it. One that is joined later, or
-    that others start in this process, is not touched."""
-    constants = vars(importlib.import_module(CONSTANTS))
-    if NETWORK not in constants:
+    """Start clusters on the loopback interface only, so that no port is reachable from outside."""
+    constants = vars(importlib.import_module(_CONSTANTS))
+    if _NETWORK not in constants:
         _warn(
-            f"Ray {ray.__version__} is not as 2.60 was. Its ports can be reached from other "
-            "machines, and ask for the token of this run"
+            f"Ray {ray.__version__} differs from 2.60. Its ports can be reached from other "
+            "machines, and ask for this run's token"
         )
         yield
         return
-    constant, variable = constants[NETWORK], os.environ.get(NETWORK_VARIABLE)
-    constants[NETWORK], os.environ[NETWORK_VARIABLE] = False, "0"  # Ray's processes read the latter
+    constant, variable = constants[_NETWORK], os.environ.get(_NETWORK_VARIABLE)
+    constants[_NETWORK], os.environ[_NETWORK_VARIABLE] = False, "0"  # the latter for subprocesses
     try:
         yield
     finally:
-        constants[NETWORK] = constant
-        del os.environ[NETWORK_VARIABLE]
+        constants[_NETWORK] = constant
+        del os.environ[_NETWORK_VARIABLE]
         if variable is not None:
-            os.environ[NETWORK_VARIABLE] = variable
+            os.environ[_NETWORK_VARIABLE] = variable
 
 
 @contextmanager
 def without_unused_processes() -> Iterator[None]:
-    """A cluster that is started in here has no process that a run does not use: four of Python,
-    which are more than a tenth of what a small run computes, and for one of which the driver would
-    wait. Where a release of Ray has moved what starts them, they are there."""
-    services = importlib.import_module(SERVICES)
-    node = getattr(importlib.import_module(NODE), "Node", None)
-    put: list[tuple[Any, str, Callable[..., Any]]] = [
-        (node, name, lambda *_, **__: None) for name in UNUSED if name in vars(node or object)
-    ]
-    if start := getattr(services, STARTS, None):
+    """Start clusters without the four Python processes that a run does not use.
 
-        def started(command: Sequence[str], *rest: Any, **named: Any) -> Any:
+    They cost a tenth of a small run's CPU time. Releases of Ray with other names start them.
+    """
+    services = importlib.import_module(_SERVICES)
+    node = getattr(importlib.import_module(_NODE), "Node", None)
+    patches: list[tuple[Any, str, Callable[..., Any]]] = [
+        (node, name, lambda *_, **__: None) for name in _UNUSED if name in vars(node or object)
+    ]
+    if start := getattr(services, _START_PROCESS, None):
+
+        def start_light(command: Sequence[str], *rest: Any, **named: Any) -> Any:
             return start(lighter(command), *rest, **named)
 
-        put.append((services, STARTS, started))
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in put]
-    for owner, name, other in put:
-        setattr(owner, name, other)
+        patches.append((services, _START_PROCESS, start_light))
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in patches]
+    for owner, name, patch in patches:
+        setattr(owner, name, patch)
     try:
         yield
     finally:
-        for owner, name, own in before:
-            setattr(owner, name, own)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
 def lighter(command: Sequence[str]) -> list[str]:
-    """The command of a raylet whose dashboard's agent is `NO_AGENT`, and whose workers are set up
-    by `SETUP`; of another process, or of a raylet that is not told of its agent so, as it is."""
-    told = {name: value for name, _, value in (w.partition("=") for w in command)}
+    """Replace the agent and the worker setup in a raylet's command by those of `programs`."""
+    options = {name: value for name, _, value in (word.partition("=") for word in command)}
     agent, session, node = "--dashboard_agent_command", "--session_dir", "--node_id"
-    if not told.keys() >= {agent, session, node}:
+    runtime_agent, workers = "--runtime_env_agent_command", "--python_worker_command"
+    if not options.keys() >= {agent, session, node}:
         return list(command)
-    # Without `site`: they need nothing but Python's own modules, and are there at once.
-    bare = [sys.executable, "-I", "-S"]
-    changed = {agent: subprocess.list2cmdline([*bare, str(NO_AGENT), told[session], told[node]])}
-    if other := told.get(RUNTIME_AGENT):  # which by itself lives on for a minute without its raylet
-        changed[RUNTIME_AGENT] = f"{subprocess.list2cmdline([*bare, str(BOUND)])} {other}"
-    match shlex.split(told.get(WORKERS, "")):
-        case [python, theirs, *rest] if Path(theirs).name == SETUP.name:
-            changed[WORKERS] = subprocess.list2cmdline([python, str(SETUP), *rest])
+    python = [sys.executable, "-I", "-S"]  # starts at once: only the standard library
+    words = [*python, str(_AGENT), options[session], options[node]]
+    changed = {agent: subprocess.list2cmdline(words)}
+    if theirs := options.get(runtime_agent):  # would outlive its raylet by a minute
+        changed[runtime_agent] = f"{subprocess.list2cmdline([*python, str(_TIED)])} {theirs}"
+    match shlex.split(options.get(workers, "")):
+        case [interpreter, setup, *rest] if Path(setup).name == _SETUP_WORKER.name:
+            changed[workers] = subprocess.list2cmdline([interpreter, str(_SETUP_WORKER), *rest])
         case _:
             pass
     names = [word.partition("=")[0] for word in command]

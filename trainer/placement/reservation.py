@@ -1,4 +1,4 @@
-"""The placement kept: one Ray placement group, reserved whole before any actor starts."""
+"""Reserves the GPUs of a placement as one Ray placement group, before any actor starts."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from keel.configs.schema import Config, ConfigError
 from keel.model.ray_timeouts import CALL_S, attempt, bounded
-from keel.trainer.placement.hardware import SHARED, Placement, Seat, allowed, place
+from keel.trainer.placement.hardware import SHARED_GPU, Placement, Seat, allowed, place
 from keel.trainer.placement.nodes import cluster_nodes
 
-TRY_S = 5.0
-"""What looked free can be taken the next moment: look again after so long."""
-POLL_S = 0.5
+_GRANT_S = 5.0
+"""Replan if Ray has not granted a group for this long: the GPUs may be taken by then."""
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
+    """A placement and the Ray placement group that holds its GPUs."""
+
     placement: Placement
     group: PlacementGroup
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
-        """Ray options that put an actor on its seat. Another may take it when that one has died."""
+        """Ray options that put an actor on its seat."""
         owner = self.placement.owner(kind, index)
         return {
             "num_cpus": 1,
-            "num_gpus": SHARED if owner.shared else owner.gpus,
+            "num_gpus": SHARED_GPU if owner.shared else owner.gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self.group, placement_group_bundle_index=_owners(self.placement).index(owner)
             ),
@@ -41,17 +43,16 @@ class Reservation:
 
 @contextmanager
 def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
-    """All GPUs of a run (only: of its actors of this kind), held until exit. The actors on them
-    must be gone by then.
+    """Hold the GPUs of a run, or of its actors of the kind `only`, until exit.
 
-    Raises ConfigError at once for what the cluster could not hold if it were idle, and TimeoutError
-    when others did not free enough of it within `timeout_s`.
+    Raises ConfigError if the idle cluster would be too small, and TimeoutError if others do not
+    free enough GPUs in time.
     """
     reservation = _reserve(config, timeout_s, only)
     try:
         yield reservation
     finally:
-        _give_back(reservation.group)
+        _release(reservation.group)
 
 
 def _reserve(config: Config, timeout_s: float, only: str) -> Reservation:
@@ -61,24 +62,23 @@ def _reserve(config: Config, timeout_s: float, only: str) -> Reservation:
         try:
             placement = place(config, allowed(cluster_nodes(), config.run), only=only)
         except ConfigError as error:
-            lacking = str(error)
+            reason = str(error)
         else:
             group = bounded(partial(_group, placement), CALL_S, "take a reservation")
-            patience_s = max(0.0, min(TRY_S, end - time.monotonic()))
-            if bounded(partial(group.wait, patience_s), CALL_S, "say what is reserved"):
+            grant_s = max(0.0, min(_GRANT_S, end - time.monotonic()))
+            if bounded(partial(group.wait, grant_s), CALL_S, "report what is reserved"):
                 return Reservation(placement=placement, group=group)
-            _give_back(group)
-            lacking = "Ray did not grant what looked free"
-        if time.monotonic() + POLL_S >= end:
+            _release(group)
+            reason = "Ray did not grant GPUs that looked free"
+        if time.monotonic() + _POLL_S >= end:
             raise TimeoutError(
-                f"waited {timeout_s:g} s (run.startup_timeout_s) for GPUs that others use now: "
-                f"{lacking}"
+                f"no free GPUs after {timeout_s:g} s (run.startup_timeout_s): {reason}"
             )
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _group(placement: Placement) -> PlacementGroup:
-    """One bundle an owner of GPUs, on its node; its guest has a core in it, too."""
+    """One bundle per owner of GPUs, on its node, with a CPU core for a guest."""
     owners = _owners(placement)
     return placement_group(
         [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],
@@ -87,7 +87,7 @@ def _group(placement: Placement) -> PlacementGroup:
     )
 
 
-def _give_back(group: PlacementGroup) -> None:
+def _release(group: PlacementGroup) -> None:
     attempt(lambda: remove_placement_group(group), CALL_S, "give up a reservation")
 
 

@@ -1,4 +1,4 @@
-"""How long the trainer's ranks are waited for, and what to say when that was not enough."""
+"""Deadlines for calls of trainer ranks, which adapt to how long earlier calls took."""
 
 from __future__ import annotations
 
@@ -9,62 +9,61 @@ from typing import Any
 from keel.model.ray_timeouts import Deadline
 from keel.rl.packing import TrainBatch
 
-MANY, AT_LEAST_S = 10.0, 300.0
-"""What has been done before is taken for lost after so many times as long as it is likely to take,
-and no sooner than this; the first time after `trainer.timeout_s`."""
+_SLOWDOWN, _MIN_S = 10.0, 300.0
+"""A repeated call is lost after this many times its expected duration, but not sooner than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDeadline:
-    """Of one wait."""
+    """Deadline of one wait, with the knob to name when it passes."""
 
     what: str
     seconds: float
     knob: str
     left: Deadline | None = None
-    """Where several waits share it."""
+    """Shared remaining time, if several waits have one deadline."""
 
 
 class StepDeadlines:
-    """Of all that ranks are asked for."""
+    """Deadlines by kind of call."""
 
     def __init__(self, timeout_s: float, sending_s: float) -> None:
-        """timeout_s: `trainer.timeout_s`. sending_s: the ranks may first have to send the weights
-        of the step before."""
-        self._timeout_s = timeout_s
-        self._knobs = "trainer.timeout_s" + ", and rollout.update_timeout_s of engines" * (
-            sending_s > 0
-        )
-        self._sending_s = sending_s
-        self._longest: dict[str, float] = {}
-        self._pace: dict[str, float] = {}
-        """Most seconds that anything took so far, and that a part of its work did."""
+        """timeout_s: `trainer.timeout_s`; sending_s: extra time for weights still being sent."""
+        self._timeout_s, self._sending_s = timeout_s, sending_s
+        self._knobs = "trainer.timeout_s"
+        if sending_s > 0:
+            self._knobs += ", and rollout.update_timeout_s of engines"
+        self._longest_s: dict[str, float] = {}
+        self._slowest_pace_s: dict[str, float] = {}
 
     def of(self, what: str, times: int = 1) -> StepDeadline:
-        """times: that `trainer.timeout_s` counts, as for optimizer steps in one call."""
+        """The configured deadline; `times`: optimizer steps in the call."""
         return StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
     def likely(self, what: str, work: int, times: int = 1) -> StepDeadline:
-        """As `of`, and no longer than what has been done before makes likely of as much work."""
-        most = self.of(what, times)
-        if what not in self._longest:
-            return most
-        longest, for_this = self._longest[what], self._pace[what] * work
-        seconds = max(AT_LEAST_S, MANY * max(longest, for_this)) + self._sending_s
-        if seconds >= most.seconds:
-            return most
-        more = f", and this one likely {for_this:.0f} s" * (for_this > longest)
-        return StepDeadline(
-            what, seconds, f"the longest so far took {longest:.0f} s{more}; at most {self._knobs}"
-        )
+        """The configured deadline, or a shorter one derived from earlier calls.
+
+        work: micro-batches in the call, see `micro_batch_count`.
+        """
+        longest = self.of(what, times)
+        if what not in self._longest_s:
+            return longest
+        before_s, expected_s = self._longest_s[what], self._slowest_pace_s[what] * work
+        seconds = max(_MIN_S, _SLOWDOWN * max(before_s, expected_s)) + self._sending_s
+        if seconds >= longest.seconds:
+            return longest
+        expected = f", and this one likely {expected_s:.0f} s" if expected_s > before_s else ""
+        knob = f"the longest so far took {before_s:.0f} s{expected}; at most {self._knobs}"
+        return StepDeadline(what, seconds, knob)
 
     def took(self, what: str, work: int, seconds: float) -> None:
-        """Note how long it took once. work: as `work_of`."""
-        self._longest[what] = max(self._longest.get(what, 0.0), seconds)
-        self._pace[what] = max(self._pace.get(what, 0.0), seconds / max(1, work))
+        """Record the duration of a call."""
+        self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
+        pace_s = seconds / max(1, work)
+        self._slowest_pace_s[what] = max(self._slowest_pace_s.get(what, 0.0), pace_s)
 
 
 def micro_batch_count(share: Sequence[TrainBatch] | Mapping[str, TrainBatch]) -> int:
-    """Micro-batches that a group of ranks is given at once: as many as any other group."""
+    """Micro-batches in one rank group's share of a call, equal for all groups."""
     batches: Sequence[Any] = list(share.values()) if isinstance(share, Mapping) else share
     return sum(len(batch.micro_batches) + len(batch.scored_first) for batch in batches)

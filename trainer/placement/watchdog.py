@@ -1,8 +1,7 @@
-"""Watches over the processes of a run: one that stands still for too long is ended, so that whoever
-needs it finds it dead, and goes on as for any that has died.
+"""Watches the processes of a run from a thread, so that a hung one is killed and replaced.
 
-On a cluster that this process has started it looks for itself; on one that it has joined, each node
-has an actor that does.
+On a cluster that this process has started, the thread polls the processes itself; on one that it
+has joined, an actor on each node does.
 """
 
 from __future__ import annotations
@@ -15,91 +14,84 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from keel.model import ray_timeouts
-from keel.trainer.placement.hang_detector import LOOK_S, RAYS, HangDetector, NodeHealth
+from keel.trainer.placement.hang_detector import POLL_S, RAY_PROCESSES, HangDetector, NodeHealth
+from keel.trainer.placement.hardware import RANK
 from keel.trainer.placement.node_monitor import ANSWER_S, ClusterMonitor
 from keel.trainer.placement.ray_internals import own_processes
 from keel.trainer.run.restarts import WorkerLost
 
-RANK = "trainer rank"
-"""How the names of those begin without which a step cannot end."""
-STOP_S = 2 * ANSWER_S
-
 
 class Watchdog:
-    """What the processes of a run are at, from a thread that looks every second."""
+    """Polls the health of a run's processes every second."""
 
     def __init__(
-        self, look: Callable[[], NodeHealth], say: Callable[[str], Any], *needed: int
+        self, poll: Callable[[], NodeHealth], say: Callable[[str], Any], *processes: int
     ) -> None:
-        """look: at all nodes; needed: processes here at whose end it looks at once."""
+        """processes: ids of local processes whose exit triggers a poll at once."""
         self.say = say
-        """Told, on the thread, of what stands still, and of what was ended."""
+        """Called from the thread with each warning."""
         self.nodes: Set[str] = frozenset()
-        """Ids of those without which it cannot go on as it is: what was reserved there can be had
-        on no other."""
-        self._look, self._failure, self._failed = look, "", False
+        """Ids of nodes that the run cannot do without, since its GPUs are reserved there."""
+        self._poll, self._failure, self._failed = poll, "", False
         self._ranks: set[str] = set()
-        """That have been seen."""
         self._stopping = os.eventfd(0)
-        self._open = [self._stopping, *map(os.pidfd_open, needed)]
-        self._thread = threading.Thread(target=self._run, name="keel-watch", daemon=True)
+        self._files = [self._stopping, *map(os.pidfd_open, processes)]
+        self._thread = threading.Thread(target=self._run, name="keel-watchdog", daemon=True)
         self._thread.start()
 
-    def well(self) -> bool:
-        """`check`, for those who ask whether to stop waiting."""
+    def should_stop_waiting(self) -> bool:
+        """Return False, or raise like `check`."""
         self.check()
         return False
 
     def check(self) -> None:
-        """Raise `RayLost` if a Ray process died or hangs, `WorkerLost` if a rank or node did."""
-        if ray_timeouts.lost_reason():
-            raise ray_timeouts.RayLost(ray_timeouts.lost_reason())
+        """Raise `RayLost` if Ray is unusable, and `WorkerLost` if a trainer rank or node is."""
+        if reason := ray_timeouts.lost_reason():
+            raise ray_timeouts.RayLost(reason)
         if self._failure:
             raise WorkerLost(self._failure)
 
     def stop(self) -> None:
-        """What ends from now on is meant to."""
         os.eventfd_write(self._stopping, 1)
-        self._thread.join(STOP_S)
-        while not self._thread.is_alive() and self._open:
-            os.close(self._open.pop())
+        self._thread.join(2 * ANSWER_S)
+        while not self._thread.is_alive() and self._files:
+            os.close(self._files.pop())
 
     def _run(self) -> None:
-        waking = list(self._open)
-        while self._stopping not in (woken := select.select(waking, [], [], LOOK_S)[0]):
-            waking = [process for process in waking if process not in woken]  # they have ended
+        files = list(self._files)
+        while self._stopping not in (ready := select.select(files, [], [], POLL_S)[0]):
+            files = [process for process in files if process not in ready]  # they have exited
             try:
-                if not self._note(self._look()):
+                health = self._poll()
+                self._record(health)
+                if health.ray_failure:
                     return
-            except ray_timeouts.RayLost:  # which somebody else has found, and says
+            except ray_timeouts.RayLost:  # found and reported by another thread
                 return
-            except Exception as error:  # whatever it is, the next look may be better
-                self._fail(error)
+            except Exception as error:  # the next poll may succeed
+                self._report(error)
 
-    def _note(self, sight: NodeHealth) -> bool:
-        """Whether to look again."""
-        if sight.lost:
-            ray_timeouts.mark_lost(f"{sight.lost}. Nothing on Ray goes on without it")
-        ranks = {name for name in sight.here if name.startswith(RANK)}
-        if gone := sorted(self._ranks - ranks):
-            self._failure = self._failure or f"{gone[0]} is gone"
+    def _record(self, health: NodeHealth) -> None:
+        if health.ray_failure:
+            ray_timeouts.mark_lost(f"{health.ray_failure}. The run cannot continue without it")
+        ranks = {name for name in health.actors if name.startswith(RANK)}
+        failures = [f"{rank} is gone" for rank in sorted(self._ranks - ranks)]
+        failures += [
+            f"node {health.dead_nodes[node]} is gone, and the run's GPUs on it"
+            for node in health.dead_nodes.keys() & self.nodes
+        ]
+        self._failure = self._failure or next(iter(failures), "")
         self._ranks |= ranks
-        for node in sight.dead.keys() & self.nodes:
-            self._failure = self._failure or (
-                f"node {sight.dead[node]} is gone, and the GPUs with it that the run had there"
-            )
-        for line in sight.said:
-            self.say(line)
-        return not sight.lost
+        for message in health.messages:
+            self.say(message)
 
-    def _fail(self, error: Exception) -> None:
-        """Say so, once."""
+    def _report(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
-            with suppress(Exception):  # it may be what has failed
+            with suppress(Exception):  # `say` may be what failed
                 self.say(
-                    f"looking for frozen processes failed ({type(error).__name__}: {error}). It "
-                    "goes on, and no more is said where it fails again"
+                    f"looking for hung processes failed ({type(error).__name__}: {error}). It will "
+                    "be retried; further failures are not reported"
                 )
 
 
@@ -107,19 +99,19 @@ class Watchdog:
 def start_watchdog(
     say: Callable[[str], Any], hang_timeout_s: float, nodes: Set[str] = frozenset()
 ) -> Iterator[Watchdog]:
-    """Watch over what runs on Ray, from here on to the end. hang_timeout_s: the knob of `run`;
-    nodes: as `Watch.nodes`."""
+    """Run a watchdog until exit. nodes: see `Watchdog.nodes`."""
     own = own_processes()
     if own:
         (raylet,) = own["raylet"]
-        rays = {words: own[kind][0] for kind, words in RAYS.items() if kind in own}
-        start = ray_timeouts.start()
-        looker = HangDetector(raylet, rays, start=start, hang_timeout_s=hang_timeout_s)
-        watch = Watchdog(looker.look, say, *rays.values())
+        processes = {name: own[kind][0] for kind, name in RAY_PROCESSES.items() if kind in own}
+        detector = HangDetector(
+            raylet, processes, start=ray_timeouts.start(), hang_timeout_s=hang_timeout_s
+        )
+        watchdog = Watchdog(detector.poll, say, *processes.values())
     else:
-        watch = Watchdog(ClusterMonitor(hang_timeout_s).look, say)
-    watch.nodes = nodes
+        watchdog = Watchdog(ClusterMonitor(hang_timeout_s).poll, say)
+    watchdog.nodes = nodes
     try:
-        yield watch
+        yield watchdog
     finally:
-        watch.stop()
+        watchdog.stop()

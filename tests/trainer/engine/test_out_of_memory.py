@@ -16,12 +16,12 @@ from keel.rl.futures import done
 from keel.rl.metrics import values
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.learner import Learner
-from keel.trainer.placement.cached_choice import CHOSEN
+from keel.trainer.placement.choose import CACHE_FILE
 from keel.trainer.placement.oom_recovery import (
-    MOST,
+    _MAX_REDUCTIONS,
     OomRecovery,
     RetryOnOom,
-    lowered,
+    with_less_memory,
 )
 from keel.trainer.placement.step_deadlines import StepDeadlines
 from keel.trainer.run.restarts import OutOfMemory, UpdateOutOfMemory
@@ -97,7 +97,7 @@ def test_step_is_repeated_in_smaller_micro_batches(
     straight = Local(model, half)
     expected = [straight.step(each) for each in groups]
 
-    (tmp_path / CHOSEN).write_text(
+    (tmp_path / CACHE_FILE).write_text(
         json.dumps({"values": {"trainer.micro_batch_tokens": 96}, "hardware": {}})
     )
     said: list[str] = []
@@ -120,7 +120,7 @@ def test_step_is_repeated_in_smaller_micro_batches(
         "Out of memory: trainer.micro_batch_tokens is now 48, not 96, for the rest of the run"
     )
     # A resumed run uses it, too.
-    saved = json.loads((tmp_path / CHOSEN).read_text())
+    saved = json.loads((tmp_path / CACHE_FILE).read_text())
     assert saved["values"] == {"trainer.micro_batch_tokens": 48}
 
 
@@ -143,9 +143,9 @@ def test_smallest_micro_batches_recompute_activations(
         torch.allclose(tensor, wanted[name], atol=1e-6)
         for name, tensor in learner.weights().items()
     )
-    assert lowered(lowering.config) is None
+    assert with_less_memory(lowering.config) is None
     trainer = replace(lowering.config.trainer, keep_attention=True)
-    last = lowered(replace(lowering.config, trainer=trainer))
+    last = with_less_memory(replace(lowering.config, trainer=trainer))
     assert last == lowering.config
 
 
@@ -184,8 +184,8 @@ def test_out_of_memory_update_is_not_retried(
 def test_number_of_retries_is_limited(tmp_path: Path) -> None:
     config = short(make_config(1, 0, tokens=4096))
     lowering, error = OomRecovery(config=config, folder=tmp_path), OutOfMemory("too small")
-    for _ in range(MOST):
+    for _ in range(_MAX_REDUCTIONS):
         assert "trainer.micro_batch_tokens is now" in lowering.after(error)
-    assert lowering.config.trainer.micro_batch_tokens == 4096 // 2**MOST
+    assert lowering.config.trainer.micro_batch_tokens == 4096 // 2**_MAX_REDUCTIONS
     with pytest.raises(OutOfMemory):
         lowering.after(error)

@@ -10,7 +10,7 @@ import pytest
 
 from keel.model.ray_timeouts import NAME
 from keel.trainer.placement import hang_detector as looks
-from keel.trainer.placement.hang_detector import LOOK_S, HangDetector, NodeHealth
+from keel.trainer.placement.hang_detector import POLL_S, HangDetector, NodeHealth
 
 START = "this"
 """The start whose actors are looked at."""
@@ -24,7 +24,7 @@ class Machine:
         self._root, self.now, self.ended = root, 0.0, list[int]()
         (root / "stat").write_text("btime 0\n")
         patch.setattr(psutil, "PROCFS_PATH", str(root))
-        patch.setattr(looks, "end", self._end)
+        patch.setattr(looks, "kill", self._end)
         self.add(RAYLET, below=0)
 
     def looker(self, hang_timeout_s: float, **rays: int) -> HangDetector:
@@ -32,10 +32,10 @@ class Machine:
             RAYLET, rays, start=START, hang_timeout_s=hang_timeout_s, clock=lambda: self.now
         )
 
-    def look(self, looker: HangDetector, seconds: float = LOOK_S) -> NodeHealth:
+    def look(self, looker: HangDetector, seconds: float = POLL_S) -> NodeHealth:
         """So long after the last."""
         self.now += seconds
-        return looker.look()
+        return looker.poll()
 
     def add(
         self, pid: int, name: str = "", *, below: int = RAYLET, start: str = START, begun: int = 1

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from keel.configs.schema import Config, DataConfig, RunConfig, SourceConfig
-from keel.trainer.placement.cached_choice import (
+from keel.trainer.placement.choose import (
     SavedChoice,
     load_choice,
     save_choice,
     update_choice,
 )
 from keel.trainer.placement.hardware import Hardware, idle_nodes
-from keel.trainer.placement.nodes import most_taken
+from keel.trainer.placement.nodes import used_gib
 from keel.trainer.run.checkpoint import STATE
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -43,18 +43,6 @@ def test_it_is_kept_on_the_same_hardware_and_as_it_was_lowered(
     assert load_choice(started_over, FOUR) == SavedChoice()
 
 
-def test_other_hardware_is_chosen_for_anew_and_what_changed_is_said(
-    config: Config, tmp_path: Path
-) -> None:
-    eight = Hardware(gpu=True, nodes=tuple(idle_nodes(1, 8)), gpu_gib=79.2, taken_gib=12.0)
-    found = load_choice(config, eight.signature)
-    assert not found.values
-    assert found.changed == (
-        "the hardware is not what it was (GPUs of each node [4] → [8], GiB of a GPU 140 → 79, GiB "
-        "that others hold 0 → 12): the layout is chosen anew"
-    )
-
-
 def test_a_run_without_a_checkpoint_or_with_a_damaged_file_has_no_choice(
     config: Config, tmp_path: Path
 ) -> None:
@@ -68,9 +56,9 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_file_has_no_choice(
 
 def test_what_others_hold_is_read_of_the_gpus_that_are_visible() -> None:
     listed = "GPU-aa-1, 40960\nGPU-bb-2, 81920\nGPU-cc-3, 300\n"
-    assert most_taken(listed, {"aa-1", "cc-3"}) == 40.0
-    assert most_taken(listed, {"cc-3"}) == 0.0  # an idle driver's own
-    assert most_taken("GPU-aa-1, [N/A]\n", {"aa-1"}) == 0.0
+    assert used_gib(listed, {"aa-1", "cc-3"}) == 40.0
+    assert used_gib(listed, {"cc-3"}) == 0.0  # an idle driver's own
+    assert used_gib("GPU-aa-1, [N/A]\n", {"aa-1"}) == 0.0
     # On a cluster Ray knows which are somebody's.
-    assert most_taken(listed, {"aa-1", "bb-2"}, every=True) == 40.0
-    assert most_taken(listed, {"aa-1", "cc-3"}, every=True) == 0.0
+    assert used_gib(listed, {"aa-1", "bb-2"}, least=True) == 40.0
+    assert used_gib(listed, {"aa-1", "cc-3"}, least=True) == 0.0

@@ -127,7 +127,7 @@ def test_colocated_engines_sit_beside_the_ranks() -> None:
         ConfigError, match=r"needs 6 GPU\(s\) \(6 trainer rank\(s\) with an engine each"
     ):
         place(recipe, nodes(4))
-    with pytest.raises(ConfigError, match="find no node"):
+    with pytest.raises(ConfigError, match="no node"):
         place(recipe, nodes(8, cpus=7))  # each pair needs two cores
 
 
@@ -144,26 +144,6 @@ def test_colocation_is_one_engine_for_one_rank(shape: dict[str, int]) -> None:
     recipe = config(**{"ranks": 2, **shape})
     with pytest.raises(ConfigError, match=r"rollout\.(engines|tensor_parallel) = \d"):
         replace(recipe, rollout=replace(recipe.rollout, colocated=True))
-
-
-@pytest.mark.parametrize(
-    ("shape", "available", "cure"),
-    [
-        ({"engines": 2}, 2, "Lower rollout.engines; with one"),
-        ({"ranks": 2}, 1, "Lower trainer.ranks; with one"),
-        ({"width": 2}, 2, "Lower rollout.tensor_parallel; with one"),
-        ({"engines": 2, "ranks": 3}, 1, "Lower trainer.ranks, rollout.engines; with one"),
-        ({}, 0, "Start it where there are as many, or without GPUs (run.device=cpu run.gpu_gib=0"),
-    ],
-)
-def test_too_few_gpus_are_counted(shape: dict[str, int], available: int, cure: str) -> None:
-    """And what is named is what can be lowered."""
-    room = nodes(available) if available else []
-    with pytest.raises(
-        ConfigError, match=rf"needs \d GPU\(s\) .* the cluster has {available}"
-    ) as raised:
-        place(config(**shape), room)
-    assert cure in str(raised.value)
 
 
 def test_a_run_uses_no_more_than_the_recipe_says_it_has() -> None:
@@ -193,7 +173,7 @@ def test_an_engine_that_no_node_can_hold_is_refused_by_name() -> None:
         ConfigError, match=r"^rollout\.tensor_parallel = 8: .* the largest has 4: n0"
     ):
         place(config(width=8, ranks=1), nodes(4, 4, 4))
-    with pytest.raises(ConfigError, match=r"1 of 3 engine\(s\) of 2 .* find no node"):
+    with pytest.raises(ConfigError, match=r"1 of 3 engine\(s\) of 2 .* no node"):
         place(config(engines=3, width=2, ranks=1), nodes(3, 3, 1))
     with pytest.raises(ConfigError, match=r"n0 \(4 GPUs, 2 CPU cores\)"):
         place(config(engines=2, ranks=2), nodes(4, cpus=2))

@@ -12,12 +12,12 @@ from keel.configs.auto import KNOBS
 from keel.configs.schema import Config, ModelConfig, SftConfig, TrainerConfig
 from keel.configs.sections.sft import ConversationsConfig
 from keel.model.load import ModelFacts, facts_of
-from keel.trainer.placement.choose import choose, concerned
-from keel.trainer.placement.gpus import Machine
-from keel.trainer.placement.layouts import TIE, WAYS, Layout, Search
+from keel.trainer.placement.choose import choose, relevant_knobs
+from keel.trainer.placement.hardware import GpuSpec
+from keel.trainer.placement.layouts import STRICTNESSES, TIE, Layout, Search
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.plan import make_plan
-from keel.trainer.placement.step_time import lesson_seconds
+from keel.trainer.placement.step_time import sft_seconds
 from tests.trainer.placement.test_choose import SHAPES, machine, recipe
 
 
@@ -41,10 +41,10 @@ def all_that_fit(search: Search) -> list[Layout]:
     for seats in options.placements:
         ranks = seats.get("trainer.ranks", search.config.trainer.ranks)
         learning = [way for sizes in options.learning(ranks) for way in sizes]
-        sampling = options.sampling(seats, fewer=search.way.fewer)
+        sampling = options.sampling(seats, fewer=search.strictness.fewer)
         for parts in product(learning, options.turns, sampling):
             values = {**seats, **parts[0], **parts[1], **parts[2]}
-            away = values.get("trainer.offload_optimizer") and not search.way.offload
+            away = values.get("trainer.offload_optimizer") and not search.strictness.offload
             if not away and (layout := search.layout(values)):
                 found.append(layout)
     return found
@@ -70,7 +70,7 @@ def test_nothing_faster_is_left_out(
     shape: str, gpus: int, gib: float, config: Config, shapes: dict[str, ModelFacts]
 ) -> None:
     hardware = machine(gpus, gib)
-    search = Search(config, concerned(config, hardware), shapes[shape], hardware)
+    search = Search(config, relevant_knobs(config, hardware), shapes[shape], hardware)
     best = search.best()
     assert best is not None
     everything = all_that_fit(search)
@@ -82,9 +82,9 @@ def test_activations_are_kept_in_smaller_micro_batches_beside_a_whole_engine(
     shapes: dict[str, ModelFacts],
 ) -> None:
     """On 79 GiB: large ones leave the engine half of the sequences at once, and that is slower than
-    computing activations again; the smaller ones were not looked at."""
+    computing activations again; the smaller_configs ones were not looked at."""
     search = Search(recipe(), KNOBS, shapes["0.6b"], machine(1, 79.2))
-    search.way = WAYS[0]
+    search.strictness = STRICTNESSES[0]
     best = search.best()
     assert best is not None and not best.config.trainer.activation_checkpointing
     assert best.config.rollout.max_num_seqs == 128 and not best.config.rollout.time_share
@@ -96,11 +96,11 @@ def test_any_split_of_a_machine_is_tried(shapes: dict[str, ModelFacts]) -> None:
     config, here = recipe(prompts_per_step=64, group_size=16, max_lag=1), machine(8, 139.8)
     sampling = replace(config.rollout.sampling, max_tokens=4096)
     config = replace(config, rollout=replace(config.rollout, sampling=sampling))
-    search = Search(config, concerned(config, here), shapes["30b-a3b"], here)
+    search = Search(config, relevant_knobs(config, here), shapes["30b-a3b"], here)
     best = search.best()
     assert best is not None
     assert (best.config.trainer.ranks, best.config.rollout.engines) == (5, 3)
-    six = [one.cost for one in search.found if one.config.trainer.ranks == 6]
+    six = [one.cost for one in search.candidates if one.config.trainer.ranks == 6]
     assert min(six) > 1.4 * best.cost
 
 
@@ -119,15 +119,15 @@ def test_ranks_wait_for_the_one_that_has_the_most(shapes: dict[str, ModelFacts])
         config = replace(config, rollout=rollout, trainer=trainer)
         time = make_plan(config, facts, gpu=True).time
         assert time is not None
-        return [lesson_seconds(replace(lesson, trainer=trainer), facts, Machine()), time.training]
+        return [sft_seconds(replace(lesson, trainer=trainer), facts, GpuSpec()), time.training]
 
     assert seconds(9) == pytest.approx(seconds(16), rel=0.01)
     assert all(one < 0.6 * two for one, two in zip(seconds(8), seconds(9), strict=True))
     config = lessons(conversations_per_step=9, max_context_tokens=4096)
-    search = Search(config, concerned(config, here), facts, here)
+    search = Search(config, relevant_knobs(config, here), facts, here)
     best = search.best()
     assert best is not None and best.config.trainer.ranks == 6
-    four = min(one.cost for one in search.found if one.config.trainer.ranks == 4)
+    four = min(one.cost for one in search.candidates if one.config.trainer.ranks == 4)
     assert four > 1.25 * best.cost
 
 
@@ -136,7 +136,7 @@ def test_of_supervised_layouts_that_are_as_fast_the_one_in_the_least_memory_is_t
 ) -> None:
     """They were compared by the memory of an engine, which such a run has not."""
     config, here = lessons(conversations_per_step=12, max_context_tokens=8192), machine(8, 79.2)
-    search = Search(config, concerned(config, here), shapes["8b"], here)
+    search = Search(config, relevant_knobs(config, here), shapes["8b"], here)
     best = search.best()
     assert best is not None and best.gib == best.plan.peak / GIB
     assert best.config.trainer.ranks == 8, "seven need more, and are as fast"

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keel.trainer.placement.programs.no_agent import NONE, PORTS
-from keel.trainer.placement.ray_internals import BOUND, NO_AGENT
+from keel.trainer.placement.programs.no_agent import PORTS
+from keel.trainer.placement.ray_internals import _AGENT, _TIED
 from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -100,11 +100,11 @@ sys.stdin.read()
 
 
 def test_in_the_agents_place_nothing_listens_and_ends_with_the_raylet(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RAYLET, str(NO_AGENT), str(tmp_path), "7"]
+    command = [sys.executable, "-c", RAYLET, str(_AGENT), str(tmp_path), "7"]
     raylet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert raylet.stdin and raylet.stdout
     agent = psutil.Process(int(raylet.stdout.readline()))
-    told = {f"{name}_7": NONE for name in PORTS}
+    told = {f"{name}_7": "-1" for name in PORTS}
     # They are written beside, and then renamed.
     wait_for(lambda: {path.name for path in tmp_path.iterdir()} == told.keys(), "its ports")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == told
@@ -115,7 +115,7 @@ def test_in_the_agents_place_nothing_listens_and_ends_with_the_raylet(tmp_path: 
 
 
 def test_what_is_bound_ends_with_who_has_started_it() -> None:
-    waits = [str(BOUND), sys.executable, "-c", "import time; time.sleep(1000)"]
+    waits = [str(_TIED), sys.executable, "-c", "import time; time.sleep(1000)"]
     raylet = subprocess.Popen(
         [sys.executable, "-c", RAYLET, *waits],
         stdin=subprocess.PIPE,

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from ray.exceptions import AuthenticationError
 
 from keel.configs.schema import (
     Config,
@@ -43,15 +42,13 @@ from keel.trainer.placement.nodes import (
 )
 from keel.trainer.placement.processes import available_cores
 from keel.trainer.placement.ray_internals import (
-    BOUND,
-    NO_AGENT,
-    NODE,
-    RUNTIME_AGENT,
-    SERVICES,
-    SETUP,
-    STARTS,
-    UNUSED,
-    WORKERS,
+    _AGENT,
+    _NODE,
+    _SERVICES,
+    _SETUP_WORKER,
+    _START_PROCESS,
+    _TIED,
+    _UNUSED,
     lighter,
     without_unused_processes,
 )
@@ -90,32 +87,6 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ConfigError, match=rf"^RAY_ADDRESS = {address}: no Ray cluster answers"):
             planned_hardware(recipe())
     assert not ray.is_initialized()
-
-
-@pytest.mark.parametrize("address", ["", "127.0.0.1:1"])
-def test_a_ray_of_the_users_own_in_this_process_is_named(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ConfigError, match=r"in use in this process already.*ray\.shutdown\(\)"):
-        start_ray()
-
-
-@pytest.mark.parametrize("error", [ConnectionError("Failed to connect"), AuthenticationError("No")])
-def test_a_cluster_that_may_ask_for_a_token_is_a_message(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(**_: object) -> None:
-        raise error  # as Ray does without the token
-
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listening.getsockname()[1]}")
-        monkeypatch.setattr("ray.init", fails)
-        with pytest.raises(ConfigError, match=r"cannot join .* set RAY_AUTH_MODE=token here too"):
-            start_ray()
 
 
 def test_a_cluster_that_lets_nobody_in_is_waited_for_no_longer_than_that(
@@ -251,7 +222,7 @@ def test_what_may_start_on_fewer_ranks_is_planned_as_a_whole(
     here_now = detect_hardware(whole)
     found = with_missing_nodes(here_now, whole)
     assert found.missing.startswith("the recipe needs 8 GPU(s)")
-    assert str(found).endswith("this machine; 1 of these nodes not there now")
+    assert str(found).endswith("this machine; 1 of these nodes absent now")
     assert seat_lines(whole, found)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
     (line,) = missing_node_warnings(whole, found)
     assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks)" in line
@@ -322,9 +293,8 @@ def test_what_others_hold_and_what_a_gpu_has(
     if nodes:
         monkeypatch.setenv("RAY_ADDRESS", "a cluster")
     module = "keel.trainer.placement.nodes"
-    monkeypatch.setattr(f"{module}._nodes_found", lambda: idle_nodes(max(1, nodes), 2))
-    monkeypatch.setattr(f"{module}._place_found", lambda: "here")
-    monkeypatch.setattr(f"{module}.taken_gib", lambda *, every: min(taken) if every else max(taken))
+    monkeypatch.setattr(f"{module}._detect_nodes", lambda: idle_nodes(max(1, nodes), 2))
+    monkeypatch.setattr(f"{module}.taken_gib", lambda *, least: min(taken) if least else max(taken))
     found = detect_hardware(recipe(RunConfig(gpu_gib=said)))
     assert (found.gpu_gib, found.gpu_gib - found.taken_gib) == (size, left)
 
@@ -341,14 +311,14 @@ def test_a_recipe_for_a_cpu_does_not_speak_of_gpus() -> None:
 def test_a_ray_that_starts_its_processes_elsewhere_starts_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    node = vars(importlib.import_module(NODE))["Node"]
-    monkeypatch.delattr(node, UNUSED[0])
-    before = [vars(node)[name] for name in UNUSED[1:]]
+    node = vars(importlib.import_module(_NODE))["Node"]
+    monkeypatch.delattr(node, _UNUSED[0])
+    before = [vars(node)[name] for name in _UNUSED[1:]]
     with without_unused_processes():
-        assert not hasattr(node, UNUSED[0])
-        assert all(vars(node)[name](None, port=1) is None for name in UNUSED[1:])
-    assert [vars(node)[name] for name in UNUSED[1:]] == before
-    monkeypatch.setattr(importlib.import_module(NODE), "Node", None)
+        assert not hasattr(node, _UNUSED[0])
+        assert all(vars(node)[name](None, port=1) is None for name in _UNUSED[1:])
+    assert [vars(node)[name] for name in _UNUSED[1:]] == before
+    monkeypatch.setattr(importlib.import_module(_NODE), "Node", None)
     with without_unused_processes():
         pass
 
@@ -363,26 +333,30 @@ def test_memory_is_what_the_machine_has_or_a_container_may_have(tmp_path: Path) 
 
 
 def test_a_raylet_has_no_agent_of_the_dashboard_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    services, commands = importlib.import_module(SERVICES), list[list[str]]()
-    monkeypatch.setattr(services, STARTS, lambda command, kind, **_: commands.append(command))
-    own = getattr(services, STARTS)
+    services, commands = importlib.import_module(_SERVICES), list[list[str]]()
+    monkeypatch.setattr(
+        services, _START_PROCESS, lambda command, kind, **_: commands.append(command)
+    )
+    own = getattr(services, _START_PROCESS)
     agent = "--dashboard_agent_command='/a b/python' agent.py --session-dir=/s --node-id=7"
     with without_unused_processes():
-        getattr(services, STARTS)(["raylet", "--session_dir=/s", agent, "--node_id=7"], "raylet")
-    assert getattr(services, STARTS) is own
+        getattr(services, _START_PROCESS)(
+            ["raylet", "--session_dir=/s", agent, "--node_id=7"], "raylet"
+        )
+    assert getattr(services, _START_PROCESS) is own
     ((program, session, line, node),) = commands
     assert (program, session, node) == ("raylet", "--session_dir=/s", "--node_id=7")
     words = shlex.split(line.removeprefix("--dashboard_agent_command="))
-    assert words == [sys.executable, "-I", "-S", str(NO_AGENT), "/s", "7"] and NO_AGENT.is_file()
-    other = f"{RUNTIME_AGENT}='/a b/python' other.py"
+    assert words == [sys.executable, "-I", "-S", str(_AGENT), "/s", "7"] and _AGENT.is_file()
+    other = "--runtime_env_agent_command='/a b/python' other.py"
     bound = lighter(["--session_dir=/s", agent, other, "--node_id=7"])[2]
-    words = shlex.split(bound.removeprefix(f"{RUNTIME_AGENT}="))
-    assert words[:4] == [sys.executable, "-I", "-S", str(BOUND)] and BOUND.is_file()
+    words = shlex.split(bound.removeprefix("--runtime_env_agent_command="))
+    assert words[:4] == [sys.executable, "-I", "-S", str(_TIED)] and _TIED.is_file()
     assert words[-2:] == ["/a b/python", "other.py"]
-    workers = f"{WORKERS}='/a b/python' /ray/workers/setup_worker.py '/a b/default_worker.py' --x=1"
+    workers = "--python_worker_command='/a b/python' /ray/workers/setup_worker.py '/a b/default_worker.py' --x=1"  # noqa: E501
     setting = lighter(["--session_dir=/s", agent, workers, "--node_id=7"])[2]
     assert shlex.split(setting.partition("=")[2]) == [
-        *("/a b/python", str(SETUP), "/a b/default_worker.py", "--x=1")
+        *("/a b/python", str(_SETUP_WORKER), "/a b/default_worker.py", "--x=1")
     ]
     elsewhere = workers.replace("setup_worker", "begin_worker")
     assert lighter(["--session_dir=/s", agent, elsewhere, "--node_id=7"])[2] == elsewhere

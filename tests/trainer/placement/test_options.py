@@ -15,9 +15,8 @@ from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing.prefix_sharing import prefix_group_size
 from keel.trainer.placement.choose import choose
 from keel.trainer.placement.hardware import Hardware, idle_nodes, place
-from keel.trainer.placement.layouts import Search
+from keel.trainer.placement.layouts import Search, with_values
 from keel.trainer.placement.memory import GIB, trainer_memory
-from keel.trainer.placement.options import with_values
 from tests.trainer.placement.test_choose import SHAPES, machine, recipe
 from tests.trainer.placement.test_layouts import lessons
 
@@ -101,7 +100,7 @@ def test_a_refusal_speaks_of_a_layout_that_the_recipe_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("keel.trainer.placement.suggestions.TRIED", 1)
-    monkeypatch.setattr("keel.trainer.placement.layouts.CURES_TRIED", 1)
+    monkeypatch.setattr("keel.trainer.placement.layouts.SUGGESTIONS_TRIED", 1)
     config, left = rollout(engines=3), KNOBS - {"rollout.engines", "trainer.offload_optimizer"}
     config = replace(config, trainer=replace(config.trainer, offload_optimizer=False))
     with pytest.raises(ConfigError) as refused:
@@ -133,7 +132,7 @@ def test_a_model_that_several_ranks_read_has_to_fit_their_machine() -> None:
 def test_where_nothing_else_helps_the_gpu_that_would_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("keel.trainer.placement.layouts.CURES_TRIED", 1)
+    monkeypatch.setattr("keel.trainer.placement.layouts.SUGGESTIONS_TRIED", 1)
     with pytest.raises(ConfigError, match=r"with \d+ GiB each it fits as it is") as error:
         choose(recipe(), KNOBS, facts("0.6b"), machine(1, 3.0))
     (size,) = re.findall(r"with (\d+) GiB each", str(error.value))

@@ -11,7 +11,7 @@ from keel.configs.auto import KNOBS
 from keel.configs.schema import Config, SamplingConfig, TrainerConfig
 from keel.model.load import facts_of
 from keel.trainer.placement.choose import choose
-from keel.trainer.placement.options import with_values
+from keel.trainer.placement.layouts import with_values
 from tests.trainer.placement.test_choose import SHAPES, machine, recipe
 from tests.trainer.placement.test_layouts import lessons
 
@@ -47,7 +47,7 @@ def reason(
             SHARE,
             "side by side: less than 2 % faster",
         ),
-        ("trainer.compile", SPREAD, "1.7b", 4, 79.0, {}, "timed it with trainer.sequence_parallel"),
+        ("trainer.compile", SPREAD, "1.7b", 4, 79.0, {}, "trainer.sequence_parallel"),
         ("trainer.micro_batch_tokens", recipe(), "0.6b", 1, 46.0, {}, "less than 2 % faster"),
         ("trainer.offload_while_sampling", recipe(), "1.7b", 1, 23.0, {}, "% slower"),
     ],
@@ -56,12 +56,6 @@ def test_what_is_said(
     knob: str, config: Config, shape: str, gpus: int, gib: float, said: Any, words: str
 ) -> None:
     assert words in reason(knob, config, shape, gpus, gib, said)
-
-
-def test_what_sparse_attention_gave_is_not_kept() -> None:
-    config = replace(recipe(), rollout=replace(recipe().rollout, sampling=LONG))
-    why = reason("trainer.keep_attention", config, "1.7b", 1, 139.0, SOME, index_top_k=2048)
-    assert why == "not of sparse attention, nor in float32"
 
 
 def test_activations_that_fit_in_smaller_micro_batches_are_not_said_to_lack_room() -> None:

@@ -23,12 +23,11 @@ from keel.configs.schema import (
 from keel.configs.sections.algorithm import PROBES
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing.prefix_sharing import prefix_group_size
-from keel.trainer.placement.gpus import Machine, machine_of
-from keel.trainer.placement.hardware import Hardware, idle_nodes
+from keel.trainer.placement.hardware import GpuSpec, Hardware, idle_nodes, spec_of
 from keel.trainer.placement.memory import (
     BYTES,
+    _mlp_width,
     kv_token_bytes,
-    mlp_width,
     packed,
     read_together,
 )
@@ -85,7 +84,7 @@ def compute(
     facts: ModelFacts, *, micro_batches: int = 4, top_k: int = 512, **trainer: Any
 ) -> float:
     config = recipe(top_k=top_k, **trainer)
-    return compute_seconds(config, facts, 65_536, micro_batches, Machine(), Rates())
+    return compute_seconds(config, facts, 65_536, micro_batches, GpuSpec(), Rates())
 
 
 def test_a_step_is_products_and_memory(moe: ModelFacts) -> None:
@@ -96,14 +95,14 @@ def test_a_step_is_products_and_memory(moe: ModelFacts) -> None:
         "optimizer_bytes": 0.0,
         "summed_bytes": 0.0,
     }
-    config, machine = recipe(), Machine()
+    config, machine = recipe(), GpuSpec()
     rates = Rates(gemm_share=0.5, attention_share=0.5, **free)
     got = compute_seconds(config, moe, 1000, 1, machine, rates)
     flops = 6 * 1000 * (body_parameters(moe) + 16 * 1024 * 1024)
     assert got == pytest.approx(flops / (0.5 * machine.flops))
     rates = replace(rates, layer_moves=2.0, optimizer_bytes=10.0, summed_bytes=1.0)
-    assert mlp_width(moe) == pytest.approx(0, abs=50)  # the router and norms
-    layer = 10 * 1024 + 12 * (1024 + 256) + 5 * mlp_width(moe)
+    assert _mlp_width(moe) == pytest.approx(0, abs=50)  # the router and norms
+    layer = 10 * 1024 + 12 * (1024 + 256) + 5 * _mlp_width(moe)
     moved = 3 * 1000 * 2.0 * 16 * layer * BYTES[config.model.dtype] + moe.parameters * (10 + 7)
     more = compute_seconds(config, moe, 1000, 7, machine, rates) - got
     assert more == pytest.approx(moved / machine.memory_bytes)
@@ -157,7 +156,7 @@ def test_what_makes_a_step_longer(moe: ModelFacts) -> None:
     sampling = replace(plain.rollout.sampling, top_p=0.9)
     plain = replace(plain, rollout=replace(plain.rollout, sampling=sampling))
     held = replace(plain, algorithm=replace(plain.algorithm, kept_mass_coef=1.0))
-    more = compute_seconds(held, moe, 65_536, 4, Machine(), Rates()) - usual
+    more = compute_seconds(held, moe, 65_536, 4, GpuSpec(), Rates()) - usual
     assert more == pytest.approx((whole - usual) * PROBES * 64 / 65_536)
     assert usual < compute(moe, micro_batches=16)
     assert compute(moe, micro_batches=1, ranks=4) == pytest.approx(usual / 4)
@@ -215,7 +214,7 @@ def test_a_prompt_is_read_once_for_completions_of_its_group(
     few = replace(packed, algorithm=replace(packed.algorithm, group_size=2))
     assert read_together(few, facts) == min(2, together)
     saved = 64 * 2048 * (1 - 1 / together) * kv_token_bytes(packed, facts)
-    machine, rates = Machine(), Rates()
+    machine, rates = GpuSpec(), Rates()
     before, after = (decode_device_seconds(it, facts, 64, machine, rates) for it in (apart, packed))
     expected = saved / rates.cache_share / machine.memory_bytes
     assert before - after == pytest.approx(expected)
@@ -241,10 +240,10 @@ def test_a_small_cache_means_more_rounds(moe: ModelFacts) -> None:
 
 
 def test_traffic_grows_with_zero_3_and_over_the_network(moe: ModelFacts) -> None:
-    def traffic(machine: Machine, **trainer: Any) -> float:
+    def traffic(machine: GpuSpec, **trainer: Any) -> float:
         return traffic_seconds(recipe(**trainer), moe, 4, machine)
 
-    node, pairs = Machine(), Machine(node_gpus=2, network_bytes=10e9)
+    node, pairs = GpuSpec(), GpuSpec(node_gpus=2, network_bytes=10e9)
     assert traffic(node) == 0
     # Ring reduce of float32 gradients and gather of bfloat16 weights, once a step.
     assert traffic(node, ranks=4, zero_stage=1) == pytest.approx(
@@ -260,7 +259,7 @@ def test_all_steps_of_a_batch_have_traffic(moe: ModelFacts) -> None:
     def traffic(stage: int, updates: int) -> float:
         config = recipe(ranks=4, zero_stage=stage)
         algorithm = replace(config.algorithm, updates_per_batch=updates)
-        return traffic_seconds(replace(config, algorithm=algorithm), moe, 8, Machine())
+        return traffic_seconds(replace(config, algorithm=algorithm), moe, 8, GpuSpec())
 
     assert traffic(1, 4) == pytest.approx(4 * traffic(1, 1))
     assert traffic(3, 4) == traffic(3, 1), "a micro-batch's is the same in any step"
@@ -276,10 +275,9 @@ def test_all_steps_of_a_batch_have_traffic(moe: ModelFacts) -> None:
 
 def test_what_a_node_has_decides_what_goes_over_the_network(moe: ModelFacts) -> None:
     eight, four = (
-        Hardware(gpu=True, nodes=tuple(idle_nodes(8 // n, n)), gpu_gib=139.0).machine
-        for n in (8, 4)
+        Hardware(gpu=True, nodes=tuple(idle_nodes(8 // n, n)), gpu_gib=139.0).spec for n in (8, 4)
     )
-    assert (eight.node_gpus, four.node_gpus, Hardware(gpu=True).machine.node_gpus) == (8, 4, 8)
+    assert (eight.node_gpus, four.node_gpus, Hardware(gpu=True).spec.node_gpus) == (8, 4, 8)
     config = recipe(ranks=8, zero_stage=1)
     assert traffic_seconds(config, moe, 4, four) > traffic_seconds(config, moe, 4, eight)
     # Queries, keys and values to their heads, outputs back, in two passes and a reference's.
@@ -316,16 +314,16 @@ def test_attention_in_long_contexts_is_estimated_by_its_kernels_and_by_what_is_k
     """Seconds of attention alone: 32,768 tokens, of which each sees half, in 4 passes."""
     longest, tokens = 32_768, 65_536
 
-    def seconds(machine: Machine = Machine(), **trainer: Any) -> float:  # noqa: B008  (frozen)
+    def seconds(machine: GpuSpec = GpuSpec(), **trainer: Any) -> float:  # noqa: B008  (frozen)
         config = recipe(prompt=longest - 896, activation_checkpointing=True, **trainer)
         return compute_seconds(config, moe, tokens, 2, machine, Rates())
 
-    flops = 2 * moe.attention_width * longest * moe.layers * tokens / Machine().flops
+    flops = 2 * moe.attention_width * longest * moe.layers * tokens / GpuSpec().flops
     at = {"torch": 0.27, "flash4": 0.62 * longest / (longest + 2000)}
     torch, flash4 = (seconds(attention_kernels=name) for name in at)
     assert torch - flash4 == pytest.approx(4 * flops * (1 / at["torch"] - 1 / at["flash4"]))
     assert seconds() == flash4
-    assert seconds(replace(Machine(), flash4=False)) == torch
+    assert seconds(replace(GpuSpec(), flash4=False)) == torch
     for name, whole in zip(at, (torch, flash4), strict=True):
         kept = seconds(attention_kernels=name, keep_attention=True)
         assert whole - kept == pytest.approx(flops / at[name])
@@ -335,16 +333,16 @@ def test_an_optimizer_in_host_memory_takes_time_there_and_on_the_way(moe: ModelF
     def seconds(micro_batches: int, stage: int, *, away: bool) -> float:
         trainer: dict[str, Any] = {"ranks": 2, "zero_stage": stage, "offload_optimizer": away}
         config = recipe(**trainer)
-        return compute_seconds(config, moe, 65_536, micro_batches, Machine(), Rates())
+        return compute_seconds(config, moe, 65_536, micro_batches, GpuSpec(), Rates())
 
     owned = moe.parameters / 2
     for count, stage in product((1, 4), (1, 2, 3)):
         sums = (30 - 14) * (stage == 1)  # gradients are not added up in one pass then
         on_gpu = owned * 65 - sums * moe.parameters * count
         crossing = 4 + 2 + 8 * (count - 1) * (stage == 3)
-        there = owned * (3.5e-10 + crossing / Machine().host_bytes)
+        there = owned * (3.5e-10 + crossing / GpuSpec().host_bytes)
         more = seconds(count, stage, away=True) - seconds(count, stage, away=False)
-        assert more == pytest.approx(there - on_gpu / Machine().memory_bytes)
+        assert more == pytest.approx(there - on_gpu / GpuSpec().memory_bytes)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +366,7 @@ def test_an_optimizer_in_host_memory_takes_time_there_and_on_the_way(moe: ModelF
 def test_a_gpu_is_known_by_its_drivers_name(
     driver: str, sheet: str, tflops: float, terabytes: float
 ) -> None:
-    found = machine_of(driver)
+    found = spec_of(driver)
     assert found.name == f"NVIDIA {sheet}"
     assert (found.flops, found.memory_bytes) == (tflops * 1e12, terabytes * 1e12)
     assert found.flash4 == (sheet[0] in "GHB")  # Hopper and Blackwell
@@ -376,8 +374,8 @@ def test_a_gpu_is_known_by_its_drivers_name(
 
 
 def test_of_a_gpu_that_is_not_known_the_plan_says_whose_rates_it_has() -> None:
-    assert machine_of("") == Machine()
-    found = machine_of("NVIDIA T4")
-    assert found.flops == Machine().flops and not found.flash4
-    assert not machine_of("NVIDIA GB10").flash4
+    assert spec_of("") == GpuSpec()
+    found = spec_of("NVIDIA T4")
+    assert found.flops == GpuSpec().flops and not found.flash4
+    assert not spec_of("NVIDIA GB10").flash4
     assert found.name == "NVIDIA H200 (Keel has no rates of NVIDIA T4)"

@@ -110,7 +110,7 @@ def test_what_breaks_another_rule_is_no_cure() -> None:
 
 def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "keel.trainer.placement.suggestions.MOST", 2
+        "keel.trainer.placement.suggestions._MAX_KNOBS", 2
     )  # it takes a second to try all of 4
     said = refusal(recipe(), machine(1, 3))
     assert "It needs more or larger GPUs: no change of up to 2 knobs makes it fit" in said

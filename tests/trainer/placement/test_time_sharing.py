@@ -9,26 +9,24 @@ import pytest
 
 from keel.configs.schema import Config
 from keel.trainer.placement.memory import (
+    _FRAGMENTED,
     ENGINE_CUDA_GIB,
     GIB,
     RANK_SPARE,
     DoesNotFit,
     Memory,
-    engine_memory,
-    trainer_memory,
-    update_copy_bytes,
-)
-from keel.trainer.placement.time_sharing import (
-    IN_PIECES,
-    Waiting,
+    OffloadPlan,
     can_start_together,
     check_trainer_fits,
+    engine_memory,
     guaranteed_cache_bytes,
     held_bytes,
     least_bytes,
     needed_bytes,
+    offload_plan,
     peak_bytes,
-    waiting_of,
+    trainer_memory,
+    update_copy_bytes,
 )
 from tests.trainer.placement.test_memory import DENSE, recipe
 
@@ -46,12 +44,14 @@ def memory(config: Config) -> Memory:
 
 def test_nothing_waits_where_nobody_needs_the_room() -> None:
     config = turns(0.1)
-    roomy = waiting_of(config, memory(config), 1000.0, shared=True)
-    assert roomy == Waiting() and peak_bytes(config, memory(config), roomy) == memory(config).total
+    roomy = offload_plan(config, memory(config), 1000.0, shared=True)
+    assert (
+        roomy == OffloadPlan() and peak_bytes(config, memory(config), roomy) == memory(config).total
+    )
     for other in (turns(0.9, offload_while_sampling=False), recipe()):
-        assert waiting_of(other, memory(other), 80.0, shared=True) == Waiting()
+        assert offload_plan(other, memory(other), 80.0, shared=True) == OffloadPlan()
     apart = turns(0.9)
-    assert waiting_of(apart, memory(apart), 80.0, shared=False) == Waiting()
+    assert offload_plan(apart, memory(apart), 80.0, shared=False) == OffloadPlan()
     assert needed_bytes(apart, memory(apart), shared=False) == memory(apart).total
 
 
@@ -69,8 +69,8 @@ def test_as_much_waits_as_an_engine_has_no_room_for(
         held = held_bytes(memory(config))
         assert held == pytest.approx(14e9 + reference)
         beside = 1.3 + 0.25  # CUDA, a block on its way
-        gpu_gib = ((held - lacking - reference) / GIB + beside) / (0.5 - IN_PIECES)
-        waits = waiting_of(config, memory(config), gpu_gib, shared=True)
+        gpu_gib = ((held - lacking - reference) / GIB + beside) / (0.5 - _FRAGMENTED)
+        waits = offload_plan(config, memory(config), gpu_gib, shared=True)
         assert waits.sampling == pytest.approx(state + weights + reference, rel=1e-6)
 
 
@@ -78,8 +78,8 @@ def test_under_zero_3_layers_wait_by_themselves() -> None:
     config = turns(0.5, ranks=2, zero_stage=3)
     held = held_bytes(memory(config))
     assert held == pytest.approx(7e9)
-    gpu_gib = ((held - 2.5e9) / GIB + 1.55) / (0.5 - IN_PIECES)
-    waits = waiting_of(config, memory(config), gpu_gib, shared=True)
+    gpu_gib = ((held - 2.5e9) / GIB + 1.55) / (0.5 - _FRAGMENTED)
+    waits = offload_plan(config, memory(config), gpu_gib, shared=True)
     assert waits.sampling == pytest.approx(2.5e9, rel=1e-6)
 
 
@@ -94,7 +94,7 @@ def test_the_optimizer_makes_way_for_activations(updates: int, beta: float) -> N
     gpu_gib = (RANK_SPARE * rank.total - lacks) / GIB + ENGINE_CUDA_GIB
     update = sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
     assert update + parts["reference"] < rank.total - lacks
-    waits = waiting_of(config, rank, gpu_gib, shared=True)
+    waits = offload_plan(config, rank, gpu_gib, shared=True)
     assert (waits.sampling, waits.training, waits.host) == pytest.approx((0, lacks, lacks))
     assert waits.moved == pytest.approx(2 * updates * lacks)
     assert peak_bytes(config, rank, waits) == pytest.approx(rank.total - lacks)
@@ -112,7 +112,7 @@ def test_the_reference_makes_way_for_an_update() -> None:
     check_trainer_fits(config, small, least + 0.01, shared=True)
     with pytest.raises(DoesNotFit, match=r"a trainer rank needs \d+\.\d GiB at a time"):
         check_trainer_fits(config, small, least - 0.01, shared=True)
-    waits = waiting_of(config, small, least + 0.01, shared=True)
+    waits = offload_plan(config, small, least + 0.01, shared=True)
     lacks = RANK_SPARE * small.total - update - 0.01 * GIB
     assert waits.training == pytest.approx(lacks)
     assert waits.host == pytest.approx(lacks + parts["reference"])

@@ -26,7 +26,7 @@ from keel.data.pass_rates import PassRate, read_pass_rates
 from keel.model.load import load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.trainer.placement.cached_choice import load_choice, save_choice, update_choice
+from keel.trainer.placement.choose import load_choice, save_choice, update_choice
 from keel.trainer.run.batches import read_batch, save_batch
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder

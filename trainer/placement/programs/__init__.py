@@ -1,2 +1,1 @@
-"""Programs of their own, with nothing but Python's own modules: around some of Ray's, or in the
-place of those that load half of Ray for little."""
+"""Standalone programs that wrap or replace slow ones of Ray; they use the standard library only."""

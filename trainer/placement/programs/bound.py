@@ -1,7 +1,4 @@
-"""A command that the kernel ends together with the process that has started it.
-
-A program of its own: `python bound.py COMMAND ARGUMENT…`.
-"""
+"""Run a command that the kernel kills together with its parent: `python bound.py COMMAND ARG…`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 def main(command: list[str]) -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == parent:  # it has not ended meanwhile
+    if os.getppid() == parent:  # it has not exited meanwhile
         os.execvp(command[0], command)
 
 

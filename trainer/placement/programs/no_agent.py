@@ -1,7 +1,6 @@
-"""In the place of the agent of Ray's dashboard, which a raylet wants beside it: says, as that of a
-Ray without its dashboard does, that none of its ports is open, and ends with the raylet.
+"""Replaces Ray's dashboard agent: reports that no port is open, and exits with the raylet.
 
-A program of its own: `python no_agent.py SESSION_DIR NODE_ID`.
+Usage: `python no_agent.py SESSION_DIR NODE_ID`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import sys
 import time
 
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-NONE = "-1"
-LOOK_S = 1.0
 
 
 def main(session: str, node: str) -> None:
@@ -20,10 +17,10 @@ def main(session: str, node: str) -> None:
     for port in PORTS:
         path = os.path.join(session, f"{port}_{node}")
         with open(f"{path}.new", "w") as file:
-            file.write(NONE)
-        os.replace(f"{path}.new", path)  # the raylet reads it as soon as it is there
+            file.write("-1")
+        os.replace(f"{path}.new", path)  # the raylet reads it as soon as it exists
     while os.getppid() == raylet:
-        time.sleep(LOOK_S)
+        time.sleep(1.0)
 
 
 if __name__ == "__main__":

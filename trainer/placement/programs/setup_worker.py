@@ -1,9 +1,7 @@
-"""In the place of Ray's program of this name, which becomes a worker that has the environment
-variables of its actor, and for that loads Ray, half a second a process. What this one does not know
-of a runtime environment is left to Ray's.
+"""Replaces Ray's `setup_worker.py`, which loads Ray to set a worker's environment variables.
 
-A program of its own: `python setup_worker.py WORKER.py ARGUMENT…`, of which a raylet leaves it out,
-by its name, where a worker has no runtime environment.
+Runtime environments with anything else are passed to Ray's program. A raylet skips it, by its
+name, for workers without a runtime environment. Usage: `python setup_worker.py WORKER.py ARG…`.
 """
 
 from __future__ import annotations
@@ -16,31 +14,29 @@ from collections.abc import Sequence
 from typing import Any
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context", "--language"
-KNOWN = {"env_vars", "py_executable"}
-"""What of a context is set here."""
-PLAIN = re.compile(r"/[\w./+@:-]+|'/[^']+'")
-"""A path as a shell reads it, quoted or not."""
+SUPPORTED = {"env_vars", "py_executable"}
+PLAIN_PATH = re.compile(r"/[\w./+@:-]+|'/[^']+'")
+"""A path without shell syntax, quoted or not."""
 UNSET = re.compile(r"\$\{[A-Z0-9_]+\}")
-"""A variable that is not there; Ray puts nothing in its place."""
+"""An unset variable, which Ray replaces by nothing."""
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """The command of the worker, whose variables this process has from then on; or of Ray's
-    program, with the same arguments."""
+    """Set the variables and return the worker's command, or the command of Ray's program."""
     passed: list[str] = []
-    told: dict[str, str] = {}
+    options: dict[str, str] = {}
     for word in arguments:
         name, equals, value = word.partition("=")
         if equals and name in (CONTEXT, LANGUAGE):
-            told[name] = value
+            options[name] = value
         else:
             passed.append(word)
-    context: dict[str, Any] = json.loads(told.get(CONTEXT) or "{}")
+    context: dict[str, Any] = json.loads(options.get(CONTEXT) or "{}")
     python = context.get("py_executable") or ""
-    further = {name for name, value in context.items() if value} - KNOWN
-    if further or told.get(LANGUAGE) != "PYTHON" or not PLAIN.fullmatch(python):
-        theirs = os.path.join(os.path.dirname(arguments[0]), os.path.basename(__file__))
-        return [sys.executable, theirs, *arguments]
+    unsupported = {name for name, value in context.items() if value} - SUPPORTED
+    if unsupported or options.get(LANGUAGE) != "PYTHON" or not PLAIN_PATH.fullmatch(python):
+        original = os.path.join(os.path.dirname(arguments[0]), os.path.basename(__file__))
+        return [sys.executable, original, *arguments]
     for name, value in (context.get("env_vars") or {}).items():
         os.environ[name] = UNSET.sub("", os.path.expandvars(value))
     return [python.strip("'"), *passed]
