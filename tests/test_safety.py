@@ -26,7 +26,7 @@ FOLDERS = [
     "trainer",
 ]
 PICKLES = {
-    *(f"weights/{name}.py" for name in ("control_channel", "meta_model")),
+    *("weights/control_channel.py", "trainer/engine/weights.py"),
     "rewards/pickled_functions.py",
 }
 """Messages between ranks and engines of one run; functions that the caller of `keel.train` passed

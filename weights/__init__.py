@@ -1,1 +1,2 @@
-"""Weight transfer to the engines: buckets, the channel for their bytes, the trainer's end."""
+"""Weight updates: `WeightSync` on the driver, `Sender` on trainer ranks, `WeightsExtension` in
+vLLM."""

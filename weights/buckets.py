@@ -1,9 +1,7 @@
-"""Weights on their way from the trainer to the engines: named tensors in flat buckets.
+"""Named tensors packed into flat buckets.
 
-A bucket is one flat buffer of bytes with a table of contents, so that a model of thousands of
-tensors travels in a few large transfers instead of one remote call per parameter. The bytes are in
-host memory (Ray's object store carries them), or stay on the sender's device and go straight to the
-engine.
+A bucket is one flat buffer with a table of contents, so that thousands of tensors travel in a few
+large transfers.
 """
 
 from __future__ import annotations
@@ -23,58 +21,53 @@ ALIGNMENT = 64
 
 
 class TensorEntry(NamedTuple):
-    """A tuple, because a large update sends tens of thousands of them."""
+    """A tensor's place in a bucket. A tuple, because a large update has tens of thousands."""
 
     name: str
-    """Name in the model's checkpoint format (per-expert names for experts)."""
+    """Checkpoint name (per-expert names for experts)."""
     dtype: str
     """Name of the torch dtype, such as `bfloat16`."""
     shape: tuple[int, ...]
     offset: int
-    """Where the tensor starts in the bucket, in bytes."""
+    """In bytes."""
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """Bytes that come over the engine's `keel.weights.channel.Channel`."""
+class ChannelData:
+    """Announces bytes that follow through the engine's `keel.weights.channel.Channel`."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """Bytes in the memory of a GPU that sender and receiver both use (CUDA IPC)."""
+class SharedData:
+    """Points to bytes on a GPU that sender and receiver share (CUDA IPC)."""
 
     handle: tuple[Any, ...]
     """Arguments of PyTorch's `rebuild_cuda_tensor`."""
     size: int
-    """Bytes from its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """As an engine is sent it."""
+    """A bucket as it is sent to an engine."""
 
     entries: tuple[TensorEntry, ...]
-    data: NDArray[np.uint8] | Sent | Shared
-    """The bytes, or how to get them."""
+    data: NDArray[np.uint8] | ChannelData | SharedData
+    """The bytes in host memory, or how to get them."""
 
 
 FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
-"""A bucket on the device of its tensors: table of contents, and bytes as one flat tensor."""
+"""Table of contents, and bytes as one flat tensor on the device of the packed tensors."""
 
 
 def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
-    """Group named tensors, all on one device, into buckets of at most `bucket_bytes` bytes there (a
-    larger tensor has its own).
-
-    Holds no more than one bucket in memory beyond what `tensors` yields.
-    """
+    """Pack named tensors of one device into buckets of at most `bucket_bytes`, or of one larger
+    tensor. Holds one bucket beyond what `tensors` yields."""
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []
     size = 0
@@ -83,29 +76,23 @@ def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Itera
         if entries and size + flat.numel() > bucket_bytes:
             yield tuple(entries), torch.cat(parts)
             entries, parts, size = [], [], 0
-        entries.append(
-            TensorEntry(
-                name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                offset=size,
-            )
-        )
-        rest = -flat.numel() % ALIGNMENT
-        parts += [flat, flat.new_zeros(rest)] if rest else [flat]
-        size += flat.numel() + rest
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset=size))
+        padding = -flat.numel() % ALIGNMENT
+        parts += [flat, flat.new_zeros(padding)] if padding else [flat]
+        size += flat.numel() + padding
     if entries:
         yield tuple(entries), torch.cat(parts)
 
 
 def in_host_memory(buckets: Iterable[FlatBucket]) -> Iterator[Bucket]:
-    """As Ray's object store carries them."""
+    """Copy buckets to host memory, for Ray's object store."""
     for entries, flat in buckets:
         yield Bucket(entries=entries, data=flat.cpu().numpy())
 
 
 def host_bytes(bucket: Bucket) -> Tensor:
-    """The bytes of a bucket in host memory (copied if read-only)."""
+    """The bytes of a bucket in host memory, copied if read-only."""
     assert isinstance(bucket.data, np.ndarray)
     return torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
 
@@ -119,13 +106,13 @@ def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[
 
 
 class Checksum:
-    """Of an update's buckets, in their order. Equal on both ends, or bytes were lost."""
+    """Order-dependent checksum of an update's buckets, computed at both ends."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
 
     def add(self, flat: Tensor) -> None:
-        """Stays on the device of `flat`: nothing is waited for."""
+        """Add a bucket without synchronizing its device."""
         self._sums.append(flat.view(torch.int64).sum())
 
     def value(self) -> int:

@@ -1,7 +1,7 @@
-"""Buckets of bytes straight from a trainer's rank to one engine: NCCL between GPUs, gloo else.
+"""Moves bucket bytes from a trainer rank to one engine: NCCL between GPUs, gloo between CPUs, or in
+place on a GPU that both use.
 
-A channel is a process group of its own, beside those that the trainer and the engine have, so that
-an engine which dies ends its own channel and nothing else.
+A channel is a process group of its own, so that an engine that dies breaks nothing else.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from keel.model.torch_internals import nccl_options, on_device
-from keel.weights.buckets import Sent, Shared
+from keel.weights.buckets import ChannelData, SharedData
 
 POLL_S = 2e-4
 CHECK_S = 0.02
-"""How often to look whether the other end has failed, which costs more than to look for its
-answer."""
-NEVER = timedelta(days=1)
-"""The timeout that NCCL is given: `send` keeps the deadline itself."""
+"""Interval for checking whether the other end has failed, which costs more than a poll."""
+NCCL_TIMEOUT = timedelta(days=1)
+"""Never expires: `send` keeps the timeout itself."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Rendezvous = tuple[str, int]
-"""Host and port of the TCPStore that both ends connect to; rank 0 keeps it."""
+"""Host and port of the TCPStore that both ends connect to; trainer rank 0 keeps it."""
 
 
 def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
-    """The store, with `name` before its keys. One thread at a time may use it."""
+    """Connect to the store, with `name` as key prefix. Only one thread at a time may use it."""
     client = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         *rendezvous, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -44,7 +43,7 @@ def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
 
 
 class Channel:
-    """Rank 0 sends; ranks 1 … are those of the engine."""
+    """Broadcasts from rank 0, the trainer's, to ranks 1 …, the engine's."""
 
     def __init__(
         self,
@@ -56,66 +55,66 @@ class Channel:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """`name` is the same on all ranks and belongs to this channel alone."""
+        """`name` must be the same on all ranks and unique to this channel."""
         self._device, self._timeout_s = device, timeout_s
-        self.used = False
-        """Whether anything got through yet."""
-        deadline = timedelta(seconds=timeout_s)
+        self._used = False
         store = connect(rendezvous, name, timeout_s)
         self._group: Any
         """None once the channel is closed."""
         if device.type == "cuda":
-            with unwatched():
-                self._group = dist.ProcessGroupNCCL(store, rank, size, nccl_options(NEVER))
+            with nccl_watchdog_off():
+                self._group = dist.ProcessGroupNCCL(store, rank, size, nccl_options(NCCL_TIMEOUT))
         else:
-            self._group = dist.ProcessGroupGloo(store, rank, size, deadline)
+            self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
 
     def send(self, flat: Tensor, check: Callable[[], None] = lambda: None) -> None:
-        """Returns when the bytes have left. `check` is called now and then, to raise if the other
-        end has gone. Raises TimeoutError after the deadline and ConnectionError if the channel
-        breaks, or is closed: after any error it is."""
+        """Broadcast `flat` and return when its bytes have left.
+
+        `check` is called now and then, to raise if the other end has failed. Raises TimeoutError,
+        and ConnectionError if the channel breaks or is closed. Any error closes it.
+        """
         if self._group is None:
-            raise ConnectionError("the channel for weights has been closed")
+            raise ConnectionError("the weight channel is closed")
         end = time.monotonic() + self._timeout_s
         late = (
             f"{flat.numel() / 2**20:.0f} MiB of weights did not get through in "
             f"{self._timeout_s:g} s (rollout.update_timeout_s) over {self._group.name()}"
         )
 
-        def ask(group: Callable[[], Any]) -> Any:
+        def call(operation: Callable[[], Any]) -> Any:
             try:
-                return group()
+                return operation()
             except RuntimeError as error:
-                # gloo has the same deadline, and says so in its own words.
+                # gloo has the same timeout but raises another error.
                 if time.monotonic() > end - 0.1 * self._timeout_s:
                     raise TimeoutError(late) from error
-                raise ConnectionError(f"the channel for weights broke: {error}") from error
+                raise ConnectionError(f"the weight channel broke: {error}") from error
 
         def wait_for(done: Callable[[], bool]) -> None:
-            look = time.monotonic() + CHECK_S
-            while not ask(done):
-                if (now := time.monotonic()) > look:
+            next_check = time.monotonic() + CHECK_S
+            while not call(done):
+                if (now := time.monotonic()) > next_check:
                     check()
-                    look = time.monotonic() + CHECK_S
+                    next_check = time.monotonic() + CHECK_S
                 if now > end:
                     raise TimeoutError(late)
                 time.sleep(POLL_S)
 
         try:
             begun = self._begin(flat)
-            wait_for(begun.done)  # NCCL meets the other end here, and does not give up by itself
-            work = ask(begun.result)
+            wait_for(begun.done)  # NCCL connects here, and never gives up
+            work = call(begun.result)
             wait_for(work.is_completed)
-            ask(work.wait)  # raises if it failed; orders what follows after it
+            call(work.wait)  # raises its error; orders later work after it
         except BaseException:
             self.close()
             raise
-        self.used = True
+        self._used = True
 
     def _begin(self, flat: Tensor) -> Future[Any]:
-        """The broadcast, given to the group: the first time by a thread that may never return."""
+        """Start the broadcast; the first one on a thread, since connecting may never return."""
         begun: Future[Any] = Future()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         inference = torch.is_inference_mode_enabled()
@@ -125,46 +124,45 @@ class Channel:
             try:
                 with torch.cuda.stream(stream), torch.inference_mode(inference):
                     begun.set_result(group.broadcast([flat], self._options))
-            except Exception as error:  # belongs to who waits
+            except Exception as error:
                 begun.set_exception(error)
-            if self._group is None:  # closed meanwhile: nobody waits for it any more
-                _end([group])
+            if self._group is None:  # closed meanwhile
+                _abort([group])
 
-        if self.used:
+        if self._used:
             begin()
         else:
             threading.Thread(target=begin, name="keel-channel", daemon=True).start()
         return begun
 
-    def receive(self, sent: Sent) -> Tensor:
-        """The next bucket's bytes; errors as for `send`."""
-        flat = torch.empty(sent.size, dtype=torch.uint8, device=self._device)
+    def receive(self, data: ChannelData) -> Tensor:
+        """Receive the next bucket's bytes. Raises as `send`."""
+        flat = torch.empty(data.size, dtype=torch.uint8, device=self._device)
         self.send(flat)
         return flat
 
     def close(self) -> None:
-        """Give up what is under way, for good. Does not wait for the group's end, which may take as
-        long as its peers let it."""
+        """Abort for good, without waiting for the peers."""
         if self._group is not None:
             last, self._group = [self._group], None
-            threading.Thread(target=_end, args=(last,), name="keel-close", daemon=True).start()
+            threading.Thread(target=_abort, args=(last,), name="keel-close", daemon=True).start()
 
 
-def _end(last: list[Any]) -> None:
-    """Takes over the last reference to a group: its destructor may take long too."""
+def _abort(last: list[Any]) -> None:
+    """Abort a group and drop its last reference here: its destructor may block, too."""
     group = last.pop()
-    with suppress(RuntimeError):  # it is broken already
+    with suppress(RuntimeError):  # already broken
         group.abort()
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
-    """A `ProcessGroupNCCL` that is made in here has no watchdog; groups made before or after do.
+def nccl_watchdog_off() -> Iterator[None]:
+    """Make every `ProcessGroupNCCL` created in this context without a watchdog.
 
-    The watchdog of a group ends its process when one of the group's operations fails, and sets a
-    flag in the store for which all trainer ranks end theirs: an engine that breaks off would take
-    the trainer with it. PyTorch starts none where this variable is set, which a group reads once,
-    when it is made; `is_completed` and `wait` notice failures by themselves.
+    A watchdog ends its process when an operation of the group fails, and sets a flag in the store
+    for which all trainer ranks end theirs: a lost engine would take the trainer down. PyTorch
+    starts none if this variable is set when the group is created. `is_completed` and `wait` report
+    failures themselves.
     """
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
@@ -178,21 +176,21 @@ def unwatched() -> Iterator[None]:
 
 
 class SharedMemory:
-    """A buffer on a GPU that one process writes bucket after bucket to, and another one reads."""
+    """A GPU buffer that one process writes bucket after bucket to and another one reads."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._handle: tuple[Any, ...] = ()
 
-    def write(self, flat: Tensor) -> Shared:
-        """Over the last bucket, which must have been read."""
+    def write(self, flat: Tensor) -> SharedData:
+        """Overwrite the last bucket, which must have been read."""
         size = flat.numel()
         if self._buffer.numel() < size:
             self._buffer = torch.empty_like(flat)
             _, self._handle = reduce_tensor(self._buffer)
         self._buffer[:size].copy_(flat)
         torch.cuda.current_stream(flat.device).synchronize()
-        return Shared(self._handle, size)
+        return SharedData(self._handle, size)
 
 
 class SharedView:
@@ -202,14 +200,42 @@ class SharedView:
         self._handle: tuple[Any, ...] = ()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def read(self, shared: Shared, device: torch.device) -> Tensor:
-        """The bytes themselves, until the next bucket is written over them."""
-        if shared.handle != self._handle:
-            handle = on_device(shared.handle, device.index)  # the owner's number is not ours
-            self._handle, self._buffer = shared.handle, rebuild_cuda_tensor(*handle)
-        return self._buffer[: shared.size]
+    def read(self, data: SharedData, device: torch.device) -> Tensor:
+        """Return a view of the bytes, valid until the next bucket is written."""
+        if data.handle != self._handle:
+            handle = on_device(data.handle, device.index)  # device numbers differ by process
+            self._handle, self._buffer = data.handle, rebuild_cuda_tensor(*handle)
+        return self._buffer[: data.size]
 
 
 def gpu_id(device: torch.device) -> str:
-    """Tells GPUs apart whatever CUDA_VISIBLE_DEVICES says; empty for a CPU."""
+    """Identify a GPU regardless of CUDA_VISIBLE_DEVICES; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+_CHANNEL_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ConnectionError, TimeoutError)
+}
+"""Errors for which an engine is replaced."""
+
+
+def call_workers(llm: Any, method: str, *args: Any, several: bool) -> None:
+    """Call a method of every vLLM worker and raise its error. From `several` workers, which are
+    processes, vLLM returns errors as text only, so channel errors travel as data."""
+    if not several:
+        llm.collective_rpc(method, args=args)
+        return
+    for failure in llm.collective_rpc("keel_attempt", args=(method, args)):
+        if failure is not None:
+            kind, text = failure
+            raise _CHANNEL_ERRORS[kind](text)
+
+
+def attempt(worker: Any, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
+    """Call a method in a worker; return kind and text of a channel error."""
+    try:
+        getattr(worker, method)(*args)
+    except tuple(_CHANNEL_ERRORS.values()) as error:
+        kind = next(name for name, kind in _CHANNEL_ERRORS.items() if isinstance(error, kind))
+        return kind, str(error)
+    return None

@@ -1,8 +1,7 @@
-"""What a rank tells an engine during an update, and whether the engine has done it.
+"""Messages from a trainer rank to an engine during an update, with acknowledgements.
 
-Messages go through the rendezvous store, which takes a fraction of a millisecond; a call of one
-actor by another takes several. The bytes of weights travel otherwise
-(`keel.weights.channel`).
+They go through the rendezvous store, which takes a fraction of a millisecond; an actor call takes
+several. Bytes go through `keel.weights.channel`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ POLL_S = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The engine is to pause; it has when it has taken this."""
+    """Pause sampling. The acknowledgement says that the engine is paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Everything has been sent."""
+    """Everything has been sent; sample from `version`."""
 
     version: int
     checksum: int
@@ -36,29 +35,25 @@ class Finish:
 Message = Begin | Bucket | Finish
 
 
-class _End:
+class _Mailbox:
     def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
-        """`name` is the same at both ends and belongs to this mailbox alone; `timeout_s`: for
-        each message."""
-        self._store, self._timeout_s = (
-            connect(rendezvous, f"{name}/mailbox", timeout_s),
-            timeout_s,
-        )
-        self._number = 0
-        """Of messages that have been taken."""
+        """`name` must be the same at both ends and unique; `timeout_s` applies per message."""
+        self._store = connect(rendezvous, f"{name}/mailbox", timeout_s)
+        self._timeout_s = timeout_s
+        self._acknowledged = 0
         self._tables: dict[str, tuple[TensorEntry, ...]] = {}
         """Tables of contents that have travelled, by their first tensor."""
 
     @property
     def _key(self) -> str:
-        return str(self._number)
+        return str(self._acknowledged)
 
 
-class Outbox(_End):
+class Outbox(_Mailbox):
     """The sender's end."""
 
     def put(self, message: Message) -> None:
-        """The next message, once the last one has been waited for."""
+        """Send a message. The previous one must have been waited for."""
         entries: tuple[TensorEntry, ...] = ()
         if isinstance(message, Bucket):
             entries = message.entries
@@ -68,38 +63,40 @@ class Outbox(_End):
         self._store.set(self._key, pickle.dumps((len(entries), message), pickle.HIGHEST_PROTOCOL))
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Until the engine has done what it was told last. `check` is called now and then, to raise
-        if it has failed. Raises TimeoutError after the deadline."""
+        """Wait until the engine has acknowledged the last message.
+
+        `check` is called now and then, to raise if the engine has failed. Raises TimeoutError.
+        """
         now = time.monotonic()
-        end, look = now + self._timeout_s, now + CHECK_S
+        end, next_check = now + self._timeout_s, now + CHECK_S
         while self._store.check([self._key]):
             now = time.monotonic()
-            if now > look:
+            if now > next_check:
                 check()
-                look = time.monotonic() + CHECK_S
+                next_check = time.monotonic() + CHECK_S
             if now > end:
                 raise TimeoutError(
                     f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for the engine to "
                     "take weights"
                 )
             time.sleep(POLL_S)
-        self._number += 1
+        self._acknowledged += 1
 
     def close(self) -> None:
-        """Leaves nothing in the store."""
+        """Remove the last message from the store."""
         self._store.delete_key(self._key)
 
 
-class Inbox(_End):
+class Inbox(_Mailbox):
     """The engine's end."""
 
     def next(self) -> Message:
-        """Waits for it. Raises TimeoutError after the deadline, ConnectionError if the store is
-        gone, and with it the trainer."""
+        """Wait for the next message. Raises TimeoutError, and ConnectionError if the store and
+        with it the trainer is gone."""
         try:
             count, message = pickle.loads(self._store.get(self._key))
         except dist.DistNetworkError as error:
-            raise ConnectionError(f"the trainer has gone during an update: {error}") from error
+            raise ConnectionError(f"the trainer is gone during an update: {error}") from error
         except dist.DistStoreError as error:
             late = f"waited {self._timeout_s:g} s for the trainer to send weights"
             raise TimeoutError(late) from error
@@ -111,7 +108,7 @@ class Inbox(_End):
         return message
 
     def taken(self) -> None:
-        """What the last message asked for is done."""
+        """Acknowledge the last message."""
         key = self._key
-        self._number += 1  # first: once the key is gone the sender may put, and another thread take
+        self._acknowledged += 1  # before the key goes: the sender may then put the next message
         self._store.delete_key(key)

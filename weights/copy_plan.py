@@ -1,9 +1,9 @@
-"""Checkpoint tensors copied straight into the tensors that kernels read.
+"""Copies checkpoint tensors straight into the tensors that kernels read.
 
-vLLM's loader takes a fraction of a millisecond of Python for each tensor of an update, and a
-mixture of experts has tens of thousands. Where it puts each one does not change from update to
-update: `keel.weights.trace` finds it out once, and a `Plan` does the same with a few
-copies for each layer. Offsets and strides are in elements unless they are said to be in bytes.
+vLLM's loader takes a fraction of a millisecond of Python per tensor, and a mixture of experts has
+tens of thousands. Where it puts each one does not change between updates: `keel.weights.trace`
+records it once, and a `CopyPlan` repeats it with a few copies per layer. Offsets and strides are in
+elements unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from torch import Tensor
 from keel.weights.buckets import TensorEntry
 
 _LOG = logging.getLogger(__name__)
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their size in bytes. Copies between equal types are of these."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by size in bytes, used for copies between equal types."""
 Dims = tuple[tuple[int, int, int], ...]
-"""Length of each dimension, its stride in the kernel's tensor and its stride in the source."""
+"""Per dimension: length, stride in the kernel's tensor, stride in the source."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a checkpoint tensor, and where in a kernel's tensor it belongs."""
+class CopyPiece:
+    """A part of a checkpoint tensor and its place in a kernel's tensor."""
 
     kernel: int
-    """Index in `Plan.kernels`."""
+    """Index in `CopyPlan.kernels`."""
     at: int
-    """Where it starts in the kernel's storage."""
+    """Start in the kernel's storage."""
     source: int
-    """Where it starts in the checkpoint tensor, or in a bucket."""
+    """Start in the checkpoint tensor, or in a bucket."""
     dims: Dims
     dtype: torch.dtype
-    """Of the source."""
+    """Type of the source."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A checkpoint tensor and all that becomes of it; nothing, if vLLM's loader ignores it."""
+class CopiedTensor:
+    """A checkpoint tensor with the pieces that are copied; none if vLLM's loader ignores it."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CopyPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
-    """A part of a kernel's tensor that is the same in every update, such as padding."""
+class ConstantFill:
+    """A part of a kernel's tensor with a constant value, such as padding."""
 
     target: Tensor
     value: float
@@ -60,29 +60,29 @@ class Fill:
 
 
 @dataclass(slots=True)
-class _Group:
-    """Copies that are one call: equal types, and either all or none without gaps."""
+class _CopyGroup:
+    """Copies of equal types that are made in one call, all with or all without gaps."""
 
     dtype: torch.dtype
-    """Of the sources."""
+    """Type of the sources."""
     targets: list[Tensor] = field(default_factory=list)
     sources: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    """Offset in the bucket, size and stride."""
+    """Offset in the bucket, size, stride."""
 
 
-class Program:
-    """The copies of one bucket: made once for its table of contents, run in every update."""
+class CopyProgram:
+    """The copies of a bucket with a given table of contents."""
 
-    def __init__(self, kernels: Sequence[Tensor], pieces: Iterable[Piece]) -> None:
-        groups: dict[tuple[torch.dtype, torch.dtype, bool], _Group] = {}
+    def __init__(self, kernels: Sequence[Tensor], pieces: Iterable[CopyPiece]) -> None:
+        groups: dict[tuple[torch.dtype, torch.dtype, bool], _CopyGroup] = {}
         for piece in pieces:
             kernel = kernels[piece.kernel]
             dtype = kernel.dtype
             if dtype == piece.dtype:
-                piece, dtype = _in_whole_numbers(piece)
+                piece, dtype = _as_integers(piece)
             size = tuple(n for n, _, _ in piece.dims)
             key = piece.dtype, dtype, size[1:] == () and piece.dims[0][1:] == (1, 1)
-            group = groups.setdefault(key, _Group(piece.dtype))
+            group = groups.setdefault(key, _CopyGroup(piece.dtype))
             strides = tuple(at for _, at, _ in piece.dims)
             group.targets.append(window(kernel, dtype, piece.at, size, strides))
             group.sources.append((piece.source, size, tuple(s for _, _, s in piece.dims)))
@@ -93,7 +93,7 @@ class Program:
         return sum(len(group.targets) for group in self._groups)
 
     def run(self, flat: Tensor) -> None:
-        """`flat`: bytes, aligned to 8."""
+        """Copy from `flat`, bytes aligned to 8."""
         for group in self._groups:
             first = start_of(flat) // group.dtype.itemsize
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
@@ -105,25 +105,29 @@ class Program:
             )
 
 
-class Plan:
-    """Where each tensor of a checkpoint belongs, in one worker of an engine."""
+class CopyPlan:
+    """Copies checkpoint tensors to their places in one worker of an engine."""
 
     def __init__(
-        self, kernels: Sequence[Tensor], placed: Mapping[str, Placed], fills: Sequence[Fill] = ()
+        self,
+        kernels: Sequence[Tensor],
+        placed: Mapping[str, CopiedTensor],
+        fills: Sequence[ConstantFill] = (),
     ) -> None:
         self.kernels, self.placed, self._fills = kernels, placed, fills
-        self._programs: dict[str, tuple[tuple[TensorEntry, ...], Program]] = {}
-        """By the first tensor of the bucket that they are for."""
+        self._programs: dict[str, tuple[tuple[TensorEntry, ...], CopyProgram]] = {}
+        """Keyed by the name of the bucket's first tensor."""
 
     def begin(self) -> None:
+        """Write constants."""
         for fill in self._fills:
             fill()
 
     def load(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> None:
-        """Copy a bucket's tensors; the copies may be under way on return.
+        """Copy a bucket's tensors, asynchronously on a GPU.
 
-        Raises `ValueError` naming a tensor that was not in the first update, or was another kind of
-        tensor there.
+        Raises ValueError naming a tensor that the first update did not have, or had with another
+        type or shape.
         """
         if (flat.data_ptr() | start_of(flat)) % 8:
             flat = flat.clone()
@@ -134,28 +138,28 @@ class Plan:
         else:
             program.run(flat)
 
-    def _checked(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> Program:
-        """The program for a table of contents, after it has run: the first time, what it does is
-        compared with the pieces one by one."""
+    def _checked(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> CopyProgram:
+        """Build the program of a table of contents, run it, and compare it with copying the pieces
+        one by one."""
         pieces = [piece for entry in entries for piece in self._pieces(entry)]
-        program, plain = Program(self.kernels, join(pieces)), Program(self.kernels, pieces)
+        program, plain = CopyProgram(self.kernels, join(pieces)), CopyProgram(self.kernels, pieces)
         plain.run(flat)
         targets = [target for group in plain._groups for target in group.targets]
         expected = [target.clone() for target in targets]
         for target in targets:
-            bits(target).bitwise_not_()  # whatever is not written again differs in every bit
+            bits(target).bitwise_not_()  # unwritten elements then differ in every bit
         program.run(flat)
         wrong = [
             (bits(target) != bits(right)).any()
             for target, right in zip(targets, expected, strict=True)
         ]
         if wrong and bool(torch.stack(wrong).any()):
-            _LOG.warning("copies of weights were joined wrongly; they are made one by one")
+            _LOG.warning("copies of weights were joined wrongly; copying them one by one")
             plain.run(flat)
             return plain
         return program
 
-    def _pieces(self, entry: TensorEntry) -> Iterable[Piece]:
+    def _pieces(self, entry: TensorEntry) -> Iterable[CopyPiece]:
         placed = self.placed.get(entry.name)
         if placed is None or (placed.dtype, placed.shape) != (entry.dtype, entry.shape):
             was = "absent" if placed is None else f"{placed.dtype} {list(placed.shape)}"
@@ -168,13 +172,13 @@ class Plan:
 
 
 def start_of(tensor: Tensor) -> int:
-    """In its storage."""
+    """Offset of a tensor in its storage."""
     return int(tensor.storage_offset())
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, in which NaN equals itself."""
-    return tensor.view(_WHOLE[tensor.dtype.itemsize])
+    """View as integers, in which NaN equals itself."""
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def window(
@@ -184,14 +188,14 @@ def window(
     size: Sequence[int],
     stride: Sequence[int],
 ) -> Tensor:
-    """A view of any part of a tensor's storage, as any type. `offset`: from the storage's start."""
+    """View any part of a tensor's storage as any type; `offset` counts from the storage's start."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), offset, tuple(size), tuple(stride))
 
 
 def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> Dims:
-    """In their simplest form: outermost first, without those of length 1, joined where there are no
-    gaps. Elements may come in another order, the same in both."""
+    """Simplify dimensions: outermost first, without those of length 1, joined if contiguous. The
+    order of elements may change, equally at both ends."""
     parts = [part for part in zip(size, at, source, strict=True) if part[0] != 1]
     simple: list[tuple[int, int, int]] = []
     for n, inner_at, inner in sorted(parts, key=lambda part: part[1], reverse=True):
@@ -202,8 +206,8 @@ def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> Dims:
     return tuple(simple) or ((1, 1, 1),)
 
 
-def join(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same copies in fewer pieces, as those of a layer's experts."""
+def join(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
+    """Merge pieces, such as all experts of a layer."""
     ordered = sorted(
         pieces, key=lambda piece: (piece.kernel, str(piece.dtype), piece.at, piece.source)
     )
@@ -214,9 +218,9 @@ def join(pieces: Iterable[Piece]) -> list[Piece]:
         ordered = fewer
 
 
-def _join_neighbours(pieces: Iterable[Piece]) -> list[Piece]:
-    """One piece where the next begins at the end of the one before, on both sides."""
-    joined: list[Piece] = []
+def _join_neighbours(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
+    """Merge a piece with the next if that begins at its end, on both sides."""
+    joined: list[CopyPiece] = []
     for piece in pieces:
         if joined and _together(joined[-1], piece):
             last = joined[-1]
@@ -230,9 +234,9 @@ def _join_neighbours(pieces: Iterable[Piece]) -> list[Piece]:
     return joined
 
 
-def _join_steps(pieces: Sequence[Piece]) -> list[Piece]:
-    """One piece with a dimension more for equal ones at equal distances."""
-    joined: list[Piece] = []
+def _join_steps(pieces: Sequence[CopyPiece]) -> list[CopyPiece]:
+    """Merge equal pieces at equal distances into one with another dimension."""
+    joined: list[CopyPiece] = []
     index = 0
     while index < len(pieces):
         first, end = pieces[index], index + 1
@@ -247,14 +251,14 @@ def _join_steps(pieces: Sequence[Piece]) -> list[Piece]:
     return joined
 
 
-def _step(one: Piece, other: Piece) -> tuple[int, int] | None:
+def _step(one: CopyPiece, other: CopyPiece) -> tuple[int, int] | None:
     at, source = other.at - one.at, other.source - one.source
     if _together(one, other) and one.dims == other.dims and at > 0 and source >= 0:
         return at, source
     return None
 
 
-def _together(one: Piece, other: Piece) -> bool:
+def _together(one: CopyPiece, other: CopyPiece) -> bool:
     return one.kernel == other.kernel and one.dtype == other.dtype
 
 
@@ -263,22 +267,22 @@ def _simplified(parts: Dims) -> Dims:
     return dims(size, at, source)
 
 
-def _in_whole_numbers(piece: Piece) -> tuple[Piece, torch.dtype]:
-    """The same bytes in the largest numbers that fit; a type conversion is none then."""
+def _as_integers(piece: CopyPiece) -> tuple[CopyPiece, torch.dtype]:
+    """The same bytes as the widest integers that fit, for copies without conversion."""
     item = piece.dtype.itemsize
     *outer, (n, *inner) = piece.dims
     dense = inner == [1, 1]
     strides = [stride for _, *both in outer for stride in both]
     lengths = [length * item for length in (piece.at, piece.source, n, *strides)]
-    width = max(w for w in _WHOLE if w == item or (dense and not any(x % w for x in lengths)))
+    width = max(w for w in _INTEGERS if w == item or (dense and not any(x % w for x in lengths)))
     if width == item:
-        return replace(piece, dtype=_WHOLE[item]), _WHOLE[item]
+        return replace(piece, dtype=_INTEGERS[item]), _INTEGERS[item]
 
     def wide(length: int) -> int:
         return length * item // width
 
     parts = (*((m, wide(at), wide(source)) for m, at, source in outer), (wide(n), 1, 1))
     changed = replace(
-        piece, at=wide(piece.at), source=wide(piece.source), dims=parts, dtype=_WHOLE[width]
+        piece, at=wide(piece.at), source=wide(piece.source), dims=parts, dtype=_INTEGERS[width]
     )
-    return changed, _WHOLE[width]
+    return changed, _INTEGERS[width]

@@ -1,10 +1,9 @@
-"""New weights into a running engine, one bucket at a time, wherever its bytes are.
+"""Loads new weights into a running vLLM engine, one bucket at a time.
 
-vLLM's layerwise reload puts each layer's tensors aside until the layer is complete, converts them
-as at the first load and copies the result into the tensors the kernels (and CUDA graphs) hold.
-Calling a model's `load_weights` without it leaves the model half loaded. A recorder watches the
-first update, and later ones make the same copies without vLLM's loader
-(`keel.weights.copy_plan`).
+vLLM's layerwise reload collects the tensors of each layer, converts them as at the first load and
+copies the result into the tensors that kernels and CUDA graphs hold. (`load_weights` alone would
+leave the model half loaded.) A `LoadRecorder` observes the first update; later ones repeat its
+copies without vLLM's loader (`keel.weights.copy_plan`).
 """
 
 from __future__ import annotations
@@ -30,20 +29,19 @@ from vllm.model_executor.model_loader.reload import (
 
 from keel.weights.buckets import (
     Bucket,
+    ChannelData,
     Checksum,
-    Sent,
-    Shared,
+    SharedData,
     host_bytes,
     unpack_flat,
 )
-from keel.weights.channel import Channel, Rendezvous, SharedView, gpu_id
-from keel.weights.copy_plan import Plan
-from keel.weights.trace import Recorder
-from keel.weights.workers import attempt
+from keel.weights.channel import Channel, Rendezvous, SharedView, attempt, gpu_id
+from keel.weights.copy_plan import CopyPlan
+from keel.weights.trace import LoadRecorder
 
 _LOG = logging.getLogger(__name__)
-# Says "failed to load weights" of layers that only hold tables; `Manifest` does that check.
-# A filter: vLLM sets the levels of its loggers anew when an engine is built.
+# Drop warnings about layers that only hold tables; `Manifest` checks for missing tensors. A
+# filter, because vLLM resets the levels of its loggers when it builds an engine.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
     lambda record: record.levelno >= logging.ERROR
 )
@@ -55,9 +53,9 @@ def moe_runners(model: nn.Module) -> list[Any]:
     return sorted(runners, key=lambda runner: runner.layer_id)
 
 
-def pack_tied_heads(model: nn.Module) -> None:
-    """vLLM's CPU build packs an output head for oneDNN, and leaves a tied one, for which no tensor
-    comes, with the packed weights of before."""
+def _repack_tied_heads(model: nn.Module) -> None:
+    """Repack tied output heads, which vLLM's CPU build packs for oneDNN only when a tensor of their
+    own arrives."""
     for head in model.modules():
         if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
             owners = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
@@ -65,17 +63,8 @@ def pack_tied_heads(model: nn.Module) -> None:
                 head.quant_method.process_weights_after_loading(head)
 
 
-def name_loaders(model: nn.Module) -> None:
-    """vLLM's reload asks each tensor's loader for its name, and a `functools.partial`, as that of
-    MiniMax-M2's norms, has none."""
-    for tensor in model.parameters():
-        loader = getattr(tensor, "weight_loader", None)
-        if loader is not None and not hasattr(loader, "__name__"):
-            loader.__name__ = "weight_loader"
-
-
 class WeightsExtension:
-    """Methods that vLLM adds to its workers (`worker_extension_cls`); every rank runs them."""
+    """Methods that vLLM adds to each of its workers (`worker_extension_cls`)."""
 
     vllm_config: Any
     model_runner: Any
@@ -85,17 +74,21 @@ class WeightsExtension:
 
     keel_channel: Channel | None = None
     keel_view: SharedView
-    """Of an update whose bytes stay on the GPU."""
     keel_checksum: Checksum
-    keel_recorder: Recorder | None = None
-    """Of the first update; stays, so that there is no second one."""
-    keel_plan: Plan | None = None
-    """Does the updates, once there is one."""
+    keel_recorder: LoadRecorder | None = None
+    """LoadRecorder of the first update; kept, so that there is no second one."""
+    keel_plan: CopyPlan | None = None
+    """Performs updates, if the first one could be recorded."""
     keel_decided = False
-    """Whether it is known if there will be one."""
+    """Set once the first update has ended, with or without a plan."""
 
     def keel_name_loaders(self) -> None:
-        name_loaders(self.model_runner.get_model())
+        """Give every loader the `__name__` that vLLM's reload requires; a `functools.partial`, such
+        as the loader of MiniMax-M2's norms, has none."""
+        for tensor in self.model_runner.get_model().parameters():
+            loader = getattr(tensor, "weight_loader", None)
+            if loader is not None and not hasattr(loader, "__name__"):
+                loader.__name__ = "weight_loader"
 
     def keel_moe_layers(self) -> list[int]:
         """Indices of the MoE layers among all layers."""
@@ -105,8 +98,7 @@ class WeightsExtension:
         return gpu_id(self.device)
 
     def keel_join(self, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
-        """Open the engine's channel to the rank that sends it weights, in the place of an earlier
-        one."""
+        """Open a channel to the rank that sends weights, instead of an earlier one."""
         if self.keel_channel is not None:
             self.keel_channel.close()
             self.keel_channel = None
@@ -121,12 +113,12 @@ class WeightsExtension:
         )
 
     def keel_attempt(self, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
-        """See `keel.weights.workers.have_workers`."""
+        """See `keel.weights.channel.attempt`."""
         return attempt(self, method, args)
 
     def keel_begin_update(self, no_copies: str = "") -> None:
-        """`no_copies`: why vLLM's loader is to do every update; empty: until it is known what it
-        does."""
+        """`no_copies`: why every update must go through vLLM's loader; empty to record the first
+        one."""
         self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():
@@ -134,7 +126,7 @@ class WeightsExtension:
             return
         model = self.model_runner.get_model()
         if self.keel_recorder is None:
-            self.keel_recorder = Recorder(model, [] if no_copies else self._keel_deferred())
+            self.keel_recorder = LoadRecorder(model, [] if no_copies else self._keel_deferred())
             if no_copies:
                 self.keel_recorder.refuse(no_copies)
             elif self.vllm_config.quant_config is not None:
@@ -147,7 +139,7 @@ class WeightsExtension:
             initialize_layerwise_reload(model)
 
     def keel_way(self) -> str:
-        """How updates are done: "copies", or why by vLLM's loader; empty until it is known."""
+        """Return "copies", or why vLLM's loader does updates; empty before the first one."""
         if self.keel_plan is not None:
             return "copies"
         return self.keel_recorder.refusal if self.keel_recorder is not None else ""
@@ -162,21 +154,21 @@ class WeightsExtension:
             self.keel_checksum.add(flat)
         if self.keel_plan is not None:
             self.keel_plan.load(bucket.entries, flat)
-            if isinstance(bucket.data, Shared):
-                torch.cuda.current_stream().synchronize()  # the next one is written over it
+            if isinstance(bucket.data, SharedData):
+                torch.cuda.current_stream().synchronize()  # before the next one overwrites it
             return
         watched = nullcontext() if loader_alone else recorder.bucket(bucket.entries, flat)
         with set_current_vllm_config(self.vllm_config), watched:
             self.model_runner.get_model().load_weights(unpack_flat(bucket.entries, flat))
 
     def _keel_bytes(self, bucket: Bucket, *, on_device: bool) -> torch.Tensor:
-        if isinstance(bucket.data, Sent):
+        if isinstance(bucket.data, ChannelData):
             if self.keel_channel is None:
-                raise ConnectionError("the channel for weights has not been opened")
+                raise ConnectionError("the weight channel is not open")
             return self.keel_channel.receive(bucket.data)
-        if isinstance(bucket.data, Shared):
+        if isinstance(bucket.data, SharedData):
             flat = self.keel_view.read(bucket.data, self.device)
-            if self.keel_plan is None:  # the loader may put tensors aside until the next bucket
+            if self.keel_plan is None:  # the loader may keep tensors until the next bucket
                 flat = flat.clone()
                 torch.cuda.current_stream().synchronize()
             return flat
@@ -185,12 +177,12 @@ class WeightsExtension:
 
     @torch.inference_mode()
     def keel_finish_update(self, checksum: int | None) -> None:
-        """Raises RuntimeError if the bytes that came are not those that were sent."""
+        """Make the weights effective. Raises RuntimeError if the checksum differs."""
         self.keel_view = SharedView()
         if checksum not in (None, self.keel_checksum.value()):
             raise RuntimeError(
                 f"weight update: worker {self.rank} of the engine received other bytes than were "
-                "sent"
+                "sent (checksum mismatch)"
             )
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
         recorder = self.keel_recorder
@@ -203,19 +195,19 @@ class WeightsExtension:
             with recorder.watching():
                 finalize_layerwise_reload(model, config)
             if self.device.type == "cpu":
-                pack_tied_heads(model)
+                _repack_tied_heads(model)
         if self.keel_decided:
             return
         self.keel_decided = True
         self.keel_plan = recorder.plan()
         if self.keel_plan is None:
-            _LOG.info("weight updates: by vLLM's loader, because %s", recorder.refusal)
+            _LOG.info("weight updates go through vLLM's loader: %s", recorder.refusal)
         else:
-            _LOG.info("weight updates: by copies of %d tensors", len(self.keel_plan.placed))
+            _LOG.info("weight updates copy %d tensors directly", len(self.keel_plan.placed))
 
     def _keel_deferred(self) -> list[Any]:
-        """Layers of attention, whose work after loading comes last: MLA's absorbed products."""
-        from vllm.model_executor.layers.attention import (  # noqa: PLC0415  (copies alone need it)
+        """Attention layers that derive tensors after loading, such as MLA's absorbed products."""
+        from vllm.model_executor.layers.attention import (  # noqa: PLC0415  (only copies need it)
             is_deferred_attention_layer,
         )
 
@@ -223,7 +215,7 @@ class WeightsExtension:
         return [module for module in modules if is_deferred_attention_layer(module)]
 
     def keel_fingerprint(self) -> dict[str, str]:
-        """A hash of every parameter as the kernels see it."""
+        """Hash every parameter as the kernels see it."""
         named = self.model_runner.get_model().named_parameters()
         return {
             name: blake2b(

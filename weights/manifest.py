@@ -1,4 +1,4 @@
-"""Which tensors an update has to bring: those of the checkpoint the engine was started from."""
+"""Checks that an update brings exactly the tensors of the engine's initial checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from keel.weights.buckets import Bucket
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _COMPUTED = re.compile(r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Tensors of old checkpoints that engine and trainer both compute, and neither loads."""
+"""Tensors of old checkpoints that engine and trainer both compute instead of loading."""
 
 
 class Manifest:
-    """Ticks off the tensors of an update. vLLM itself only warns about some of the missing ones."""
+    """Ticks off the tensors of an update. vLLM itself only warns about some missing ones."""
 
     def __init__(
         self,
@@ -31,15 +31,14 @@ class Manifest:
         decoder: str = "",
         unread: Iterable[str] = (),
     ) -> None:
-        """`layers`: of the model without its multi-token-prediction layers, which checkpoints keep
-        behind the last one and neither engine nor trainer loads. `tied`: the output embedding is
-        the input embedding, and may or may not be published. `decoder`: what the decoder is called
-        in the model; names may begin with it or, in a checkpoint of the decoder alone, not.
-        `unread`: patterns of tensors that the trainer does not load, and so does not publish."""
+        """names: of the checkpoint; layers: without multi-token-prediction layers, which come last
+        and are loaded by neither engine nor trainer; tied: the output embedding is the input
+        embedding, and optional; decoder: the decoder's name in the model, a prefix that names may
+        lack; unread: patterns of tensors that the trainer does not load."""
         self._prefix = f"{decoder}."
         self._optional = {"lm_head.weight"} if tied else set[str]()
         known = {self._plain(name): name for name in names if not _COMPUTED.search(name)}
-        # A layer's own tensors: patterns that name whole layers mean those behind the last one.
+        # Patterns that name whole layers mean those behind the last one, hence without numbers.
         self._optional |= {
             name for name in known if any(re.search(p, _LAYER.sub(".", name)) for p in unread)
         }
@@ -48,13 +47,12 @@ class Manifest:
             for plain, name in known.items()
             if _layer(plain) < layers and plain not in self._optional
         }
-        """Without the decoder's name → as they are in the checkpoint."""
+        """Names without the decoder's prefix → checkpoint names."""
         self._missing: set[str] = set()
 
     @staticmethod
     def of(path: str, text: PreTrainedConfig) -> Manifest:
-        """Of the checkpoint at `path`, as `checkpoint_names` has it. `text`: the configuration of
-        its language part."""
+        """The manifest of the checkpoint at `path`, whose language model has the config `text`."""
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), PreTrainedModel)
         return Manifest(
             checkpoint_names(path),
@@ -68,7 +66,7 @@ class Manifest:
         self._missing = set(self._names)
 
     def arrived(self, bucket: Bucket) -> None:
-        """Raises `ValueError` naming a tensor that the checkpoint does not have."""
+        """Tick off a bucket. Raises ValueError naming a tensor unknown to the checkpoint."""
         for entry in bucket.entries:
             name = self._plain(entry.name)
             if name not in self._names and name not in self._optional:
@@ -79,7 +77,7 @@ class Manifest:
             self._missing.discard(name)
 
     def finish(self) -> None:
-        """Raises `ValueError` naming tensors that did not come."""
+        """Raise ValueError naming missing tensors."""
         if self._missing:
             first = ", ".join(sorted(self._names[name] for name in self._missing)[:3])
             raise ValueError(
@@ -92,7 +90,7 @@ class Manifest:
 
 
 def checkpoint_names(path: str) -> list[str]:
-    """Names of the tensors in the safetensors checkpoint at `path` (a folder or a hub name)."""
+    """Tensor names of the safetensors checkpoint at `path`, a folder or a hub name."""
     index = cached_file(
         path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False
     )
@@ -108,5 +106,5 @@ def checkpoint_names(path: str) -> list[str]:
 
 
 def _layer(name: str) -> int:
-    found = _LAYER.search(name)
-    return int(found.group(1)) if found else -1
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else -1

@@ -1,8 +1,8 @@
-"""A model's checkpoint tensors in buckets for the engines, update after update.
+"""Packs a model's checkpoint tensors into buckets, update after update.
 
-Transformers takes some 50 µs of Python to name a tensor as its checkpoint does, and a mixture of
-experts has tens of thousands. Where in the model each one is does not change from update to update,
-so it is found out in the first, and later ones copy runs of memory: a layer's experts are one.
+Transformers takes about 50 µs of Python to name a tensor as its checkpoint does, and a mixture of
+experts has tens of thousands. The first update records where each tensor lies in the model; later
+ones copy runs of memory, such as all experts of a layer at once.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from keel.weights.buckets import FlatBucket, TensorEntry, pack_flat
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Elements that follow each other in a module's tensor, and in a bucket."""
+    """Elements that are contiguous in a module's tensor and in a bucket."""
 
     source: str
-    """The tensor's name."""
+    """Name of the module's tensor."""
     start: int
-    """The first of them there."""
+    """In elements of the source."""
     count: int
     bucket: int
     at: int
-    """Where they start in the bucket, in bytes."""
+    """In bytes of the bucket."""
     dtype: torch.dtype
-    """Of the bucket's elements."""
+    """Element type in the bucket."""
 
 
 class BucketPacker:
-    """Of one model, whose modules and shapes stay what they are."""
+    """Packs one model, whose modules and shapes do not change."""
 
     def __init__(
         self,
@@ -47,22 +47,22 @@ class BucketPacker:
         *,
         whole: Whole | None = None,
     ) -> None:
-        """`dtype`: of the engines' weights; see `precision`. `bucket_bytes`: see `pack_flat`.
-        `whole`: see `module_tensors`."""
+        """dtype: of the engines' weights (`precision`); bucket_bytes: see `pack_flat`; whole: see
+        `module_tensors`."""
         self._model, self._size, self._whole = model, bucket_bytes, whole
         self._in_engine_dtype = precision(model, dtype)
         self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
-        """Of each bucket: its table of contents and its bytes."""
+        """Table of contents and size in bytes of each bucket."""
         self._runs: list[list[_Run]] = []
-        """Of each module, in the order of buckets."""
+        """Runs of each module, in the order of buckets."""
         self._computed: set[int] = set()
-        """Modules whose checkpoint tensors are more than parts of their own."""
+        """Modules whose checkpoint tensors are computed, not parts of module tensors."""
 
     def buckets(self) -> Iterator[FlatBucket]:
-        """The current weights. Holds one bucket, and one module's tensors beside it."""
-        return self._again() if self._tables else self._first()
+        """Pack the current weights. Holds one bucket and one module's tensors at a time."""
+        return self._replay() if self._tables else self._record()
 
-    def _first(self) -> Iterator[FlatBucket]:
+    def _record(self) -> Iterator[FlatBucket]:
         origins: dict[str, tuple[int, str, int]] = {}
         computed: set[int] = set()
         modules = 0
@@ -72,14 +72,14 @@ class BucketPacker:
             for index, own in enumerate(module_tensors(self._model, whole=self._whole)):
                 modules += 1
                 named = self._named(own)
-                found = {name: _origin(tensor, own) for name, tensor in named.items()}
-                if None in found.values():
+                places = {name: _origin(tensor, own) for name, tensor in named.items()}
+                if None in places.values():
                     computed.add(index)
-                    found = {name: (name, 0) for name in named}
-                places = {name: (index, *place) for name, place in found.items() if place}
-                origins.update(places)
-                # In the order of memory, so that what is together stays together.
-                for name in sorted(named, key=places.__getitem__):
+                    places = {name: (name, 0) for name in named}
+                own_origins = {name: (index, *place) for name, place in places.items() if place}
+                origins.update(own_origins)
+                # Memory order lets neighbours form one run.
+                for name in sorted(named, key=own_origins.__getitem__):
                     yield name, self._in_engine_dtype(name, named[name])
 
         tables: list[tuple[tuple[TensorEntry, ...], int]] = []
@@ -96,12 +96,12 @@ class BucketPacker:
 
     def _named(self, own: Named) -> Named:
         try:
-            with _InPlace():
+            with _WithoutCopies():
                 return as_checkpoint(self._model, own)
-        except RuntimeError:  # a conversion that does need something contiguous
+        except RuntimeError:  # a conversion that needs a contiguous tensor
             return as_checkpoint(self._model, own)
 
-    def _again(self) -> Iterator[FlatBucket]:
+    def _replay(self) -> Iterator[FlatBucket]:
         number, flat = -1, torch.empty(0)
         modules = module_tensors(self._model, whole=self._whole)
         for index, (own, runs) in enumerate(zip(modules, self._runs, strict=True)):
@@ -110,7 +110,7 @@ class BucketPacker:
                 if run.bucket != number:
                     if number >= 0:
                         yield self._tables[number][0], flat
-                        flat = torch.empty(0)  # makes room for the next one
+                        flat = torch.empty(0)  # frees memory for the next one
                     number, device = run.bucket, sources[run.source].device
                     flat = torch.zeros(self._tables[number][1], dtype=torch.uint8, device=device)
                 part = sources[run.source].reshape(-1)[run.start : run.start + run.count]
@@ -121,9 +121,9 @@ class BucketPacker:
             yield self._tables[number][0], flat
 
 
-class _InPlace(TorchFunctionMode):
-    """Transformers makes what it takes out of a tensor contiguous, by a copy, and then takes that
-    apart; without copies it can be seen where things come from."""
+class _WithoutCopies(TorchFunctionMode):
+    """Skips `contiguous`, by which Transformers copies a tensor before taking it apart: views show
+    where their elements come from."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -132,7 +132,7 @@ class _InPlace(TorchFunctionMode):
 
 
 def _origin(tensor: Tensor, own: Mapping[str, Tensor]) -> tuple[str, int] | None:
-    """The module's tensor that this one is a part of, without gaps, and where it starts there."""
+    """The tensor of `own` that contains this one without gaps, and the first element in it."""
     for name, whole in own.items():
         start, rest = divmod(tensor.data_ptr() - whole.data_ptr(), whole.itemsize)
         if (
@@ -147,7 +147,7 @@ def _origin(tensor: Tensor, own: Mapping[str, Tensor]) -> tuple[str, int] | None
 
 
 def _append(runs: list[_Run], run: _Run) -> None:
-    """As a part of the last run, where it follows that in both places."""
+    """Append a run, or extend the last one if it continues there in both places."""
     if runs:
         last = runs[-1]
         bytes_before = last.count * last.dtype.itemsize

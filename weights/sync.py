@@ -1,6 +1,6 @@
 """The driver's end of a weight update.
 
-Who calls whom during one update:
+The calls of one update:
 
     trainer.loop.train                WeightSync.push(version)
       RolloutPool.update              Transfer.to(engines), again for engines that restart

@@ -1,11 +1,10 @@
-"""What vLLM's loader does with the tensors of an update, watched once, to be done by copies later.
+"""Turns the copies of one update by vLLM's loader into a `CopyPlan`.
 
-The loader's copies are followed from a checkpoint tensor (in a bucket) into the tensor that vLLM
-makes for a layer that is complete, and from there into the tensor that kernels and CUDA graphs
-hold. A plan comes of it only if nothing else happens: an operation that reads weights and is not a
-view may derive something from them that copies would leave as it was. And every tensor that the
-loader wrote is overwritten, with bytes that differ from its own everywhere, made again by the plan
-and compared. All or nothing: after a `refusal` vLLM's loader does every update.
+The recorder follows copies from a checkpoint tensor (in a bucket) into the tensor that vLLM makes
+for a complete layer, and from there into the tensor that kernels and CUDA graphs hold. It refuses a
+plan if anything else happens: an operation that reads weights and is not a view may derive
+something that copies would leave stale. Finally every loaded tensor is inverted bit by bit, made
+again by the plan and compared. After a refusal vLLM's loader does every update.
 """
 
 from __future__ import annotations
@@ -23,7 +22,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keel.weights.buckets import TensorEntry
-from keel.weights.copy_plan import Fill, Piece, Placed, Plan, dims, start_of, window
+from keel.weights.copy_plan import (
+    ConstantFill,
+    CopiedTensor,
+    CopyPiece,
+    CopyPlan,
+    dims,
+    start_of,
+    window,
+)
 
 AFTER_LOADING = "process_weights_after_loading"
 _ATEN = torch.ops.aten
@@ -31,40 +38,40 @@ _SHAPE_ONLY = (
     *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like),
     *(_ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full),
 )
-"""Operations that ask a tensor for its shape, type and device alone."""
+"""Operations that read only shape, type and device of a tensor."""
 Layout = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Offset in the storage, size and stride, in elements."""
+"""Offset in the storage, size, stride; in elements."""
 
 
 @dataclass(slots=True)
 class _Write:
-    """Into a part of a storage."""
+    """A write into a part of a storage."""
 
     data: Tensor | None
-    """What was written; None once that is proven, and for a number."""
+    """The data written; None for a constant, and once proven."""
     name: str = ""
-    """Of the checkpoint tensor that it came from."""
+    """Checkpoint tensor that the data came from; empty for a constant."""
     start: int = 0
-    """Where in the checkpoint tensor, in elements."""
+    """Start in the checkpoint tensor, in elements."""
     stride: tuple[int, ...] = ()
-    """There."""
+    """Stride in the checkpoint tensor."""
     value: float = 0.0
-    """Instead, where there is no name."""
+    """The constant."""
 
 
 @dataclass(slots=True)
 class _Target:
-    """A storage that weights were written to: a kernel's, or one on the way there."""
+    """A storage that weights were written to: a kernel's, or an intermediate one."""
 
     alive: StorageWeakRef
-    """Keeps the storage's key from being given to another one."""
+    """Keeps the storage's key from being reused."""
     dtype: torch.dtype
     name: str = ""
     kernel: Tensor | None = None
-    """The tensor that kernels hold."""
+    """The tensor that kernels hold; None for an intermediate storage."""
     writes: dict[Layout, _Write] = field(default_factory=dict)
     read_by: str = ""
-    """An operation that read it before it was written."""
+    """Operation that read it before it was written."""
     proven: bool = False
 
 
@@ -73,19 +80,19 @@ class _Bucket:
     alive: StorageWeakRef
     entries: tuple[TensorEntry, ...]
     starts: list[int]
-    """Of the entries, in bytes from the storage's start."""
+    """Starts of the entries, in bytes of the storage."""
 
 
-class Recorder:
-    """Of one update through vLLM's loader."""
+class LoadRecorder:
+    """Records one update through vLLM's loader."""
 
     def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
-        """Before the update begins. `deferred`: layers whose work after loading is done again in
-        each update, so that it may derive what it likes."""
+        """Create it before the update. `deferred`: layers whose processing after loading is
+        repeated in each update, and so may derive anything."""
         self.refusal = ""
-        """Why there will be no plan; empty as long as there may be one."""
+        """Why there is no plan; empty while there may be one."""
         self._model, self._deferred = model, deferred
-        self._mode, self._paused = _Watch(self.operation), False
+        self._mode, self._paused = _Observer(self.operation), False
         self._targets: dict[int, _Target] = {}
         self._buckets: dict[int, _Bucket] = {}
         self._arrived: dict[str, TensorEntry] = {}
@@ -103,7 +110,7 @@ class Recorder:
 
     @contextmanager
     def bucket(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> Iterator[None]:
-        """While the loader is given the tensors of a bucket."""
+        """Record the loading of a bucket."""
         alive = StorageWeakRef(flat.untyped_storage())
         starts = [start_of(flat) + entry.offset for entry in entries]
         self._buckets[_key(flat)] = _Bucket(alive, entries, starts)
@@ -113,18 +120,18 @@ class Recorder:
             self._arrived[entry.name] = entry
         with self.watching():
             yield
-        # The sources of a layer that is complete are let go.
+        # vLLM frees the sources of a complete layer.
         self._buckets = {k: each for k, each in self._buckets.items() if not each.alive.expired()}
         self._targets = {k: each for k, each in self._targets.items() if not each.alive.expired()}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While the loader works, but for what `deferred` do after loading."""
+        """Record the loader's operations, except for the processing of `deferred`."""
         if self.refusal:
             yield
             return
         for layer in self._deferred:
-            layer.__dict__[AFTER_LOADING] = self._unwatched(getattr(layer, AFTER_LOADING))
+            layer.__dict__[AFTER_LOADING] = self._unobserved(getattr(layer, AFTER_LOADING))
         try:
             with self._mode:
                 yield
@@ -132,10 +139,10 @@ class Recorder:
             for layer in self._deferred:
                 del layer.__dict__[AFTER_LOADING]
             if self.refusal:
-                self._let_go()
+                self._release()
 
-    def plan(self) -> Plan | None:
-        """After the update; None if there is a refusal."""
+    def plan(self) -> CopyPlan | None:
+        """The plan of the recorded update; None after a refusal."""
         written = [t for t in self._targets.values() if t.kernel is not None and t.writes]
         for target in written:
             assert target.kernel is not None
@@ -148,30 +155,30 @@ class Recorder:
         if not written:
             self.refuse("nothing was copied")
         plan = None if self.refusal else self._plan(written)
-        self._let_go()
+        self._release()
         return plan
 
-    def _plan(self, written: Sequence[_Target]) -> Plan:
+    def _plan(self, written: Sequence[_Target]) -> CopyPlan:
         kernels = [target.kernel for target in written if target.kernel is not None]
-        pieces: dict[str, list[Piece]] = {name: [] for name in self._arrived}
-        fills: list[Fill] = []
+        pieces: dict[str, list[CopyPiece]] = {name: [] for name in self._arrived}
+        fills: list[ConstantFill] = []
         for index, target in enumerate(written):
             for (offset, size, stride), write in target.writes.items():
                 if not write.name:
                     part = window(kernels[index], target.dtype, offset, size, stride)
-                    fills.append(Fill(part, write.value))
+                    fills.append(ConstantFill(part, write.value))
                     continue
                 dtype = getattr(torch, self._arrived[write.name].dtype)
                 parts = dims(size, stride, write.stride)
-                pieces[write.name].append(Piece(index, offset, write.start, parts, dtype))
+                pieces[write.name].append(CopyPiece(index, offset, write.start, parts, dtype))
         placed = {
-            name: Placed(entry.dtype, entry.shape, tuple(pieces[name]))
+            name: CopiedTensor(entry.dtype, entry.shape, tuple(pieces[name]))
             for name, entry in self._arrived.items()
         }
-        return Plan(kernels, placed, fills)
+        return CopyPlan(kernels, placed, fills)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Stands in for every operation of PyTorch while the loader works."""
+        """Observe an operation of PyTorch and run it."""
 
         def run() -> Any:
             return func(*args, **kwargs)
@@ -199,7 +206,7 @@ class Recorder:
         return result
 
     def _read(self, key: int, by: str) -> None:
-        """Something other than a copy reads, or changes, a storage."""
+        """Note that an operation other than a copy reads or changes a storage."""
         if key in self._buckets:
             self.refuse(f"{by} reads a tensor of the checkpoint")
         elif (target := self._targets.get(key)) is not None:
@@ -208,11 +215,10 @@ class Recorder:
             target.read_by = target.read_by or by
 
     def _copy(self, to: Tensor, source: Tensor, run: Callable[[], Any]) -> None:
-        """`run` does the copy."""
         here, there = _key(to), _key(source)
         run()
         if to.is_meta or not source.numel():
-            return  # vLLM counts elements
+            return  # vLLM only counts elements
         if here == there and _layout(to) == _layout(source) and to.dtype == source.dtype:
             return
         origin = self._targets.get(there)
@@ -227,10 +233,10 @@ class Recorder:
                 self._read(there, "a copy")
             if here in self._targets:
                 name = self._targets[here].name or "a loaded tensor"
-                self.refuse(f"{name} is given something that is not in the checkpoint")
+                self.refuse(f"{name} receives something that is not in the checkpoint")
 
     def _load(self, to: Tensor, source: Tensor, bucket: _Bucket) -> None:
-        """A part of a checkpoint tensor has been copied."""
+        """Note that a part of a checkpoint tensor was copied."""
         item, begin = source.dtype.itemsize, start_of(source) * source.dtype.itemsize
         index = bisect_right(bucket.starts, begin) - 1
         entry = bucket.entries[max(index, 0)]
@@ -242,7 +248,7 @@ class Recorder:
             return
         source = source.expand(to.shape)
         target = self._target(to)
-        # What goes to a kernel's tensor at once is small, such as a bias, and compared at the end.
+        # Tensors loaded into a kernel directly are small, such as a bias; `plan` compares them.
         data = source if target.kernel is None else source.clone()
         self._write(to, _Write(data, entry.name, start, source.stride()))
 
@@ -260,7 +266,7 @@ class Recorder:
         target.proven = False
 
     def _move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
-        """A loaded tensor has been copied, as a whole: what was written to it is there now."""
+        """Note that a loaded tensor was copied as a whole, with everything written to it."""
         target = self._target(to)
         like = (source.dtype, source.shape, source.stride())
         whole = source.untyped_storage().nbytes() == source.numel() * source.dtype.itemsize
@@ -281,25 +287,25 @@ class Recorder:
             self._prove(target, to, source)
 
     def _prove(self, target: _Target, kernel: Tensor, truth: Tensor) -> None:
-        """`kernel` comes out of the writes alone, whatever was there before."""
+        """Check that the writes alone reproduce `kernel`, whatever it held before."""
         number = sum(prod(size) for _, size, _ in target.writes)
         if number != kernel.numel() or not _dense(kernel):
             self.refuse(f"{target.name}: {number} of its {kernel.numel()} elements are loaded")
             return
-        found, right = _bytes(kernel), _bytes(truth)
-        torch.bitwise_not(right, out=found)  # what is not written differs in every bit
+        actual, expected = _bytes(kernel), _bytes(truth)
+        torch.bitwise_not(expected, out=actual)  # unwritten elements then differ in every bit
         for (offset, size, stride), write in target.writes.items():
             if write.data is not None:
-                parts = dims(size, stride, write.data.stride())  # as the plan will do it
+                parts = dims(size, stride, write.data.stride())  # as the plan does
                 size, stride, inner = zip(*parts, strict=True)
                 data = window(write.data, write.data.dtype, start_of(write.data), size, inner)
                 window(kernel, target.dtype, offset, size, stride).copy_(data)
             elif not write.name:
                 window(kernel, target.dtype, offset, size, stride).fill_(write.value)
             write.data = None
-        target.proven = torch.equal(found, right)
+        target.proven = torch.equal(actual, expected)
         if not target.proven:
-            found.copy_(right)
+            actual.copy_(expected)
             self.refuse(f"{target.name} is not what was copied to it")
 
     def _target(self, tensor: Tensor) -> _Target:
@@ -309,7 +315,7 @@ class Recorder:
             self._targets[key] = _Target(alive, tensor.dtype)
         return self._targets[key]
 
-    def _unwatched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _unobserved(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._paused = True
             try:
@@ -319,11 +325,11 @@ class Recorder:
 
         return call
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._targets, self._buckets = {}, {}
 
 
-class _Watch(TorchDispatchMode):
+class _Observer(TorchDispatchMode):
     def __init__(self, operation: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
         self._operation = operation
@@ -343,7 +349,7 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
-    """Of its storage."""
+    """Identity of the storage."""
     return tensor.untyped_storage()._cdata
 
 
@@ -365,7 +371,7 @@ def _addresses(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """[number] of a tensor without gaps, in large or small whole numbers."""
+    """View a dense tensor as a vector of 8-byte or 1-byte integers."""
     start, length = (count * tensor.dtype.itemsize for count in (start_of(tensor), tensor.numel()))
     wide = not (start | length) % 8
     width, dtype = (8, torch.int64) if wide else (1, torch.uint8)
@@ -373,7 +379,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Without gaps, in any order of its dimensions."""
+    """Return True if the tensor has no gaps, in any order of its dimensions."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     ((length, inner, _), *more) = dims(shape, stride, stride)
     return not more and inner == 1 and length == tensor.numel()

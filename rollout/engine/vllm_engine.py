@@ -45,9 +45,8 @@ from keel.rollout.spec import (
 from keel.rollout.vllm_internals import end_at_next_token, pause, resume, scheduler_of
 from keel.rollout.vllm_pin import require_version
 from keel.weights.buckets import Bucket
-from keel.weights.channel import Rendezvous
+from keel.weights.channel import Rendezvous, call_workers
 from keel.weights.manifest import Manifest
-from keel.weights.workers import have_workers
 
 _LOG = logging.getLogger(__name__)
 _DISCARD = 2
@@ -306,7 +305,7 @@ class VllmEngine:
         self._over_channel("keel_load_bucket", bucket)
 
     def _over_channel(self, method: str, *args: Any) -> None:
-        have_workers(self._llm, method, *args, several=self.spec.config.tensor_parallel > 1)
+        call_workers(self._llm, method, *args, several=self.spec.config.tensor_parallel > 1)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
         """Sample from the new weights from now on.

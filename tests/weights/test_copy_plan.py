@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from keel.weights.buckets import FlatBucket, pack_flat
-from keel.weights.copy_plan import Fill, Piece, Placed, Plan, dims, join
+from keel.weights.copy_plan import ConstantFill, CopiedTensor, CopyPiece, CopyPlan, dims, join
 
 BF16 = torch.bfloat16
 
@@ -21,10 +21,10 @@ def bucket_of(tensors: dict[str, Tensor]) -> FlatBucket:
     return bucket
 
 
-def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> Placed:
+def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> CopiedTensor:
     """`parts`: a kernel's index, a view of that kernel's tensor and a view of `tensor`."""
     pieces = tuple(
-        Piece(
+        CopyPiece(
             index,
             int(to.storage_offset()),
             int(part.storage_offset()) - int(tensor.storage_offset()),
@@ -33,7 +33,7 @@ def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> Placed:
         )
         for index, to, part in parts
     )
-    return Placed(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), pieces)
+    return CopiedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), pieces)
 
 
 def experts(count: int, inner: int, hidden: int, *, rank: int = 0, ranks: int = 1) -> tuple:
@@ -43,7 +43,7 @@ def experts(count: int, inner: int, hidden: int, *, rank: int = 0, ranks: int = 
     here = inner // ranks
     w13 = torch.zeros(count, 2 * here, hidden, dtype=BF16)
     w2 = torch.zeros(count, hidden, here, dtype=BF16)
-    plan: dict[str, Placed] = {}
+    plan: dict[str, CopiedTensor] = {}
     for e in range(count):
         gate, up = torch.randn(2, inner, hidden).to(BF16).unbind()
         down = torch.randn(hidden, inner).to(BF16)
@@ -57,7 +57,7 @@ def experts(count: int, inner: int, hidden: int, *, rank: int = 0, ranks: int = 
         [torch.cat([tensors[f"{e}.{k}"][own] for k in ("gate", "up")]) for e in range(count)]
     )
     right2 = torch.stack([tensors[f"{e}.down"][:, own] for e in range(count)])
-    return tensors, Plan([w13, w2], plan), right13, right2
+    return tensors, CopyPlan([w13, w2], plan), right13, right2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -88,7 +88,7 @@ def test_joining_changes_nothing() -> None:
         cuts = sorted(draw.sample(range(1, kernel.shape[0]), draw.choice([0, 1, 3])))
         bounds = list(zip([0, *cuts], [*cuts, kernel.shape[0]], strict=True))
         right = torch.randn(kernel.shape).to(BF16)
-        pieces: dict[str, Placed] = {}
+        pieces: dict[str, CopiedTensor] = {}
         sources: dict[str, Tensor] = {}
         for low, high in bounds:
             for column in draw.choice([[slice(None)], [slice(0, 2), slice(2, None)]]):
@@ -99,7 +99,7 @@ def test_joining_changes_nothing() -> None:
                 view.copy_(part)
                 sources[name] = wide
                 pieces[name] = placed(wide, (0, kernel[low:high, column], view))
-        plan = Plan([kernel], pieces)
+        plan = CopyPlan([kernel], pieces)
         names = draw.sample(list(sources), len(sources))
         entries, data = bucket_of({name: sources[name] for name in names})
         plain = [p for entry in entries for p in plan._pieces(entry)]
@@ -116,7 +116,7 @@ def test_joining_changes_nothing() -> None:
 def test_equal_experts_in_any_order_of_dimensions_are_joined() -> None:
     source = torch.arange(24.0).view(2, 3, 4)
     kernel = torch.zeros(4, 3, 2).permute(2, 1, 0)
-    plan = Plan([kernel], {"t": placed(source, (0, kernel, source))})
+    plan = CopyPlan([kernel], {"t": placed(source, (0, kernel, source))})
     plan.load(*bucket_of({"t": source}))
     assert torch.equal(kernel, source)
 
@@ -124,7 +124,7 @@ def test_equal_experts_in_any_order_of_dimensions_are_joined() -> None:
 def test_a_number_is_converted_as_copy_does() -> None:
     bias = torch.randn(5, 7).to(BF16)
     kernel = torch.zeros(5, 7)
-    plan = Plan([kernel], {"bias": placed(bias, (0, kernel, bias))})
+    plan = CopyPlan([kernel], {"bias": placed(bias, (0, kernel, bias))})
     entries, data = bucket_of({"bias": bias})
     for _ in range(2):
         kernel.zero_()
@@ -136,7 +136,7 @@ def test_not_a_number_and_bytes_are_kept() -> None:
     odd = torch.tensor([float("nan"), -0.0, float("inf")])
     small = torch.arange(5, dtype=torch.uint8)
     kernels = [torch.zeros(3), torch.zeros(5, dtype=torch.uint8)]
-    plan = Plan(
+    plan = CopyPlan(
         kernels,
         {"odd": placed(odd, (0, kernels[0], odd)), "small": placed(small, (1, kernels[1], small))},
     )
@@ -147,7 +147,7 @@ def test_not_a_number_and_bytes_are_kept() -> None:
 
 def test_padding_is_filled_at_the_beginning() -> None:
     kernel = torch.ones(4, 2)
-    plan = Plan([kernel], {}, [Fill(kernel[3:], 0.0)])
+    plan = CopyPlan([kernel], {}, [ConstantFill(kernel[3:], 0.0)])
     plan.begin()
     assert kernel.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from keel.rl.types import NO_ROUTE
-from keel.weights.buckets import Sent
+from keel.weights.buckets import ChannelData
 from keel.weights.channel import Channel
 from tests.waiting import PATIENCE_S
 
@@ -40,7 +40,7 @@ def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
 
     first, second = join("first"), join("second")
     with pytest.raises(ConnectionError, match="closed"):
-        first.receive(Sent(8))
+        first.receive(ChannelData(8))
     assert extension.keel_channel is second
 
 

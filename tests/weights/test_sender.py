@@ -20,9 +20,9 @@ from keel.rollout.engine.thread import EngineThread
 from keel.trainer.worker import Receiver
 from keel.weights.buckets import (
     Bucket,
+    ChannelData,
     Checksum,
     FlatBucket,
-    Sent,
     pack_flat,
     unpack_flat,
 )
@@ -71,7 +71,7 @@ class Sampler:
             self.channel.close()
         if self.trouble == "deaf":
             return
-        assert isinstance(bucket.data, Sent)
+        assert isinstance(bucket.data, ChannelData)
         flat = self.channel.receive(bucket.data)
         if self.trouble == "flips":
             flat[0] ^= 1

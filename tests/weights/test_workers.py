@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keel.weights.workers import attempt, have_workers
+from keel.weights.channel import attempt, call_workers
 
 
 class Worker:
@@ -55,7 +55,7 @@ class InProcesses(InProcess):
     ("error", "kind"),
     [
         (TimeoutError("8 MiB of weights did not get through"), TimeoutError),
-        (ConnectionError("the channel for weights broke"), ConnectionError),
+        (ConnectionError("the weight channel broke"), ConnectionError),
         (ConnectionResetError("reset"), ConnectionError),
         (ValueError("no such tensor"), RuntimeError),
     ],
@@ -65,14 +65,14 @@ def test_a_channels_error_keeps_its_kind_across_processes(
 ) -> None:
     llm = InProcesses(Worker(), Worker(error))
     with pytest.raises(kind, match=str(error)) as raised:
-        have_workers(llm, "keel_load_bucket", "a", several=True)
+        call_workers(llm, "keel_load_bucket", "a", several=True)
     assert type(raised.value) is kind
 
 
 def test_the_one_workers_own_error_is_raised() -> None:
     error = TimeoutError("late")
     with pytest.raises(TimeoutError) as raised:
-        have_workers(InProcess(Worker(error)), "keel_load_bucket", "a", several=False)
+        call_workers(InProcess(Worker(error)), "keel_load_bucket", "a", several=False)
     assert raised.value is error
 
 
@@ -80,5 +80,5 @@ def test_the_one_workers_own_error_is_raised() -> None:
 def test_each_worker_does_it(several: bool) -> None:
     workers = [Worker() for _ in range(1 + several)]
     llm = (InProcesses if several else InProcess)(*workers)
-    have_workers(llm, "keel_load_bucket", "a", several=several)
+    call_workers(llm, "keel_load_bucket", "a", several=several)
     assert [worker.loaded for worker in workers] == [["a"]] * len(workers)

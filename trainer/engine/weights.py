@@ -1,8 +1,11 @@
-"""How weights get into the ranks, and out of them to rollout engines and files: whole and under
-their checkpoint names, however they are spread over ranks."""
+"""Weights on their way into the ranks, and out of them to engines and files: whole and under their
+checkpoint names, however they are sharded."""
 
 from __future__ import annotations
 
+import io
+import logging
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -17,77 +20,110 @@ from keel.model.load import checkpoint_tensors, module_tensors, precision
 from keel.trainer.engine.deepspeed_internals import deepspeed
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.weights.buckets import FlatBucket
-from keel.weights.meta_model import from_outline, outline
 from keel.weights.pack import BucketPacker
 
+_LOG = logging.getLogger(__name__)
+
 Load = Callable[[], PreTrainedModel]
-"""Reads the model, into host memory."""
+"""Reads the model into host memory."""
+
+
+class _OutlinePickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Parameter):  # the pickle's memo keeps tied weights tied
+            return _unset, (tuple(obj.shape), obj.dtype, obj.requires_grad)
+        return NotImplemented
+
+
+def _unset(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=requires_grad)
+
+
+def outline(model: PreTrainedModel) -> bytes:
+    """Pickle a model without the values of its weights. Empty if it cannot be pickled, such as a
+    model whose modules hold lambdas."""
+    data = io.BytesIO()
+    try:
+        _OutlinePickler(data, protocol=5).dump(model)
+    except Exception:  # pickles fail in many ways
+        _LOG.warning("the model cannot be pickled, so every rank reads it", exc_info=True)
+        return b""
+    return data.getvalue()
+
+
+def from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """Build a model with unset weights, which take no host memory until written. `data` must come
+    from this run: unpickling can call anything."""
+    with torch.device(device):
+        return pickle.loads(data)
 
 
 def read_once(
     load: Load, dtype: torch.dtype, *, readers: int, read: PreTrainedModel | None = None
 ) -> tuple[PreTrainedModel, bytes]:
-    """The model in host memory, and an outline to make its twin of, for `copy_weights`. Collective.
+    """The model in host memory, and an outline to build a twin for `copy_weights`. Collective.
 
-    The first `readers` ranks `load` it, unless they have (`read`). On all others its weights are
-    unset, and come with `zero.initialize`; without an outline (empty) they load it, too. There is
-    none for a twin of a model with weights in more than `dtype`, which DeepSpeed rounds.
-
-    What one rank cannot load is raised on all of them, a ConfigError as such.
+    The first `readers` ranks load it, unless they have (`read`). Other ranks build it from the
+    outline, with weights that `zero.initialize` sets, or load it, too, if there is no outline. The
+    returned outline is empty if weights have another type than `dtype`, since DeepSpeed rounds
+    them. An error of one rank is raised on all, as ConfigError if it is one.
     """
     model = read if read is not None and read.dtype == dtype else None
     failed: Exception | None = None
     if model is None and dist.get_rank() < readers:
         try:
             model = load()
-        except Exception as error:  # the others wait to hear of it
+        except Exception as error:  # the others wait in the collective below
             failed = error
-    written = outline(model) if model is not None and dist.get_rank() == 0 else b""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        said, (written, failed and (isinstance(failed, ConfigError), str(failed)))
-    )
+    data = outline(model) if model is not None and dist.get_rank() == 0 else b""
+    reports: list[Any] = [None] * dist.get_world_size()
+    problem = failed and (isinstance(failed, ConfigError), str(failed))
+    dist.all_gather_object(reports, (data, problem))
     if failed:
         raise failed
-    for rank, (_, trouble) in enumerate(said):
-        if trouble:
-            ours, text = trouble
-            raise ConfigError(text) if ours else RuntimeError(f"rank {rank} read no model: {text}")
-    written = said[0][0]
+    for rank, (_, problem) in enumerate(reports):
+        if problem:
+            of_config, text = problem
+            error = f"rank {rank} read no model: {text}"
+            raise ConfigError(text) if of_config else RuntimeError(error)
+    data = reports[0][0]
     if model is None:
-        model = from_outline(written) if written else load()
+        model = from_outline(data) if data else load()
     exact = all(weight.dtype == dtype for weight in model.parameters())
-    return model, written if exact else b""
+    return model, data if exact else b""
 
 
-def twin(written: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
-    """Another model of the kind that `read_once` has found, its weights unset and on `device`;
-    loaded, if there is no outline."""
-    return from_outline(written, device) if written else load()
+def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
+    """Another model like that of `read_once`, with unset weights on `device`; loaded if there is no
+    outline."""
+    return from_outline(data, device) if data else load()
 
 
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
-    """Between two models of one kind that DeepSpeed has both taken over, or at stages below 3 the
-    first alone. Collective. stage: of ZeRO."""
+    """Copy the weights of a model to its twin, both initialized by DeepSpeed at ZeRO stage 3, below
+    it at least the source. Collective."""
     pairs = zip(source.named_parameters(), target.named_parameters(), strict=True)
-    for (name, given), (other, taken) in pairs:
-        if name != other:
-            raise RuntimeError(f"{other} of the reference policy is {name} of the policy")
-        with gathered([given], stage=stage), gathered([taken], stage=stage, modifier_rank=0):
-            taken.data.copy_(given.data)
+    for (name, weight), (target_name, target_weight) in pairs:
+        if name != target_name:
+            raise RuntimeError(f"{target_name} of the reference policy is {name} of the policy")
+        with (
+            gathered([weight], stage=stage),
+            gathered([target_weight], stage=stage, modifier_rank=0),
+        ):
+            target_weight.data.copy_(weight.data)
 
 
 def gathered(
     parameters: Sequence[Tensor], *, stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Within it these are whole on every rank. modifier_rank: whose changes to them stay."""
+    """Make parameters whole on every rank; changes by `modifier_rank` are kept."""
     return deepspeed.zero.GatheredParameters(
         list(parameters), modifier_rank=modifier_rank, enabled=stage == 3
     )
 
 
 class Weights:
-    """Of a model that DeepSpeed has taken over."""
+    """The weights of a model that DeepSpeed has initialized."""
 
     def __init__(self, model: PreTrainedModel, experts: ExpertLayers, *, stage: int) -> None:
         """`stage`: of ZeRO."""
@@ -96,25 +132,25 @@ class Weights:
 
     @property
     def gathered(self) -> bool:
-        """Whether they are spread over ranks: then all of them must iterate together, to the end,
-        in any of the following."""
+        """Whether weights are sharded: then all ranks must iterate the following methods together,
+        to the end."""
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint name and tensor, in `dtype` (see `keel.model.load.precision`)."""
+        """Checkpoint names and tensors, in `dtype` (see `keel.model.load.precision`)."""
         convert = precision(self._model, dtype)
         for name, tensor in checkpoint_tensors(self._model, whole=self._whole):
             yield name, convert(name, tensor)
 
     def buckets(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[FlatBucket]:
-        """The same in buckets of this size, on this rank's device."""
+        """The same tensors in buckets on this rank's device."""
         key = bucket_bytes, dtype
         if key not in self._packers:
             self._packers[key] = BucketPacker(self._model, dtype, bucket_bytes, whole=self._whole)
         return self._packers[key].buckets()
 
     def gather_along(self) -> None:
-        """What a rank does that wants none while others iterate."""
+        """Take part in the collectives of ranks that iterate."""
         for _ in module_tensors(self._model, whole=self._whole) if self.gathered else ():
             pass
 

@@ -123,10 +123,10 @@ def reading(stage: int, **changes: Any) -> Scenario:
 
     def run(ranks: Ranks) -> Result:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import weights as sent  # noqa: PLC0415
         from keel.trainer.engine.expert_parallel import ExpertLayers  # noqa: PLC0415
         from keel.trainer.engine.weights import Weights  # noqa: PLC0415
         from keel.trainer.placement.memory import reading_ranks  # noqa: PLC0415
-        from keel.weights import meta_model as sent  # noqa: PLC0415
 
         config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
         path = str(ranks.folder / model)

@@ -5,7 +5,7 @@ from transformers import DeepseekV3Config, Qwen3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from keel.weights.meta_model import from_outline, outline
+from keel.trainer.engine.weights import from_outline, outline
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
 
