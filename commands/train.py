@@ -16,7 +16,7 @@ from keel.model.ray_timeouts import RayLost, Unanswered, lost_reason
 from keel.rl.types import ScoredGroup
 from keel.trainer import loop
 from keel.trainer.launch import Runtime, launch
-from keel.trainer.nonfinite import SAID
+from keel.trainer.nonfinite import SHOWN_FINDINGS
 from keel.trainer.placement.choose import save_choice
 from keel.trainer.placement.elastic import ElasticLayouts, elastic_layouts
 from keel.trainer.placement.oom_recovery import RetryOnOom
@@ -187,7 +187,7 @@ def dump_bad_batch(
 ) -> None:
     """Save the batch of a step without a finite gradient for `keel replay`. A full disk does not
     end the run."""
-    for line in findings[:SAID]:
+    for line in findings[:SHOWN_FINDINGS]:
         say(f"step {step}: no finite gradient: {line}")
     try:
         path = save_batch(folder, step, groups, findings)

@@ -19,7 +19,7 @@ from keel.rl.types import StepResult
 from keel.trainer.batch_stream import never
 from keel.trainer.guard import RunJournal, Save, Saver
 from keel.trainer.loop import Clock, evaluation_due
-from keel.trainer.nonfinite import SAID
+from keel.trainer.nonfinite import SHOWN_FINDINGS
 
 MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
 """Metrics that ranks return for a held-out set, with their names under `eval/`."""
@@ -176,7 +176,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
 
         with clock.time("train"):
             result = parts.attempt(learn) if parts.attempt else learn(config)
-        for line in result.findings[:SAID]:
+        for line in result.findings[:SHOWN_FINDINGS]:
             parts.say(f"step {step}: no finite gradient: {line}")
         metrics = {**result.metrics, "sft/epochs": Mean(parts.batches.epochs, 1), **saver.metrics()}
         metrics |= clock.metrics(sum(example.learned_tokens for example in examples))

@@ -36,25 +36,24 @@ if TYPE_CHECKING:
 
 LOG_LINES = 15
 PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""Allocator settings for pinned host memory: 8.4 instead of 2.1 GiB per second on an H200's host.
-
-A rank that offloads allocates tens of GiB in its first step."""
+"""Allocator settings for pinned host memory: 8.4 instead of 2.1 GiB/s on an H200's host, where the
+first step of an offloading rank allocates tens of GiB."""
 DRIVER = Path("/proc/driver/nvidia/gpus")
-"""An entry for each GPU of the machine, whichever of them a process may use."""
+"""Lists every GPU of the machine, whether visible to the process or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
-    """Where to look when a rank has died."""
+class RankLocation:
+    """The process of a rank, for messages about its death."""
 
     host: str
     pid: int
     log: str
-    """File that takes the process's standard error; empty where the system does not say."""
+    """File of its standard error; empty if unknown."""
 
 
 def last_lines(log: str, count: int = LOG_LINES) -> str:
-    """The end of a log file, where it is on this machine."""
+    """The end of a log file; empty if it is not on this machine."""
     if not log or not Path(log).is_file():
         return ""
     with open(log, "rb") as file:
@@ -66,21 +65,21 @@ def last_lines(log: str, count: int = LOG_LINES) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one rank says about a step."""
+    """One rank's report of a step."""
 
     version: int
     metrics: dict[str, Metric]
     tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
-    """What this rank saw of the segments that are watched, by their numbers."""
+    """Per-token numbers of watched segments, by segment."""
     findings: tuple[Finding, ...] = ()
     """`TrainerEngine.findings`"""
     gave_up: str = ""
     out_of_memory: str = ""
-    """Why nothing was done: the step did not fit, and this rank has forgotten it."""
+    """Set if the step ran out of memory and was undone."""
 
 
-def joined_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
-    """Ranks that share a micro-batch have each seen a part of its tokens."""
+def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
+    """Merge the numbers of ranks that each hold a part of a micro-batch."""
     numbers = sorted({number for part in parts for number in part})
     return {
         number: TokenNumbers.merged([part[number] for part in parts if number in part])
@@ -88,8 +87,8 @@ def joined_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, Toke
     }
 
 
-def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatch]]:
-    """What each group of ranks trains on: a batch for each optimizer step."""
+def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatch]]:
+    """Pack each rank group's share: one batch per optimizer step."""
     algorithm, trainer = config.algorithm, config.trainer
     shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
     watched = select_trajectories(groups, config.run).segments
@@ -109,26 +108,28 @@ def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatc
 
 
 def host_threads(ranks: int, gpus: int | None = None, cores: int | None = None) -> int:
-    """Of a rank whose optimizer is in host memory, among `ranks` of a run: its part of the
-    machine's `cores`. Ray has it do with one, by which a step of billions of parameters takes
-    seconds. gpus: of the machine, as the driver says."""
+    """CPU threads for a rank with an offloaded optimizer: an equal part of the machine's `cores`.
+    Ray's default of one makes a step of billions of parameters take seconds.
+
+    ranks: of the whole run; gpus: of this machine, by default from the driver.
+    """
     if gpus is None:
         gpus = sum(1 for _ in DRIVER.iterdir()) if DRIVER.is_dir() else 0
     here = min(ranks, gpus or ranks)
     return max(1, (cores or available_cores()) // here)
 
 
-def ask_for_pinned_memory() -> None:
-    """By `PINNED`, beside what the environment has PyTorch do with memory already."""
+def _configure_pinned_memory() -> None:
+    """Add `PINNED` to the allocator settings of the environment."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     name = next((name for name in names if os.environ.get(name)), names[0])
-    said = os.environ.get(name, "")
-    if "pinned_use" not in said:
-        os.environ[name] = f"{said},{PINNED}" if said else PINNED
+    settings = os.environ.get(name, "")
+    if "pinned_use" not in settings:
+        os.environ[name] = f"{settings},{PINNED}" if settings else PINNED
 
 
 class TrainerWorker:
-    """One rank, alone in its process. Holds no GPU library until `start`."""
+    """One rank in a process of its own. Imports no GPU library until `prepare`."""
 
     def __init__(self, rank: int, world_size: int, *, gpu: bool) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each rank its own GPU only
@@ -139,7 +140,7 @@ class TrainerWorker:
         # (the default) make a step ten times slower there. Read when PyTorch is first imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if gpu:
-            ask_for_pinned_memory()
+            _configure_pinned_memory()
         self._rank, self._world_size = rank, world_size
         self._gpu = gpu
         self._model: PreTrainedModel | None = None
@@ -148,9 +149,8 @@ class TrainerWorker:
         self._sender: Sender | None = None
 
     def prepare(self) -> None:
-        """Import what `start` needs, which takes a while and no memory of a GPU: the rank can do it
-        while the engine that it shares a GPU with still starts. Raises `RuntimeError` for a library
-        without what this run needs of it."""
+        """Import and check libraries, which takes seconds and no GPU memory, so an engine on the
+        same GPU may start meanwhile. Raises RuntimeError if a library lacks a needed feature."""
         with heavy_imports():
             pass
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
@@ -161,8 +161,7 @@ class TrainerWorker:
         check_libraries()
 
     def read(self, model_path: str, config: Config) -> None:
-        """After `prepare`, with which it has in common that an engine may still start: read the
-        model into host memory, if this rank does so for all (`weights.read_once`)."""
+        """Read the model into host memory on the ranks that read it (`read_once`)."""
         import torch  # noqa: PLC0415  (the driver imports this module)
 
         from keel.model.load import load_policy  # noqa: PLC0415
@@ -170,29 +169,28 @@ class TrainerWorker:
 
         dtype = compute_dtype(config, torch.device("cuda" if self._gpu else "cpu"))
         if self._rank < reading_ranks(config.trainer):
-            torch.manual_seed(config.run.seed)  # for weights that are not in the folder
-            with suppress(Exception):  # `start` then reads it, and says what is wrong
+            torch.manual_seed(config.run.seed)  # for weights missing from the folder
+            with suppress(Exception):  # `start` reads it again and raises
                 self._model = load_policy(model_path, dtype)
 
-    def whereabouts(self) -> Whereabouts:
+    def location(self) -> RankLocation:
         stderr = Path("/proc/self/fd/2")
         log = os.readlink(stderr) if stderr.exists() else ""
-        return Whereabouts(host=socket.gethostname(), pid=os.getpid(), log=log)
+        return RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log)
 
-    def sees(self, path: str) -> str:
-        """What this file says; nothing where this rank has no such file."""
+    def read_text(self, path: str) -> str:
+        """Text of a file; empty if this rank does not see it."""
         try:
             return Path(path).read_text()
         except OSError:
             return ""
 
     def listen(self) -> tuple[str, int]:
-        """Rank 0: open the store the ranks meet at, on a free port; host and port of it."""
+        """Open the rendezvous store on rank 0; return its host and port."""
         import torch.distributed as dist  # noqa: PLC0415  (the driver imports this module)
 
         host = ray.util.get_node_ip_address()
-        # At this address alone: by itself it would listen at all that the machine has, and it
-        # believes whoever writes to it.
+        # Listen on one address only: the store trusts every writer.
         listening = socket.create_server((host, 0))
         port = int(listening.getsockname()[1])
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
@@ -210,7 +208,7 @@ class TrainerWorker:
         import torch  # noqa: PLC0415  (as above)
         import torch.distributed as dist  # noqa: PLC0415
 
-        # Ray shares a batch's arrays read-only between processes, and nothing here writes them.
+        # Ray shares arrays of batches read-only between processes; nothing here writes them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         if not torch.cuda.is_available():
             torch.set_num_threads(config.trainer.threads)
@@ -255,7 +253,7 @@ class TrainerWorker:
                 gave_up=self.engine.gave_up,
                 tokens=self.engine.tokens,
             )
-        # Out here nothing refers to what the step had computed.
+        # Here, outside the handler, nothing refers to the step's tensors any more.
         if not self.engine.recover():
             raise torch.OutOfMemoryError(short)
         return StepReport(version=self.engine.version, metrics={}, out_of_memory=short)
@@ -265,7 +263,7 @@ class TrainerWorker:
         self.engine.recompute(keep_attention=keep_attention)
 
     def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:
-        """`nll` of each batch of conversations, by name."""
+        """Metrics of named batches of conversations, such as `<name>/nll`."""
         return {
             f"{name}/{metric}": value
             for name, batch in batches.items()
@@ -273,11 +271,11 @@ class TrainerWorker:
         }
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """References to the buckets, which this process puts into the object store one by one."""
+        """Put the buckets into the object store one by one; return their references."""
         return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
 
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
-        """Bring these engines to the current weights. All ranks are asked, each with its own."""
+        """Send the current weights to this rank's engines. Collective, even without engines."""
         assert self._sender is not None
         buckets = self.engine.buckets(wanted=bool(receivers))
         return self._sender.send(buckets, receivers, self.engine.version)

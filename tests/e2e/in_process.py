@@ -38,11 +38,11 @@ from keel.trainer.launch import (
     run_episodes,
     sft_model_folder,
 )
-from keel.trainer.nonfinite import said_of
+from keel.trainer.nonfinite import describe_findings
 from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.prepare import SftTask, Task
 from keel.trainer.run.manifest import Entry
-from keel.trainer.worker import shares
+from keel.trainer.worker import pack_shares
 from keel.weights.sync import WeightSync
 
 
@@ -61,7 +61,7 @@ class LocalLearner:
         return self.engine.version
 
     def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
-        return self.train(shares(groups, self._config), groups, examine=examine)
+        return self.train(pack_shares(groups, self._config), groups, examine=examine)
 
     def train(
         self,
@@ -75,7 +75,7 @@ class LocalLearner:
         return StepResult(
             version=self.version,
             metrics=metrics,
-            findings=said_of(self.engine.findings, groups),
+            findings=describe_findings(self.engine.findings, groups),
             gave_up=self.engine.gave_up,
         )
 

@@ -25,10 +25,10 @@ from keel.trainer.placement.step_deadlines import StepDeadline, StepDeadlines
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.worker import (
+    RankLocation,
     StepReport,
     TrainerWorker,
-    Whereabouts,
-    shares,
+    pack_shares,
 )
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config
@@ -51,14 +51,16 @@ class Ranks:
     def learner(self, config: Config, *, direct: bool = False) -> Learner:
         learner = object.__new__(Learner)
         learner._config, learner.direct, learner._ranks = config, direct, self._actors
-        learner._order, learner._whereabouts = threading.Lock(), []
+        learner._order, learner._locations = threading.Lock(), []
         sending_s = config.sending_timeout_s if direct else 0.0
-        learner._limits = StepDeadlines(config.trainer.timeout_s, sending_s)
+        learner._deadlines = StepDeadlines(config.trainer.timeout_s, sending_s)
         learner._senders = []
         return learner
 
     def ask(self, learner: Learner, seconds: float) -> list[Any]:
-        return learner._all("step", limit=StepDeadline("a step", seconds, "trainer.timeout_s"))
+        return learner._call_all(
+            "step", deadline=StepDeadline("a step", seconds, "trainer.timeout_s")
+        )
 
     def _wait(
         self, refs: Sequence[int], *, seconds: ray_timeouts.Deadline
@@ -173,7 +175,7 @@ def test_a_step_may_have_to_wait_until_weights_are_sent(
     config = make_config(2, 1)
     config = replace(config, trainer=replace(config.trainer, timeout_s=10_000.0))
     learner = Ranks(monkeypatch).learner(config, direct=direct)
-    limits = learner._limits
+    limits = learner._deadlines
     limits.took("a step", 2, 40.0)
     sending_s = config.sending_timeout_s if direct else 0
     assert limits.likely("a step", 2).seconds == 400 + sending_s
@@ -201,7 +203,7 @@ def test_steps_in_one_call_have_the_deadline_of_each(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Learner, "_wait", noted)
     for steps in (1, 4):
-        learner._limits = StepDeadlines(600.0, 0.0)
+        learner._deadlines = StepDeadlines(600.0, 0.0)
         assert learner.train([[one_batch()] * steps]).version == 3
     assert [limit.seconds for limit in waited] == [600, 2400]
 
@@ -215,10 +217,10 @@ def test_a_step_that_did_not_fit_says_nothing_of_how_long_one_takes(
     learner._warming = []
     monkeypatch.setattr(ray_timeouts, "put", lambda value: value)
     monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: 0)
-    before = learner._limits.likely(STEP, 1)
+    before = learner._deadlines.likely(STEP, 1)
     with pytest.raises(OutOfMemory, match="did not fit"):
         learner.train([[one_batch()]])
-    assert learner._limits.likely(STEP, 1) == before
+    assert learner._deadlines.likely(STEP, 1) == before
 
 
 def test_ranks_that_do_not_see_the_runs_folder_are_found_at_the_start(
@@ -228,16 +230,16 @@ def test_ranks_that_do_not_see_the_runs_folder_are_found_at_the_start(
     config = make_config(2, 1)
     config = replace(config, run=replace(config.run, dir="runs/mine"))
     learner = Ranks(monkeypatch, (0, None), (0, None)).learner(config)
-    learner._whereabouts = [Whereabouts(host=name, pid=1, log="") for name in ("here", "there")]
+    learner._locations = [RankLocation(host=name, pid=1, log="") for name in ("here", "there")]
     asked: list[Path] = []
 
     def seen(own: str | None) -> None:
-        def all_(_: Learner, method: str, path: str, *, limit: StepDeadline) -> list[str]:
+        def all_(_: Learner, method: str, path: str, *, deadline: StepDeadline) -> list[str]:
             asked.append(Path(path))
-            read = TrainerWorker.sees(object.__new__(TrainerWorker), path)
+            read = TrainerWorker.read_text(object.__new__(TrainerWorker), path)
             return [read, read if own is None else own]
 
-        monkeypatch.setattr(Learner, "_all", all_)
+        monkeypatch.setattr(Learner, "_call_all", all_)
         learner._check_folder(StepDeadline("the start", 1.0, ""))
 
     seen(None)
@@ -272,7 +274,7 @@ def scored_first(config: Config) -> list[list[int]]:
         assert batch.split_sequences in (0, 2)
         return len(batch.scored_first)
 
-    return [[passes(batch) for batch in share] for share in shares(groups, config)]
+    return [[passes(batch) for batch in share] for share in pack_shares(groups, config)]
 
 
 def test_long_trajectories_are_scored_first_where_there_is_a_sequence_mask() -> None:
@@ -304,7 +306,7 @@ def test_a_held_out_set_of_any_size_has_a_steps_deadline_for_each_micro_batch(
             for piece in pieces
         ]
 
-    monkeypatch.setattr(Learner, "_deal", deal)
+    monkeypatch.setattr(Learner, "_call_with_shares", deal)
     said = [False, *[True] * 3]
     sets = {
         name: [
@@ -344,7 +346,7 @@ def test_a_driver_that_was_stopped_has_not_waited_for_its_ranks(
     monkeypatch.setattr(ray, "wait", stopped)
     monkeypatch.setattr(ray_timeouts, "get", lambda ref, seconds: f"{ref}'s")
     learner = Learner.__new__(Learner)
-    learner._whereabouts = []
+    learner._locations = []
     limit = StepDeadline("a step", 20.0, "trainer.timeout_s")
     assert learner._wait(["rank 0", "rank 1"], limit) == ["rank 0's", "rank 1's"]
     with pytest.raises(

@@ -107,7 +107,7 @@ def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
     assert last.version == first.version == 4 + 2 + 1
     same(weights(first), straight)
 
-    victim = first._whereabouts[1]
+    victim = first._locations[1]
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"trainer rank 1 died during an optimizer step") as info:
         first.step(groups)

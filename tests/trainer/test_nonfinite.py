@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from keel.rl.packing import MicroBatch, pack
 from keel.rl.sft import SftExample, supervised_segment
-from keel.trainer.nonfinite import Finding, Look, Skips, _finding, said_of, sound
+from keel.trainer.nonfinite import (
+    Finding,
+    NanTracer,
+    SkipCounter,
+    _finding,
+    describe_findings,
+    finite_factor,
+)
 from tests.rl.rollouts import prompted_groups, scored, segment, trajectory
 
 
@@ -53,14 +60,14 @@ def looked(
         return values
 
     layers = [Layer(ones(None), ones(None)), Layer(ones(forward), ones(backward))]
-    look = Look(layers)
-    with look.at(batch, 0):
+    look = NanTracer(layers)
+    with look.trace(batch, 0):
         hidden = torch.ones(1, TOKENS, 2, requires_grad=True)
         for layer in layers:
             (hidden,) = layer(hidden)
         logp_R = -hidden[0, SAMPLED].sum(1) * ones(logp, len(SAMPLED))
         loss = (logp_R * ones(slope, len(SAMPLED))).sum() + offset
-        (loss * look.saw(logp_R, None, torch.zeros(len(SAMPLED)), loss)).backward()
+        (loss * look.observe(logp_R, None, torch.zeros(len(SAMPLED)), loss)).backward()
     starts = {}
     for row in range(TOKENS):
         starts.setdefault(batch.segment_N[row], row)
@@ -70,7 +77,7 @@ def looked(
             f.what,
             f.certain,
         )
-        for f in look.found
+        for f in look.findings
     ]
 
 
@@ -99,25 +106,25 @@ def test_where_nothing_is_infinite_the_steepest_is_named_and_gives_way_to_what_i
     assert row == SAMPLED[3] and "slope of 1e+30" in what and not certain
     ((_, what, certain),) = looked(offset=math.inf)
     assert "the loss of its micro-batch is inf" in what and certain
-    looks = [Look([]), Look([])]
+    looks = [NanTracer([]), NanTracer([])]
     for look, factor in zip(looks, (1.0, math.nan), strict=True):
-        with look.at(BATCH, 0):
+        with look.trace(BATCH, 0):
             logp = torch.ones(len(SAMPLED), requires_grad=True)
-            share = look.saw(logp, None, torch.zeros(len(SAMPLED)), logp.sum())
+            share = look.observe(logp, None, torch.zeros(len(SAMPLED)), logp.sum())
             (logp.sum() * share * factor).backward()
-    vague, sure = (look.found for look in looks)
-    assert said_of([*vague, *sure], GROUPS) == said_of(sure, GROUPS)
-    assert said_of(vague, GROUPS)[0].startswith("p, completion 1, token ")
+    vague, sure = (look.findings for look in looks)
+    assert describe_findings([*vague, *sure], GROUPS) == describe_findings(sure, GROUPS)
+    assert describe_findings(vague, GROUPS)[0].startswith("p, completion 1, token ")
 
 
 def test_a_loss_without_a_gradient_through_log_probabilities() -> None:
     """`trainer.attention: warm-up`: only indexers learn."""
     for value, certain in ((math.nan, True), (2.0, False)):
-        look, indexers = Look([]), torch.ones((), requires_grad=True)
-        with look.at(BATCH, 0):
+        look, indexers = NanTracer([]), torch.ones((), requires_grad=True)
+        with look.trace(BATCH, 0):
             logp, loss = torch.zeros(len(SAMPLED)), indexers * value
-            (loss * look.saw(logp, None, torch.zeros(len(SAMPLED)), loss)).backward()
-        (found,) = look.found
+            (loss * look.observe(logp, None, torch.zeros(len(SAMPLED)), loss)).backward()
+        (found,) = look.findings
         assert found.what == f"the loss of its micro-batch is {value:.3g}"
         assert found.certain is certain
 
@@ -128,20 +135,20 @@ def test_a_conversation_is_named() -> None:
         prompt_id="chats/3", segments=(supervised_segment("c", ids, [False, True]),)
     )
     finding = Finding(what="nan", token=1, token_ids_T=ids)
-    assert said_of([finding], [lesson]) == ("conversation chats/3, token 1 (id 5): nan",)
+    assert describe_findings([finding], [lesson]) == ("conversation chats/3, token 1 (id 5): nan",)
 
 
 def test_a_loss_that_is_not_finite_spoils_every_gradient_and_one_that_is_leaves_it_as_it_was() -> (
     None
 ):
     for value, expected in ((3e38, 1.0), (-0.0, 1.0), (math.inf, math.nan), (math.nan, math.nan)):
-        factor = sound(torch.tensor(value, requires_grad=True))
+        factor = finite_factor(torch.tensor(value, requires_grad=True))
         assert not factor.requires_grad
         torch.testing.assert_close(factor, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
 
 
 def test_so_many_in_a_row_are_the_end_and_a_good_one_begins_anew() -> None:
-    skips = Skips(2)
+    skips = SkipCounter(2)
     seen = [skips.count(norm, version) for version, norm in enumerate([1, math.nan, 2, math.inf])]
     assert seen == [False, True, False, True] and not skips.gave_up
     assert skips.count(math.nan, 5)
@@ -159,6 +166,6 @@ def test_a_token_of_a_shared_prompt_is_named_with_one_of_its_completions() -> No
     names: list[str] = []
     for number in (beginning, follower):
         row = int(np.flatnonzero(batch.segment_N == number)[-1])
-        names += said_of([_finding(batch, row, "wrong")], groups)
+        names += describe_findings([_finding(batch, row, "wrong")], groups)
     assert [name.partition(",")[0] for name in names] == ["p0", "p0"]
     assert all("completion" in name for name in names)

@@ -74,7 +74,7 @@ from keel.trainer.engine.zero import (
     room_to_update,
     zero_stage,
 )
-from keel.trainer.nonfinite import Finding, Look, Skips, sound
+from keel.trainer.nonfinite import Finding, NanTracer, SkipCounter, finite_factor
 from keel.trainer.placement.memory import reading_ranks, sums_in_float32
 from keel.trainer.run.checkpoint import layout_of
 from keel.trainer.run.manifest import Entry
@@ -121,7 +121,7 @@ class TrainerEngine:
         self._scaled = dtype == torch.float16
         most = config.run.max_skipped_steps
         # In float16 the first steps may be skipped until the loss scale fits.
-        self._skips = Skips(max(most, SCALE_POWER) if self._scaled else most)
+        self._skips = SkipCounter(max(most, SCALE_POWER) if self._scaled else most)
         self.findings: list[Finding] = []
         """Causes of non-finite gradients in the last `step`, on this rank."""
         self._part = Slice.join(trainer.sequence_parallel)
@@ -280,19 +280,19 @@ class TrainerEngine:
         """Repeat a skipped step with tracing; leaves weights and gradients as they were."""
         self._offload.before_gradients()
         split = SplitGaps.begun(batch, self._device, self._score)
-        look = Look(self._traced_layers)
+        look = NanTracer(self._traced_layers)
         self._engine.set_gradient_accumulation_boundary(False)
         for micro_batch in batch.micro_batches:
-            with look.at(micro_batch, self._part.bounds(len(micro_batch.token_ids_N))[0]):
+            with look.trace(micro_batch, self._part.bounds(len(micro_batch.token_ids_N))[0]):
                 self._accumulate(micro_batch, batch, split, look)
         # A non-finite loss makes all ranks skip again and drop what DeepSpeed has accumulated.
         self._engine.set_gradient_accumulation_boundary(True)
         self._accumulate(batch.micro_batches[0], batch, split, look.spoiling())
         self._apply_gradients()
-        self.findings += look.found
+        self.findings += look.findings
 
     def _accumulate(
-        self, batch: MicroBatch, step: TrainBatch, split: SplitGaps, look: Look | None = None
+        self, batch: MicroBatch, step: TrainBatch, split: SplitGaps, look: NanTracer | None = None
     ) -> Callable[[], dict[str, Metric]]:
         """Forward and backward pass of one micro-batch.
 
@@ -316,9 +316,9 @@ class TrainerEngine:
             penalty, masses = mass_share(inputs, log_mass, step.total_sequences, config)
             indexer_loss = indexers * indexer_weight(self._network, config, step)
             loss = share.loss + penalty + indexer_loss
-            factor = sound(loss)
+            factor = finite_factor(loss)
             if look:
-                factor = look.saw(logp, reference, inputs.kl_coef_R, loss)
+                factor = look.observe(logp, reference, inputs.kl_coef_R, loss)
             self._engine.backward(loss * (factor * self._world_size))
         # `metrics` must keep neither the graph nor the inputs alive.
         share, part = replace(share, loss=share.loss.detach()), inputs.part

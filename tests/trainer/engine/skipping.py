@@ -11,7 +11,7 @@ import torch
 
 from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup
-from keel.trainer.nonfinite import said_of
+from keel.trainer.nonfinite import describe_findings
 from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.ranks import Ranks, make_config
 
@@ -86,7 +86,7 @@ def findings_of(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGr
     """Findings of all ranks."""
     everyone: list[Any] = [None] * ranks.world_size
     torch.distributed.all_gather_object(everyone, findings)
-    return list(said_of([finding for found in everyone for finding in found], groups))
+    return list(describe_findings([finding for found in everyone for finding in found], groups))
 
 
 def without_signal(stage: int) -> Any:

@@ -14,7 +14,7 @@ from keel.model.ulysses import Slice
 from keel.rl.packing import MicroBatch, pack
 from keel.rl.types import TokenNumbers
 from keel.trainer.engine.policy import seen_tokens
-from keel.trainer.worker import joined_tokens
+from keel.trainer.worker import merge_tokens
 from tests.rl.rollouts import prompted_groups, random_groups
 
 
@@ -56,7 +56,7 @@ def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool)
             share_prompts=share_prompts,
             watched=watched,
         )
-        found = joined_tokens(
+        found = merge_tokens(
             [
                 seen_by(micro_batch, Slice(rank, size))
                 for batch in batches

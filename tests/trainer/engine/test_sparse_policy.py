@@ -14,7 +14,7 @@ import torch
 
 from keel.rl.packing import MicroBatch, TrainBatch, pack
 from keel.rl.types import Segment
-from keel.trainer.nonfinite import Look, Skips
+from keel.trainer.nonfinite import NanTracer, SkipCounter
 from tests.model.families import VOCAB
 from tests.model.sparse.packed_rows import TOP_K, theirs
 from tests.rl.rollouts import scored, trajectory
@@ -92,7 +92,7 @@ def test_skipped_float16_step_is_examined_on_request(
     rank: Any = SimpleNamespace(
         **{"_device": None, "_score": None, "_version": 0, "_rank": 1, "gave_up": ""},
         _config=SimpleNamespace(algorithm=SimpleNamespace(mask_delta=None)),
-        _skips=Skips(16),
+        _skips=SkipCounter(16),
         _scaled=True,
         _offload=NoOffload(),
         _apply_gradients=lambda: math.inf,
@@ -137,10 +137,12 @@ def test_trace_sees_all_terms_of_the_loss(monkeypatch: pytest.MonkeyPatch, term:
         _world_size=1,
         **dict.fromkeys(("_device", "_part", "_network", "_reference")),
     )
-    look, seen = Look([]), list[float]()
+    look, seen = NanTracer([]), list[float]()
     batch = step(latest()).micro_batches[0]
     split: Any = SimpleNamespace(add=lambda *_: None)
-    monkeypatch.setattr(look, "saw", lambda *given: seen.append(float(given[3].detach())) or 1.0)
+    monkeypatch.setattr(
+        look, "observe", lambda *given: seen.append(float(given[3].detach())) or 1.0
+    )
     whole: Any = SimpleNamespace(total_sequences=1)
     module.TrainerEngine._accumulate(rank, batch, whole, split, look)
     assert math.isnan(seen[0]) and lost.grad is not None
