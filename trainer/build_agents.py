@@ -1,4 +1,4 @@
-"""Wiring of agents: from a recipe's environments to the runner of their episodes."""
+"""Builds environments, agent programs and the episode runner from a recipe."""
 
 from __future__ import annotations
 
@@ -43,20 +43,17 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.eos_ids import ends_of
 from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, turn_ids
 
-SHOWN = 8
-"""Number of tools named in the notes before a run."""
+SHOWN_TOOLS = 8
+"""Tools that the notes before a run name."""
 CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
 """`on_crash` → the phases in which a lost environment counts as the policy's failure."""
-STARTING = 8
-"""Environments that start at the same time; more would slow each other down."""
+MAX_STARTING = 8
+"""Environments that start at a time; more would slow each other down."""
 
 
 def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
-    """Return the model's chat format, checked to extend conversations without tools
-    (`check_environments` checks those with); None where no source has an environment.
-
-    Raises ConfigError.
-    """
+    """Return the model's chat format, checked to extend conversations; None if no source has an
+    environment. `check_environments` checks conversations with tools. Raises ConfigError."""
     if not config.with_agents:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.enabled}
@@ -73,22 +70,19 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
             check_prefix_law(chat, modes=sorted(modes))
             check_calls_in_thinking(chat)
     except ValueError as error:
-        raise _unfit(config, error) from error
+        raise _unusable(config, error) from error
     return chat
 
 
-def _unfit(config: Config, error: ValueError) -> ConfigError:
+def _unusable(config: Config, error: ValueError) -> ConfigError:
     return ConfigError(f"model.path = {config.model.path!r}, with environments: {error}")
 
 
 def check_environments(
     config: Config, chat: TemplateChat | None, dataset: Dataset
 ) -> dict[str, str]:
-    """Open and close one episode of each environment, and check that the chat format extends
-    conversations with tools if any of them has tools. Returns a note by source, for people.
-
-    Raises ConfigError with what is wrong and its cure.
-    """
+    """Open and close an episode of each environment, and check that the chat format extends
+    conversations with their tools. Returns a note by source. Raises ConfigError."""
     notes: dict[str, str] = {}
     if config.with_agents:
         try:
@@ -108,10 +102,10 @@ def check_environments(
             *dataset.heldout.get(source.name, ()),
         )
         task = prompts[0]
-        if source.source == "environment":  # the last: a `size` too large is found here
+        if source.source == "environment":  # the last one exists only if `size` is not too large
             task = max(prompts, key=lambda each: int(each.prompt_id.rpartition("/")[2]))
         try:
-            notes |= asyncio.run(_looked_at(config, source, task, chat))
+            notes |= asyncio.run(_try_source(config, source, task, chat))
         except ConfigError:  # names its knob
             raise
         except ValueError as error:
@@ -120,18 +114,18 @@ def check_environments(
         try:
             check_prefix_law(chat, modes=sorted(chat.tool_modes))
         except ValueError as error:
-            raise _unfit(config, error) from error
+            raise _unusable(config, error) from error
     return notes
 
 
-async def _looked_at(
+async def _try_source(
     config: Config, source: SourceConfig, task: Prompt, chat: TemplateChat | None
 ) -> dict[str, str]:
-    """Raises ValueError."""
+    """Try a source's environment and program. Raises ValueError."""
     notes: dict[str, str] = {}
     seed = environment_seed(config.run.seed, task)
-    if (made := made_from(config, source)) is not None:
-        found = await probe(
+    if (made := environment_spec(config, source)) is not None:
+        trial = await probe(
             made,
             task=task,
             seed=seed,
@@ -140,23 +134,23 @@ async def _looked_at(
             thinking=source.thinking,
             prompt=system_prompt_of(config, source),
         )
-        names = [tool.name for tool in found.tools]
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        later = f", then {found.forked_s:.2f} s each, forked" if found.forked_s else ""
-        later += f", each by itself: {found.why_not}" if found.why_not else ""
+        names = [tool.name for tool in trial.tools]
+        more = f" and {len(names) - SHOWN_TOOLS} more" if len(names) > SHOWN_TOOLS else ""
+        later = f", then {trial.forked_s:.2f} s each, forked" if trial.forked_s else ""
+        later += f", each by itself: {trial.why_not}" if trial.why_not else ""
         own = config.budget(source.domain_name)
-        room = own.window - (found.opening_tokens or 0)
+        room = own.window - (trial.opening_tokens or 0)
         little = ""
         if room < own.max_tokens:
             little = (
                 f". WARNING: that leaves {room} tokens of the window of {own.window} "
                 f"(agents.window), and a turn may take {own.max_tokens}"
             )
-        if found.parts is not None and (odd := unknown_parts(source.rewards, found.parts)):
+        if trial.parts is not None and (odd := unknown_parts(source.rewards, trial.parts)):
             little += f". WARNING: {odd}"
         notes[f"{source.name}, its environment"] = (
-            f"opens in {found.seconds:.1f} s{later}, with {found.opening_tokens} tokens; tools: "
-            f"{', '.join(names[:SHOWN]) or 'none'}{more}{little}"
+            f"opens in {trial.seconds:.1f} s{later}, with {trial.opening_tokens} tokens; tools: "
+            f"{', '.join(names[:SHOWN_TOOLS]) or 'none'}{more}{little}"
         )
     if (driver := agent_program(config, source)) is not None:
         assert chat is not None
@@ -177,31 +171,31 @@ async def _looked_at(
 
 
 def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
-    """Return the ids that a policy samples to say `text`."""
+    """The token ids that a policy would sample for `text`."""
     question = [{"role": "user", "content": "?"}]
     thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it
     turn = {"role": "assistant", **thought, "content": text}
     return turn_ids(chat, question, turn, question, (), thinking=thinking)
 
 
-def made_from(config: Config, source: SourceConfig) -> Program | McpServer | None:
-    """Return the specification of a source's environment; None for a program without one. Raises
+def environment_spec(config: Config, source: SourceConfig) -> Program | McpServer | None:
+    """Specification of a source's environment; None for an agent program without one. Raises
     ConfigError, also if this machine cannot isolate it."""
-    given = source.environment
-    if given.program_only:
+    environment = source.environment
+    if environment.program_only:
         return None
     try:
-        return program(config, source) if given.target else mcp_server(config, source)
+        return program(config, source) if environment.target else mcp_server(config, source)
     except ValueError as error:
         raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
 
 
 def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRunner:
-    """Build and start the episode runner. Raises ConfigError for an invalid environment."""
+    """Build the episode runner. Raises ConfigError for an invalid environment."""
     agents = config.agents
-    starting = asyncio.Semaphore(STARTING)
-    given = [source for source in config.data.sources if source.environment.enabled]
-    programs = {source.name: agent_program(config, source) for source in given}
+    starting = asyncio.Semaphore(MAX_STARTING)
+    sources = [source for source in config.data.sources if source.environment.enabled]
+    programs = {source.name: agent_program(config, source) for source in sources}
     parents: list[ForkServer] = []
 
     def context(source: SourceConfig) -> ContextManager:
@@ -212,15 +206,16 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
             summary_tokens=agents.summary_tokens,
         )
 
-    environments = {source.name: maker(config, source, starting, parents) for source in given}
+    environments = {source.name: maker(config, source, starting, parents) for source in sources}
     return EpisodeRunner(
         environments,
-        programs={name: found for name, found in programs.items() if found is not None},
+        programs={name: value for name, value in programs.items() if value is not None},
         closing=[parent.close for parent in parents],
         chat=chat,
         turns=turns,
         limits={
-            source.name: EpisodeLimits(budget(config, source), context(source)) for source in given
+            source.name: EpisodeLimits(budget(config, source), context(source))
+            for source in sources
         },
         seed=config.run.seed,
         most_open=agents.max_concurrent_episodes,
@@ -249,9 +244,9 @@ def maker(
     starting: asyncio.Semaphore | None = None,
     parents: list[ForkServer] | None = None,
 ) -> Callable[[], Environment]:
-    """Makes an environment for each episode. parents: what forks them is added; None: they are
-    started. Raises as `made_from`."""
-    made, prompt = made_from(config, source), system_prompt_of(config, source)
+    """Return a factory of environments, one per episode. Fork servers are added to `parents`; with
+    None, environments start as new processes. Raises as `environment_spec`."""
+    made, prompt = environment_spec(config, source), system_prompt_of(config, source)
     if made is None:
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)
     if not isinstance(made, Program):
@@ -263,7 +258,7 @@ def maker(
 
 
 def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
-    """What the template of a source says of its environment's tools."""
+    """System prompt of a source, as a function of its environment's tools."""
     arguments = source.environment.arguments
     cell_s, ending_s = (
         own if isinstance(own := arguments.get(name), int | float) else default
@@ -279,35 +274,35 @@ def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
 
 
 def program(config: Config, source: SourceConfig) -> Program:
-    given = source.environment
+    environment = source.environment
     arguments, made = prepared(config, source)
     return Program(
-        target=given.target,
-        kind=given.kind,
+        target=environment.target,
+        kind=environment.kind,
         arguments=arguments,
-        python=given.python or sys.executable,
-        folder=Path(given.folder) if given.folder else None,
-        env=given.env,
-        preload=given.preload,
-        memory_mib=given.memory_mib,
-        deadlines=deadlines(given),
-        readable=(*readable(given), *made),
+        python=environment.python or sys.executable,
+        folder=Path(environment.folder) if environment.folder else None,
+        env=environment.env,
+        preload=environment.preload,
+        memory_mib=environment.memory_mib,
+        deadlines=deadlines(environment),
+        readable=(*readable(environment), *made),
         wrap=wrap(config, source),
     )
 
 
 def prepared(config: Config, source: SourceConfig) -> tuple[Mapping[str, Any], Sequence[Path]]:
-    """The arguments of an environment, and files that it reads in its sandbox: one of Keel's own
-    may have something made of them before, such as the index of a corpus. Raises ValueError."""
-    given = source.environment
-    module = given.target.partition(":")[0]
+    """Arguments of an environment, and files that its sandbox must see. A `prepare` function of one
+    of Keel's own may build these before, such as the index of a corpus. Raises ValueError."""
+    environment = source.environment
+    module = environment.target.partition(":")[0]
     prepare = getattr(import_module(module), "prepare", None) if _is_ours(module) else None
     if prepare is None:
-        return given.arguments, ()
+        return environment.arguments, ()
     try:
-        return prepare(given.arguments, [*_prompt_files(config)])
+        return prepare(environment.arguments, [*_prompt_files(config)])
     except OSError as error:
-        raise ValueError(f"{given.target}: {error}") from error
+        raise ValueError(f"{environment.target}: {error}") from error
 
 
 def _is_ours(module: str) -> bool:
@@ -315,64 +310,70 @@ def _is_ours(module: str) -> bool:
 
 
 def agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
-    """What drives the episodes of a source; None: Keel does. Raises ConfigError."""
-    given = source.environment
-    if not given.program:
+    """The program that drives a source's episodes; None if Keel does. Raises ConfigError."""
+    environment = source.environment
+    if not environment.program:
         return None
-    python, folder = given.python or sys.executable, Path(given.folder or ".").absolute()
+    python, folder = (
+        environment.python or sys.executable,
+        Path(environment.folder or ".").absolute(),
+    )
     try:
-        command = command_of(given.program, python=python, folder=folder)
-        isolated = wrap(config, source, network="loopback" if given.network == "none" else "host")
+        command = command_of(environment.program, python=python, folder=folder)
+        isolated = wrap(
+            config, source, network="loopback" if environment.network == "none" else "host"
+        )
         own = runtime(command[0]).paths if isolated is not not_wrapped else ()
         return AgentProgram(
             command=command,
-            open_s=given.open_s,
+            open_s=environment.open_s,
             python=python,
             folder=folder,
-            env=given.env,
-            memory_mib=given.memory_mib,
+            env=environment.env,
+            memory_mib=environment.memory_mib,
             wrap=isolated,
-            readable=(*own, *readable(given)),
-            tells_reward=given.tells_reward,
-            drop_failures=given.on_failure == "drop",
-            judges=not given.target,
+            readable=(*own, *readable(environment)),
+            tells_reward=environment.tells_reward,
+            drop_failures=environment.on_failure == "drop",
+            judges=not environment.target,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
 
 
 def mcp_server(config: Config, source: SourceConfig) -> McpServer:
-    given = source.environment
+    environment = source.environment
     return McpServer(
-        command=given.command,
-        url=given.url,
-        folder=Path(given.folder) if given.folder else None,
-        env=given.env,
-        deadlines=deadlines(given),
-        readable=readable(given),
-        wrap=wrap(config, source) if given.command else not_wrapped,
+        command=environment.command,
+        url=environment.url,
+        folder=Path(environment.folder) if environment.folder else None,
+        env=environment.env,
+        deadlines=deadlines(environment),
+        readable=readable(environment),
+        wrap=wrap(config, source) if environment.command else not_wrapped,
     )
 
 
-def readable(given: EnvironmentConfig) -> tuple[Path, ...]:
-    return tuple(map(Path, given.readable))
+def readable(environment: EnvironmentConfig) -> tuple[Path, ...]:
+    return tuple(map(Path, environment.readable))
 
 
 def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Wrap:
-    """Raises ValueError where this machine cannot isolate it. network: None, as the recipe says.
+    """Isolate an environment; `network` overrides the recipe's. Raises ValueError if this machine
+    cannot.
 
-    It does not see the run, nor the files that prompts come from, nor what makes procedural ones,
-    unless they are `readable` by name: they hold the answers, and what the policy runs reads what
-    an environment does."""
-    given = source.environment
-    named = {Path(path).resolve() for path in given.readable}
-    answers = [*_prompt_files(config), *_generators(config, given.python or sys.executable)]
+    Hides the run folder, prompt files and generators of procedural prompts unless `readable` names
+    them: they hold answers, and code of the policy may read whatever its environment can.
+    """
+    environment = source.environment
+    named = {Path(path).resolve() for path in environment.readable}
+    answers = [*_prompt_files(config), *_generators(config, environment.python or sys.executable)]
     answers = [path for path in answers if path.resolve() not in named]
     return (
         environment_wrap(
-            given.isolation,
-            memory_mib=given.memory_mib,
-            network=network or given.network,
+            environment.isolation,
+            memory_mib=environment.memory_mib,
+            network=network or environment.network,
             hidden=(Path(config.run.dir), *answers),
             knob=f"data.sources[{source.name}].environment.isolation",
         )
@@ -387,14 +388,16 @@ def _prompt_files(config: Config) -> list[Path]:
 
 
 def _generators(config: Config, python: str) -> list[Path]:
-    """What prompts were made by: with the seed, which can be tried, it says their answers."""
-    found = [(KEEL / name).resolve() for name in ("synthesis", "examples")]
+    """Code that generates prompts: with a guessed seed it reveals their answers."""
+    paths = [(KEEL / name).resolve() for name in ("synthesis", "examples")]
     if any(source.source == "reasoning_gym" for source in config.data.sources):
-        with suppress(FileNotFoundError):  # where there is no such interpreter, others say so
+        with suppress(FileNotFoundError):  # reported elsewhere
             for path in runtime(python).paths:
-                found += path.glob("python3*/site-packages/reasoning_gym")
-    return found
+                paths += path.glob("python3*/site-packages/reasoning_gym")
+    return paths
 
 
-def deadlines(given: EnvironmentConfig) -> Deadlines:
-    return Deadlines(open_s=given.open_s, reply_s=given.reply_s, verdict_s=given.verdict_s)
+def deadlines(environment: EnvironmentConfig) -> Deadlines:
+    return Deadlines(
+        open_s=environment.open_s, reply_s=environment.reply_s, verdict_s=environment.verdict_s
+    )

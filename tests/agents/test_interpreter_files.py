@@ -17,7 +17,7 @@ from keel.data.jsonl import load_jsonl
 from keel.data.procedural import load_reasoning_gym
 from keel.rewards.checks import check_spec
 from keel.rl.seeds import seed_of
-from keel.trainer.build_agents import made_from
+from keel.trainer.build_agents import environment_spec
 from tests.agents.episodes import run, use
 from tests.agents.sandboxes import wrap_of
 from tests.agents.test_interpreter import needs_jupyter
@@ -110,7 +110,7 @@ def test_an_episode_has_its_files_and_not_its_answer(tmp_path: Path) -> None:
         files=str(tmp_path / "files"),
     )
     (item,) = load_jsonl(asked, check_spec).items
-    made = made_from(Config(data=DataConfig(sources=(asked,))), asked)
+    made = environment_spec(Config(data=DataConfig(sources=(asked,))), asked)
     assert isinstance(made, Program)
 
     async def play() -> None:
@@ -135,7 +135,7 @@ def test_a_recipe_whose_files_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     asked = source(tmp_path, {"prompt": "a", "answer": "1"}, files=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"sources\[x\].environment: .*there is no such folder"):
-        made_from(Config(data=DataConfig(sources=(asked,))), asked)
+        environment_spec(Config(data=DataConfig(sources=(asked,))), asked)
 
 
 def procedural(**environment: Any) -> SourceConfig:
@@ -172,7 +172,7 @@ def test_what_made_the_tasks_cannot_be_asked() -> None:
     async def play() -> list[str]:
         said: list[str] = []
         for given in (procedural(), procedural(readable=(str(GYM),))):
-            made = made_from(Config(data=DataConfig(sources=(given,))), given)
+            made = environment_spec(Config(data=DataConfig(sources=(given,))), given)
             assert isinstance(made, Program)
             environment = Hosted(made)
             await environment.open(item.prompt, seed=1)

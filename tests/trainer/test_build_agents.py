@@ -35,8 +35,8 @@ from keel.trainer.build_agents import (
     agent_program,
     check_chat,
     check_environments,
+    environment_spec,
     episode_runner,
-    made_from,
     system_prompt_of,
     wrap,
 )
@@ -170,12 +170,12 @@ def test_the_isolation_that_a_machine_cannot_give_is_refused(
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     with pytest.raises(ConfigError, match=r"environment.isolation.*none-i-trust-the-environments"):
-        made_from(recipe := config(isolation="bubblewrap"), recipe.data.sources[0])
+        environment_spec(recipe := config(isolation="bubblewrap"), recipe.data.sources[0])
 
 
 def test_a_program_and_a_server_get_what_the_recipe_says() -> None:
     recipe = config(open_s=7.0, memory_mib=100, env={"A": "b"}, python="/usr/bin/python3")
-    program = made_from(recipe, recipe.data.sources[0])
+    program = environment_spec(recipe, recipe.data.sources[0])
     assert isinstance(program, Program) and program.deadlines.open_s == 7.0
     assert (program.memory_mib, program.env, program.python) == (
         100,
@@ -184,7 +184,7 @@ def test_a_program_and_a_server_get_what_the_recipe_says() -> None:
     )
     given = EnvironmentConfig(command=("server", "{seed}"), isolation=OPEN)
     lines = SourceConfig(name="shop", source="jsonl", path="x.jsonl", environment=given)
-    server = made_from(recipe, lines)
+    server = environment_spec(recipe, lines)
     assert isinstance(server, McpServer) and server.command == ("server", "{seed}")
 
 

@@ -12,7 +12,7 @@ from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConf
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rl.types import Verdict
-from keel.trainer.build_agents import made_from
+from keel.trainer.build_agents import environment_spec
 from tests.agents.environments.search.corpus import write_corpus
 from tests.agents.episodes import run, transcript, use
 from tests.agents.sandboxes import wrap_of
@@ -49,7 +49,7 @@ def test_an_episode_in_the_sandbox(tmp_path: Path) -> None:
     (source,) = config.data.sources
     rule, helpful = (item.prompt for item in load_jsonl(source, check_spec).items)
     assert (rule.reward["kind"], helpful.reward["kind"]) == ("answer", "rubric")
-    made = made_from(config, source)
+    made = environment_spec(config, source)
     assert isinstance(made, Program) and (tmp_path / "index").is_file()
     (tmp_path / "corpus").rename(tmp_path / "gone")
 
@@ -73,4 +73,4 @@ def test_tasks_in_their_own_corpus_are_refused(tmp_path: Path) -> None:
     config = recipe(tmp_path, corpus / "tasks.jsonl")
     (corpus / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b", "text": "c"}')
     with pytest.raises(ConfigError, match=r"sources\[search\].environment: .*has the answers"):
-        made_from(config, config.data.sources[0])
+        environment_spec(config, config.data.sources[0])
