@@ -1,4 +1,4 @@
-"""`keel synthesize`: makes tasks one beside the other, within the budget, and goes on where it was
+"""`keel synthesize`: make tasks concurrently within the budget, and continue where an earlier start
 stopped."""
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from typing import Any, Protocol, Self
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig
 from keel.synthesis.author import Author, AuthorLost, Budget, BudgetSpent, EndpointAuthor
-from keel.synthesis.ledger import Ledger, Outcome, Refused
+from keel.synthesis.ledger import Ledger, Outcome, Rejected
 
-Make = Callable[[str], Awaitable[Sequence[Refused] | None]]
-"""Makes the task of a key and leaves it in the folder, whole or not at all. Returns what was thrown
-away on the way. Raises Refused where a gate throws the task away, AuthorLost, BudgetSpent."""
+Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
+"""Make the task of a key and write it to the folder, completely or not at all.
+
+Returns the rejected drafts. Raises Rejected if a gate rejects the task, AuthorLost, BudgetSpent.
+"""
 Say = Callable[[str], object]
 MOST_LOST = 5
-"""Tasks in a row whose author was lost, after which it is not asked any more."""
+"""Stop after this many consecutive tasks without an answer of their author."""
 
 
 class Shown(Protocol):
-    """A wait that is shown."""
+    """A wait with a progress display."""
 
     done: float
     before: float
     measure: Callable[[Any], object] | None
-    """Called with it before it is shown, to set `note`."""
+    """Called before each refresh to set `note`."""
 
 
 class Show(Protocol):
-    """Of how many tasks (0: none)."""
+    """Show a wait; `total` is the number of tasks, 0 if unknown."""
 
     def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Shown]: ...
 
@@ -61,10 +63,10 @@ async def make_all(
     stop: asyncio.Event,
     show: Show = _unseen,
 ) -> str:
-    """Makes the tasks that the ledger lacks. Returns why it ended early; "" where it did not."""
+    """Make all tasks that the ledger lacks. Returns the reason of an early end, or ""."""
     made = sum(key in ledger.outcomes for key in keys)
     if made:
-        say(f"{made:,} of {len(keys):,} tasks are made already")
+        say(f"{made:,} of {len(keys):,} tasks already made")
     if made == len(keys):
         return ""
     with show("making tasks", total=len(keys)) as shown:
@@ -81,11 +83,11 @@ async def _make_left(
     stop: asyncio.Event,
     shown: Shown,
 ) -> str:
-    left = [key for key in keys if key not in ledger.outcomes]
-    queue, why, lost, under_way = list(reversed(left)), "", 0, set[str]()
+    remaining = [key for key in keys if key not in ledger.outcomes]
+    queue, why, lost, under_way = list(reversed(remaining)), "", 0, set[str]()
 
     def measure(wait: Any) -> None:
-        wait.note = f"{len(under_way)} under way, {len(ledger.spent):,} calls of models"
+        wait.note = f"{len(under_way)} in flight, {len(ledger.spent):,} model calls"
 
     shown.measure = measure
 
@@ -96,14 +98,14 @@ async def _make_left(
             under_way.add(key)
             try:
                 drafts = await make(key) or ()
-            except Refused as refused:
+            except Rejected as refused:
                 gate, reason, outcome = refused.gate, refused.reason, "refused"
                 drafts = refused.drafts
             except AuthorLost as error:
                 lost += 1
-                say(f"{key}: {error}; the next start tries it again")
+                say(f"{key}: {error}. The next start retries it")
                 if lost >= MOST_LOST:
-                    why = f"{lost} tasks in a row had no answer from their author: {error}"
+                    why = f"{lost} tasks in a row got no answer from their author: {error}"
                 continue
             except BudgetSpent as error:
                 why = str(error)
@@ -123,16 +125,16 @@ async def _make_left(
                     drafts=[(draft.gate, draft.reason) for draft in drafts],
                 )
             )
-            said = "kept" if outcome == "kept" else f"refused by {gate}: {reason}"
+            reply = "kept" if outcome == "kept" else f"rejected by {gate}: {reason}"
             shown.done += 1
-            say(f"{shown.done:,.0f} of {len(keys):,}: {key} {said}")
+            say(f"{shown.done:,.0f} of {len(keys):,}: {key} {reply}")
 
     workers = [asyncio.create_task(worker()) for _ in range(min(at_once, len(queue)))]
     if workers:
         stopping = asyncio.create_task(stop.wait())
         try:
             ended = asyncio.gather(*workers)
-            # What one raises is raised below; else the loop would say that nobody asked for it.
+            # Retrieve the exception here, so that asyncio does not log it as never retrieved.
             ended.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -142,20 +144,20 @@ async def _make_left(
         for result in results:
             if isinstance(result, Exception):
                 raise result
-    return why or ("stopped" if any(key not in ledger.outcomes for key in left) else "")
+    return why or ("stopped" if any(key not in ledger.outcomes for key in remaining) else "")
 
 
 class Pipeline(Protocol):
-    """A family's way of making tasks. A context: what it needs is there while it is open."""
+    """Makes the tasks of one family. Use as an async context."""
 
     keys: Sequence[str]
-    """Of the tasks to make, in order; the same for the same settings."""
+    """Keys of all tasks in order; the same for the same settings."""
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def make(self, key: str) -> Sequence[Refused] | None:
+    async def make(self, key: str) -> Sequence[Rejected] | None:
         """See `Make`."""
         ...
 
@@ -166,8 +168,7 @@ def open_pipeline(
     folder: Path,
     more: Callable[[AuthorConfig], Author],
 ) -> Pipeline:
-    """Of the family that the recipe names. more: other authors. Raises ConfigError for settings
-    that cannot be used."""
+    """Return the pipeline of the family; `more` creates further authors. Raises ConfigError."""
     if config.family == "general":
         from keel.synthesis.general.pipeline import GeneralPipeline  # noqa: PLC0415
 
@@ -186,12 +187,12 @@ def open_pipeline(
         from keel.synthesis.code.pipeline import CodePipeline  # noqa: PLC0415
 
         return CodePipeline(config.code, author, folder)
-    raise ConfigError(f"family = {config.family!r}: has no pipeline")
+    raise ConfigError(f"family = {config.family!r} has no pipeline")
 
 
 def synthesize(config: SynthesisConfig, say: Say = print, show: Show = _unseen) -> int:
-    """The command's exit status: 0 all is made; 1 stopped early, and can be called again. show:
-    what is waited for. Raises ConfigError."""
+    """Run the command and return its exit status: 0 if all tasks are made, 1 if it stopped early.
+    Raises ConfigError."""
     return asyncio.run(_synthesize(config, say, show))
 
 
@@ -199,15 +200,15 @@ async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
     folder, stop = Path(config.dir).expanduser(), asyncio.Event()
     with Ledger(folder, depends_on(config)) as ledger:
         loop = asyncio.get_running_loop()
-        # asyncio's own tells the loop, which preparing may keep busy for an hour.
+        # asyncio's handler needs the loop, which preparing may block for long.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, _leave)
         budget = Budget(config.budget, ledger.spent, ledger.used)
         authors: list[EndpointAuthor] = []
 
-        def author_of(given: AuthorConfig) -> EndpointAuthor:
+        def author_of(value: AuthorConfig) -> EndpointAuthor:
             try:
-                authors.append(EndpointAuthor(given, budget))
+                authors.append(EndpointAuthor(value, budget))
             except ValueError as error:
                 raise ConfigError(str(error)) from error
             return authors[-1]
@@ -215,7 +216,7 @@ async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
         try:
             author = author_of(config.author)
             async with AsyncExitStack() as stack:
-                with show("preparing what tasks are made of"):
+                with show("preparing task sources"):
                     pipeline = open_pipeline(config, author, folder, author_of)
                     await stack.enter_async_context(pipeline)
                 for name in (signal.SIGINT, signal.SIGTERM):
@@ -238,7 +239,7 @@ async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
             for name in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(name)
     if why:
-        say(f"keel synthesize: {why}. The same command goes on from here")
+        say(f"keel synthesize: {why}. Run the same command to continue")
     return int(bool(why))
 
 
@@ -247,7 +248,7 @@ def _leave(number: int, _: object) -> None:
 
 
 def depends_on(config: SynthesisConfig) -> dict[str, Any]:
-    """What the tasks depend on: who writes them and what that may cost may change."""
+    """Settings that tasks depend on; the authors and the budget may change between starts."""
     section = getattr(config, config.family, None)
     return {
         "family": config.family,
@@ -257,15 +258,15 @@ def depends_on(config: SynthesisConfig) -> dict[str, Any]:
 
 
 def told(report: Mapping[str, Any], say: Say) -> None:
-    """The report, for people."""
+    """Print the report."""
     say(f"made {report['made']:,} tasks, kept {report['kept']:,}")
     for gate, refused in report["refused"].items():
-        say(f"  refused by {gate}: {refused['tasks']:,}")
+        say(f"  rejected by {gate}: {refused['tasks']:,}")
         for reason, count in refused["reasons"].items():
             say(f"    {count:,} × {reason}")
     if report["drafts"]:
         drafts = ", ".join(f"{count:,} by {gate}" for gate, count in report["drafts"].items())
-        say(f"  drafts refused, and written again or done without: {drafts}")
+        say(f"  rejected drafts: {drafts}")
     for purpose, cost in report["cost"].items():
         money = f", {cost['usd']:.2f} USD" if cost["usd"] else ""
         say(f"  {purpose}: {cost['calls']:,} calls, {cost['tokens']:,} tokens{money}")

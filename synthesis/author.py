@@ -1,4 +1,4 @@
-"""The models that write, solve and check tasks: behind any OpenAI-compatible endpoint, within a
+"""Models that write, solve and check tasks, behind an OpenAI-compatible endpoint and within a
 budget."""
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ MOST_SAID = 300
 TOO_LONG = re.compile(
     r"context.?(length|window|size)|max(imum)?[ _]model[ _]len|prompt is too long", re.IGNORECASE
 )
-"""In what OpenAI, vLLM, SGLang and llama.cpp say where their context has no room."""
+"""Matches the error of OpenAI, vLLM, SGLang and llama.cpp for a full context."""
 
 
 class AuthorLost(RuntimeError):
-    """A model did not answer, however often it was asked. The task is tried again by the next
-    start."""
+    """A model did not answer after all retries. The next start tries the task again."""
 
 
 class BudgetSpent(RuntimeError):
-    """The next call might cost more than there is."""
+    """The next call might exceed the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Of one call."""
+    """Tokens and price of one call."""
 
     model: str
     purpose: str
@@ -52,18 +51,17 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """A reply."""
+class AuthorReply:
+    """A reply of a model."""
 
     content: str
     calls: tuple[ToolCall | Malformed, ...] = ()
     reasoning: str = ""
     cut: bool = False
-    """It was longer than `max_tokens`, or the conversation has outgrown the model's context. Its
-    calls are not to be run."""
+    """The reply exceeded `max_tokens`, or the conversation the context; its calls must not run."""
 
     def message(self) -> Message:
-        """As the next request has it."""
+        """Return the reply as a message of the next request."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.calls:
             message["tool_calls"] = [_as_json(call) for call in self.calls]
@@ -71,25 +69,25 @@ class Said:
 
 
 class Author(Protocol):
-    """A model that is asked. What is asked for one task waits for nothing but its own replies."""
+    """A model that answers requests. Requests for different tasks are independent."""
 
     name: str
 
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
-    ) -> Said:
-        """purpose: what the tokens are counted under. A conversation for which the model's context
-        has become too short gets an empty reply, cut off. Raises AuthorLost, BudgetSpent."""
+    ) -> AuthorReply:
+        """Return the reply. Tokens are counted under `purpose`. If the conversation exceeds the
+        context, the reply is empty and cut. Raises AuthorLost, BudgetSpent."""
         ...
 
 
 class Budget:
-    """What has been spent, and what calls in flight may yet come to. For one event loop."""
+    """Tokens and money spent, and reserved for calls in flight. Belongs to one event loop."""
 
     def __init__(
         self, limits: CostConfig, spent: Sequence[Usage], record: Callable[[Usage], None]
     ) -> None:
-        """spent: by earlier starts; record: keeps a call's usage for later ones."""
+        """`spent` is the usage of earlier starts; `record` saves the usage of each new call."""
         self._limits, self._record = limits, record
         self.tokens = sum(usage.tokens for usage in spent)
         self.usd = sum(usage.usd for usage in spent)
@@ -97,17 +95,16 @@ class Budget:
 
     @contextmanager
     def call(self, tokens: int, usd: float) -> Any:
-        """A call of at most that much. Raises BudgetSpent where it might be too much; yields what
-        takes its usage."""
+        """Reserve the budget of a call and yield the function that records its usage. Raises
+        BudgetSpent."""
         for name, limit, now, held, more in (
             ("tokens", self._limits.tokens, self.tokens, self._held_tokens, tokens),
             ("usd", self._limits.usd, self.usd, self._held_usd, usd),
         ):
             if limit and now + held + more > limit:
                 raise BudgetSpent(
-                    f"budget.{name} = {_said(limit)}: {_said(now)} are spent, and the next call "
-                    f"and those under way may take {_said(held + more)}; raise it and start again "
-                    "to go on"
+                    f"budget.{name} = {_said(limit)}: {_said(now)} spent, and calls in flight may "
+                    f"take {_said(held + more)}. Raise it and run the same command again"
                 )
         self._held_tokens += tokens
         self._held_usd += usd
@@ -127,11 +124,11 @@ class EndpointAuthor:
     """A model behind an OpenAI-compatible endpoint. Belongs to one event loop."""
 
     def __init__(self, config: AuthorConfig, budget: Budget) -> None:
-        """Raises ValueError without its key."""
+        """Raises ValueError if its key is not set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(
-                f"author.api_key_env = {config.api_key_env}: there is no such environment variable"
+                f"author.api_key_env: the environment variable {config.api_key_env} is not set"
             )
         self.name = config.model
         self._config, self._budget, self._key = config, budget, key
@@ -139,7 +136,7 @@ class EndpointAuthor:
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._client = AsyncOpenAI(
             base_url=config.base_url,
-            # Never the library's own OPENAI_API_KEY: that key belongs to somebody else.
+            # Never fall back to OPENAI_API_KEY, which may belong to another service.
             api_key=key or "none",
             max_retries=config.retries,
             timeout=Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s)),
@@ -148,11 +145,11 @@ class EndpointAuthor:
 
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
-    ) -> Said:
+    ) -> AuthorReply:
         config = self._config
         offered = [tool.as_json() for tool in tools]
-        asked = _encodable(list(messages))
-        bound = most_tokens(json.dumps([*asked, *offered], ensure_ascii=False)), config.max_tokens
+        request = _encodable(list(messages))
+        bound = most_tokens(json.dumps([*request, *offered], ensure_ascii=False)), config.max_tokens
 
         def used(tokens: tuple[int, int]) -> Usage:
             return Usage(
@@ -166,21 +163,21 @@ class EndpointAuthor:
         async with self._slots:
             with self._budget.call(sum(bound), self._price(*bound)) as took:
                 try:
-                    # The library's own deadline is of each attempt, and of each read.
+                    # The library's timeout applies to each attempt and read.
                     async with asyncio.timeout(config.timeout_s * (1 + config.retries)):
                         response = await self._client.chat.completions.with_raw_response.create(
                             model=config.model,
-                            messages=asked,
+                            messages=request,
                             tools=cast(Any, offered or openai.omit),
                             temperature=config.temperature,
                             max_tokens=config.max_tokens,
                             extra_body=dict(config.extra) or None,
                         )
                 except asyncio.CancelledError:
-                    took(used(bound))  # the endpoint continues generating, and bills it
+                    took(used(bound))  # the endpoint may continue and bill it
                     raise
                 except (TimeoutError, openai.APITimeoutError) as error:
-                    took(used(bound))  # it may have been at work on it all the time
+                    took(used(bound))  # it may have been generating all the time
                     raise AuthorLost(
                         f"{self.name}: no reply within author.timeout_s = {config.timeout_s:g}"
                     ) from error
@@ -188,29 +185,30 @@ class EndpointAuthor:
                     cure = ""
                     if _too_long(error):
                         if any(message.get("role") == "assistant" for message in messages):
-                            return Said(content="", cut=True)
+                            return AuthorReply(content="", cut=True)
                         cure = (
-                            "; no room for the first reply: lower author.max_tokens = "
-                            f"{config.max_tokens}, or give the model a longer context"
+                            "; the context has no room for a reply. Lower author.max_tokens = "
+                            f"{config.max_tokens}, or serve the model with a longer context"
                         )
-                    said = self._public(f"HTTP {error.status_code}: {error.message}")
-                    raise AuthorLost(f"{self.name}: {said}{cure}") from error
+                    reply = self._public(f"HTTP {error.status_code}: {error.message}")
+                    raise AuthorLost(f"{self.name}: {reply}{cure}") from error
                 except openai.APIError as error:
                     why = self._public(str(error.__cause__ or error))
                     raise AuthorLost(f"{self.name} at {config.base_url}: {why}") from error
-                said, usage = _read(response.text, bound[0])
+                reply, usage = _read(response.text, bound[0])
                 took(used(usage))
-                if said is None:
-                    raise AuthorLost(f"{self.name}: its reply is no chat completion")
-                return said
+                if reply is None:
+                    raise AuthorLost(f"{self.name}: the reply is not a chat completion")
+                return reply
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
-        """With other settings, and of the same budget; closed with this one. Raises ValueError."""
+        """Return an author with other settings that shares the budget and is closed with this one.
+        Raises ValueError."""
         self._others.append(EndpointAuthor(replace(self._config, **changes), self._budget))
         return self._others[-1]
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for other in self._others:
             await other.close()
         await self._client.close()
@@ -228,19 +226,19 @@ class EndpointAuthor:
 
 
 def most_tokens(text: str) -> int:
-    """That it can have: a token is a byte at least, with any of today's tokenizers."""
+    """Upper bound of the tokens of a text: no tokenizer in use has tokens shorter than a byte."""
     return len(text.encode(errors="replace"))
 
 
-def _read(text: str, asked: int) -> tuple[Said | None, tuple[int, int]]:
-    """The reply, and the tokens of its prompt and of itself: as many as can be (`asked`, of the
-    prompt) where the endpoint does not count them."""
+def _read(text: str, request: int) -> tuple[AuthorReply | None, tuple[int, int]]:
+    """Return the reply and the tokens of prompt and reply, or upper bounds if the endpoint does not
+    count them."""
     try:
         body = _encodable(json.loads(text))
         choice = body["choices"][0]
         message = choice["message"]
         content = str(message.get("content") or "")
-        said = Said(
+        reply = AuthorReply(
             content=content,
             reasoning=str(message.get("reasoning_content") or message.get("reasoning") or ""),
             calls=tuple(_call(given) for given in message.get("tool_calls") or ()),
@@ -248,23 +246,23 @@ def _read(text: str, asked: int) -> tuple[Said | None, tuple[int, int]]:
         )
         usage = dict(body.get("usage") or {})
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return None, (asked, most_tokens(text))
-    written = most_tokens(content + said.reasoning + str(message.get("tool_calls") or ""))
-    return said, (
-        _count(usage.get("prompt_tokens"), asked),
+        return None, (request, most_tokens(text))
+    written = most_tokens(content + reply.reasoning + str(message.get("tool_calls") or ""))
+    return reply, (
+        _count(usage.get("prompt_tokens"), request),
         _count(usage.get("completion_tokens"), written),
     )
 
 
 def _too_long(error: openai.APIStatusError) -> bool:
-    """Whether a request was refused since the model's context has no room for it."""
-    said = f"{error.message} {error.code}"
-    return error.status_code in (400, 413) and TOO_LONG.search(said) is not None
+    """Return whether a request was rejected because it exceeds the context."""
+    reply = f"{error.message} {error.code}"
+    return error.status_code in (400, 413) and TOO_LONG.search(reply) is not None
 
 
-def _count(said: Any, bound: int) -> int:
-    """What an endpoint says, where that is a number of tokens."""
-    return said if type(said) is int and said > 0 else bound
+def _count(reply: Any, bound: int) -> int:
+    """Return the reported token count if it is a positive number, else the bound."""
+    return reply if type(reply) is int and reply > 0 else bound
 
 
 def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:
@@ -274,19 +272,19 @@ def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:
     try:
         arguments = _encodable(json.loads(text))
         if not isinstance(arguments, dict):
-            raise ValueError("the arguments are no JSON object")
-    except (ValueError, RecursionError) as error:  # the second: brackets in brackets
+            raise ValueError("the arguments are not a JSON object")
+    except (ValueError, RecursionError) as error:  # RecursionError: deeply nested brackets
         return Malformed(call_id=number, text=f"{name}({text})"[:MOST_SAID], why=str(error))
     return ToolCall(call_id=number, name=name, arguments=cast(dict[str, Any], arguments))
 
 
 def _said(value: float) -> str:
-    """An amount: dollars in cents and less, tokens whole."""
+    """Format an amount of tokens or dollars."""
     return f"{int(value):,}" if value == int(value) else f"{value:,.6g}"
 
 
 def _encodable(value: Any) -> Any:
-    """With ? for half of a surrogate pair, which JSON's escapes can say and no request can."""
+    """Replace unpaired surrogates, which no request can encode, by `?`."""
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 

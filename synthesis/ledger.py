@@ -1,11 +1,9 @@
-"""The record of a synthesis in its folder: what became of each task, and what it cost; read again
-by the next start, which goes on from there.
+"""Record of a synthesis in its folder, which the next start continues.
 
-outcomes.jsonl   a line for each task that was kept or refused: {"key", "outcome", "gate", "reason",
-                 "seconds", "drafts"}
-usage.jsonl      a line for each call of a model: {"model", "purpose", "prompt_tokens", …}
-settings.json    what the tasks depend on
-report.json      made, kept, refused by each gate and why, drafts too, tokens and money by purpose
+outcomes.jsonl   one line per finished task (`Outcome`)
+usage.jsonl      one line per model call: {"model", "purpose", "prompt_tokens", …}
+settings.json    the settings that tasks depend on
+report.json      totals: made, kept, rejected by gate with reasons, tokens and money by purpose
 """
 
 from __future__ import annotations
@@ -22,47 +20,46 @@ from keel.configs.work_folder import WorkFolder
 from keel.synthesis.author import Usage
 
 REASONS = 5
-"""Of each gate, that are listed."""
+"""Reasons listed per gate."""
 MOST_SAID = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a task."""
+    """Result of a task."""
 
     key: str
     outcome: Literal["kept", "refused"]
     gate: str = ""
-    """What refused it."""
+    """The gate that rejected it."""
     reason: str = ""
     seconds: float = 0.0
     drafts: Sequence[Sequence[str]] = ()
-    """(gate, reason) of what was thrown away on the way: the author wrote it again, or did
-    without."""
+    """(gate, reason) of rejected drafts on the way."""
 
 
-class Refused(Exception):
-    """A gate's word: the task is thrown away. Nothing went wrong with the pipeline."""
+class Rejected(Exception):
+    """A gate rejected the task. This is a normal outcome, not a failure of the pipeline."""
 
     def __init__(self, gate: str, reason: str) -> None:
         super().__init__(f"{gate}: {reason}")
         self.gate, self.reason = gate, reason
-        self.drafts: Sequence[Refused] = ()
-        """Thrown away before it."""
+        self.drafts: Sequence[Rejected] = ()
+        """Drafts rejected before this one."""
 
 
 class Ledger:
-    """Open as a context: creates the folder, refuses another synthesis's, and holds it."""
+    """Creates and locks the folder; rejects the folder of another synthesis. A context manager."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """settings: what the tasks depend on, as JSON has it."""
+        """`settings` are the settings that tasks depend on, as JSON."""
         self.folder = folder
         self._settings = settings
         self.outcomes: dict[str, Outcome] = {}
         self.spent: list[Usage] = []
 
     def __enter__(self) -> Self:
-        """Raises ConfigError if the folder cannot be written, is in use, or is another's."""
+        """Raises ConfigError if the folder cannot be written, is in use, or has other settings."""
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.folder, "dir", "synthesis"))
             self._outcomes, self._usage = map(folder.lines, ("outcomes.jsonl", "usage.jsonl"))
@@ -72,12 +69,11 @@ class Ledger:
             except (ValueError, TypeError) as error:
                 raise folder.error(f"cannot be read: {error}") from error
             self.outcomes = {outcome.key: outcome for outcome in outcomes}
-            # A start that was refused before it made anything, for a corpus that is not there say,
-            # has claimed nothing.
+            # A start that failed before it made anything has not claimed the folder.
             if self.outcomes or self.spent:
                 if changed := folder.changed(self._settings):
                     raise folder.error(
-                        f"was made with other settings: {', '.join(changed)}; choose another folder"
+                        f"was made with other settings: {', '.join(changed)}. Choose another folder"
                     )
             else:
                 folder.claim(self._settings)
@@ -88,17 +84,17 @@ class Ledger:
         self._opened.close()
 
     def used(self, usage: Usage) -> None:
-        """Keeps what a call took."""
+        """Record the usage of a call."""
         self.spent.append(usage)
         self._usage.add(asdict(usage))
 
     def add(self, outcome: Outcome) -> None:
-        """Keeps what became of a task. What it left in the folder is there already."""
+        """Record the outcome of a task whose files are already in the folder."""
         self._outcomes.add(asdict(outcome))
         self.outcomes[outcome.key] = outcome
 
     def report(self) -> dict[str, Any]:
-        """Also written to report.json."""
+        """Return the totals, and write them to report.json."""
         by_gate: dict[str, Counter[str]] = {}
         for outcome in self.outcomes.values():
             if outcome.outcome == "refused":

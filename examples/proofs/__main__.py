@@ -35,9 +35,9 @@ def graded(path: Path) -> Iterator[tuple[str, str, float]]:
     the line."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            asked: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
-            problem = _problem(asked["prompt"])
-            samples: Sequence[Mapping[str, Any]] = asked["samples"]
+            request: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
+            problem = _problem(request["prompt"])
+            samples: Sequence[Mapping[str, Any]] = request["samples"]
             for sample in samples:
                 proof = read_proof(final_text(sample["messages"]))
                 score = sample["parts"].get("proof")
@@ -80,10 +80,10 @@ def tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[
 
 def _problem(messages: Sequence[Mapping[str, Any]]) -> str:
     """What the user asked. Raises ValueError."""
-    asked = [str(m["content"]) for m in messages if m.get("role") == "user"]
-    if not asked:
+    request = [str(m["content"]) for m in messages if m.get("role") == "user"]
+    if not request:
         raise ValueError("its prompt is not written down: evaluate again")
-    return "\n\n".join(asked)
+    return "\n\n".join(request)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,18 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("evaluations", type=Path, nargs="+", help="folders that keel eval wrote")
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
     parser.add_argument("--each", type=int, default=4, help="proofs of a problem and score (4)")
-    given = parser.parse_args(arguments)
-    if given.each < 1:
+    value = parser.parse_args(arguments)
+    if value.each < 1:
         parser.error("--each must be at least 1")
     try:
-        proofs = (one for folder in given.evaluations for one in graded(folder / "samples.jsonl"))
-        lines = list(tasks(proofs, given.each))
+        proofs = (one for folder in value.evaluations for one in graded(folder / "samples.jsonl"))
+        lines = list(tasks(proofs, value.each))
         if not lines:
             raise ValueError(
-                f"{', '.join(map(str, given.evaluations))}: no proof with a score in there; "
+                f"{', '.join(map(str, value.evaluations))}: no proof with a score in there; "
                 "evaluate prompts of kind `proof` (docs/rubrics.md)"
             )
-        with given.out.open("x", encoding="utf-8") as file:
+        with value.out.open("x", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{len(lines):,} proofs to verify in {given.out}")
+    print(f"{len(lines):,} proofs to verify in {value.out}")
     return 0
 
 

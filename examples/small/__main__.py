@@ -82,25 +82,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--lessons", type=int, default=1200, metavar="N", help="of each family in each mode"
     )
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
+    value = parser.parse_args(arguments)
     for name, most in MOST.items():
-        if not 1 <= getattr(given, name) <= most:
-            parser.error(f"--{name} {getattr(given, name)}: must be from 1 to {most}")
+        if not 1 <= getattr(value, name) <= most:
+            parser.error(f"--{name} {getattr(value, name)}: must be from 1 to {most}")
     if find_spec("pytest") is None:
         parser.error("the code tasks' tests run with pytest: pip install pytest")
     try:
         return make(
-            given.folder.expanduser().absolute(),
-            general=given.general,
-            search=given.search,
-            code=given.code,
-            programs=given.programs,
-            lessons=given.lessons,
-            seed=given.seed,
+            value.folder.expanduser().absolute(),
+            general=value.general,
+            search=value.search,
+            code=value.code,
+            programs=value.programs,
+            lessons=value.lessons,
+            seed=value.seed,
         )
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip()
-        parser.error(f"git: {said}")
+        reply = error.stderr.decode(errors="replace").strip()
+        parser.error(f"git: {reply}")
     except (ConfigError, OSError) as error:
         parser.error(str(error))
 

@@ -110,8 +110,8 @@ def tower_demonstrations(
         stand = Stand(search.opening(task), specs, tools)
 
         def look() -> Calls:
-            found = yield "search", {"query": tower}
-            return f"<answer>{found.split()[-3]}</answer>"
+            result = yield "search", {"query": tower}
+            return f"<answer>{result.split()[-3]}</answer>"
 
         return _both(stand, look(), _says(f"<answer>{wrong}</answer>"))
 
@@ -126,7 +126,7 @@ def pace_demonstrations(
     specs = [Tool(name, method).spec for name, method in tools.items()]
 
     def draw_one(draw: random.Random) -> Demonstration:
-        is_now, wanted = pace.draw_paces(draw, 2)
+        is_now, expected = pace.draw_paces(draw, 2)
         text = pace.SOURCE.format(pace=is_now)
 
         def edit(path: str, old: str, new: str) -> str:
@@ -135,7 +135,7 @@ def pace_demonstrations(
             except ValueError as error:
                 return str(error)
 
-        issue = PROMPT.format(name="pace", repo=REPO, issue=pace.issue(wanted))
+        issue = PROMPT.format(name="pace", repo=REPO, issue=pace.issue(expected))
 
         def view(path: str) -> str:
             return number_lines(text, 1, 0)
@@ -143,7 +143,7 @@ def pace_demonstrations(
         stand = Stand(_asks(issue), specs, {"view": view, "edit": edit})
 
         def change(old: str) -> Calls:
-            yield "edit", {"path": "pace.py", "old": old, "new": str(wanted)}
+            yield "edit", {"path": "pace.py", "old": old, "new": str(expected)}
             return "Done."
 
         def look() -> Calls:
@@ -169,15 +169,15 @@ def sum_demonstrations(
         values = [numbers[0]]
         for sign, number in zip(signs, numbers[1:], strict=True):
             values.append(values[-1] + (number if sign == "+" else -number))
-        said = " ".join(terms)
+        reply = " ".join(terms)
 
         def python(code: str) -> int:
             return values[-1]
 
-        stand = Stand(_asks(SUM.format(sum=said)), [spec], {"python": python})
+        stand = Stand(_asks(SUM.format(sum=reply)), [spec], {"python": python})
 
         def look() -> Calls:
-            return (yield "python", {"code": said})
+            return (yield "python", {"code": reply})
 
         return _both(stand, look(), _says(str(values[-2])))
 
@@ -187,9 +187,9 @@ def sum_demonstrations(
 class _OneDocument:
     """Implements `Library`: it finds the one that it has."""
 
-    def __init__(self, given: Mapping[str, str]) -> None:
-        name = f"{towers.FILE}#{given['id']}"
-        self._document = Document(name=name, title=given["title"], text=given["text"])
+    def __init__(self, value: Mapping[str, str]) -> None:
+        name = f"{towers.FILE}#{value['id']}"
+        self._document = Document(name=name, title=value["title"], text=value["text"])
 
     def search(self, query: str, most: int) -> list[Hit]:
         one = self._document

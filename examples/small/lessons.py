@@ -56,12 +56,12 @@ def _lines(
 ) -> Iterator[Mapping[str, Any]]:
     for worked, hasty, tools in ways:
         works = draw.random() < WORKED
-        said = [dict(message) for message in (worked if works else hasty)]
-        first = next(one for one in said if one["role"] == "assistant")
+        reply = [dict(message) for message in (worked if works else hasty)]
+        first = next(one for one in reply if one["role"] == "assistant")
         if thinking:
             first["reasoning_content"] = LOOK if works else GUESS
         yield {
-            "messages": said,
+            "messages": reply,
             "tools": [tool.as_json() for tool in tools],
             "thinking": thinking,
         }
@@ -77,9 +77,9 @@ def _programs(count: int, draw: random.Random) -> list[Ways]:
     known = every_program(draw)
     for program in (known[n % len(known)] for n in range(count)):
         wrong = draw.choice([one for one in known if one.sign == program.sign and one != program])
-        asked = {"role": "user", "content": program.question}
+        request = {"role": "user", "content": program.question}
         worked, hasty = (
-            [asked, {"role": "assistant", "content": answer(one.source)}]
+            [request, {"role": "assistant", "content": answer(one.source)}]
             for one in (program, wrong)
         )
         made.append((worked, hasty, ()))

@@ -15,7 +15,7 @@ def name(draw: random.Random) -> str:
 
 def names(draw: random.Random, count: int) -> list[str]:
     """Different ones, out of 4,900."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[name(draw)] = None
-    return list(found)
+    result: dict[str, None] = {}
+    while len(result) < count:
+        result[name(draw)] = None
+    return list(result)

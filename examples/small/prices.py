@@ -70,16 +70,16 @@ def write(folder: Path, count: int, seed: int) -> None:
     """In a new folder: an environment of `count` different tasks."""
     draw = random.Random(f"prices {seed}")
     prices = draw_prices(draw)
-    asked: dict[Question, None] = {}
-    while len(asked) < count:
-        asked[draw_question(draw, prices)] = None
-    tasks = [{"question": question.text, "tools": ["price"]} for question in asked]
+    request: dict[Question, None] = {}
+    while len(request) < count:
+        request[draw_question(draw, prices)] = None
+    tasks = [{"question": question.text, "tools": ["price"]} for question in request]
     files = {
         "database.json": json.dumps(prices),
         "tools.py": TOOLS,
         "task.json": json.dumps({"name": "prices", "category": "prices of a shop", "tasks": tasks}),
-        "solve.py": "\n\n".join(question.solution(n) for n, question in enumerate(asked)),
-        "verify.py": "\n\n".join(question.verifier(n) for n, question in enumerate(asked)),
+        "solve.py": "\n\n".join(question.solution(n) for n, question in enumerate(request)),
+        "verify.py": "\n\n".join(question.verifier(n) for n, question in enumerate(request)),
         "provenance.json": json.dumps(
             {"made": f"by python -m keel.examples.small --seed {seed}; no model took part"}
         ),

@@ -62,18 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="the JSONL file to write")
     parser.add_argument("--count", type=int, default=1000, help="tasks (1000)")
     parser.add_argument("--seed", type=int, help="drawn by chance unless given, and then no secret")
-    given = parser.parse_args(arguments)
-    if given.count < 1:
+    value = parser.parse_args(arguments)
+    if value.count < 1:
         parser.error("--count must be at least 1")
-    seed = secrets.randbits(64) if given.seed is None else given.seed
+    seed = secrets.randbits(64) if value.seed is None else value.seed
     try:
-        with given.file.open("x", encoding="utf-8") as file:
-            for task in tasks(given.count, seed):
+        with value.file.open("x", encoding="utf-8") as file:
+            for task in tasks(value.count, seed):
                 file.write(json.dumps(task, ensure_ascii=False) + "\n")
     except OSError as error:
-        print(f"{given.file}: {error.strerror}; name a new file", file=sys.stderr)
+        print(f"{value.file}: {error.strerror}; name a new file", file=sys.stderr)
         return 2
-    print(f"{given.count:,} tasks in {given.file}")
+    print(f"{value.count:,} tasks in {value.file}")
     return 0
 
 

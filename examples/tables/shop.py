@@ -100,40 +100,40 @@ def best_category(shop: Shop, draw: random.Random) -> Answer | None:
 def revenue_of_region(shop: Shop, draw: random.Random) -> Answer | None:
     region = draw.choice(sorted(set(shop.customers.values())))
     month = draw.choice(sorted({(o.day.year, o.day.month) for o in shop.orders}))
-    found = [
+    result = [
         shop.revenue(o)
         for o in shop.orders
         if shop.customers[o.customer] == region and (o.day.year, o.day.month) == month
     ]
-    asked = (
+    request = (
         f"What is the revenue with customers of the region {region} in month {month[1]} of "
         f"{month[0]}, rounded to two decimals?"
     )
-    return Answer(asked, sum(found), 2) if len(found) > 2 else None
+    return Answer(request, sum(result), 2) if len(result) > 2 else None
 
 
 def buyers_of_category(shop: Shop, draw: random.Random) -> Answer | None:
     region = draw.choice(sorted(set(shop.customers.values())))
     category = draw.choice(sorted({category for category, _ in shop.products.values()}))
-    found = {
+    result = {
         o.customer
         for o in shop.orders
         if shop.customers[o.customer] == region and shop.products[o.product][0] == category
     }
-    asked = f"How many different customers of the region {region} have ordered {category}?"
-    return Answer(asked, len(found), 0)
+    request = f"How many different customers of the region {region} have ordered {category}?"
+    return Answer(request, len(result), 0)
 
 
 def days_between(shop: Shop, draw: random.Random) -> Answer | None:
     days: dict[str, list[date]] = defaultdict(list)
     for o in shop.orders:
         days[o.customer].append(o.day)
-    spans = [(max(found) - min(found)).days for found in days.values() if len(found) > 1]
-    asked = (
+    spans = [(max(result) - min(result)).days for result in days.values() if len(result) > 1]
+    request = (
         "Of the customers with at least two orders: how many days lie between the first and the "
         "last order on average, rounded to two decimals?"
     )
-    return Answer(asked, mean(spans), 2)
+    return Answer(request, mean(spans), 2)
 
 
 def busiest_weekday(shop: Shop, draw: random.Random) -> Answer | None:
@@ -144,15 +144,15 @@ def busiest_weekday(shop: Shop, draw: random.Random) -> Answer | None:
 def without_orders(shop: Shop, draw: random.Random) -> Answer | None:
     region = draw.choice(sorted(set(shop.customers.values())))
     ordered = {o.customer for o in shop.orders}
-    found = [c for c, r in shop.customers.items() if r == region and c not in ordered]
-    return Answer(f"How many customers of the region {region} have no order?", len(found), 0)
+    result = [c for c, r in shop.customers.items() if r == region and c not in ordered]
+    return Answer(f"How many customers of the region {region} have no order?", len(result), 0)
 
 
 def median_revenue(shop: Shop, draw: random.Random) -> Answer | None:
     category = draw.choice(sorted({category for category, _ in shop.products.values()}))
-    found = [shop.revenue(o) for o in shop.orders if shop.products[o.product][0] == category]
-    asked = f"What is the median revenue of an order of {category}, rounded to two decimals?"
-    return Answer(asked, median(found), 2) if len(found) > 5 else None
+    result = [shop.revenue(o) for o in shop.orders if shop.products[o.product][0] == category]
+    request = f"What is the median revenue of an order of {category}, rounded to two decimals?"
+    return Answer(request, median(result), 2) if len(result) > 5 else None
 
 
 def second_product(shop: Shop, draw: random.Random) -> Answer | None:

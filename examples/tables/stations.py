@@ -89,12 +89,12 @@ ABOUT = (
 
 def spread(network: Network, draw: random.Random) -> Answer | None:
     station = draw.choice(sorted(network.stations))
-    found = [value for _, value in network.temperatures(station)]
-    asked = (
+    result = [value for _, value in network.temperatures(station)]
+    request = (
         f"What is the sample standard deviation (n − 1) of the temperature at {station}, rounded "
         "to three decimals?"
     )
-    return Answer(asked, stdev(found), 3)
+    return Answer(request, stdev(result), 3)
 
 
 def together(network: Network, draw: random.Random) -> Answer | None:
@@ -104,25 +104,25 @@ def together(network: Network, draw: random.Random) -> Answer | None:
         for r in network.readings
         if r.station == station and r.temperature is not None and r.humidity is not None
     ]
-    left, right = zip(*pairs, strict=True)
-    asked = (
+    remaining, right = zip(*pairs, strict=True)
+    request = (
         f"What is Pearson's correlation of temperature and humidity at {station}, over the times "
         "that have both, rounded to three decimals?"
     )
-    return Answer(asked, correlation(left, right), 3)
+    return Answer(request, correlation(remaining, right), 3)
 
 
 def trend(network: Network, draw: random.Random) -> Answer | None:
     station = draw.choice(sorted(network.stations))
-    found = network.temperatures(station)
-    start = min(time for time, _ in found)
-    days = [(time - start).total_seconds() / 86_400 for time, _ in found]
-    slope = linear_regression(days, [value for _, value in found]).slope
-    asked = (
+    result = network.temperatures(station)
+    start = min(time for time, _ in result)
+    days = [(time - start).total_seconds() / 86_400 for time, _ in result]
+    slope = linear_regression(days, [value for _, value in result]).slope
+    request = (
         f"By how many °C a day does the temperature at {station} change, by the slope of the least-"
         "squares line through all its readings, rounded to four decimals?"
     )
-    return Answer(asked, slope, 4)
+    return Answer(request, slope, 4)
 
 
 def warmest_country(network: Network, draw: random.Random) -> Answer | None:
@@ -131,11 +131,11 @@ def warmest_country(network: Network, draw: random.Random) -> Answer | None:
         means[country].append(mean(value for _, value in network.temperatures(name)))
     if len(means) < 2:
         return None
-    asked = (
+    request = (
         "Take the mean temperature of each station, and of each country the mean of its stations' "
         "means: which country is the warmest? Give its name."
     )
-    return clear_first({country: mean(found) for country, found in means.items()}, asked)
+    return clear_first({country: mean(result) for country, result in means.items()}, request)
 
 
 def jump(network: Network, draw: random.Random) -> Answer | None:
@@ -143,17 +143,17 @@ def jump(network: Network, draw: random.Random) -> Answer | None:
     days: dict[date, list[float]] = defaultdict(list)
     for time, value in network.temperatures(station):
         days[time.date()].append(value)
-    means = {day: mean(found) for day, found in days.items()}
+    means = {day: mean(result) for day, result in days.items()}
     rises = {
         day.isoformat(): means[day] - means[before]
         for day in means
         if (before := day - timedelta(days=1)) in means
     }
-    asked = (
+    request = (
         f"On which date was the mean temperature of the day at {station} the furthest above that "
         "of the day before? Answer as YYYY-MM-DD."
     )
-    return clear_first(rises, asked)
+    return clear_first(rises, request)
 
 
 def gaps(network: Network, draw: random.Random) -> Answer | None:
@@ -163,11 +163,11 @@ def gaps(network: Network, draw: random.Random) -> Answer | None:
         r.station in high and (r.temperature is None or r.humidity is None)
         for r in network.readings
     )
-    asked = (
+    request = (
         f"How many readings of stations above {metres} m lack the temperature, the humidity or "
         "both?"
     )
-    return Answer(asked, count, 0) if count else None
+    return Answer(request, count, 0) if count else None
 
 
 QUESTIONS: tuple[Callable[[Network, random.Random], Answer | None], ...] = (

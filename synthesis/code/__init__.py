@@ -1,1 +1,1 @@
-"""Tasks from changes to real repositories: an issue, the change that answered it, and its tests."""
+"""Tasks from changes to real repositories: an issue, the change that resolved it, and its tests."""

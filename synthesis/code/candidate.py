@@ -13,12 +13,12 @@ from keel.agents.environments.code.tree import Entry, Tree
 from keel.configs.synthesis import CodeSourceConfig
 
 NO_PACKAGES = ("setup", "conftest", "noxfile", "docs", "doc", "examples", "tasks", "versioneer")
-"""Modules in a root that are not what a project installs."""
+"""Root modules that are not part of the installed project."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A repository before and after a change, and what asked for it."""
+    """A repository before and after a change, and the issue."""
 
     key: str
     source: CodeSourceConfig
@@ -26,16 +26,16 @@ class Candidate:
     after: Tree
     issue: str
     version: str
-    """Before the change, as far as it is known."""
+    """Version before the change, if known."""
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Where it comes from, for people."""
+    """Origin of the change, for people."""
 
     @property
     def language(self) -> ProjectLanguage:
         return LANGUAGES[self.source.language]
 
     def changed(self, of: Callable[[str], bool]) -> dict[str, Entry | None]:
-        """The paths that differ, with what they become; None: they go."""
+        """Return changed paths with their new entry, or None for removed ones."""
         paths = {*self.base, *self.after}
         return {
             path: self.after.get(path)
@@ -45,30 +45,30 @@ class Candidate:
 
     @property
     def gold(self) -> dict[str, Entry | None]:
-        """The change without its tests, and without what decides how they run."""
+        """The change without tests and without files that decide how tests run."""
         return self.changed(lambda path: not is_grading(self.language, path))
 
     @property
     def harness(self) -> dict[str, Entry | None]:
-        """Tests, and what decides how they run."""
+        """Changed tests and files that decide how they run."""
         return self.changed(lambda path: is_grading(self.language, path))
 
     def test_files(self) -> list[str]:
         return [path for path in self.harness if matches(path, self.language.tests)]
 
     def patch(self, paths: Sequence[str]) -> str:
-        """A unified diff."""
+        """Return a unified diff."""
         return "".join(_diff(path, self.base.get(path), self.after.get(path)) for path in paths)
 
     @property
     def project(self) -> list[str]:
-        """Names under which copies of it may lie about."""
+        """Names under which copies of the project may be installed."""
         names = {self.source.name}
         if "pyproject.toml" in self.base:
             try:
                 data: dict[str, Any] = tomllib.loads(self.base["pyproject.toml"][1].decode())
                 names.add(str(data["project"]["name"]) or self.source.name)
-            except (ValueError, LookupError, TypeError, RecursionError):  # a stranger's file
+            except (ValueError, LookupError, TypeError, RecursionError):  # untrusted file
                 pass
         if self.source.language == "python":
             for path in self.base:
@@ -84,12 +84,12 @@ class Candidate:
 
 
 class Source(Protocol):
-    """A project's changes."""
+    """The changes of a project."""
 
     keys: Sequence[str]
 
     def load(self, key: str) -> Candidate:
-        """Raises Refused."""
+        """Raises Rejected."""
         ...
 
 

@@ -1,67 +1,73 @@
-"""What a change must be like before anything is run for it. Each filter is a gate by its name."""
+"""Gates for a change that need no test run: static filters, leaked copies, and a judge model."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from keel.agents.environments.code.languages import matches
 from keel.configs.synthesis import CodeTasksConfig
+from keel.synthesis.author import Author
 from keel.synthesis.code.candidate import Candidate, is_text
-from keel.synthesis.ledger import Refused
+from keel.synthesis.code.sandboxes import Prefix
+from keel.synthesis.ledger import Rejected
 
 TELLING = 12
-"""Characters of a line that could hardly be there by chance."""
+"""Minimum characters of a line that is unlikely to appear by chance."""
 _PATCH = re.compile(r"^(diff --git |@@ -\d+,?\d* \+\d+|--- a/|\+\+\+ b/)", re.MULTILINE)
 _LINK = re.compile(r"https?://\S*/(?:commit|pull|compare|merge_requests)/\S*")
 
 
-def look(candidate: Candidate, limits: CodeTasksConfig) -> None:
-    """Raises Refused. The cheapest and the most telling come first."""
+def check_change(candidate: Candidate, limits: CodeTasksConfig) -> None:
+    """Check the change and its issue, cheapest first. Raises Rejected."""
     language, gold = candidate.language, candidate.gold
     sources = [path for path in gold if path.endswith(language.suffixes)]
     if not candidate.test_files():
-        raise Refused("no tests", "the change touches no test")
+        raise Rejected("no tests", "the change touches no test")
     if not any(candidate.after.get(path) for path in candidate.test_files()):
-        raise Refused("no tests", "the change only removes tests")
+        raise Rejected("no tests", "the change only removes tests")
     if not sources:
-        raise Refused("tests only", f"the change touches no {candidate.source.language} source")
+        raise Rejected("tests only", f"the change touches no {candidate.source.language} source")
     size = sum(
         len(entry[1]) for tree in (candidate.base, candidate.after) for entry in tree.values()
     )
     if size > 2 * limits.most_tree_mib << 20:
-        raise Refused("tree", f"the repository takes more than {limits.most_tree_mib} MiB")
+        raise Rejected("tree", f"the repository is larger than {limits.most_tree_mib} MiB")
     for path in {**gold, **candidate.harness}:
         for tree in (candidate.base, candidate.after):
             if not is_text(tree.get(path)):
-                raise Refused("binary", "the change touches a file that is no text")
+                raise Rejected("binary", "the change touches a binary file")
     if len(gold) > limits.most_files:
-        raise Refused("files", f"the change touches more than {limits.most_files} files")
+        raise Rejected("files", f"the change touches more than {limits.most_files} files")
     changed = added_and_removed(candidate.patch(sources))
     if not 0 < sum(map(len, changed)) <= limits.most_lines:
-        raise Refused("lines", f"the change is not of 1 to {limits.most_lines} lines")
+        raise Rejected("lines", f"the change does not have 1 to {limits.most_lines} lines")
     new = [path for path in sources if path not in candidate.base]
     if (
         language.build_names_sources
         and new
         and any(matches(path, language.steers) for path in candidate.harness)
     ):
-        raise Refused("build", "the build names a new file, which nobody could know")
+        raise Rejected("build", "a build file names a new source file")
     if len(candidate.issue) < limits.least_issue:
-        raise Refused("issue", f"its text has fewer than {limits.least_issue} characters")
+        raise Rejected("issue", f"the text has fewer than {limits.least_issue} characters")
     if len(candidate.issue) > limits.most_issue:
-        raise Refused("issue", f"its text has more than {limits.most_issue:,} characters")
+        raise Rejected("issue", f"the text has more than {limits.most_issue:,} characters")
     reveals(candidate.issue, changed[0], limits.most_revealed)
 
 
 def reveals(issue: str, added: list[str], most: float) -> None:
-    """Raises Refused for an issue that has the change, or the way to it."""
+    """Raises Rejected for an issue that contains the change or a link to it."""
     if _PATCH.search(issue):
-        raise Refused("reveals", "the issue has a patch")
+        raise Rejected("reveals", "the issue contains a patch")
     if _LINK.search(issue):
-        raise Refused("reveals", "the issue links to a change")
+        raise Rejected("reveals", "the issue links to a change")
     telling = [line for one in added if len(line := one.strip()) >= TELLING]
     if telling and sum(line in issue for line in telling) / len(telling) > most:
-        raise Refused("reveals", f"more than {most:.0%} of the change's lines are in the issue")
+        raise Rejected("reveals", f"more than {most:.0%} of the change's lines are in the issue")
 
 
 def added_and_removed(patch: str) -> tuple[list[str], list[str]]:
@@ -70,3 +76,105 @@ def added_and_removed(patch: str) -> tuple[list[str], list[str]]:
         [line[1:] for line in lines if line.startswith("+") and not line.startswith("+++ ")],
         [line[1:] for line in lines if line.startswith("-") and not line.startswith("--- ")],
     )
+
+
+LEAST = 3
+"""Lines of a change that do not appear together by chance."""
+MOST_BYTES = 8 << 20
+"""Size limit of a searched file."""
+
+
+def check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) -> None:
+    """Reject a change whose lines are in installed files or in files left by the set-up.
+
+    A prefix is built from one commit and also serves earlier ones with the same manifests. `most`
+    is the allowed share of the change's lines in one file. Raises Rejected.
+    """
+    lines = _telling_lines(candidate)
+    if len(lines) < LEAST:
+        return
+    for path, (kind, data) in built.generated.items():
+        if kind != "l" and _has(data, lines, most):
+            raise Rejected(
+                "future", f"the set-up left {path} in the repository, which has the change"
+            )
+    for folder, _, names in os.walk(prefix):
+        for name in names:
+            path = Path(folder, name)
+            if path.is_symlink() or not path.is_file() or path.stat().st_size > MOST_BYTES:
+                continue
+            if _has(path.read_bytes(), lines, most):
+                name = path.relative_to(prefix)
+                raise Rejected("future", f"the installed file {name} has the change")
+
+
+def _telling_lines(candidate: Candidate) -> Sequence[bytes]:
+    """Return added lines that appear nowhere in the repository before the change."""
+    added, _ = added_and_removed(candidate.patch(list(candidate.gold)))
+    result = {line.strip().encode() for line in added if len(line.strip()) >= TELLING}
+    before = [entry[1] for entry in candidate.base.values()]
+    return [line for line in sorted(result) if not any(line in data for data in before)]
+
+
+def _has(data: bytes, lines: Sequence[bytes], most: float) -> bool:
+    count = sum(line in data for line in lines)
+    return count >= LEAST and count > most * len(lines)
+
+
+TRIES = 2
+MOST_CHARACTERS = 20_000
+"""Characters shown of each patch."""
+QUESTION = """\
+A programmer gets a repository and the issue below, and changes the code. Hidden tests then \
+decide. Judge whether that is a fair task, from 1 (not at all) to 5 (entirely):
+
+- clear: does the issue say what is wrong or wanted, so that one knows what to do?
+- solvable: does the issue, with the repository as it is, fix what the tests check (names, \
+messages, formats), so that a right solution passes them?
+
+Say in a few words why, then end with a line of JSON: {{"clear": 3, "solvable": 3}}
+
+# Issue
+
+{issue}
+
+# The change that was made (the programmer does not see it)
+
+{gold}
+
+# The tests that decide (the programmer does not see them)
+
+{tests}
+"""
+
+
+async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, int]:
+    """Return the judge's marks. Raises Rejected for a mark below `least`, or without marks."""
+    text = QUESTION.format(
+        issue=candidate.issue,
+        gold=candidate.patch(list(candidate.gold))[:MOST_CHARACTERS],
+        tests=candidate.patch(list(candidate.harness))[:MOST_CHARACTERS],
+    )
+    for _ in range(TRIES):
+        reply = await author.ask([{"role": "user", "content": text}], purpose="judge")
+        marks = marks_of(reply.content)
+        if marks is None:
+            continue
+        for name, mark in marks.items():
+            if mark < least:
+                raise Rejected("judge", f"{name}: {mark} of 5")
+        return marks
+    raise Rejected("judge", "the judge gave no marks")
+
+
+def marks_of(text: str) -> dict[str, int] | None:
+    """Return the marks from the last JSON object of a reply, or None."""
+    for result in reversed(re.findall(r"\{[^{}]*\}", text)):
+        try:
+            value = json.loads(result)
+            marks = {name: value[name] for name in ("clear", "solvable")}
+        except (ValueError, KeyError, TypeError):
+            continue
+        if all(type(mark) is int and 1 <= mark <= 5 for mark in marks.values()):
+            return marks
+    return None

@@ -1,13 +1,12 @@
-"""`keel synthesize` for the family `code`: changes with tests become tasks. DeepSeek-V3.2 (2025),
-section 3.2.3: accepted only where the gold patch makes failing tests pass (F2P > 0) and breaks none
-(P2F = 0).
+"""`family: code` of `keel synthesize`: changes with tests become tasks.
 
-In the folder:
+A change is accepted if its gold patch makes failing tests pass (F2P > 0) and breaks none (P2F = 0);
+DeepSeek-V3.2 (2025), section 3.2.3. The folder contains
 
-    tasks.jsonl    a line a task, for `data.sources[].path`; has the keys of the sealed files
-    instances/     a task with its gold and test patches, for people
+    tasks.jsonl    one line per task for `data.sources[].path`, with the keys of the sealed files
+    instances/     tasks with gold and test patches, for people
     prefixes/      how each prefix was set up
-    environment/   all that an episode reads: sealed files, and what is installed
+    environment/   everything an episode reads: sealed files and installed packages
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,18 +27,22 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 from keel.rl.turns import ToolCall
 from keel.synthesis.author import Author
-from keel.synthesis.code import filters, future
 from keel.synthesis.code.candidate import Candidate, Source
-from keel.synthesis.code.draft import AROUND_S, Rooms, asked, instance_of, with_gold, write
-from keel.synthesis.code.judge import judge
-from keel.synthesis.code.mirrors import Mirror
-from keel.synthesis.code.outcomes import Outcomes, outcomes_of
-from keel.synthesis.code.releases import Releases
-from keel.synthesis.code.setup import Prefixes
-from keel.synthesis.ledger import Refused
+from keel.synthesis.code.filters import check_change, check_leaks, judge
+from keel.synthesis.code.sandboxes import (
+    AROUND_S,
+    CodeSandboxes,
+    asked,
+    instance_of,
+    with_gold,
+    write,
+)
+from keel.synthesis.code.setup import PrefixBuilder
+from keel.synthesis.code.sources import ArchiveSource, GitSource
+from keel.synthesis.ledger import Rejected
 
 LEAST_S, SLOWER = 30.0, 10.0
-"""What an episode's tests may take: so many seconds, and so many times what they took here."""
+"""Timeout of an episode's tests: a base, plus a multiple of their time here."""
 TASKS = "tasks.jsonl"
 PROMPT = """\
 The repository of {name} lies in {repo}. Resolve this issue:
@@ -60,8 +65,8 @@ class CodePipeline:
             raise ConfigError("code.sources: name at least one project")
         self._config, self._author, self._folder = config, author, folder
         self._of: dict[str, Source] = {}
-        for given in config.sources:
-            source = source_of(given)
+        for value in config.sources:
+            source = source_of(value)
             self._of.update(dict.fromkeys(source.keys, source))
         self.keys: Sequence[str] = list(self._of)
         self._lines: dict[str, str] = {}
@@ -73,8 +78,8 @@ class CodePipeline:
             instance: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             self._lines[instance["key"]] = line_of(instance)
         self._write_lines()
-        self._rooms = await asyncio.to_thread(Rooms, self._config, self._folder)
-        self._prefixes = Prefixes(self._config, self._author, self._folder, self._rooms)
+        self._rooms = await asyncio.to_thread(CodeSandboxes, self._config, self._folder)
+        self._prefixes = PrefixBuilder(self._config, self._author, self._folder, self._rooms)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -83,18 +88,18 @@ class CodePipeline:
     async def make(self, key: str) -> None:
         config = self._config
         candidate = await asyncio.to_thread(self._of[key].load, key)
-        await asyncio.to_thread(filters.look, candidate, config)
+        await asyncio.to_thread(check_change, candidate, config)
         built = await self._prefixes.of(candidate)
         prefix = self._rooms.folder / "prefixes" / built.name
-        await asyncio.to_thread(future.look, candidate, built, prefix, config.most_revealed)
+        await asyncio.to_thread(check_leaks, candidate, built, prefix, config.most_revealed)
         instance = instance_of(candidate, built, config.tests_s)
         async with self._rooms.workshop(with_gold(instance, candidate)) as hosted:
             outcomes = await self._measured(hosted)
         marks = await judge(candidate, self._author, config.least_judged) if config.judge else {}
         instance |= {"f2p": outcomes.f2p, "p2p": outcomes.p2p, "canary": outcomes.canary}
-        if not outcomes.inside:  # a fixture of the file's own is in the way
+        if not outcomes.inside:  # a fixture of the file interferes
             instance["canary_at"] = []
-        # A policy whose code never ends is to be worth 0, and soon.
+        # Code that never ends should score 0 soon.
         instance["tests_s"] = min(config.tests_s, LEAST_S + SLOWER * outcomes.seconds)
         reward = self._rooms.sealed(key, instance)
         try:
@@ -125,10 +130,10 @@ class CodePipeline:
             }
         )
 
-    async def _measured(self, hosted: Hosted) -> Outcomes:
+    async def _measured(self, hosted: Hosted) -> TestOutcomes:
         within_s = self._config.tests_s + AROUND_S
         if where := await self._copies(hosted):
-            raise Refused("future", where)
+            raise Rejected("future", where)
         before: list[Mapping[str, Any]] = []
         after: list[Mapping[str, Any]] = []
         while True:
@@ -136,11 +141,11 @@ class CodePipeline:
             after.append(await asked(hosted, "tests", within_s, gold=True))
             outcomes = outcomes_of(before, after)
             if not outcomes.f2p:
-                raise Refused("F2P", f"no test that fails before passes after {outcomes.about}")
+                raise Rejected("F2P", f"no test that fails before passes after {outcomes.about}")
             if len(before) >= self._config.runs:
                 break
         if outcomes.p2f:
-            raise Refused("P2F", f"{len(outcomes.p2f)} tests pass before and not after")
+            raise Rejected("P2F", f"{len(outcomes.p2f)} tests pass before and not after")
         return outcomes
 
     async def _copies(self, hosted: Hosted) -> str:
@@ -148,17 +153,19 @@ class CodePipeline:
         return str(found["where"])
 
     async def _proved(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
-        """The gold patch, made with the policy's own tools, is worth 1."""
+        """Require that the gold patch, made with the policy's own tools, scores 1."""
         async with self._rooms.episode(reward) as hosted:
             for call in calls_of(candidate):
-                said = await hosted.call(call, timeout_s=AROUND_S)
-                if said.failed or "[exit status" in said.text[-40:]:
-                    raise Refused("verdict", f"the gold patch cannot be made: {said.text[:200]}")
+                reply = await hosted.call(call, timeout_s=AROUND_S)
+                if reply.failed or "[exit status" in reply.text[-40:]:
+                    raise Rejected(
+                        "verdict", f"the gold patch cannot be applied: {reply.text[:200]}"
+                    )
             judged = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
         if isinstance(judged, Unscored):
-            raise Refused("verdict", judged.reason[:300])
+            raise Rejected("verdict", judged.reason[:300])
         if judged.parts["correct"] != 1.0:
-            raise Refused("verdict", f"the gold patch is worth nothing: {dict(judged.facts)}")
+            raise Rejected("verdict", f"the gold patch scores 0: {dict(judged.facts)}")
 
     def _keep(self, instance: Mapping[str, Any]) -> None:
         key = instance["key"]
@@ -169,18 +176,18 @@ class CodePipeline:
             file.write(f"{self._lines[key]}\n")
 
     def _write_lines(self) -> None:
-        """In their order: as they come, they are added at the end."""
+        """Write the lines in order; new ones are appended at first."""
         lines = "".join(f"{self._lines[key]}\n" for key in sorted(self._lines))
         if lines:
             write(self._folder / TASKS, lines.encode())
 
 
-def source_of(given: CodeSourceConfig) -> Source:
-    return Mirror(given) if given.git else Releases(given)
+def source_of(value: CodeSourceConfig) -> Source:
+    return GitSource(value) if value.git else ArchiveSource(value)
 
 
 def calls_of(candidate: Candidate) -> list[ToolCall]:
-    """Of the policy's tools, which make the gold patch."""
+    """Return the policy's tool calls that make the gold patch."""
     calls: list[tuple[str, dict[str, Any]]] = []
     for path, entry in candidate.gold.items():
         if path in candidate.base:
@@ -190,10 +197,56 @@ def calls_of(candidate: Candidate) -> list[ToolCall]:
         calls.append(("edit", {"path": path, "old": "", "new": entry[1].decode()}))
         if entry[0] == "x":
             calls.append(("bash", {"command": f"chmod +x -- {shlex.quote(path)}"}))
-    return [ToolCall(call_id="1", name=name, arguments=given) for name, given in calls]
+    return [ToolCall(call_id="1", name=name, arguments=value) for name, value in calls]
 
 
 def line_of(instance: Mapping[str, Any]) -> str:
-    """Of tasks.jsonl."""
+    """Return the line of tasks.jsonl."""
     fields = {"id": instance["key"], **{name: instance[name] for name in ("prompt", "reward")}}
     return json.dumps(fields, ensure_ascii=False)
+
+
+Results = Mapping[str, Any]
+"""Results of one run, from `keel.agents.environments.code.grading.Results`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestOutcomes:
+    """Names of tests by outcome. A test that is missing from a run failed there."""
+
+    f2p: list[str]
+    p2p: list[str]
+    p2f: list[str]
+    flaky: list[str]
+    canary: bool
+    """Whether the canaries behaved as expected in every run."""
+    inside: bool
+    """Whether the canaries inside hidden test files behaved as expected."""
+    seconds: float
+    """Seconds of the slowest run."""
+    about: str
+    """Counts of the first runs, for messages."""
+
+
+def outcomes_of(before: Sequence[Results], after: Sequence[Results]) -> TestOutcomes:
+    names = sorted({name for run in (*before, *after) for name in run["tests"]})
+    found: dict[str, list[str]] = {"f2p": [], "p2p": [], "p2f": [], "flaky": []}
+    for name in names:
+        first = {run["tests"].get(name) == "passed" for run in before}
+        then = {run["tests"].get(name) == "passed" for run in after}
+        if len(first) > 1 or len(then) > 1:
+            found["flaky"].append(name)
+        elif first == {True}:
+            found["p2p" if then == {True} else "p2f"].append(name)
+        elif then == {True}:
+            found["f2p"].append(name)
+    about = " and ".join(_counted(run) for run in (before[0], after[0]))
+    canary = all(run["canary"] == "as wanted" for run in (*before, *after))
+    seconds = max(run["seconds"] for run in (*before, *after))
+    inside = all(run["inside"] for run in (*before, *after))
+    return TestOutcomes(**found, canary=canary, inside=inside, seconds=seconds, about=f"({about})")
+
+
+def _counted(run: Results) -> str:
+    counts = Counter[str](run["tests"].values())
+    return ", ".join(f"{count} {result}" for result, count in sorted(counts.items())) or "none ran"

@@ -1,7 +1,8 @@
-"""Prefixes: what a project's tests need, installed once for all candidates that need the same.
+"""Builds prefixes: a project's dependencies, installed once for all candidates with the same
+manifests.
 
-The language's own set-up is tried first; where no test passes then, a set-up agent looks into it: a
-model with bash in the same sandbox, which hands in a script that is run from the beginning.
+The language's own set-up is tried first. If no test passes then, a set-up agent with bash in the
+same sandbox submits scripts, which are run from scratch.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ from keel.configs.synthesis import CodeTasksConfig
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.synthesis.author import Author
 from keel.synthesis.code.candidate import Candidate
-from keel.synthesis.code.draft import AROUND_S, Built, Rooms, asked, instance_of, with_gold, write
-from keel.synthesis.ledger import Refused
-from keel.synthesis.work import work
+from keel.synthesis.code.sandboxes import (
+    AROUND_S,
+    CodeSandboxes,
+    Prefix,
+    asked,
+    instance_of,
+    with_gold,
+    write,
+)
+from keel.synthesis.ledger import Rejected
+from keel.synthesis.tool_loop import work
 
 BASH_S = 600.0
 MOST_SAID = 1500
@@ -81,10 +90,12 @@ What came of it: {why}
 """
 
 
-class Prefixes:
-    """Built on demand, kept in the folder."""
+class PrefixBuilder:
+    """Builds prefixes on demand and keeps them in the folder."""
 
-    def __init__(self, config: CodeTasksConfig, author: Author, folder: Path, rooms: Rooms) -> None:
+    def __init__(
+        self, config: CodeTasksConfig, author: Author, folder: Path, rooms: CodeSandboxes
+    ) -> None:
         self._config, self._author, self._rooms = config, author, rooms
         self._records = folder / "prefixes"
         self._records.mkdir(exist_ok=True)
@@ -92,24 +103,24 @@ class Prefixes:
         self._refused: dict[str, tuple[str, str]] = {}
         self._projects = {normalize_name(source.name) for source in config.sources}
 
-    async def of(self, candidate: Candidate) -> Built:
-        """Raises Refused where no test can be made to pass."""
+    async def of(self, candidate: Candidate) -> Prefix:
+        """Return the prefix of a candidate. Raises Rejected if no test can be made to pass."""
         name = self._name(candidate)
         async with self._locks.setdefault(name, asyncio.Lock()):
             record = self._records / f"{name}.json"
             if record.is_file():
                 found: dict[str, Any] = json.loads(record.read_text())
                 found["generated"] = tree_from_json(found["generated"])
-                return Built(**found)
+                return Prefix(**found)
             if name in self._refused:
-                raise Refused(*self._refused[name])
+                raise Rejected(*self._refused[name])
             try:
                 built = await self._build(candidate, name)
                 await self._list(name, candidate)
-            except BaseException as error:  # the author may be lost, or the budget spent
-                if isinstance(error, Refused):
+            except BaseException as error:  # including AuthorLost and BudgetSpent
+                if isinstance(error, Rejected):
                     self._refused[name] = (error.gate, error.reason)
-                # Episodes could read it, and it stands on no list.
+                # Episodes could read it, and no list names its packages.
                 await asyncio.to_thread(self._remove, name)
                 raise
             fields = {"name": name, "setup": built.setup, "test": built.test}
@@ -122,12 +133,12 @@ class Prefixes:
         (self._rooms.folder / "packages" / f"{name}.json").unlink(missing_ok=True)
 
     async def _list(self, name: str, candidate: Candidate) -> None:
-        """Keeps which packages are there, for episodes to look whether theirs is among them."""
+        """Record the installed packages, in which episodes look for a copy of their project."""
         folder = self._rooms.folder
         found = await asyncio.to_thread(find_packages, [str(folder / "prefixes" / name)])
         for other in sorted(self._projects - {normalize_name(one) for one in candidate.project}):
             if other in found:
-                raise Refused("future", f"what is installed has a copy of {other}, a project too")
+                raise Rejected("future", f"a copy of the project {other} is installed")
         write(folder / "packages" / f"{name}.json", json.dumps(found).encode())
 
     def _name(self, candidate: Candidate) -> str:
@@ -141,9 +152,9 @@ class Prefixes:
         text = json.dumps([source.name, source.language, scripts, manifests, dict(source.env)])
         return f"{source.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
-    async def _build(self, candidate: Candidate, name: str) -> Built:
+    async def _build(self, candidate: Candidate, name: str) -> Prefix:
         language, source = candidate.language, candidate.source
-        first = Built(
+        first = Prefix(
             name=name, setup=source.setup or language.setup, test=source.test or language.test
         )
         async with self._rooms.workshop(self._draft(candidate, first), sets_up=True) as hosted:
@@ -154,29 +165,30 @@ class Prefixes:
                 built = await self._agent(hosted, candidate, first, why)
                 if built is not None:
                     return built
-                why = f"the set-up agent found no way; at first, {why}"
-        raise Refused("setup", " ".join(why.split())[-MOST_REASON:])
+                why = f"the set-up agent failed too; at first, {why}"
+        raise Rejected("setup", " ".join(why.split())[-MOST_REASON:])
 
-    def _draft(self, candidate: Candidate, built: Built) -> dict[str, Any]:
+    def _draft(self, candidate: Candidate, built: Prefix) -> dict[str, Any]:
         instance = with_gold(instance_of(candidate, built, self._config.tests_s), candidate)
-        told = {name: os.environ[name] for name in self._config.setup_env if name in os.environ}
-        return {**instance, "env": {**told, "VERSION": candidate.version, **instance["env"]}}
+        message = {name: os.environ[name] for name in self._config.setup_env if name in os.environ}
+        return {**instance, "env": {**message, "VERSION": candidate.version, **instance["env"]}}
 
     async def _tried(
-        self, hosted: Hosted, candidate: Candidate, wanted: Built
-    ) -> tuple[Built | None, str]:
-        """Set up in `hosted`, and tested as episodes will be; or why not."""
+        self, hosted: Hosted, candidate: Candidate, expected: Prefix
+    ) -> tuple[Prefix | None, str]:
+        """Set up in `hosted` and run the tests as episodes will; return the prefix, or the reason
+        of the failure."""
         within_s = self._config.setup_s
         result = await asked(
-            hosted, "set_up", within_s + AROUND_S, script=wanted.setup, within_s=within_s
+            hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s
         )
         if result["status"] != 0:
-            how = "took too long" if result["status"] is None else "failed"
+            how = "timed out" if result["status"] is None else "failed"
             return None, f"the set-up {how}: {result['said'][-MOST_SAID:].strip()}"
-        built = Built(
-            name=wanted.name,
-            setup=wanted.setup,
-            test=wanted.test,
+        built = Prefix(
+            name=expected.name,
+            setup=expected.setup,
+            test=expected.test,
             generated=tree_from_json(result["generated"]),
         )
         draft = with_gold(instance_of(candidate, built, self._config.tests_s), candidate)
@@ -185,25 +197,25 @@ class Prefixes:
         passed = sum(result == "passed" for result in ran["tests"].values())
         if passed:
             return built, ""
-        said = ran["said"][-MOST_SAID:].strip()
-        return None, f"of {len(ran['tests'])} tests none passes: {said}"
+        reply = ran["said"][-MOST_SAID:].strip()
+        return None, f"none of {len(ran['tests'])} tests passes: {reply}"
 
     async def _agent(
-        self, hosted: Hosted, candidate: Candidate, first: Built, why: str
-    ) -> Built | None:
-        found: Built | None = None
+        self, hosted: Hosted, candidate: Candidate, first: Prefix, why: str
+    ) -> Prefix | None:
+        found: Prefix | None = None
 
         async def call(one: ToolCall) -> ToolResult:
             nonlocal found
-            given: Mapping[str, Any] = one.arguments
+            value: Mapping[str, Any] = one.arguments
             if one.name == "bash":
-                bash = {"command": given["command"], "timeout_s": int(BASH_S)}
+                bash = {"command": value["command"], "timeout_s": int(BASH_S)}
                 return await hosted.call(
                     ToolCall(call_id=one.call_id, name="bash", arguments=bash),
                     timeout_s=BASH_S + AROUND_S,
                 )
-            wanted = Built(name=first.name, setup=given["setup"], test=given["test"])
-            found, complaint = await self._tried(hosted, candidate, wanted)
+            expected = Prefix(name=first.name, setup=value["setup"], test=value["test"])
+            found, complaint = await self._tried(hosted, candidate, expected)
             return ToolResult(text=complaint or "It works.", done=found is not None)
 
         text = TASK.format(

@@ -1,3 +1,2 @@
-"""General agents' tasks: an author fills a database, writes tools, and tasks that grow harder.
-
-DeepSeek-V3.2 (2025), section 3.2.3."""
+"""Tasks for general agents: an author builds a database, tools, and increasingly hard tasks
+(DeepSeek-V3.2, 2025, section 3.2.3)."""

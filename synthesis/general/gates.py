@@ -1,29 +1,29 @@
-"""What throws an environment or a task of it away. Each gate raises `Refused` by its own name."""
+"""Gates for environments and tasks. Each raises `Rejected` with its name."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.schemas import Arguments
 from keel.rl.turns import ToolCall
-from keel.synthesis.general.grounding import CHANGES, Leaf, Replay, Results, as_it_is, fewer
-from keel.synthesis.general.mutations import EMPTY, hollow, mutations, plausible
-from keel.synthesis.general.rooms import SLACK_S, Rooms, lost_to
-from keel.synthesis.ledger import Refused
-from keel.synthesis.work import spec_of, together
+from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, lost_to
+from keel.synthesis.ledger import Rejected
+from keel.synthesis.tool_loop import gather_or_cancel, tool_spec_of
 
 Specs = Mapping[str, Mapping[str, Any]]
-"""The tools by name: description, parameters, and whether they return `text` or `json`."""
-Asked = Callable[[ToolCall], Awaitable[Mapping[str, str]]]
-"""What a solution's call comes to: {"text" or "failed": …}."""
+"""Tools by name: description, parameters, and whether they return `text` or `json`."""
+CallAnswerer = Callable[[ToolCall], Awaitable[Mapping[str, str]]]
+"""Answers a solution's call with {"text" or "failed": …}."""
 PROBES = 5
-"""Calls of each tool that nobody wrote."""
+"""Generated calls per tool."""
 MOST_CALLS = 1000
 MOST_REPLAYED = 200
 MOST_TEXTS = 400
@@ -32,8 +32,8 @@ HASH_SEEDS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    """What a solution came to."""
+class SolutionResult:
+    """Result of a solution."""
 
     answer: Any
     results: Results
@@ -43,24 +43,31 @@ class Solved:
         return [call for call, _ in self.results]
 
 
-async def typed(rooms: Rooms, environment: Path) -> Specs:
-    """Every tool has type hints and a docstring, and from them a schema."""
+async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
+    """Require type hints, docstrings and valid schemas for all tools."""
     specs: dict[str, dict[str, Any]] = await rooms.workshop(
         "typed", environment, "describe", each_s=rooms.config.call_s
     )
     try:
-        Arguments([spec_of(spec) for spec in specs.values()])
+        Arguments([tool_spec_of(spec) for spec in specs.values()])
         _ = [spec["returns"] for spec in specs.values()]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise Refused("typed", f"the tools' schemas: {error}") from error
+        raise Rejected("typed", f"the tools' schemas: {error}") from error
     return specs
 
 
 async def deterministic(
-    rooms: Rooms, environment: Path, specs: Specs, calls: Sequence[ToolCall], *, seed: int
+    rooms: GeneralSandboxes,
+    environment: Path,
+    specs: Specs,
+    calls: Sequence[ToolCall],
+    *,
+    seed: int,
 ) -> None:
-    """The same calls come to the same in two processes that hash differently: those of a solution,
-    and others with arguments from the database."""
+    """Require the same results in two processes with different hash seeds.
+
+    Replays the solution's calls, and generated ones with arguments from the database.
+    """
     texts = await texts_of(rooms, environment)
     draw = random.Random(seed)
     probes = [
@@ -68,8 +75,8 @@ async def deterministic(
         for name, spec in specs.items()
         for _ in range(PROBES)
     ]
-    asked = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
-    asked = [*asked[:MOST_REPLAYED], *probes]
+    request = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+    request = [*request[:MOST_REPLAYED], *probes]
     one, two = await asyncio.gather(
         *(
             rooms.workshop(
@@ -77,75 +84,87 @@ async def deterministic(
                 environment,
                 "results",
                 each_s=rooms.config.call_s,
-                times=len(asked),
-                arguments={"calls": asked},
+                times=len(request),
+                arguments={"calls": request},
                 hash_seed=hash_seed,
                 seed=seed,
             )
             for hash_seed in HASH_SEEDS
         )
     )
-    for call, first, second in zip(asked, one, two, strict=True):
+    for call, first, second in zip(request, one, two, strict=True):
         if first != second:
             said = f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})"
-            raise Refused(
+            raise Rejected(
                 "deterministic",
-                f"{said[:MOST_SAID]} comes to {_short(first)} in one process and to "
+                f"{said[:MOST_SAID]} returns {_short(first)} in one process and "
                 f"{_short(second)} in another",
             )
 
 
 async def solved(
-    rooms: Rooms, environment: Path, specs: Specs, solution: str, number: int, *, seed: int = 0
-) -> Solved:
-    """The solution runs where there is nothing but the tools, and those are a policy's: what it
-    calls goes through the environment."""
+    rooms: GeneralSandboxes,
+    environment: Path,
+    specs: Specs,
+    solution: str,
+    number: int,
+    *,
+    seed: int = 0,
+) -> SolutionResult:
+    """Run the solution in a process that has only the tools, whose calls go through the environment
+    as a policy's do."""
     results: list[tuple[ToolCall, Mapping[str, str]]] = []
     with lost_to("solution"):
         async with general(rooms, environment, number, seed=seed) as (policy, _):
 
-            async def asked(call: ToolCall) -> Mapping[str, str]:
+            async def request(call: ToolCall) -> Mapping[str, str]:
                 done = await policy.call(call, timeout_s=rooms.config.call_s)
                 results.append((call, {"failed" if done.failed else "text": done.text}))
                 return results[-1][1]
 
-            answer = await _driven(rooms, specs, solution, number, asked)
+            answer = await _driven(rooms, specs, solution, number, request)
     if not results:
-        raise Refused("solution", "calls no tool: the answer is not to be had from the database")
-    return Solved(answer=answer, results=tuple(results))
+        raise Rejected("solution", "solve calls no tool")
+    return SolutionResult(answer=answer, results=tuple(results))
 
 
-async def grounded(rooms: Rooms, specs: Specs, solution: str, number: int, found: Solved) -> None:
-    """The answer comes from what the tools return: where they return other names or other numbers,
-    it is another one; or, if it counts, where they return fewer things. Where the solution fails
-    over those, nothing is known."""
+async def grounded(
+    rooms: GeneralSandboxes, specs: Specs, solution: str, number: int, found: SolutionResult
+) -> None:
+    """Require that the answer changes if the tools return other names, numbers, or fewer entries.
+
+    The author has seen the database and could write the answer into the solution. If the solution
+    fails on changed results, nothing is concluded.
+    """
 
     async def over(change: Leaf, entries: Leaf = as_it_is) -> str:
         replay = Replay(found.results, change, entries)
 
-        async def asked(call: ToolCall) -> Mapping[str, str]:
+        async def request(call: ToolCall) -> Mapping[str, str]:
             return replay(call)
 
         try:
-            answer = await _driven(rooms, specs, solution, number, asked)
-        except Refused:
+            answer = await _driven(rooms, specs, solution, number, request)
+        except Rejected:
             return "fails"
         return "same" if answer == found.answer else "other"
 
-    came_to = await together(*map(over, CHANGES.values()))
+    came_to = await gather_or_cancel(*map(over, CHANGES.values()))
     if "same" not in came_to or "other" in came_to:
         return
-    if await over(as_it_is, fewer) != "other":
+    if await over(as_it_is, halve_entries) != "other":
         same = [name for name, what in zip(CHANGES, came_to, strict=True) if what == "same"]
-        raise Refused(
+        raise Rejected(
             "grounded",
-            f"the solution returns the same answer where the tools return {' or '.join(same)}: it "
-            "has to find the answer, not to know it",
+            f"the solution returns the same answer when the tools return {' or '.join(same)}; it "
+            "must derive the answer from the tools",
         )
 
 
-async def _driven(rooms: Rooms, specs: Specs, solution: str, number: int, asked: Asked) -> Any:
-    """What a solution returns whose calls `asked` answers, with {"text" or "failed": …}."""
+async def _driven(
+    rooms: GeneralSandboxes, specs: Specs, solution: str, number: int, request: CallAnswerer
+) -> Any:
+    """Run a solution whose calls `asked` answers, and return its answer."""
     given = {
         "source": solution,
         "number": number,
@@ -160,98 +179,102 @@ async def _driven(rooms: Rooms, specs: Specs, solution: str, number: int, asked:
                         go = ToolCall(call_id="s", name="go", arguments={"said": said})
                         result = await solver.call(go, timeout_s=rooms.config.solve_s + SLACK_S)
                         if result.failed:
-                            raise Refused("solution", result.text.removeprefix("Refused: "))
+                            raise Rejected("solution", result.text.removeprefix("Rejected: "))
                         reply: dict[str, Any] = json.loads(result.text)
                         if "call" not in reply:
                             break
-                        said = await asked(_call(reply, count, specs))
+                        said = await request(_call(reply, count, specs))
                     else:
-                        raise Refused("solution", f"calls tools more than {MOST_CALLS} times")
+                        raise Rejected(
+                            "solution", f"solve calls tools more than {MOST_CALLS} times"
+                        )
             except TimeoutError as error:
-                raise Refused(
-                    "solution", f"did not end within general.solve_s = {rooms.config.solve_s:g}"
+                raise Rejected(
+                    "solution", f"solve exceeded general.solve_s = {rooms.config.solve_s:g}"
                 ) from error
     if "is" not in reply:
-        raise Refused("solution", str(reply.get("refused") or reply.get("raised"))[:MOST_SAID])
+        raise Rejected("solution", str(reply.get("refused") or reply.get("raised"))[:MOST_SAID])
     return reply["is"]
 
 
 def _call(reply: Mapping[str, Any], count: int, specs: Specs) -> ToolCall:
-    """Raises Refused for what is none."""
+    """Raises Rejected for an invalid call."""
     arguments = reply.get("arguments")
     if not isinstance(arguments, dict):
-        raise Refused("solution", "a call without arguments by name")
+        raise Rejected("solution", "a call has no keyword arguments")
     name, given = str(reply["call"]), cast(dict[str, Any], arguments)
     if name not in specs:
-        raise Refused("solution", f"there is no tool {name!r}")
+        raise Rejected("solution", f"unknown tool {name!r}")
     return ToolCall(call_id=f"c{count}", name=name, arguments=given)
 
 
-def general(rooms: Rooms, environment: Path, number: int, *, seed: int = 0) -> Any:
-    """The environment as a policy has it."""
+def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
+    """Open the environment as a policy has it."""
     arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
     reward = {"general": {"task": number}}
     return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
 
 
-async def verified(rooms: Rooms, environment: Path, number: int, *answers: Any) -> None:
-    """The verifier passes the solution's answers, whatever seed the tools had."""
+async def verified(rooms: GeneralSandboxes, environment: Path, number: int, *answers: Any) -> None:
+    """Require that `verify` accepts the solution's answers."""
     found = await verdicts("verified", rooms, environment, number, answers)
     for answer, verdict in zip(answers, found, strict=True):
         if isinstance(verdict, str):
-            raise Refused("verified", f"verify fails on the solution's answer: {verdict}")
+            raise Rejected("verified", f"verify fails on the solution's answer: {verdict}")
         if missed := [name for name, met in verdict.items() if not met]:
-            raise Refused(
+            raise Rejected(
                 "verified",
-                f"verify refuses the solution's answer {_short(answer)}: not met: "
+                f"verify rejects the solution's answer {_short(answer)}; not met: "
                 f"{', '.join(missed)}",
             )
 
 
-async def not_empty(rooms: Rooms, environment: Path, number: int, answer: Any) -> None:
-    """The verifier refuses an answer with nothing in it, of whatever form."""
+async def not_empty(rooms: GeneralSandboxes, environment: Path, number: int, answer: Any) -> None:
+    """Require that `verify` rejects empty answers of any form."""
     empty = [*EMPTY, *(one for one in hollow(answer) if one != answer)]
     await _refused("empty", rooms, environment, number, [(repr(one), one) for one in empty])
 
 
 async def not_mutated(
-    rooms: Rooms, environment: Path, number: int, answer: Any, *, seed: int
+    rooms: GeneralSandboxes, environment: Path, number: int, answer: Any, *, seed: int
 ) -> None:
-    """The verifier refuses the right answer with any one thing in it changed, and most answers of
-    the same form."""
+    """Require that `verify` rejects the answer with any single change, and most random answers of
+    its form."""
     changed = mutations(answer)
     await _refused("mutated", rooms, environment, number, changed)
     others = plausible(answer, await texts_of(rooms, environment), seed)
     found = await verdicts("mutated", rooms, environment, number, others)
     accepted = [one for one, verdict in zip(others, found, strict=True) if passes(verdict)]
     if len(accepted) > len(others) // 2:
-        raise Refused(
+        raise Rejected(
             "mutated",
             f"verify accepts {len(accepted)} of {len(others)} answers drawn at random, "
             f"{_short(accepted[0])} among them",
         )
 
 
-async def not_easier(rooms: Rooms, environment: Path, number: int, earlier: Sequence[Any]) -> None:
-    """The verifier refuses the answers of the tasks before."""
+async def not_easier(
+    rooms: GeneralSandboxes, environment: Path, number: int, earlier: Sequence[Any]
+) -> None:
+    """Require that `verify` rejects the answers of earlier tasks."""
     named = [(f"the answer of task {n}", answer) for n, answer in enumerate(earlier)]
     await _refused("easier", rooms, environment, number, named)
 
 
 def harder(before: int | None, passed: int, attempts: int) -> None:
-    """Fewer of the reference policy's attempts pass than at the task before (None: none is)."""
+    """Require that fewer of the reference policy's attempts pass than at the task before."""
     if attempts and before is not None and passed >= before:
-        raise Refused(
+        raise Rejected(
             "harder",
-            f"{passed} of {attempts} attempts of the reference policy pass, at the task before "
-            f"{before}",
+            f"{passed} of {attempts} attempts of the reference policy pass, {before} at the task "
+            "before",
         )
 
 
 async def verdicts(
-    gate: str, rooms: Rooms, environment: Path, number: int, answers: Sequence[Any]
+    gate: str, rooms: GeneralSandboxes, environment: Path, number: int, answers: Sequence[Any]
 ) -> list[dict[str, bool] | str]:
-    """Of each answer, in processes of their own: what is demanded, or why nothing is known."""
+    """Return, per answer, the demands met, or the error of `verify`."""
     if not answers:
         return []
     return await rooms.workshop(
@@ -268,8 +291,8 @@ def passes(verdict: dict[str, bool] | str) -> bool:
     return not isinstance(verdict, str) and all(verdict.values())
 
 
-async def texts_of(rooms: Rooms, environment: Path) -> list[str]:
-    """Strings of the database."""
+async def texts_of(rooms: GeneralSandboxes, environment: Path) -> list[str]:
+    """Return strings of the database."""
     return await rooms.workshop(
         "database",
         environment,
@@ -280,17 +303,20 @@ async def texts_of(rooms: Rooms, environment: Path) -> list[str]:
 
 
 async def _refused(
-    gate: str, rooms: Rooms, environment: Path, number: int, answers: Sequence[tuple[str, Any]]
+    gate: str,
+    rooms: GeneralSandboxes,
+    environment: Path,
+    number: int,
+    answers: Sequence[tuple[str, Any]],
 ) -> None:
     found = await verdicts(gate, rooms, environment, number, [answer for _, answer in answers])
     for (name, _), verdict in zip(answers, found, strict=True):
         if passes(verdict):
-            raise Refused(gate, f"verify accepts {name[:MOST_SAID]}")
+            raise Rejected(gate, f"verify accepts {name[:MOST_SAID]}")
 
 
 def _drawn(schema: Any, texts: Sequence[str], draw: random.Random) -> Any:
-    """A value of a schema as type hints make them; None of any other: `true` is a schema, too, and
-    an enum may have no member."""
+    """Return a random value of a schema made from type hints, or None for any other schema."""
     if not isinstance(schema, dict):
         return None
     schema = cast(Mapping[str, Any], schema)
@@ -320,3 +346,214 @@ def _drawn(schema: Any, texts: Sequence[str], draw: random.Random) -> Any:
 
 def _short(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)[:MOST_SAID]
+
+
+Leaf = Callable[[Any], Any]
+"""Maps a string, number or boolean to another of its kind."""
+Results = Sequence[tuple[ToolCall, Mapping[str, str]]]
+"""Calls, each with its result: {"text" or "failed": …}."""
+
+
+class Replay:
+    """Answers a solution's calls with changed versions of recorded results.
+
+    An argument that repeats a changed value is mapped back to the true one.
+    """
+
+    def __init__(self, results: Results, change: Leaf, entries: Leaf) -> None:
+        """`entries` changes whole results before `change` changes their leaves."""
+        self._change, self._entries = change, entries
+        self._known = {_key(call.name, call.arguments): said for call, said in results}
+        self._true: dict[str, Any] = {}
+
+    def __call__(self, call: ToolCall) -> Mapping[str, str]:
+        arguments = dict(call.arguments)
+        said = self._known.get(_key(call.name, arguments))
+        said = said or self._known.get(_key(call.name, map_leaves(self._meant, arguments)))
+        if said is None:
+            return {"failed": "not found"}
+        if "text" not in said:
+            return said
+        try:
+            value: Any = json.loads(said["text"])
+        except ValueError:  # the tool returns text
+            return {"text": str(self._told(self._entries(said["text"])))}
+        value = map_leaves(self._told, self._entries(value))
+        return {"text": json.dumps(value, ensure_ascii=False)}
+
+    def _told(self, value: Any) -> Any:
+        changed = self._change(value)
+        self._true[json.dumps(changed)] = value
+        return changed
+
+    def _meant(self, value: Any) -> Any:
+        return self._true.get(json.dumps(value), value)
+
+
+def map_leaves(change: Leaf, value: Any) -> Any:
+    """Return the value with every leaf changed."""
+    if isinstance(value, dict):
+        return {name: map_leaves(change, one) for name, one in cast(dict[str, Any], value).items()}
+    if isinstance(value, list):
+        return [map_leaves(change, one) for one in cast(list[Any], value)]
+    return change(value)
+
+
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+def halve_entries(value: Any) -> Any:
+    """Return half of the entries of a list, of the lists in an object, of a flat object, or of the
+    lines of a text. Other changes do not affect counts."""
+    if isinstance(value, list):
+        each = cast(list[Any], value)
+        return each[: len(each) // 2]
+    if isinstance(value, dict):
+        named = cast(dict[str, Any], value)
+        if any(isinstance(one, list) for one in named.values()):
+            return {
+                k: halve_entries(one) if isinstance(one, list) else one for k, one in named.items()
+            }
+        return dict(list(named.items())[: len(named) // 2])
+    if isinstance(value, str):
+        lines = value.splitlines(keepends=True)
+        return "".join(lines[: len(lines) // 2])
+    return value
+
+
+def _other_name(value: Any) -> Any:
+    return f"{value} II" if isinstance(value, str) else value
+
+
+def _other_digits(value: Any) -> Any:
+    """Change digits in texts, such as times and prices."""
+    if isinstance(value, str):
+        return re.sub(r"[0-9]", lambda found: str(9 - int(found[0])), value)
+    return value
+
+
+def _next_number(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else value
+
+
+def _other_order(value: Any) -> Any:
+    """Reverse the order of numbers."""
+    return 1000 - value if type(value) in (int, float) else value
+
+
+CHANGES: Mapping[str, Leaf] = {
+    "other names": _other_name,
+    "other digits in texts": _other_digits,
+    "other numbers": _next_number,
+    "numbers in another order": _other_order,
+}
+
+
+def _key(name: str, arguments: Mapping[str, Any]) -> str:
+    return json.dumps([name, dict(arguments)], sort_keys=True)
+
+
+EMPTY: tuple[Any, ...] = (None, "", [], {}, 0, False, True, "{}", "[]")
+MOST = 60
+PLAUSIBLE = 24
+
+Place = tuple[str | int, ...]
+
+
+def mutations(answer: Any) -> list[tuple[str, Any]]:
+    """Return (description, answer) pairs with one value, key or entry changed; at most `MOST`,
+    evenly chosen."""
+    found = list(_changed(answer))
+    step = max(1.0, len(found) / MOST)
+    return [found[int(n * step)] for n in range(min(len(found), MOST))]
+
+
+def _changed(answer: Any) -> Iterator[tuple[str, Any]]:
+    for path, value in _values(answer, ()):
+        where = "".join(f"[{key!r}]" for key in path) or "the answer"
+        for other in _others(value):
+            yield f"{where} = {other!r}", _with(answer, path, other)
+        if isinstance(value, dict):
+            fields = cast(dict[str, Any], value)
+            yield f"{where} with a further key", _with(answer, path, {**fields, "further": 1})
+            for key in fields:
+                rest = {k: v for k, v in fields.items() if k != key}
+                yield f"{where} without {key!r}", _with(answer, path, rest)
+        if isinstance(value, list):
+            items = cast(list[Any], value)
+            for n in range(len(items)):
+                yield f"{where} without entry {n}", _with(answer, path, items[:n] + items[n + 1 :])
+            if items:
+                yield f"{where} with an entry twice", _with(answer, path, [*items, items[-1]])
+                _, other = next(_changed(items[-1]), ("", None))
+                yield f"{where} with a further entry", _with(answer, path, [*items, other])
+
+
+def _others(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value, None]
+    if isinstance(value, int):
+        return [value + 1, value - 1, None]
+    if isinstance(value, float):
+        return [value + max(1.0, abs(value)), -value - 1.0, None]
+    if isinstance(value, str):
+        return [f"{value} or another", f"another or {value}", ""]
+    return []
+
+
+def hollow(answer: Any) -> list[Any]:
+    """Return answers of the same form with empty values."""
+    return [
+        map_leaves(lambda _: None, answer),
+        map_leaves(lambda _: "", answer),
+        map_leaves(_zero, answer),
+    ]
+
+
+def _zero(value: Any) -> Any:
+    return type(value)() if isinstance(value, str | int | float) else value
+
+
+def plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
+    """Return answers of the same form with strings drawn from `texts` and nearby numbers."""
+    draw = random.Random(seed)
+    found: list[Any] = []
+    leaves = [
+        (path, value) for path, value in _values(answer, ()) if isinstance(value, str | int | float)
+    ]
+    for _ in range(PLAUSIBLE if leaves else 0):
+        other = answer
+        for path, value in leaves:
+            if isinstance(value, str):
+                other = _with(other, path, draw.choice(texts) if texts else f"{value}?")
+            elif isinstance(value, bool):
+                other = _with(other, path, draw.random() < 0.5)
+            else:
+                other = _with(other, path, value + draw.choice((-3, -2, -1, 1, 2, 3)))
+        if other != answer:
+            found.append(other)
+    return found
+
+
+def _values(value: Any, path: Place) -> Iterator[tuple[Place, Any]]:
+    yield path, value
+    if isinstance(value, dict):
+        for key, inner in cast(dict[str, Any], value).items():
+            yield from _values(inner, (*path, key))
+    elif isinstance(value, list):
+        for key, inner in enumerate(cast(list[Any], value)):
+            yield from _values(inner, (*path, key))
+
+
+def _with(answer: Any, path: Place, value: Any) -> Any:
+    if not path:
+        return value
+    whole = copy.deepcopy(answer)
+    inner = whole
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return whole

@@ -1,7 +1,7 @@
-"""`family: general` of `keel synthesize`: environments made one beside the other.
+"""`family: general` of `keel synthesize`.
 
-tasks/NAME/          finished environments (keel.agents.environments.general.folder)
-making/          half-made ones, made again by the next start
+tasks/NAME/   finished environments (keel.agents.environments.general.folder)
+making/       unfinished ones, started again by the next start
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
 from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
-from keel.synthesis.general.attempts import Policy, Reference
-from keel.synthesis.general.making import Making
-from keel.synthesis.general.rooms import Rooms
+from keel.synthesis.general.environment_writer import EnvironmentWriter, Policy, Reference
+from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.general.search import search_of
-from keel.synthesis.ledger import Refused
+from keel.synthesis.ledger import Rejected
 
 
 class GeneralPipeline:
@@ -35,9 +34,9 @@ class GeneralPipeline:
         reference: Author | Reference,
         seed: int,
     ) -> None:
-        """reference: whose attempts say how hard a task is. Raises ConfigError."""
+        """The reference's attempts measure the difficulty of a task. Raises ConfigError."""
         if not config.categories:
-            raise ConfigError("general.categories is empty: name what tasks are to be about")
+            raise ConfigError("general.categories is empty. Name the topics of the tasks")
         self.keys: Sequence[str] = [
             f"{slug(category)}-{number}"
             for number in range(config.per_category)
@@ -48,7 +47,7 @@ class GeneralPipeline:
         self._reference = reference if isinstance(reference, Reference) else Policy(reference)
         self._search = search_of(config)
         self._done = folder.absolute() / "tasks"
-        self._rooms = Rooms(folder.absolute() / "making", config)
+        self._rooms = GeneralSandboxes(folder.absolute() / "making", config)
 
     async def __aenter__(self) -> Self:
         self._done.mkdir(parents=True, exist_ok=True)
@@ -58,16 +57,16 @@ class GeneralPipeline:
     async def __aexit__(self, *error: object) -> None:
         await self._rooms.__aexit__(*error)
 
-    async def make(self, key: str) -> Sequence[Refused] | None:
+    async def make(self, key: str) -> Sequence[Rejected] | None:
         """See `keel.commands.synthesize.Make`."""
         done, path = self._done / key, self._rooms.making / key
-        if done.exists():  # the last start ended between this and its line in the ledger
+        if done.exists():  # an earlier start ended before it wrote the ledger
             return None
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         path.chmod(0o755)
         name, _, number = key.rpartition("-")
-        making = Making(
+        making = EnvironmentWriter(
             self._rooms,
             path,
             category=self._category[name],
@@ -80,7 +79,7 @@ class GeneralPipeline:
         try:
             await making.run()
             os.replace(path, done)
-        except Refused as refused:
+        except Rejected as refused:
             refused.drafts = making.drafts
             raise
         finally:

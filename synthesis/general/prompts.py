@@ -1,4 +1,4 @@
-"""What an author is asked. Ours, after DeepSeek-V3.2 (2025), section 3.2.3."""
+"""Prompts for the author, after DeepSeek-V3.2 (2025), section 3.2.3."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tools(category: str, data: str, kind: str) -> list[Message]:
             "as LookupError or ValueError with words that help. Names of helpers begin with an "
             f"underscore. Imports are only from: {', '.join(MODULES[1:])}. Attributes that begin "
             "with an underscore, and str.format, are not to be used.\n\n"
-            "Reply with one section:\n\n## tools\n```python\n…\n```",
+            "AuthorReply with one section:\n\n## tools\n```python\n…\n```",
         },
     ]
 
@@ -66,7 +66,7 @@ without solve, accepts any right answer, and refuses everything else: an empty o
 value changed, one with a part too few or too many. It must not fail on an answer of another form. \
 It may import as tools may, except random.
 
-Reply with these sections:
+AuthorReply with these sections:
 
 ## question
 ```text
@@ -109,5 +109,5 @@ def harder_task(passed: int | None, attempts: int) -> Message:
 def refused(gate: str, reason: str) -> Message:
     return {
         "role": "user",
-        "content": f"Refused ({gate}): {reason}\n\nMend it, and write all sections again.",
+        "content": f"Rejected ({gate}): {reason}\n\nMend it, and write all sections again.",
     }

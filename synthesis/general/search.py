@@ -1,5 +1,4 @@
-"""What an author may look up while it fills a database: a folder of documents, or whatever a
-function of the user's searches."""
+"""Search for authors: a folder of documents, or the user's own function."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import ToolSpec
 
 Search = Callable[[str], Awaitable[str]]
-"""From a query to what was found, as text. Raises ValueError for what the author should know."""
+"""Maps a query to text. Raises ValueError with a message for the author."""
 
 SEARCH = ToolSpec(
     name="search",
@@ -40,14 +39,14 @@ DEADLINE_S = 60.0
 
 
 def search_of(config: GeneralConfig) -> Search | None:
-    """None where there is none. Raises ConfigError."""
+    """Return the configured search, or None. Raises ConfigError."""
     if config.documents:
         try:
             documents = Documents(Path(config.documents).expanduser())
         except (ValueError, OSError) as error:
             raise ConfigError(f"general.documents = {config.documents}: {error}") from error
         if not len(documents):
-            raise ConfigError(f"general.documents = {config.documents}: there is no text in there")
+            raise ConfigError(f"general.documents = {config.documents}: the folder has no text")
         return documents
     if not config.search:
         return None
@@ -65,15 +64,15 @@ def search_of(config: GeneralConfig) -> Search | None:
             async with asyncio.timeout(DEADLINE_S):
                 return _text(await asyncio.wrap_future(_begun(function, query)))
         except TimeoutError as error:
-            raise ValueError(f"the search did not end within {DEADLINE_S:g} s") from error
-        except Exception as error:  # a service of somebody else's: the author is told
+            raise ValueError(f"the search timed out after {DEADLINE_S:g} s") from error
+        except Exception as error:  # an external service: report it to the author
             raise ValueError(f"the search failed: {type(error).__name__}: {error}") from error
 
     return search
 
 
 def _begun(function: Callable[[str], Any], query: str) -> Future[Any]:
-    """On a thread that nobody joins: one that hangs would keep the command from ending."""
+    """Run the function on a daemon thread, so that a hanging search does not block the exit."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
 
@@ -88,27 +87,29 @@ def _begun(function: Callable[[str], Any], query: str) -> Future[Any]:
 
 
 class Documents:
-    """A folder of text, by passages, in the index that policies search, too."""
+    """Passages of a folder of text, in the index that policies search too."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError, OSError for one that cannot be read."""
+        """Raises ValueError, OSError for a folder that cannot be read."""
         self._index = SearchIndex(ensure_index(folder))
 
     def __len__(self) -> int:
         return len(self._index)
 
     async def __call__(self, query: str) -> str:
-        wanted = terms(query)
-        if not wanted:
-            raise ValueError("a query has words")
-        found: list[dict[str, str]] = []
+        expected = terms(query)
+        if not expected:
+            raise ValueError("the query contains no words")
+        result: list[dict[str, str]] = []
         for hit in self._index.search(query, PASSAGES):
             document = self._index.document(hit.name)
             if document is not None:
-                text = excerpt(document.text, wanted, PASSAGE)
-                found.append({"document": hit.name, "title": hit.title, "text": text})
-        return _text(found)
+                text = excerpt(document.text, expected, PASSAGE)
+                result.append({"document": hit.name, "title": hit.title, "text": text})
+        return _text(result)
 
 
-def _text(found: Any) -> str:
-    return (found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))[:MOST_SAID]
+def _text(result: Any) -> str:
+    return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))[
+        :MOST_SAID
+    ]

@@ -1,1 +1,1 @@
-"""Questions whose answers lie deep in a corpus (`keel synthesize`, family `search`)."""
+"""Questions that need several documents of a corpus (`keel synthesize`, family `search`)."""

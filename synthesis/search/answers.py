@@ -1,16 +1,22 @@
-"""Agents that try to answer, each with other settings: what most of them find is no task."""
+"""Agents that try to answer a question, and the verifier that judges all answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any, Literal
 
+from keel.agents.environments.search.citations import quote_fault
+from keel.agents.environments.search.environment import Search
 from keel.rewards.text import answer_in, outside_think
+from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
-from keel.synthesis.ledger import Refused
-from keel.synthesis.search.desk import Desk
-from keel.synthesis.search.rule import alike
-from keel.synthesis.work import together
+from keel.synthesis.ledger import Rejected
+from keel.synthesis.search.question import normalize_answer
+from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
+from keel.synthesis.tool_loop import gather_or_cancel
 
 LONGEST = 300
 """Characters of an answer."""
@@ -32,12 +38,14 @@ class Answerer:
     tools: bool
 
 
-async def answer(desk: Desk, answerer: Answerer, question: str, *, at_length: bool = False) -> str:
-    """What it says; "" where it says nothing. at_length: a text, not a name."""
-    wanted = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=UNKNOWN)
+async def answer(
+    desk: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
+) -> str:
+    """Return the answer, or "" without one. With `at_length` the answer is a text, not a name."""
+    expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=UNKNOWN)
     worked = await desk.work(
         answerer.author,
-        "\n\n".join(filter(None, (wanted, answerer.system))),
+        "\n\n".join(filter(None, (expected, answerer.system))),
         "Answer it.",
         material={"question": question},
         purpose="answer",
@@ -46,21 +54,128 @@ async def answer(desk: Desk, answerer: Answerer, question: str, *, at_length: bo
     text = outside_think(worked.answer) if worked.ended == "stop" else ""
     if at_length:
         return text
-    said = " ".join(answer_in(text).split())
-    return "" if said.lower() == UNKNOWN or len(said) > LONGEST else said
+    reply = " ".join(answer_in(text).split())
+    return "" if reply.lower() == UNKNOWN or len(reply) > LONGEST else reply
 
 
 async def candidates(
-    desk: Desk, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
+    desk: Workspace, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
 ) -> list[str]:
-    """The different answers of all agents. Raises Refused where one of them would be rewarded
-    (`right`), or nobody has an answer."""
-    said = await together(*(answer(desk, one, question) for one in answerers))
-    if easy := [one for one in said if one and right(one)]:
-        raise Refused(
-            "too easy", f"{len(easy)} of {len(said)} agents answer it rightly: {easy[0]!r}"
+    """Return the distinct answers of all agents.
+
+    Raises Rejected if one of them would be rewarded (`right`), or if none has an answer.
+    """
+    reply = await gather_or_cancel(*(answer(desk, one, question) for one in answerers))
+    if easy := [one for one in reply if one and right(one)]:
+        raise Rejected(
+            "too easy", f"{len(easy)} of {len(reply)} agents answer it correctly: {easy[0]!r}"
         )
-    found = {alike(one): one for one in said if one}
-    if not found:
-        raise Refused("no candidate", "no agent has an answer, so nothing says how hard it is")
-    return list(found.values())
+    result = {normalize_answer(one): one for one in reply if one}
+    if not result:
+        raise Rejected("no candidate", "no agent has an answer")
+    return list(result.values())
+
+
+Verdict = Literal["right", "wrong", "unclear"]
+_VERIFIER_SYSTEM = """\
+You check answers to a question against the documents. Find out with the tools what the documents \
+say, going through every fact of the question, before you decide about any answer. An answer is \
+"right" only if the documents show that it meets all of the question; "wrong" only if they show \
+that it does not; else it is "unclear". Several may be right, or none. How sure or how polished an \
+answer sounds says nothing.
+
+Hand in a verdict for each answer with the tool `decide`: the reason, and the document that you \
+opened and the words in it that decide."""
+LABELS = [*ascii_uppercase, *(f"A{letter}" for letter in ascii_uppercase)]
+"""Labels of answers, enough for all spellings and agents."""
+_DECIDE = ToolSpec(
+    name="decide",
+    description="Hand in the verdicts.",
+    parameters=object_schema(
+        verdicts=list_schema(
+            object_schema(
+                answer=text_schema(2),
+                reason=text_schema(1000),
+                verdict={"enum": ["right", "wrong", "unclear"]},
+                document=text_schema(400),
+                quote=text_schema(1000),
+            ),
+            1,
+            len(LABELS),
+        )
+    ),
+)
+
+
+async def verify(
+    desk: Workspace,
+    verifier: Author,
+    question: str,
+    truths: Sequence[str],
+    candidates: Sequence[str],
+    *,
+    passes: int,
+    seed: str,
+) -> list[dict[str, Verdict]]:
+    """Return the verdicts of each pass, by answer.
+
+    `truths` are the accepted spellings of the author's answer, which the verifier cannot tell apart
+    from the others. Raises Rejected unless every truth is right and every candidate wrong in every
+    pass.
+    """
+    answers = [*truths, *candidates]
+    draw, seen = random.Random(seed), list[dict[str, Verdict]]()
+    for number in range(passes):
+        draw.shuffle(answers)
+        seen.append(await _pass(desk, verifier, question, answers))
+        changed = [one for one in answers if seen[-1][one] != seen[0][one]]
+        if changed:
+            raise Rejected(
+                "agreement",
+                f"the verifier finds {changed[0]!r} {seen[0][changed[0]]} in pass 1 and "
+                f"{seen[-1][changed[0]]} in pass {number + 1}",
+            )
+        _check(seen[-1], truths, candidates)
+    return seen
+
+
+def _check(result: Mapping[str, Verdict], truths: Sequence[str], candidates: Sequence[str]) -> None:
+    for one in truths:
+        if result[one] != "right":
+            raise Rejected("truth", f"the verifier finds the author's answer {one!r} {result[one]}")
+    for one in candidates:
+        if result[one] != "wrong":
+            raise Rejected(
+                "candidate", f"the verifier finds an agent's answer {one!r} {result[one]}"
+            )
+
+
+async def _pass(
+    desk: Workspace, verifier: Author, question: str, answers: Sequence[str]
+) -> dict[str, Verdict]:
+    labels = dict(zip(LABELS, answers, strict=False))
+    result: dict[str, Verdict] = {}
+
+    def hand_in(value: Mapping[str, Any], search: Search) -> None:
+        verdicts = value["verdicts"]
+        if sorted(one["answer"] for one in verdicts) != sorted(labels):
+            raise Rejected("verifier", f"decide about each of {', '.join(labels)}, once")
+        for one in verdicts:
+            if one["verdict"] == "unclear":
+                continue
+            document = search.opened.get(one["document"].strip())
+            if document is None:
+                raise Rejected("verifier", f"{one['document']!r} was not opened")
+            if wrong := quote_fault(one["quote"], document):
+                raise Rejected("verifier", wrong)
+        result.update({labels[one["answer"]]: one["verdict"] for one in verdicts})
+
+    await desk.work(
+        verifier,
+        _VERIFIER_SYSTEM,
+        "Check the answers to the question between the fences.",
+        material={"question": question, "answers": labels},
+        purpose="verifier",
+        hand_in=(_DECIDE, hand_in),
+    )
+    return result

@@ -1,8 +1,7 @@
-"""Rare named things of a corpus: where a question begins.
+"""Rare named entities of a corpus, at which questions start.
 
-By a heuristic: titles, what stands in quotes that names stand in, runs of katakana, and words with
-a capital letter that never stand without one; or by the author. Rare is what stands in few
-documents.
+A heuristic finds titles, quoted names, runs of katakana, and words that are always capitalized;
+alternatively the author proposes names. Rare names appear in few documents.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from keel.agents.environments.search.index import SearchIndex
 from keel.agents.environments.search.text import squeeze
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
-from keel.synthesis.ledger import Refused
-from keel.synthesis.search.desk import Desk, list_of, shape, texts
+from keel.synthesis.ledger import Rejected
+from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
 
 MOST_LOOKED_AT = 50_000
-"""Documents, from the first on."""
+"""Documents searched, from the first on."""
 LONGEST = 60
 LEAST, LEAST_SIGNS = 4, 2
-"""Letters of a name."""
+"""Minimum letters of a name, and minimum CJK characters."""
 _QUOTED = re.compile(r"[《「『“]([^《》「」『』“”\n]{2,40})[》」』”]")
 _KATAKANA = re.compile(r"[ァ-ヺー][ァ-ヺー・]{2,30}[ァ-ヺー]")
 _WORD = re.compile(r"[^\W\d_][\w'’-]*")
@@ -40,21 +39,23 @@ _ENDS = re.compile(r"[.!?:;\n“\"(。]\s*$|^\s*$")
 class Entity:
     name: str
     document: str
-    """One that it stands in."""
+    """A document that contains it."""
 
 
-def long_tail(index: SearchIndex, *, count: int, most_documents: int, seed: int) -> list[Entity]:
-    """`count` of them, or all there are, drawn by the seed."""
-    found = _candidates(index)
-    names = sorted(found)
+def rare_entities(
+    index: SearchIndex, *, count: int, most_documents: int, seed: int
+) -> list[Entity]:
+    """Return up to `count` rare entities, drawn by the seed."""
+    result = _candidates(index)
+    names = sorted(result)
     random.Random(seed).shuffle(names)
     rare = (name for name in names if 1 <= index.frequency(name) <= most_documents)
-    return [Entity(name=name, document=found[name]) for name in islice(rare, count)]
+    return [Entity(name=name, document=result[name]) for name in islice(rare, count)]
 
 
 def _candidates(index: SearchIndex) -> dict[str, str]:
-    """Name → the first document that has it."""
-    found, plain, alone = dict[str, str](), set[str](), set[str]()
+    """Return names with the first document that contains each."""
+    result, plain, alone = dict[str, str](), set[str](), set[str]()
     for document in islice(index.documents(), MOST_LOOKED_AT):
         names = [match[1] for match in _QUOTED.finditer(document.text)]
         names += [match[0] for match in _KATAKANA.finditer(document.text)]
@@ -64,16 +65,16 @@ def _candidates(index: SearchIndex) -> dict[str, str]:
             if len(name) <= LONGEST and len(squeeze(name)) >= (
                 LEAST_SIGNS if ord(name[0]) > 0x2FFF else LEAST
             ):
-                found.setdefault(name, document.name)
-    # A word is no name for standing at the beginning of a sentence.
+                result.setdefault(name, document.name)
+    # A word that is capitalized only at the start of sentences is not a name.
     return {
-        name: at for name, at in found.items() if name not in alone or name.lower() not in plain
+        name: at for name, at in result.items() if name not in alone or name.lower() not in plain
     }
 
 
 def _capitalised(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
-    """Runs of words with capital letters. plain: takes the words without; alone: takes names of one
-    word."""
+    """Yield runs of capitalized words; collect lower-case words in `plain` and single-word names in
+    `alone`."""
     run: list[re.Match[str]] = []
     for word in [*_WORD.finditer(text), None]:
         if word is not None and (capital := word[0][0].isupper()) is False:
@@ -92,7 +93,7 @@ def _name(text: str, run: list[re.Match[str]], alone: set[str]) -> Iterator[str]
     while run and not run[-1][0][0].isupper():
         run.pop()
     if run and _ENDS.search(text[max(0, run[0].start() - 4) : run[0].start()]):
-        # A sentence begins: The Halvorsen Bridge, or a word that is no name.
+        # Start of a sentence: drop a leading article, or a single word.
         run = run[len(run) == 1 or run[0][0].lower() in _OPENERS :]
     if not run:
         return
@@ -108,27 +109,31 @@ _OPENERS = frozenset(
 
 
 _NAMES = ToolSpec(
-    name="propose", description="Hand in names.", parameters=shape(names=list_of(texts(100), 1, 20))
+    name="propose",
+    description="Hand in names.",
+    parameters=object_schema(names=list_schema(text_schema(100), 1, 20)),
 )
 
 
-async def proposed(desk: Desk, author: Author, document: str, most_documents: int) -> str:
-    """The author's first name from a document that is one: it stands there, and it is rare. Raises
-    Refused, AuthorLost, BudgetSpent."""
-    found: list[str] = []
+async def propose_entity(
+    desk: Workspace, author: Author, document: str, most_documents: int
+) -> str:
+    """Return the author's first proposed name that is in the document and rare. Raises Rejected,
+    AuthorLost, BudgetSpent."""
+    result: list[str] = []
 
-    def hand_in(given: Mapping[str, Any], search: Search) -> None:
+    def hand_in(value: Mapping[str, Any], search: Search) -> None:
         wrong = ""
-        for name in (" ".join(one.split()) for one in given["names"]):
+        for name in (" ".join(one.split()) for one in value["names"]):
             opened = desk.index.document(document)
             if opened is None or not squeeze(name) or squeeze(name) not in squeeze(opened.text):
-                wrong = f"{name!r} does not stand in {document!r}"
+                wrong = f"{name!r} is not in {document!r}"
             elif (count := desk.index.frequency(name)) > most_documents:
-                wrong = f"{name!r} stands in {count} documents, and is not rare"
+                wrong = f"{name!r} is in {count} documents, so it is not rare"
             else:
-                found.append(name)
-        if not found:
-            raise Refused("entity", wrong)
+                result.append(name)
+        if not result:
+            raise Rejected("entity", wrong)
 
     await desk.work(
         author,
@@ -140,4 +145,4 @@ async def proposed(desk: Desk, author: Author, document: str, most_documents: in
         purpose="entity",
         hand_in=(_NAMES, hand_in),
     )
-    return found[0]
+    return result[0]

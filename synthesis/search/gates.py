@@ -1,4 +1,4 @@
-"""What a question has to stand before anybody tries to answer it. No model is asked here."""
+"""Gates for a question before anyone tries to answer it. None of them asks a model."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from keel.agents.environments.search.environment import Search
 from keel.agents.environments.search.index import SearchIndex
 from keel.agents.environments.search.text import squeeze, terms
 from keel.rewards.language.share import detected
-from keel.synthesis.ledger import Refused
+from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.question import Draft, Evidence
 
 ALIKE = 0.8
-"""Share of two questions' terms that they have in common: from there on they are the same."""
+"""Share of common terms from which two questions count as the same."""
 RARE = 0.05
-"""Of all documents that a term may stand in to link two; two documents at least."""
+"""Largest share of documents with a term that links two documents; at least two documents."""
 UNLIKELY = 0.02
-"""A question whose language is less likely than this is in another."""
+"""Language probability below which a question is in another language."""
 
 
 def check_evidence(
     evidence: Sequence[Evidence], search: Search, *, depth: int, breadth: int
 ) -> None:
-    """Every fact stands in a document that was opened. Raises Refused."""
+    """Require that every fact is quoted from an opened document. Raises Rejected."""
     for one in evidence:
         document = search.opened.get(one.document)
         if document is None:
-            raise Refused("evidence", f"{one.document!r} was not opened; name documents you read")
+            raise Rejected("evidence", f"{one.document!r} was not opened; name documents you read")
         if wrong := quote_fault(one.quote, document):
-            raise Refused("evidence", wrong)
+            raise Rejected("evidence", wrong)
     facts = sum(len(quotes) for quotes in _apart(evidence, search).values())
     if facts < breadth:
-        raise Refused("breadth", f"{facts} facts are joined; at least {breadth} are wanted")
+        raise Rejected("breadth", f"only {facts} facts are joined, at least {breadth} are required")
     documents = {one.document for one in evidence}
     if len(documents) < depth:
-        raise Refused("depth", f"{len(documents)} documents are used; at least {depth} are wanted")
+        raise Rejected(
+            "depth", f"only {len(documents)} documents are used, at least {depth} are required"
+        )
 
 
 def _apart(evidence: Sequence[Evidence], search: Search) -> dict[str, list[tuple[int, int]]]:
-    """Of each document the places that are quoted, [start, end) of its letters and digits. Quotes
-    that overlap are one."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    """Return per document the merged [start, end) ranges of its quotes, in letters and digits."""
+    result: dict[str, list[tuple[int, int]]] = {}
     for name in {one.document for one in evidence}:
         whole = squeeze(search.opened[name].text)
         places: list[tuple[int, int]] = []
@@ -58,13 +59,13 @@ def _apart(evidence: Sequence[Evidence], search: Search) -> dict[str, list[tuple
                 joined[-1] = joined[-1][0], max(end, joined[-1][1])
             else:
                 joined.append((start, end))
-        found[name] = joined
-    return found
+        result[name] = joined
+    return result
 
 
 def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex) -> None:
-    """Each document is linked with another: a rare term of what is quoted from the one stands in
-    the other. Raises Refused."""
+    """Require that documents are linked: a rare term quoted from one appears in another. Raises
+    Rejected."""
     documents = {one.document: search.opened[one.document] for one in evidence}
     most = max(2, int(RARE * len(index)))
     rare: dict[str, set[str]] = {name: set() for name in documents}
@@ -73,66 +74,66 @@ def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex
             term for term in set(terms(one.quote)) if index.frequency(term) <= most
         }
     words = {name: _words(document) for name, document in documents.items()}
-    linked, left = set[str](), list(documents)
-    grows = left[:1]
+    linked, remaining = set[str](), list(documents)
+    grows = remaining[:1]
     while grows:
         linked |= set(grows)
         grows = [
             name
-            for name in left
+            for name in remaining
             if name not in linked
             and any(rare[other] & words[name] or rare[name] & words[other] for other in linked)
         ]
-    if apart := [name for name in left if name not in linked]:
-        raise Refused(
+    if apart := [name for name in remaining if name not in linked]:
+        raise Rejected(
             "chain",
-            f"{apart[0]!r} is not linked with the others: no rare term of one quote stands in the "
-            "other document",
+            f"{apart[0]!r} is not linked with the others: no rare term of a quote is in the other "
+            "document",
         )
 
 
 def check_answer(draft: Draft, index: SearchIndex, *, depth: int) -> None:
-    """The answer stands in the evidence, and neither in the question nor one search away from it.
-    Raises Refused."""
+    """Require that the answer is in the evidence, not in the question, and not in the first hit of
+    a search for it. Raises Rejected."""
     spellings = [squeeze(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
-        raise Refused("evidence", "the answer, or another spelling of it, has no letter or digit")
+        raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")
     if not any(spellings[0] in squeeze(one.quote) for one in draft.evidence):
-        raise Refused("evidence", f"none of the quotes says {draft.answer!r}, the answer")
+        raise Rejected("evidence", f"no quote contains the answer {draft.answer!r}")
     if any(one in squeeze(draft.question) for one in spellings):
-        raise Refused("own words", "the question names its answer")
+        raise Rejected("own words", "the question contains its answer")
     if depth > 1:
         for hit in index.search(draft.question, 1):
             if spellings[0] in squeeze(hit.snippet):
-                raise Refused("own words", "a search for the question itself shows the answer")
+                raise Rejected("own words", "a search for the question itself shows the answer")
 
 
 def check_language(text: str, language: str) -> None:
-    """Raises Refused where a question is not in the language it was asked for."""
+    """Raises Rejected if a question is not in the requested language."""
     best, likely = detected(text)
     if best != language and likely.get(language, 0.0) < UNLIKELY:
-        raise Refused("language", f"the question is in {best!r}, and {language!r} was asked for")
+        raise Rejected("language", f"the question is in {best!r} instead of {language!r}")
 
 
 @dataclass(slots=True)
-class Kept:
-    """The questions that were kept so far."""
+class AcceptedQuestions:
+    """Accepted questions."""
 
     questions: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    """Squeezed → its terms."""
+    """Normalized question → terms."""
     facts: set[tuple[str, frozenset[str]]] = field(default_factory=set[tuple[str, frozenset[str]]])
-    """Answers, with the documents that they rest on."""
+    """Answers with their documents."""
 
     def check(self, question: str, answer: str, documents: Iterable[str]) -> None:
-        """Raises Refused for one that is there already, in these or similar words."""
-        said, found = squeeze(question), frozenset(terms(question))
-        if said in self.questions:
-            raise Refused("duplicate", "this question was kept before")
+        """Raises Rejected for a duplicate or near-duplicate."""
+        reply, result = squeeze(question), frozenset(terms(question))
+        if reply in self.questions:
+            raise Rejected("duplicate", "the question exists already")
         if answer and (squeeze(answer), frozenset(documents)) in self.facts:
-            raise Refused("duplicate", "a question with this answer and evidence was kept before")
+            raise Rejected("duplicate", "a question with this answer and evidence exists already")
         for other in self.questions.values():
-            if len(found & other) >= ALIKE * len(found | other):
-                raise Refused("duplicate", "a question in nearly the same words was kept before")
+            if len(result & other) >= ALIKE * len(result | other):
+                raise Rejected("duplicate", "a nearly identical question exists already")
 
     def add(self, question: str, answer: str, documents: Iterable[str]) -> None:
         self.questions[squeeze(question)] = frozenset(terms(question))

@@ -1,7 +1,7 @@
-"""From long-tail entities to search tasks: questions with a rule, and requests with a rubric.
+"""`family: search` of `keel synthesize`: questions with an answer rule, and requests with a rubric.
 
-tasks.jsonl   what was kept, a line each, for `source: jsonl` with the search environment
-recipe.yaml   the source of a run's recipe that reads it
+tasks.jsonl   accepted tasks, for `source: jsonl` with the search environment
+recipe.yaml   the source of a training recipe that reads them
 """
 
 from __future__ import annotations
@@ -20,31 +20,29 @@ from keel.configs.sections.base import ConfigError
 from keel.configs.synthesis import SearchTasksConfig
 from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
-from keel.synthesis.ledger import Refused
-from keel.synthesis.search.answers import Answerer, candidates
-from keel.synthesis.search.desk import Desk
-from keel.synthesis.search.entities import Entity, long_tail, proposed
+from keel.synthesis.ledger import Rejected
+from keel.synthesis.search.answers import Answerer, candidates, verify
+from keel.synthesis.search.entities import Entity, propose_entity, rare_entities
 from keel.synthesis.search.gates import (
-    Kept,
+    AcceptedQuestions,
     check_answer,
     check_chain,
     check_evidence,
     check_language,
 )
-from keel.synthesis.search.helpful import Request, check_gain, write_request
-from keel.synthesis.search.question import Draft, write_question
-from keel.synthesis.search.rule import rule_of, taken_by
-from keel.synthesis.search.verification import verify
+from keel.synthesis.search.question import Draft, accepts, rule_of, write_question
+from keel.synthesis.search.requests import OpenRequest, check_gain, write_request
+from keel.synthesis.search.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a task begins."""
+    """Starting point of a task."""
 
     entity: Entity
     language: str
     open: bool
-    """It is to become a request with a rubric."""
+    """True if it becomes a request with a rubric."""
 
 
 class SearchPipeline:
@@ -59,7 +57,7 @@ class SearchPipeline:
         *,
         seed: int,
     ) -> None:
-        """another: the author with other settings. Raises ValueError for one that cannot be."""
+        """`another` returns the author with other settings. Raises ValueError for invalid ones."""
         self._config, self._author, self._folder, self._seed = config, author, folder, seed
         self._answerers = [
             Answerer(
@@ -70,20 +68,20 @@ class SearchPipeline:
             for one in config.answerers
         ]
         self._verifier = another(config.verifier) if config.verifier else author
-        self._kept, self._written = Kept(), set[str]()
+        self._kept, self._written = AcceptedQuestions(), set[str]()
         self._starts: dict[str, Start] = {}
         self.keys: Sequence[str] = ()
 
     async def __aenter__(self) -> Self:
-        """Raises ConfigError for a corpus that cannot be used."""
+        """Raises ConfigError for an unusable corpus."""
         config = self._config
-        given = Path(config.index).expanduser() if config.index else None
+        value = Path(config.index).expanduser() if config.index else None
         try:
-            path = ensure_index(Path(config.corpus), given, without=[self._file])
+            path = ensure_index(Path(config.corpus), value, without=[self._file])
             index = SearchIndex(path)
         except (ValueError, OSError) as error:
             raise ConfigError(f"search.corpus = {config.corpus}: {error}") from error
-        self._desk = Desk(
+        self._desk = Workspace(
             index=index,
             results=config.results,
             page_characters=config.page_characters,
@@ -101,10 +99,10 @@ class SearchPipeline:
         self._desk.index.close()
 
     async def make(self, key: str) -> None:
-        if key in self._written:  # and its outcome was not
+        if key in self._written:  # written, but not in the ledger
             return
         start = self._starts[key]
-        name = start.entity.name or await proposed(
+        name = start.entity.name or await propose_entity(
             self._desk, self._author, start.entity.document, self._config.most_documents
         )
         line = await (
@@ -116,10 +114,10 @@ class SearchPipeline:
             "authors": sorted({one.author.name for one in self._answerers} | {self._author.name}),
             "verifier": self._verifier.name,
         }
-        # As it was drafted: the line may have a pattern of all that is right.
+        # The drafted answer; the line may hold a pattern of all spellings.
         answer = line["provenance"].get("answer", "")
         documents = line["environment"]["evidence"]
-        self._kept.check(line["prompt"], answer, documents)  # a twin may have been faster
+        self._kept.check(line["prompt"], answer, documents)  # a concurrent task may have added it
         self._kept.add(line["prompt"], answer, documents)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"id": key, **line}, ensure_ascii=False) + "\n")
@@ -145,9 +143,9 @@ class SearchPipeline:
             gate=gate,
         )
         rule = rule_of(draft.spellings)
-        taken = taken_by(rule)
+        taken = accepts(rule)
         if lost := [one for one in draft.spellings if not taken(one)]:
-            raise Refused("rule", f"no rule takes the answer {lost[0]!r}")
+            raise Rejected("rule", f"the rule rejects the answer {lost[0]!r}")
         wrong = await candidates(self._desk, self._answerers, draft.question, taken)
         await verify(
             self._desk,
@@ -173,7 +171,7 @@ class SearchPipeline:
     async def _helpful(self, name: str, start: Start) -> dict[str, Any]:
         config = self._config
 
-        def gate(request: Request, search: Search) -> None:
+        def gate(request: OpenRequest, search: Search) -> None:
             check_evidence(request.evidence, search, depth=config.depth, breadth=config.breadth)
             check_language(request.text, start.language)
             self._kept.check(request.text, "", request.documents)
@@ -211,14 +209,14 @@ class SearchPipeline:
         return self._folder / "tasks.jsonl"
 
     def _drawn(self, index: SearchIndex) -> dict[str, Start]:
-        """Where each task begins, by key."""
+        """Return the start of each task, by key."""
         config = self._config
         if config.entities == "author":
             names = [Entity(name="", document=one.name) for one in index.documents()]
             names.sort(key=lambda one: seed_of(self._seed, "entity", one.document))
             entities = names[: config.count]
         else:
-            entities = long_tail(
+            entities = rare_entities(
                 index, count=config.count, most_documents=config.most_documents, seed=self._seed
             )
         if len(entities) < config.count:
@@ -232,9 +230,9 @@ class SearchPipeline:
         starts: dict[str, Start] = {}
         drawn = {True: 0, False: 0}
         for number, entity in enumerate(entities):
-            # The first of every so many: the same ones whatever `count` is.
+            # Evenly spaced, independent of `count`.
             is_open = int((number + 1) * config.helpful) > int(number * config.helpful)
-            # Either kind in every language, one after the other.
+            # Each kind cycles through the languages.
             language = config.languages[drawn[is_open] % len(config.languages)]
             drawn[is_open] += 1
             starts[f"{entity.name or entity.document}/{language}"] = Start(
@@ -243,7 +241,7 @@ class SearchPipeline:
         return starts
 
     def _read_kept(self) -> None:
-        """What earlier starts have kept; a last line that was cut off is removed."""
+        """Read accepted tasks of earlier starts, and remove an incomplete last line."""
         if not self._file.exists():
             return
         data = self._file.read_bytes()

@@ -1,20 +1,21 @@
-"""The author of a question: it explores what the corpus says around an entity, and hands in a
-question, its answer and the evidence, which a gate looks at at once."""
+"""The author of a question, its evidence, and the rule that rewards an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from keel.agents.environments.search.environment import Search
+from keel.rewards.rules.verifiers import verifier_for
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
-from keel.synthesis.search.desk import Desk, list_of, shape, texts
-from keel.synthesis.search.rule import alike
+from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
 
 MOST = 12
-"""Facts of a question's, and other spellings of an answer."""
+"""Maximum facts of a question, and spellings of an answer."""
 _SYSTEM = """\
 You write questions for people who are good at research. A question has one short answer, a name \
 or a number, that stands in a document word for word. It can only be answered by looking up \
@@ -41,22 +42,22 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A question, before anybody has tried it."""
+    """A question before anyone has tried it."""
 
     question: str
     answer: str
     also: tuple[str, ...]
-    """Other spellings that are as right."""
+    """Other correct spellings."""
     evidence: tuple[Evidence, ...]
     language: str
 
     @property
     def spellings(self) -> list[str]:
-        """All that is right, the answer first; those that the rule does not take for one."""
-        found: dict[str, str] = {}
+        """All correct spellings that the rule distinguishes, the answer first."""
+        result: dict[str, str] = {}
         for one in (self.answer, *self.also):
-            found.setdefault(alike(one), one)
-        return list(found.values())
+            result.setdefault(normalize_answer(one), one)
+        return list(result.values())
 
     @property
     def documents(self) -> list[str]:
@@ -67,33 +68,40 @@ class Draft:
         return [asdict(one) for one in self.evidence]
 
 
-EVIDENCE = shape(claim=texts(500), document=texts(400), quote=texts(1000))
+EVIDENCE = object_schema(claim=text_schema(500), document=text_schema(400), quote=text_schema(1000))
 _SUBMIT = ToolSpec(
     name="submit",
     description="Hand in the question.",
-    parameters=shape(
-        question=texts(),
-        answer=texts(200),
-        other_spellings=list_of(texts(200), 0, MOST),
-        evidence=list_of(EVIDENCE, 1, MOST),
+    parameters=object_schema(
+        question=text_schema(),
+        answer=text_schema(200),
+        other_spellings=list_schema(text_schema(200), 0, MOST),
+        evidence=list_schema(EVIDENCE, 1, MOST),
     ),
 )
 Gate = Callable[[Draft, Search], None]
-"""Raises Refused. The search is the author's: what it has opened."""
+"""Raises Rejected. `Search` is the author's, with the documents it opened."""
 
 
 async def write_question(
-    desk: Desk, author: Author, entity: str, language: str, *, depth: int, breadth: int, gate: Gate
+    desk: Workspace,
+    author: Author,
+    entity: str,
+    language: str,
+    *,
+    depth: int,
+    breadth: int,
+    gate: Gate,
 ) -> Draft:
-    """Raises Refused with the gate's word, AuthorLost, BudgetSpent."""
+    """Raises Rejected by a gate, AuthorLost, BudgetSpent."""
     drafts: list[Draft] = []
 
-    def hand_in(given: Mapping[str, Any], search: Search) -> None:
+    def hand_in(value: Mapping[str, Any], search: Search) -> None:
         draft = Draft(
-            question=" ".join(given["question"].split()),
-            answer=" ".join(given["answer"].split()),
-            also=tuple(" ".join(one.split()) for one in given["other_spellings"]),
-            evidence=evidence_of(given),
+            question=" ".join(value["question"].split()),
+            answer=" ".join(value["answer"].split()),
+            also=tuple(" ".join(one.split()) for one in value["other_spellings"]),
+            evidence=evidence_of(value),
             language=language,
         )
         gate(draft, search)
@@ -111,8 +119,55 @@ async def write_question(
     return drafts[-1]
 
 
-def evidence_of(given: Mapping[str, Any]) -> tuple[Evidence, ...]:
+def evidence_of(value: Mapping[str, Any]) -> tuple[Evidence, ...]:
     return tuple(
         Evidence(claim=one["claim"], document=one["document"].strip(), quote=one["quote"])
-        for one in given["evidence"]
+        for one in value["evidence"]
     )
+
+
+_NUMBER = re.compile(r"[-+−]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)(?:\.\d*[1-9])?\s*%?")
+"""A number compared by value; `3.10`, `007` and `192.168.0.1` are names."""
+_SIGNS = ("'’‘ʼ`´", "-‐‑‒–—−", '"“”„')
+"""Interchangeable punctuation marks."""
+_ONE_OF = {sign: f"[{re.escape(signs)}]" for signs in _SIGNS for sign in signs}
+_FIRST = {ord(sign): signs[0] for signs in _SIGNS for sign in signs}
+
+
+def normalize_answer(text: str) -> str:
+    """Normalize a text so that spellings which the rule accepts as equal become equal."""
+    reply = unicodedata.normalize("NFC", " ".join(text.split())).translate(_FIRST)
+    return "".join(low if len(low := sign.lower()) == 1 else sign for sign in reply)
+
+
+def rule_of(right: Sequence[str]) -> dict[str, str]:
+    """Return the JSONL rule of an answer: numbers by value, texts by their accepted spellings."""
+    by_value = {"answer": right[0], "match": "math"}
+    if all(map(_NUMBER.fullmatch, right)) and all(map(accepts(by_value), right)):
+        return by_value
+    spelled = dict.fromkeys(map(_pattern, right))
+    return {"answer": f"(?i:{'|'.join(spelled)})[.。]?", "match": "regex"}
+
+
+def accepts(rule: dict[str, str]) -> Callable[[str], bool]:
+    """Return a function that tells whether an answer scores 1."""
+    verify = verifier_for({"kind": "answer", **rule})
+    return lambda answer: verify(answer) == 1
+
+
+def _pattern(text: str) -> str:
+    text = unicodedata.normalize("NFC", " ".join(text.split()))
+    if _NUMBER.fullmatch(text):  # accept 1874 and 1,874
+        whole, dot, rest = text.replace(",", "").partition(".")
+        text = re.sub(r"(?<=\d)(?=(?:\d{3})+(?!\d))", ",", whole) + dot + rest
+        return "".join(map(_sign, text)).replace(",", ",?")
+    return "".join(map(_sign, text))
+
+
+def _sign(sign: str) -> str:
+    if sign == " ":
+        return r"\s+"
+    taken_apart = unicodedata.normalize("NFD", sign)
+    if taken_apart != sign:
+        return f"(?:{re.escape(sign)}|{re.escape(taken_apart)})"
+    return _ONE_OF.get(sign, re.escape(sign))

@@ -10,7 +10,7 @@ from typing import Any
 from keel.agents.env_process.client import Hosted, Program, fork_server_for
 from keel.agents.types import Unscored
 from keel.rl.types import Prompt
-from keel.synthesis.code.draft import Built, Rooms, instance_of
+from keel.synthesis.code.sandboxes import CodeSandboxes, Prefix, instance_of
 from tests.agents.episodes import PATIENT, transcript, use
 from tests.agents.sandboxes import wrap_of
 from tests.synthesis.code.projects import SETUP, TEST, candidate, config, source
@@ -23,14 +23,14 @@ Open = Callable[[], AbstractAsyncContextManager[Hosted]]
 
 def instance(folder: Path) -> dict[str, Any]:
     """Its prefix and sealed file are made in `folder`. Returns the reward spec."""
-    rooms = Rooms(config(source()), folder)
+    rooms = CodeSandboxes(config(source()), folder)
     (rooms.folder / "prefixes" / "p" / "bin").mkdir(parents=True)
     script = SETUP.split("printf '")[1].split("' >")[0].replace("\\n", "\n")
     program = rooms.folder / "prefixes" / "p" / "bin" / "python"
     program.write_text(script)
     program.chmod(0o755)
     (rooms.folder / "packages" / "p.json").write_text("{}")
-    built = Built(name="p", setup="", test=TEST)
+    built = Prefix(name="p", setup="", test=TEST)
     found = instance_of(candidate(), built, tests_s=PATIENCE_S)
     found["env"] = {}  # one of the attacks is a plugin
     found |= {"f2p": [WHERE + "the_hidden_one"], "p2p": [WHERE + "some"], "canary": True}

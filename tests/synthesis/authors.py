@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keel.rl.turns import Message, ToolSpec
-from keel.synthesis.author import Said
+from keel.synthesis.author import AuthorReply
 
-Writes = Callable[[Sequence[Message], Sequence[ToolSpec], str], Said | str]
+Writes = Callable[[Sequence[Message], Sequence[ToolSpec], str], AuthorReply | str]
 """From the messages, the tools and the purpose."""
 
 
@@ -17,17 +17,17 @@ Writes = Callable[[Sequence[Message], Sequence[ToolSpec], str], Said | str]
 class ScriptedAuthor:
     """Replies by a function, or by the entries of a list, in order."""
 
-    script: Writes | list[Said | str]
+    script: Writes | list[AuthorReply | str]
     name: str = "scripted"
     asked: list[tuple[str, list[Message]]] = field(default_factory=list[Any])
     """(purpose, messages) of every call."""
 
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
-    ) -> Said:
+    ) -> AuthorReply:
         self.asked.append((purpose, list(messages)))
         if isinstance(self.script, list):
             said = self.script.pop(0)
         else:
             said = self.script(messages, tools, purpose)
-        return Said(content=said) if isinstance(said, str) else said
+        return AuthorReply(content=said) if isinstance(said, str) else said

@@ -39,7 +39,7 @@ def test_revisions_are_bounded() -> None:
     asked = [refine.reply(answer("0.5")) for _ in range(3)]
     assert [one is None for one in asked] == [False, False, True]
     assert refine.verdict((), "stop") == {"claimed": 0.5, "revised": 1.0}
-    with pytest.raises(ValueError, match="most = 0"):
+    with pytest.raises(ValueError):
         Refine(most=0)
 
 

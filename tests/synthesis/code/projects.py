@@ -17,8 +17,8 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 from keel.synthesis.author import Author
 from keel.synthesis.code.candidate import Candidate
-from keel.synthesis.code.draft import Rooms
 from keel.synthesis.code.pipeline import CodePipeline
+from keel.synthesis.code.sandboxes import CodeSandboxes
 from keel.synthesis.ledger import Ledger
 from tests.synthesis.authors import ScriptedAuthor
 from tests.waiting import PATIENCE_S
@@ -137,6 +137,6 @@ def made(
 
 def needs_sandbox(config: CodeTasksConfig, folder: Path) -> None:
     try:
-        Rooms(config, folder)
+        CodeSandboxes(config, folder)
     except ConfigError as error:
         pytest.skip(str(error))

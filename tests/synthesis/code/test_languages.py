@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keel.agents.environments.code.languages import LANGUAGES
-from keel.synthesis.code.mirrors import Mirror
+from keel.synthesis.code.sources import GitSource
 from tests.synthesis.code.projects import ISSUE, config, made, repository, source
 
 pytestmark = pytest.mark.e2e
@@ -72,7 +72,7 @@ def test_a_project_becomes_a_task(language: str, tmp_path: Path) -> None:
     (path,) = (tmp_path / "out" / "instances").iterdir()
     found: dict[str, Any] = json.loads(path.read_text())
     assert (found["f2p"], found["p2p"], found["canary"]) == expected
-    assert found["key"] == Mirror(given).keys[0]
+    assert found["key"] == GitSource(given).keys[0]
 
 
 def test_what_is_proven_has_a_project_here() -> None:

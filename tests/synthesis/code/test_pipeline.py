@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keel.rl.turns import ToolCall
-from keel.synthesis.author import Said
+from keel.synthesis.author import AuthorReply
 from tests.synthesis.authors import ScriptedAuthor
 from tests.synthesis.code.projects import (
     AFTER,
@@ -66,7 +66,7 @@ def test_a_history_becomes_tasks(tmp_path: Path) -> None:
             assert path.stat().st_mode & stat.S_IROTH or "prefixes" in path.parts
     assert [one.name for one in (out / "environment" / "sealed").iterdir()] == [line["id"]]
     again, lines = made(config(source(git)), out)
-    assert again == report and lines == ["3 of 3 tasks are made already"]
+    assert again == report and lines == ["3 of 3 tasks already made"]
 
 
 def test_a_copy_of_the_project_is_refused(tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_a_set_up_that_fails_is_the_agents(tmp_path: Path) -> None:
     git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
     told: list[str] = []
 
-    def call(name: str, **arguments: Any) -> Said:
+    def call(name: str, **arguments: Any) -> AuthorReply:
         one = ToolCall(call_id="c", name=name, arguments=arguments)
-        return Said(content="", calls=(one,))
+        return AuthorReply(content="", calls=(one,))
 
-    def writes(messages: Any, tools: Any, purpose: str) -> Said:
+    def writes(messages: Any, tools: Any, purpose: str) -> AuthorReply:
         told.append(messages[-1]["content"])
         assert purpose == "setup" and [tool.name for tool in tools] == ["bash", "submit"]
         return [
@@ -102,7 +102,7 @@ def test_a_set_up_that_fails_is_the_agents(tmp_path: Path) -> None:
     report, lines = made(config(settings, setup_turns=5), tmp_path / "out", author)
     assert report["kept"] == 1, lines
     assert "it cannot be done" in told[0] and "adding.py" in told[1]
-    assert told[2].startswith("of 0 tests none passes")
+    assert told[2].startswith("none of 0 tests passes")
     report, _ = made(config(settings), tmp_path / "alone")
     assert "the set-up failed: it cannot be done" in refused(report)["setup"][0]
 
@@ -119,5 +119,5 @@ def test_a_gold_patch_that_the_environment_refuses_is_no_task(tmp_path: Path) ->
         tmp_path / "git", ("Begin", before), (ISSUE, {**after, "tests/test_adding.py": test})
     )
     report, lines = made(config(source(git)), tmp_path / "out")
-    assert "the gold patch is worth nothing" in refused(report)["verdict"][0], lines
+    assert "the gold patch scores 0" in refused(report)["verdict"][0], lines
     assert not list((tmp_path / "out" / "environment" / "sealed").iterdir())

@@ -8,8 +8,8 @@ from typing import Any
 
 from keel.configs.synthesis import GeneralConfig
 from keel.synthesis.general import gates
-from keel.synthesis.general.making import hold_to_all
-from keel.synthesis.general.rooms import Rooms
+from keel.synthesis.general.environment_writer import check_task
+from keel.synthesis.general.sandboxes import GeneralSandboxes
 from tests.waiting import PATIENCE_S
 
 FRUIT = [
@@ -74,7 +74,7 @@ class Counted:
     def __init__(self, *passed: int) -> None:
         self._passed = passed
 
-    async def passed(self, rooms: Rooms, environment: Path, number: int) -> int:
+    async def passed(self, rooms: GeneralSandboxes, environment: Path, number: int) -> int:
         return self._passed[number]
 
 
@@ -102,14 +102,14 @@ def environment(folder: Path, **parts: str) -> Path:
     return folder
 
 
-async def held(rooms: Rooms, path: Path, reference: Counted, seed: int = 3) -> list[int]:
+async def held(rooms: GeneralSandboxes, path: Path, reference: Counted, seed: int = 3) -> list[int]:
     """Every task of a folder through every gate; the number of calls of each solution. Raises
-    Refused."""
+    Rejected."""
     specs = await gates.typed(rooms, path)
     tasks = json.loads((path / "task.json").read_text())["tasks"]
     answers, before, calls = list[Any](), None, list[int]()
     for number in range(len(tasks)):
-        answer, count, before = await hold_to_all(
+        answer, count, before = await check_task(
             rooms,
             path,
             number,

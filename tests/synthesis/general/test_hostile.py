@@ -13,7 +13,7 @@ import pytest
 from keel.agents.types import EnvironmentLost, Transcript, Unscored
 from keel.rl.turns import ToolCall
 from keel.synthesis.general.gates import general
-from keel.synthesis.general.rooms import Rooms
+from keel.synthesis.general.sandboxes import GeneralSandboxes
 from tests.agents.sandboxes import commands, wrap_of
 from tests.synthesis.general.kit import TOOLS, VERIFY, config, environment
 from tests.waiting import PATIENCE_S, wait_for, within_some
@@ -66,7 +66,7 @@ def test_tools_with_holes_lead_nowhere(tmp_path: Path) -> None:
 
     async def episode() -> tuple[dict[str, str], Any, Any]:
         said: dict[str, str] = {}
-        async with Rooms(tmp_path / "making", config()) as rooms:
+        async with GeneralSandboxes(tmp_path / "making", config()) as rooms:
             path = environment(rooms.making / "x", tools=LEAKS, verify=secret)
             about = json.loads((path / "task.json").read_text())
             about["tasks"][0]["tools"] = ["price", "spoil", "stop", *FAILS]
@@ -112,7 +112,7 @@ def test_a_desk_is_the_authors_and_no_more(tmp_path: Path) -> None:
     async def at_work(bash_s: float) -> list[str]:
         arguments = {"most_kib": 1, "bash_s": bash_s}
         async with (
-            Rooms(tmp_path / f"making_{bash_s}", config()) as rooms,
+            GeneralSandboxes(tmp_path / f"making_{bash_s}", config()) as rooms,
             rooms.open("desk:DatabaseDesk", arguments=arguments) as (desk, _),
         ):
             said: list[str] = []

@@ -15,10 +15,10 @@ from keel.agents.types import Transcript
 from keel.commands.cli import main
 from keel.commands.synthesize import make_all
 from keel.rl.turns import Message, ToolCall, ToolSpec
-from keel.synthesis.author import BudgetSpent, Said
+from keel.synthesis.author import AuthorReply, BudgetSpent
 from keel.synthesis.general.gates import general
 from keel.synthesis.general.pipeline import GeneralPipeline
-from keel.synthesis.general.rooms import Rooms
+from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.ledger import Ledger
 from tests.agents.sandboxes import wrap_of
 from tests.rewards.judge.judge_server import Reply, running
@@ -60,8 +60,8 @@ with sqlite3.connect("market.sqlite") as database:
 END"""
 
 
-def called(name: str, **arguments: Any) -> Said:
-    return Said(content="", calls=(ToolCall(call_id="c", name=name, arguments=arguments),))
+def called(name: str, **arguments: Any) -> AuthorReply:
+    return AuthorReply(content="", calls=(ToolCall(call_id="c", name=name, arguments=arguments),))
 
 
 def reply(**parts: str) -> str:
@@ -84,7 +84,9 @@ def market(*tasks: str, tools: Sequence[str] = (reply(tools=TOOLS),), right: int
     written = {"tools": list(tools), "task": list(tasks)}
     tried: dict[str, int] = {}
 
-    def says(messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str) -> Said | str:
+    def says(
+        messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str
+    ) -> AuthorReply | str:
         turn = sum(message["role"] == "assistant" for message in messages)
         if purpose == "database":
             data = json.dumps({"fruit": FRUIT})
@@ -152,7 +154,7 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
     why, report, _ = made(tmp_path, author)
     assert (why, report["made"], report["kept"], report["refused"]) == ("", 1, 1, {})
     assert report["drafts"] == {"typed": 1, "form": 1, "verified": 1, "solution": 1, "earlier": 1}
-    folder = tmp_path / "out/synthesis/fruit_markets-0"
+    folder = tmp_path / "out/tasks/fruit_markets-0"
     assert {path.name for path in folder.iterdir()} == {
         *("database.json", "tools.py", "task.json", "solve.py", "verify.py", "provenance.json")
     }
@@ -173,7 +175,7 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
 
     async def played() -> list[Any]:
         async with (
-            Rooms(tmp_path / "out/making", config()) as rooms,
+            GeneralSandboxes(tmp_path / "out/making", config()) as rooms,
             general(rooms, rooms.making / "again", 2) as (hosted, opening),
         ):
             names = [tool.name for tool in opening.tools]
@@ -190,7 +192,7 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
     names, stalls, kiwi, submitted, verdict = asyncio.run(played())
     assert names == ["fruit", "price", "stalls", "submit_result"]
     assert stalls == ('["east", "west"]', False, False)
-    assert kiwi == ("Failed: LookupError: there is no 'kiwi'", True, False)
+    assert kiwi == ("AuthorCodeFailed: LookupError: there is no 'kiwi'", True, False)
     assert submitted[2] and verdict.parts == {"correct": 1.0, "share": 1.0}
 
 
@@ -198,7 +200,7 @@ def test_a_harder_task_that_is_none_ends_it_with_what_there_is(tmp_path: Path) -
     author = ScriptedAuthor(market(EASY, HARDER, HARDER, right=0))
     why, report, _ = made(tmp_path / "a", author, revisions=1)
     assert (why, report["kept"], report["drafts"]) == ("", 1, {"harder": 2})
-    folder = tmp_path / "a/out/synthesis/fruit_markets-0"
+    folder = tmp_path / "a/out/tasks/fruit_markets-0"
     assert len(json.loads((folder / "task.json").read_text())["tasks"]) == 1
     assert "solve_1" not in (folder / "solve.py").read_text()
 
@@ -229,7 +231,9 @@ def test_sqlite_and_a_start_that_goes_on(tmp_path: Path) -> None:
     verify = VERIFY.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
     first = market(task(QUESTIONS[0], SOLVE, verify), tools=[reply(tools=tools)])
 
-    def says(messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str) -> Said | str:
+    def says(
+        messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str
+    ) -> AuthorReply | str:
         if purpose != "database":
             return first(messages, offered, purpose)
         if "number 2 of 2" in str(messages[1]["content"]):
@@ -243,7 +247,7 @@ def test_sqlite_and_a_start_that_goes_on(tmp_path: Path) -> None:
     why, report, pipeline = made(tmp_path, author, **settings)
     assert list(pipeline.keys) == ["fruit_markets-0", "fruit_markets-1"]
     assert why == "budget.tokens = 9" and report["made"] <= 1
-    folder = tmp_path / "out/synthesis/fruit_markets-0"
+    folder = tmp_path / "out/tasks/fruit_markets-0"
     if not folder.exists():  # the spent budget ended both
         pytest.fail("the first was not finished")
     before = (folder / "provenance.json").stat().st_mtime_ns
@@ -284,7 +288,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         if not tools:
             purpose = "task" if "QUESTION" in str(messages[-1]).upper() else "tools"
         said = script(messages, tools, purpose)
-        said = Said(content=said) if isinstance(said, str) else said
+        said = AuthorReply(content=said) if isinstance(said, str) else said
         return completion(dict(said.message()), prompt_tokens=10, completion_tokens=1)
 
     with running(behave) as server:
@@ -297,6 +301,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "1 of 1: fruit_markets-0 kept" in first and "attempt: 2 calls, 22 tokens" in first
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert (report["kept"], report["authors"]) == (1, ["author", "reference"])
-    history = json.loads((tmp_path / "out/synthesis/fruit_markets-0/provenance.json").read_text())
+    history = json.loads((tmp_path / "out/tasks/fruit_markets-0/provenance.json").read_text())
     assert (history["author"], history["reference"]) == ("author", "reference")
     assert history["passed"] == [1, 0]

@@ -15,7 +15,7 @@ from keel.agents.types import Transcript
 from keel.configs.load import load_config, load_synthesis
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt, Verdict
-from keel.synthesis.general.rooms import Rooms
+from keel.synthesis.general.sandboxes import GeneralSandboxes
 from tests.agents.sandboxes import wrap_of
 from tests.synthesis.general.kit import Counted, config, held
 from tests.waiting import PATIENCE_S
@@ -30,7 +30,7 @@ def test_what_comes_along_passes_every_gate(tmp_path: Path) -> None:
     wrap_of()
 
     async def all_of_them() -> list[tuple[list[int], list[int]]]:
-        async with Rooms(tmp_path / "making", config()) as rooms:
+        async with GeneralSandboxes(tmp_path / "making", config()) as rooms:
 
             async def one(folder: Folder) -> tuple[list[int], list[int]]:
                 history = json.loads(folder.text("provenance.json"))

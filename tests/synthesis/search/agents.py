@@ -10,7 +10,7 @@ from typing import Any
 
 from keel.configs.synthesis import AnswererConfig, SearchTasksConfig
 from keel.rl.turns import Message, ToolCall, ToolSpec
-from keel.synthesis.author import Said
+from keel.synthesis.author import AuthorReply
 from keel.synthesis.search.pipeline import SearchPipeline
 from tests.agents.environments.search.corpus import write_corpus
 from tests.synthesis.authors import ScriptedAuthor
@@ -48,8 +48,8 @@ def submitted(**changes: Any) -> dict[str, Any]:
     return {**SUBMITTED, **changes}
 
 
-def calls(name: str, *arguments: Mapping[str, Any]) -> Said:
-    return Said(
+def calls(name: str, *arguments: Mapping[str, Any]) -> AuthorReply:
+    return AuthorReply(
         content="",
         calls=tuple(
             ToolCall(call_id=f"{name}{number}", name=name, arguments=one)
@@ -58,7 +58,7 @@ def calls(name: str, *arguments: Mapping[str, Any]) -> Said:
     )
 
 
-def opens(*names: str) -> Said:
+def opens(*names: str) -> AuthorReply:
     return calls("open", *({"document": name} for name in names))
 
 
@@ -81,7 +81,7 @@ class Agents:
 
     def __call__(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], purpose: str
-    ) -> Said | str:
+    ) -> AuthorReply | str:
         began = not any(message["role"] == "assistant" for message in messages)
         if purpose == "question":
             if began:
@@ -99,7 +99,7 @@ class Agents:
         assert purpose == "judge", purpose
         return self._judge(messages)
 
-    def _decide(self, messages: Sequence[Message]) -> Said:
+    def _decide(self, messages: Sequence[Message]) -> AuthorReply:
         labels = material(messages[1])["answers"]
         said = self.verdicts[self._passes] if self._passes < len(self.verdicts) else {}
         self._passes += 1

@@ -1,5 +1,4 @@
-"""Open questions with a rubric, kept where search measurably helps: an answer with tools has to be
-better than one from memory, by the question's own criteria."""
+"""Open requests with a rubric, kept if an answer with search scores higher than one without."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from keel.rewards.judge.rubric import Rubric, Sample, rubric_from
 from keel.rewards.judge.untrusted import new_fence
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
-from keel.synthesis.ledger import Refused
+from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.answers import Answerer, answer
-from keel.synthesis.search.desk import Desk, list_of, shape, texts
 from keel.synthesis.search.question import EVIDENCE, MOST, Evidence, evidence_of
-from keel.synthesis.work import together
+from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
+from keel.synthesis.tool_loop import gather_or_cancel
 
 LEAST_CRITERIA, MOST_CRITERIA = 3, 8
 READS = 3
-"""Replies of the judge that are read before it is given up."""
+"""Replies of the judge that are parsed before giving up."""
 _SYSTEM = """\
 You write requests that people make of an assistant that can search: to explain, compare, sum up \
 or advise. A good one needs at least {breadth} facts from at least {depth} documents, and nobody \
@@ -37,13 +36,13 @@ people would agree, and a weight above 0."""
 _SUBMIT = ToolSpec(
     name="submit",
     description="Hand in the request.",
-    parameters=shape(
-        request=texts(),
-        evidence=list_of(EVIDENCE, 1, MOST),
-        criteria=list_of(
-            shape(
-                name=texts(60),
-                text=texts(500),
+    parameters=object_schema(
+        request=text_schema(),
+        evidence=list_schema(EVIDENCE, 1, MOST),
+        criteria=list_schema(
+            object_schema(
+                name=text_schema(60),
+                text=text_schema(500),
                 weight={"type": "number", "exclusiveMinimum": 0, "maximum": 100},
             ),
             LEAST_CRITERIA,
@@ -54,12 +53,12 @@ _SUBMIT = ToolSpec(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """An open question."""
+class OpenRequest:
+    """An open request."""
 
     text: str
     spec: Mapping[str, Any]
-    """Of kind `rubric`."""
+    """Reward spec of kind `rubric`."""
     evidence: tuple[Evidence, ...]
 
     @property
@@ -67,28 +66,35 @@ class Request:
         return list(dict.fromkeys(one.document for one in self.evidence))
 
 
-Gate = Callable[[Request, Search], None]
-"""Raises Refused."""
+Gate = Callable[[OpenRequest, Search], None]
+"""Raises Rejected."""
 
 
 async def write_request(
-    desk: Desk, author: Author, entity: str, language: str, *, depth: int, breadth: int, gate: Gate
-) -> Request:
-    """Raises Refused, AuthorLost, BudgetSpent."""
-    written: list[Request] = []
+    desk: Workspace,
+    author: Author,
+    entity: str,
+    language: str,
+    *,
+    depth: int,
+    breadth: int,
+    gate: Gate,
+) -> OpenRequest:
+    """Raises Rejected, AuthorLost, BudgetSpent."""
+    written: list[OpenRequest] = []
 
-    def hand_in(given: Mapping[str, Any], search: Search) -> None:
-        total = sum(one["weight"] for one in given["criteria"])
-        criteria = [{**one, "weight": one["weight"] / total} for one in given["criteria"]]
-        evidence = evidence_of(given)
+    def hand_in(value: Mapping[str, Any], search: Search) -> None:
+        total = sum(one["weight"] for one in value["criteria"])
+        criteria = [{**one, "weight": one["weight"] / total} for one in value["criteria"]]
+        evidence = evidence_of(value)
         reference = "\n".join(one.claim for one in evidence)
         spec = {"kind": "rubric", "criteria": criteria, "reference": reference}
         try:
             rubric_from(spec)
         except ValueError as error:
-            raise Refused("criteria", str(error)) from error
-        text = " ".join(given["request"].split())
-        request = Request(text=text, spec=spec, evidence=evidence)
+            raise Rejected("criteria", str(error)) from error
+        text = " ".join(value["request"].split())
+        request = OpenRequest(text=text, spec=spec, evidence=evidence)
         gate(request, search)
         written.append(request)
 
@@ -105,11 +111,17 @@ async def write_request(
 
 
 async def check_gain(
-    desk: Desk, author: Author, judge: Author, request: Request, *, least: float, passes: int
+    desk: Workspace,
+    author: Author,
+    judge: Author,
+    request: OpenRequest,
+    *,
+    least: float,
+    passes: int,
 ) -> dict[str, float]:
-    """Scores of an answer with tools and of one without, means over `passes` judgements. Raises
-    Refused where the first is not better by `least`."""
-    with_tools, without = await together(
+    """Return the mean scores with tools and without. Raises Rejected if the gain is
+    below `least`."""
+    with_tools, without = await gather_or_cancel(
         *(
             answer(
                 desk, Answerer(author=author, system="", tools=tools), request.text, at_length=True
@@ -118,13 +130,13 @@ async def check_gain(
         )
     )
     if not with_tools:
-        raise Refused("gain", "the agent with tools has no answer")
+        raise Rejected("gain", "the agent with tools has no answer")
     rubric = rubric_from(request.spec)
-    better, worse = await together(
+    better, worse = await gather_or_cancel(
         *(_score(judge, rubric, request.text, text, passes) for text in (with_tools, without))
     )
     if better - worse < least:
-        raise Refused(
+        raise Rejected(
             "gain", f"search does not help: {better:.2f} with tools and {worse:.2f} without"
         )
     return {"with_tools": round(better, 4), "without": round(worse, 4)}
@@ -134,7 +146,7 @@ async def _score(judge: Author, rubric: Rubric, request: str, text: str, passes:
     if not text:
         return 0.0
     task = [{"role": "user", "content": request}]
-    samples = await together(
+    samples = await gather_or_cancel(
         *(_judgement(judge, rubric, task, text, number) for number in range(passes))
     )
     return rubric.judged(samples).value
@@ -146,12 +158,12 @@ async def _judgement(
     ((asked, question),) = rubric.questions(task, text, "", sample=number)
     why = ""
     for _ in range(READS):
-        told, material = question.messages(new_fence())
+        message, material = question.messages(new_fence())
         schema = f"The schema: {json.dumps(question.schema)}"
-        told = {**told, "content": f"{told['content']}\n{schema}"}
-        said = await judge.ask([told, material], purpose="judge")
+        message = {**message, "content": f"{message['content']}\n{schema}"}
+        reply = await judge.ask([message, material], purpose="judge")
         try:
-            return rubric.named(asked, question.read(said.content.strip()))
+            return rubric.named(asked, question.read(reply.content.strip()))
         except BadReply as error:
             why = str(error)
-    raise Refused("judge", f"no judgement in due form: {why}")
+    raise Rejected("judge", f"no valid judgement: {why}")

@@ -1,4 +1,4 @@
-"""A candidate as the sandbox has it: what is sealed, and episodes with it."""
+"""Sealed instances of candidates, and the sandboxes that run them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from keel.rewards.sandbox.environments import Wrap, environment_wrap
 from keel.rl.turns import ToolCall
 from keel.rl.types import ENVIRONMENT, Prompt
 from keel.synthesis.code.candidate import Candidate
-from keel.synthesis.ledger import Refused
+from keel.synthesis.ledger import Rejected
 
 OPEN_S = 180.0
 AROUND_S = 180.0
-"""For what comes before and after the tests of a call."""
+"""Seconds for work before and after the tests of a call."""
 SETUP_FILES_MIB = 2048
 _PACKAGE = "keel.agents.environments.code"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """A prefix with what a project needs, and how its tests run there."""
+class Prefix:
+    """A prefix with a project's dependencies, and its test command."""
 
     name: str
     """Folder in `prefixes`."""
@@ -43,8 +43,8 @@ class Built:
     """Files that the set-up leaves in the repository."""
 
 
-def instance_of(candidate: Candidate, built: Built, tests_s: float) -> dict[str, Any]:
-    """Without the gold patch, and yet without the tests' names."""
+def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str, Any]:
+    """Return the instance without the gold patch and without test names."""
     base = overlay(built.generated, candidate.base)
     changed = sorted(path for path in candidate.test_files() if candidate.after.get(path))
     language = candidate.language
@@ -68,7 +68,7 @@ def instance_of(candidate: Candidate, built: Built, tests_s: float) -> dict[str,
 
 
 def _has_tests(path: str, language: ProjectLanguage) -> bool:
-    """By its own name, not by its folder's: data and helpers lie there, too."""
+    """Return whether the file name, not its folder, matches a test pattern."""
     names = [one for one in language.tests if not one.endswith("/") and "*" in one]
     return matches(path, names)
 
@@ -86,11 +86,11 @@ def _gone(changed: Mapping[str, Entry | None]) -> list[str]:
     return [path for path, entry in changed.items() if entry is None]
 
 
-class Rooms:
-    """Sandboxes for one folder of tasks: as an episode's, and with the network for a set-up."""
+class CodeSandboxes:
+    """Sandboxes of one folder of tasks: an episode's, and one with network for the set-up."""
 
     def __init__(self, config: CodeTasksConfig, folder: Path) -> None:
-        """folder: its `environment` is all that a sandbox sees. Raises ConfigError."""
+        """Sandboxes read only `folder/environment`. Raises ConfigError."""
         self.folder = (folder / "environment").absolute()
         for name in ("sealed", "prefixes", "packages"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -104,13 +104,13 @@ class Rooms:
                 "bubblewrap", memory_mib=self._config.memory_mib, network=network, knob="", **more
             )
         except IsolationError as error:
-            raise ConfigError(f"family = 'code' needs its sandbox: {error}") from error
+            raise ConfigError(f"family = code needs a sandbox: {error}") from error
         assert wrap is not None
         return wrap
 
     @asynccontextmanager
     async def episode(self, reward: Mapping[str, Any]) -> AsyncGenerator[Hosted]:
-        """As the policy has it."""
+        """Open an episode as the policy's."""
         program = self._program("environment:Repository", self._closed)
         async with _opened(program, reward) as hosted:
             yield hosted
@@ -119,7 +119,7 @@ class Rooms:
     async def workshop(
         self, draft: Mapping[str, Any], *, sets_up: bool = False
     ) -> AsyncGenerator[Hosted]:
-        """sets_up: with the network, and may write to the prefix."""
+        """Open a workshop; with `sets_up` it has network access and may write to the prefix."""
         wrap, readable = self._closed, tuple[Path, ...]()
         prefix: Path | None = None
         if sets_up:
@@ -140,7 +140,7 @@ class Rooms:
                 prefix.chmod(0o755)
 
     def sealed(self, name: str, instance: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes it. Returns the reward spec that opens it."""
+        """Write a sealed instance and return the reward spec that opens it."""
         key = secrets.token_bytes(32)
         write(self.folder / "sealed" / name, seal(dict(instance), key))
         return {"kind": ENVIRONMENT, "instance": name, "key": key.hex()}
@@ -173,22 +173,22 @@ async def _opened(program: Program, reward: Mapping[str, Any]) -> AsyncGenerator
         await hosted.open(task, seed=0)
         yield hosted
     except EnvironmentLost as error:
-        raise Refused("sandbox", f"{error.fault}: {error.detail[:300]}") from error
+        raise Rejected("sandbox", f"{error.fault}: {error.detail[:300]}") from error
     finally:
         await hosted.close()
 
 
 async def asked(hosted: Hosted, name: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-    """What a method of the workshop's says, which is JSON. Raises Refused where it fails."""
+    """Return the JSON result of a workshop's method. Raises Rejected if it fails."""
     call = ToolCall(call_id="1", name=name, arguments=arguments)
     result = await hosted.call(call, timeout_s=timeout_s)
     if result.failed:
-        raise Refused("sandbox", result.text[:300])
+        raise Rejected("sandbox", result.text[:300])
     return json.loads(result.text)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Whole or not at all, and for everybody to read."""
+    """Write a file atomically, readable by everyone."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     new.chmod(0o644)

@@ -1,37 +1,39 @@
-"""One environment in the making: database, tools, a simple task, and harder ones step by step."""
+"""Writes one environment: database, tools, a simple task, then harder ones step by step."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import json
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from keel.agents.types import ToolResult
+from keel.agents.types import EnvironmentLost, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall
-from keel.synthesis.author import Author, Said
+from keel.synthesis.author import Author, AuthorReply
 from keel.synthesis.general import gates, prompts
-from keel.synthesis.general.attempts import Reference
-from keel.synthesis.general.replies import renamed, sections
-from keel.synthesis.general.rooms import SLACK_S, Rooms, lost_to
+from keel.synthesis.general.gates import general
+from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, lost_to
 from keel.synthesis.general.search import SEARCH, Search
-from keel.synthesis.ledger import Refused
-from keel.synthesis.work import work
+from keel.synthesis.ledger import Rejected
+from keel.synthesis.tool_loop import gather_or_cancel, work
 
 SHOWN = 6000
-"""Characters of a database that the author is reminded of."""
+"""Characters of the database shown to the author again."""
 
 
-class Making:
-    """In a folder of `rooms.making`. Nothing of the author's runs in this process."""
+class EnvironmentWriter:
+    """Builds one environment in a folder of `rooms.making`. None of the author's code runs in this
+    process."""
 
     def __init__(
         self,
-        rooms: Rooms,
+        rooms: GeneralSandboxes,
         path: Path,
         *,
         category: str,
@@ -51,11 +53,12 @@ class Making:
         self._calls: list[int] = []
         self._passed: list[int] = []
         self._messages: list[Message] = []
-        self.drafts: list[Refused] = []
-        """What was thrown away."""
+        self.drafts: list[Rejected] = []
+        """Rejected drafts."""
 
     async def run(self) -> None:
-        """Leaves the finished folder. Raises Refused, AuthorLost, BudgetSpent."""
+        """Build the environment and leave its finished folder. Raises Rejected, AuthorLost,
+        BudgetSpent."""
         kind = await self._database()
         (shown,) = await self._rooms.workshop(
             "database",
@@ -68,28 +71,28 @@ class Making:
         await self._revised("tools", self._first_tools)
         for step in range(self._config.steps):
             if self._config.attempts and self._passed and not self._passed[-1]:
-                break  # nothing harder could be told from it
+                break  # a harder task could not be measured
             passed = self._passed[-1] if self._passed else None
             task = prompts.harder_task(passed, self._config.attempts)
             self._messages.append(task if step else prompts.first_task())
             try:
                 await self._revised("task", self._step)
-            except Refused as refused:
+            except Rejected as refused:
                 if step < self._config.least_tasks:
                     raise
                 self.drafts.append(refused)
                 break
         if len(self._tasks) < self._config.least_tasks:
-            raise Refused(
+            raise Rejected(
                 "harder",
-                f"{len(self._tasks)} tasks, after which no attempt passes: less than "
+                f"no attempt passes after {len(self._tasks)} tasks, fewer than "
                 f"general.least_tasks = {self._config.least_tasks}",
             )
         self._write(self._files, self._tasks)
         self._provenance()
 
     async def _database(self) -> str:
-        """Fills the folder's. Returns .json or .sqlite."""
+        """Build the database and return its kind: .json or .sqlite."""
         config, kind = self._config, ""
 
         async def call(call: ToolCall) -> ToolResult:
@@ -104,7 +107,7 @@ class Making:
             if call.name != "submit_database" or result.failed:
                 return result
             kind = self._taken(result.text)
-            return ToolResult(text="It is there.", done=True)
+            return ToolResult(text="Submitted.", done=True)
 
         arguments = {"most_kib": config.database_kib, "bash_s": config.bash_s}
         with lost_to("database"):
@@ -131,46 +134,51 @@ class Making:
                 "turns": "general.max_turns",
                 "length": "author.max_tokens or the context",
             }.get(worked.ended)
-            raise Refused("database", f"none was handed over{f' within {ended}' if ended else ''}")
+            raise Rejected(
+                "database", f"no database submitted{f' within {ended}' if ended else ''}"
+            )
         return kind
 
     def _taken(self, text: str) -> str:
-        """What the desk says is the database: it is the author's to say."""
+        """Decode and store the submitted database, which is untrusted."""
         try:
-            said = json.loads(text)
-            kind, data = said["name"], base64.b64decode(said["data"], validate=True)
+            reply = json.loads(text)
+            kind, data = reply["name"], base64.b64decode(reply["data"], validate=True)
         except (ValueError, TypeError, LookupError, binascii.Error) as error:
-            raise Refused("database", f"cannot be read: {error}") from error
+            raise Rejected("database", f"cannot be read: {error}") from error
         if kind not in (".json", ".sqlite") or len(data) > self._config.database_kib << 10:
-            raise Refused("database", "is none, or too large")
+            raise Rejected("database", "not a database, or too large")
         _put(self._path / f"database{kind}", data)
         return kind
 
-    async def _revised(self, purpose: str, hold: Callable[[Said], Awaitable[None]]) -> None:
-        """The author's reply, written again as often as a gate refuses it. Raises Refused."""
-        for left in reversed(range(self._config.revisions + 1)):
-            said = await self._author.ask(self._messages, purpose=purpose)
-            self._messages.append(said.message())
+    async def _revised(self, purpose: str, hold: Callable[[AuthorReply], Awaitable[None]]) -> None:
+        """Ask the author and check the reply, with a new attempt after each rejection. Raises
+        Rejected."""
+        for remaining in reversed(range(self._config.revisions + 1)):
+            reply = await self._author.ask(self._messages, purpose=purpose)
+            self._messages.append(reply.message())
             try:
                 try:
-                    return await hold(said)
+                    return await hold(reply)
                 except RecursionError as error:
-                    raise Refused("solution", "an answer or a result is nested too deep") from error
-            except Refused as refused:
-                if not left:
+                    raise Rejected(
+                        "solution", "an answer or result is nested too deeply"
+                    ) from error
+            except Rejected as refused:
+                if not remaining:
                     raise
                 self.drafts.append(refused)
                 self._messages.append(prompts.refused(refused.gate, refused.reason))
 
-    async def _first_tools(self, said: Said) -> None:
-        files = {**self._files, "tools.py": sections(said, ("tools",))["tools"]}
+    async def _first_tools(self, reply: AuthorReply) -> None:
+        files = {**self._files, "tools.py": sections(reply, ("tools",))["tools"]}
         self._write(files, [])
         self._specs = await gates.typed(self._rooms, self._path)
         self._files = files
 
-    async def _step(self, said: Said) -> None:
+    async def _step(self, reply: AuthorReply) -> None:
         number = len(self._tasks)
-        found = sections(said, ("question", "solve", "verify"), ("tools",) if number else ())
+        found = sections(reply, ("question", "solve", "verify"), ("tools",) if number else ())
         pieces = {
             "tools.py": found.get("tools", ""),
             "solve.py": renamed(found["solve"], "solve", number),
@@ -186,7 +194,7 @@ class Making:
         self._write(files, [*self._tasks, task])
         if "tools" in found:
             await self._earlier_hold(specs)
-        answer, calls, passed = await hold_to_all(
+        answer, calls, passed = await check_task(
             self._rooms,
             self._path,
             number,
@@ -204,15 +212,13 @@ class Making:
         self._passed.append(passed)
 
     async def _earlier_hold(self, specs: gates.Specs) -> None:
-        """Further tools leave the tasks before as they were."""
+        """Require that new tools do not change the solutions of earlier tasks."""
         for number in range(len(self._tasks)):
             found = await gates.solved(
                 self._rooms, self._path, specs, self._files["solve.py"], number
             )
             if found.answer != self._answers[number]:
-                raise Refused(
-                    "earlier", f"with the further tools, the solution of task {number} is another"
-                )
+                raise Rejected("earlier", f"the new tools change the solution of task {number}")
 
     def _write(self, files: dict[str, str], tasks: list[dict[str, Any]]) -> None:
         for name, text in files.items():
@@ -239,8 +245,8 @@ class Making:
         )
 
 
-async def hold_to_all(
-    rooms: Rooms,
+async def check_task(
+    rooms: GeneralSandboxes,
     path: Path,
     number: int,
     *,
@@ -251,10 +257,12 @@ async def hold_to_all(
     reference: Reference,
     seed: int,
 ) -> tuple[Any, int, int]:
-    """Task `number` of a folder through every gate. earlier: answers of the tasks before; before:
-    attempts that passed at the last of them. Returns the solution's answer, its number of calls,
-    and how many attempts pass. Raises Refused, and RecursionError for an answer, or what a tool
-    returns, that is nested too deep to be looked at."""
+    """Pass task `number` of a folder through every gate.
+
+    `earlier` are the answers of earlier tasks and `before` the attempts that passed at the last of
+    them. Returns the solution's answer, its number of calls, and the passing attempts. Raises
+    Rejected, and RecursionError for values nested too deeply.
+    """
     solved = await gates.solved(rooms, path, specs, solution, number)
     again = await gates.solved(rooms, path, specs, solution, number, seed=seed + 1)
     await gates.verified(rooms, path, number, solved.answer, again.answer)
@@ -281,4 +289,94 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _put(path: Path, data: bytes) -> None:
     path.write_bytes(data)
-    path.chmod(0o644)  # where Keel runs as root, the sandbox is a user of its own
+    path.chmod(0o644)  # as root, Keel runs the sandbox as another user
+
+
+@runtime_checkable
+class Reference(Protocol):
+    """Measures the difficulty of a task."""
+
+    name: str
+
+    async def passed(self, rooms: GeneralSandboxes, environment: Path, number: int) -> int:
+        """Return how many of `rooms.config.attempts` attempts pass."""
+        ...
+
+
+class Policy:
+    """A model that solves tasks with the tools."""
+
+    def __init__(self, author: Author) -> None:
+        self.name, self._author = author.name, author
+
+    async def passed(self, rooms: GeneralSandboxes, environment: Path, number: int) -> int:
+        tries = range(rooms.config.attempts)
+        return sum(
+            await gather_or_cancel(*(self._passes(rooms, environment, number) for _ in tries))
+        )
+
+    async def _passes(self, rooms: GeneralSandboxes, environment: Path, number: int) -> bool:
+        try:
+            async with general(rooms, environment, number) as (hosted, opening):
+                worked = await work(
+                    self._author,
+                    opening.messages,
+                    tools=opening.tools,
+                    call=partial(hosted.call, timeout_s=rooms.config.call_s),
+                    most_turns=rooms.config.max_turns,
+                    purpose="attempt",
+                )
+                verdict = await hosted.verdict(
+                    Transcript(messages=worked.messages, finish_reason="stop")
+                )
+        except EnvironmentLost as error:
+            if error.during == "parent":
+                raise
+            return False  # because of its calls
+        return not isinstance(verdict, Unscored) and verdict.parts["correct"] == 1.0
+
+
+_HEADING = re.compile(
+    r"^#+[ \t]*`?([a-z]+)(?:\.py|\.md)?`?[ \t]*:?[ \t]*$", re.MULTILINE | re.IGNORECASE
+)
+_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+GATE = "form"
+
+
+def sections(
+    reply: AuthorReply, expected: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the first code block below each heading, or the text if there is none.
+
+    Raises Rejected for a reply without a required section.
+    """
+    if reply.cut:
+        raise Rejected(GATE, "the reply was cut off by author.max_tokens or the context; be brief")
+    text = _outside_blocks(reply.content)
+    known = {*expected, *optional}
+    heads = [found for found in _HEADING.finditer(text) if found[1].lower() in known]
+    found: dict[str, str] = {}
+    for n, head in enumerate(heads):
+        end = heads[n + 1].start() if n + 1 < len(heads) else len(text)
+        body = reply.content[head.end() : end]
+        block = _BLOCK.search(body)
+        found[head[1].lower()] = (block[2] if block else body).strip() + "\n"
+    for name in expected:
+        if not found.get(name, "").strip():
+            raise Rejected(GATE, f"the reply has no section under a heading `## {name}`")
+    return {name: body for name, body in found.items() if body.strip()}
+
+
+def _outside_blocks(text: str) -> str:
+    """Blank the code blocks, so that comments in code are not read as headings."""
+    return _BLOCK.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+
+
+def renamed(source: str, name: str, number: int) -> str:
+    """Rename the only function `name` to the name of task `number`. Raises Rejected."""
+    changed, count = re.subn(
+        rf"^def {name}(?=\s*\()", f"def {name}_{number}", source, flags=re.MULTILINE
+    )
+    if count != 1:
+        raise Rejected(GATE, f"`## {name}` must define one function `def {name}(…)`, has {count}")
+    return changed

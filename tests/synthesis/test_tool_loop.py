@@ -6,8 +6,8 @@ import asyncio
 
 from keel.agents.types import ToolResult
 from keel.rl.turns import Malformed, ToolCall, ToolSpec
-from keel.synthesis.author import Said
-from keel.synthesis.work import Worked, work
+from keel.synthesis.author import AuthorReply
+from keel.synthesis.tool_loop import ToolLoopResult, work
 from tests.synthesis.authors import ScriptedAuthor
 
 ADD = ToolSpec(
@@ -22,7 +22,9 @@ ADD = ToolSpec(
 )
 
 
-def worked(*script: Said | str, most_turns: int = 5) -> tuple[Worked, list[ToolCall]]:
+def worked(
+    *script: AuthorReply | str, most_turns: int = 5
+) -> tuple[ToolLoopResult, list[ToolCall]]:
     ran: list[ToolCall] = []
 
     async def call(one: ToolCall) -> ToolResult:
@@ -46,30 +48,30 @@ def add(a: object, number: str = "1") -> ToolCall:
     return ToolCall(call_id=number, name="add", arguments={"a": a})
 
 
-def results(done: Worked) -> list[str]:
+def results(done: ToolLoopResult) -> list[str]:
     return [message["content"] for message in done.messages if message["role"] == "tool"]
 
 
 def test_it_calls_until_it_has_an_answer() -> None:
     broken = Malformed(call_id="3", text="add(", why="no JSON")
     done, ran = worked(
-        Said(content="", calls=(add(1), add("one", "2"), broken)),
-        Said(content="", calls=(add(13),)),
+        AuthorReply(content="", calls=(add(1), add("one", "2"), broken)),
+        AuthorReply(content="", calls=(add(13),)),
         "two",
     )
     assert [one.arguments["a"] for one in ran] == [1, 13]
     first, second, third, fourth = results(done)
     assert first == "2" and "'one' is not of type 'integer' (at $.a)" in second
-    assert third == "error: this is no call: no JSON" and fourth == "error: 14"
+    assert third == "error: malformed call: no JSON" and fourth == "error: 14"
     assert (done.ended, done.answer) == ("stop", "two")
     asked = [message for message in done.messages if message.get("tool_calls")]
     assert [one["id"] for one in asked[0]["tool_calls"]] == ["1", "2", "3"]
 
 
 def test_what_else_ends_it() -> None:
-    assert worked(Said(content="", calls=(add(99), add(1))))[0].ended == "done"
-    cut, ran = worked(Said(content="I th", calls=(add(1),), cut=True))
+    assert worked(AuthorReply(content="", calls=(add(99), add(1))))[0].ended == "done"
+    cut, ran = worked(AuthorReply(content="I th", calls=(add(1),), cut=True))
     assert cut.ended == "length" and not ran
-    forever = [Said(content="", calls=(add(1),))] * 9
+    forever = [AuthorReply(content="", calls=(add(1),))] * 9
     done, ran = worked(*forever, most_turns=3)
     assert (done.ended, done.answer, len(ran)) == ("turns", "", 3)

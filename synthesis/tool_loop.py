@@ -1,5 +1,4 @@
-"""A model at work with tools, turn by turn, until it has nothing more to call: the set-up agent, an
-author who looks things up, an agent who tries to answer."""
+"""A model that calls tools turn by turn: set-up agents, authors and answerers."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worked:
-    """What came of it."""
+class ToolLoopResult:
+    """Result of a tool loop."""
 
     messages: tuple[Message, ...]
-    """All of them, those it was given too."""
+    """All messages, including the initial ones."""
     ended: Literal["stop", "done", "turns", "length"]
-    """It called nothing more; a tool said so; it had no more turns; its last reply was cut off."""
+    """Reason of the end: no more calls, a tool said it is done, no turns left, or a cut reply."""
 
     @property
     def answer(self) -> str:
-        """Its last words."""
+        """Text of the last assistant message."""
         last = self.messages[-1]
         return str(last.get("content") or "") if last["role"] == "assistant" else ""
 
@@ -41,36 +40,40 @@ async def work(
     call: Call,
     most_turns: int,
     purpose: str,
-) -> Worked:
-    """call: runs one whose arguments fit its tool's schema, within a deadline of its own; what does
-    not fit is answered with what is wrong. Raises what `author` and `call` raise."""
+) -> ToolLoopResult:
+    """Run a model with tools until it stops.
+
+    `call` runs a call whose arguments match the tool's schema, with its own timeout; other calls
+    are answered with an error. Raises the errors of `author` and `call`.
+    """
     said, schemas = list(messages), arguments_of(tools)
     for _ in range(most_turns):
         reply = await author.ask(said, purpose=purpose, tools=tools)
         said.append(reply.message())
         if reply.cut:
-            return Worked(messages=tuple(said), ended="length")
+            return ToolLoopResult(messages=tuple(said), ended="length")
         if not reply.calls:
-            return Worked(messages=tuple(said), ended="stop")
+            return ToolLoopResult(messages=tuple(said), ended="stop")
         for one in reply.calls:
             result = await _result(one, schemas, call)
             said.append({"role": "tool", "tool_call_id": one.call_id, "content": result.text})
             if result.done:
-                return Worked(messages=tuple(said), ended="done")
-    return Worked(messages=tuple(said), ended="turns")
+                return ToolLoopResult(messages=tuple(said), ended="done")
+    return ToolLoopResult(messages=tuple(said), ended="turns")
 
 
 async def _result(one: ToolCall | Malformed, schemas: Arguments, call: Call) -> ToolResult:
     if isinstance(one, Malformed):
-        return ToolResult(text=f"error: this is no call: {one.why}", failed=True)
+        return ToolResult(text=f"error: malformed call: {one.why}", failed=True)
     if complaint := schemas.complaint(one):
         return ToolResult(text=f"error: {complaint}", failed=True)
     result = await call(one)
     return ToolResult(text=f"error: {result.text}") if result.failed else result
 
 
-async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """The results of all. What one raises ends the others, which would go on to spend tokens."""
+async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Return all results. If one raises, the others are cancelled, because they would go on
+    spending tokens."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -81,8 +84,8 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
         raise
 
 
-def spec_of(given: Mapping[str, Any]) -> ToolSpec:
-    """Of a tool as environments have it."""
+def tool_spec_of(value: Mapping[str, Any]) -> ToolSpec:
+    """Return the spec of an environment's tool."""
     return ToolSpec(
-        name=given["name"], description=given["description"], parameters=given["parameters"]
+        name=value["name"], description=value["description"], parameters=value["parameters"]
     )

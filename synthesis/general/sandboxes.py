@@ -1,4 +1,4 @@
-"""The sandboxes that everything an author wrote runs in."""
+"""Sandboxes for the author's code."""
 
 from __future__ import annotations
 
@@ -18,30 +18,28 @@ from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt
-from keel.synthesis.ledger import Refused
+from keel.synthesis.ledger import Rejected
 
 PACKAGE = "keel.agents.environments.general"
 MEMORY_MIB = 2048
 STARTING = 8
-"""Sandboxes that start at the same time."""
+"""Sandboxes that may start at the same time."""
 SLACK_S = 30.0
-"""On top of the deadlines inside, for a machine that is busy."""
+"""Added to the inner timeouts for a busy machine."""
 
 
-class Rooms:
-    """A context. Every sandbox sees the folder `making`, and writes to nothing outside itself."""
+class GeneralSandboxes:
+    """Sandboxes that read the folder `making` only. Use as an async context."""
 
     def __init__(self, making: Path, config: GeneralConfig) -> None:
-        """Raises ConfigError where this machine has no sandbox."""
+        """Raises ConfigError if this machine has no sandbox."""
         self.making, self.config = making, config
         making.mkdir(parents=True, exist_ok=True)
-        making.chmod(0o755)  # where Keel runs as root, the sandbox is a user of its own
+        making.chmod(0o755)  # as root, Keel runs the sandbox as another user
         try:
             wrap = environment_wrap("bubblewrap", memory_mib=MEMORY_MIB, processes=64, knob="")
         except IsolationError as error:
-            raise ConfigError(
-                f"family = general: what authors write runs in a sandbox alone: {error}"
-            ) from error
+            raise ConfigError(f"family = general needs a sandbox: {error}") from error
         assert wrap is not None
         self._wrap = wrap
         self._starting = asyncio.Semaphore(STARTING)
@@ -80,7 +78,7 @@ class Rooms:
         hash_seed: int | None = None,
         seed: int = 0,
     ) -> AsyncGenerator[tuple[Hosted, Opening]]:
-        """An environment of the package and its opening. hash_seed: another than others have.
+        """Yield an environment of the package and its opening, optionally with its own hash seed.
         Raises EnvironmentLost."""
         program = self._program(target, arguments or {}, hash_seed)
         parent = self._parent if hash_seed is None else None
@@ -108,8 +106,11 @@ class Rooms:
         hash_seed: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """Call a method of `checks.AuthorWorkshop` on an environment. each_s: seconds for each of
-        the `times` that it runs the author's code. Raises Refused by `gate` if that code fails."""
+        """Call a method of `checks.AuthorWorkshop` on an environment.
+
+        `each_s` is the timeout of each of the `times` executions of the author's code. Raises
+        Rejected by `gate` if that code fails.
+        """
         called = ToolCall(call_id="c", name=name, arguments=dict(arguments or {}))
         reward = {"environment": str(environment), "within_s": each_s}
         with lost_to(gate):
@@ -118,12 +119,12 @@ class Rooms:
             ) as (hosted, _):
                 result = await hosted.call(called, timeout_s=times * each_s + SLACK_S)
         if result.failed:
-            raise Refused(gate, result.text.removeprefix("Refused: "))
+            raise Rejected(gate, result.text.removeprefix("Rejected: "))
         return json.loads(result.text)
 
 
 class lost_to:
-    """What ends a sandbox is the doing of the code in it: Refused by `gate`."""
+    """Turns the loss of a sandbox into a rejection by `gate`, because the code in it caused it."""
 
     def __init__(self, gate: str) -> None:
         self._gate = gate
@@ -132,4 +133,4 @@ class lost_to:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, EnvironmentLost) and error.during != "parent":
-            raise Refused(self._gate, error.detail) from error
+            raise Rejected(self._gate, error.detail) from error

@@ -12,7 +12,7 @@ import pytest
 from keel.configs.schema import EnvironmentConfig, SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
-from keel.synthesis.ledger import Refused
+from keel.synthesis.ledger import Rejected
 from tests.synthesis.search.agents import EVIDENCE, Agents, World, world_of
 
 REQUEST = "Explain to a visitor how the bridge, its designer and the society are connected."
@@ -60,5 +60,5 @@ def test_a_request_with_a_rubric(tmp_path: Path) -> None:
     ],
 )
 def test_what_its_gates_refuse(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(Rejected, match=why.partition(":")[0]):
         made(tmp_path, **changes)
