@@ -286,11 +286,11 @@ def heavy(arguments: argparse.Namespace) -> int:
         # The build of torch beside it may be one for CUDA, which would promise GPUs to an engine
         # that has none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from keel.model.imports import compiled_anew, heavy_imports  # noqa: PLC0415
+    from keel.model.imports import heavy_imports, missing_bytecode  # noqa: PLC0415
 
     with waiting("loading libraries (torch, Ray, transformers)", "libraries"), heavy_imports():
         from keel.commands.dispatch import run  # noqa: PLC0415  torch, Ray, transformers: seconds
-    if slow := compiled_anew(sys.modules["torch"]):
+    if slow := missing_bytecode(sys.modules["torch"]):
         print(f"keel: {slow}", file=sys.stderr)
 
     if arguments.command == "judge":

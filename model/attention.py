@@ -1,10 +1,9 @@
-"""Attention over packed segments: a token attends to the earlier tokens of its own segment only,
-and to the segment that its own one follows.
+"""Attention over packed segments: tokens attend within their segment and the one that it follows.
 
-The network sees one row of N tokens, so embeddings, experts and routes need no padding and no
-second layout. Only the attention operator knows where segments end. It is registered with
-transformers' attention interface, which hands it the keyword `segments` of the model's forward;
-no mask of N × N entries is ever built.
+The network gets one row of N tokens, so embeddings, experts and routes need neither padding nor a
+second layout. Only the attention operator knows the segments. It is registered with transformers'
+attention interface, which passes it the keyword `segments` of the model's forward; no mask of
+N × N entries is built.
 """
 
 from __future__ import annotations
@@ -31,41 +30,39 @@ from keel.model.torch_internals import varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
 NAME, NAME4 = "keel_packed", "keel_packed_4"
-"""Names of this attention in transformers' registry: with PyTorch's kernels, and with
-FlashAttention-4's (`keel.model.layers.flash4`). Without "flash", by which transformers would take
-them for its own."""
+"""Names in transformers' registry, for PyTorch's and FlashAttention-4's kernels. They must not
+contain "flash", by which transformers recognises its own implementations."""
 
-SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
-"""transformers 5.19's and 5.17's name of what `keel.model.sparse` computes."""
-SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", *SPARSE_LAYERS})
-UNKNOWN = {"softcap": "a cap on attention scores", "s_aux": "learned attention sinks"}
-"""Keyword with which transformers asks an attention function for more than softmax attention →
-what it asks for."""
-FILL = 0.8
-"""A padded block holds segments of at least this share of its longest one."""
+_SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
+"""Layer types of sparse attention in transformers 5.19 and 5.17."""
+_SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", *_SPARSE_LAYERS})
+_UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "learned attention sinks"}
+"""Keywords of transformers' attention functions for features that are not supported."""
+_FILL = 0.8
+"""Minimum length of segments in a padded block, relative to the longest one."""
 
 _VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where the segments of a packed row lie, and the same tokens as right-padded blocks."""
+    """Segments of a packed row, and their layout as right-padded blocks."""
 
     offsets: Tensor
-    """[S+1] int32: segment s is tokens offsets[s] … offsets[s+1]−1."""
+    """[S+1] int32; segment s has the tokens offsets[s] … offsets[s+1]−1."""
     longest: int
     blocks: tuple[tuple[int, int], ...]
-    """(segments, tokens each) of the padded blocks, one after the other in M padded rows."""
+    """(segments, padded length) of each block, concatenated in M padded rows."""
     token_of_row: Tensor
-    """[M] packed token in each padded row; 0 where the row is padding."""
+    """[M] packed token of each padded row; 0 for padding."""
     row_of_token: Tensor
     """[N] padded row of each packed token."""
     lengths: tuple[int, ...]
-    """[S]"""
+    """[S] segment lengths."""
     group: ProcessGroup | None = None
-    """Ranks that each hold an equal part of the row's tokens (`keel.model.ulysses`)."""
+    """Ranks that split the row (`keel.model.ulysses`)."""
     contexts: Contexts | None = None
-    """What the segments attend to, where some follow others; None: each to itself alone."""
+    """Contexts of the segments, if some follow others; None: each attends to itself."""
 
     @staticmethod
     def of(
@@ -74,8 +71,10 @@ class Segments:
         group: ProcessGroup | None = None,
         follows: Sequence[int] | None = None,
     ) -> Segments:
-        """Segments of these lengths, laid end to end. Similar lengths share a padded block.
-        follows: as in `keel.rl.packing.MicroBatch`."""
+        """Build concatenated segments; similar lengths share a padded block.
+
+        follows: see `keel.rl.packing.MicroBatch`.
+        """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"packed segments: lengths must be at least 1, got {list(lengths)}")
         sizes = torch.as_tensor(lengths)
@@ -106,25 +105,23 @@ class Segments:
 
 
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
-    """Make `model` attend inside `segments` (a keyword of its forward) only. flash4: by
-    FlashAttention-4's kernels, which must be there (`keel.model.layers.flash4.missing`), for all of
-    its heads (`keel.model.layers.flash4.disagreement`).
+    """Make `model` attend within `segments`, a keyword of its forward.
 
-    Raises `ValueError` for a model whose layers would silently mix segments or ignore this.
+    flash4: use FlashAttention-4, after `keel.model.layers.flash4.missing` and `disagreement` found
+    no problem. Raises `ValueError` for a model whose layers would mix segments.
     """
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
     kinds = set(getattr(config, "layer_types", None) or older or ["full_attention"])
-    if not kinds <= SUPPORTED_LAYERS:
+    if not kinds <= _SUPPORTED_LAYERS:
         raise ValueError(
-            f"model of type {config.model_type}: layers of kind {sorted(kinds - SUPPORTED_LAYERS)} "
-            "carry state from one packed segment into the next; only full and sliding attention "
-            "can be trained"
+            f"{config.model_type}: layers of type {sorted(kinds - _SUPPORTED_LAYERS)} would mix "
+            "packed segments. Only full, sliding and sparse attention can be trained"
         )
     if not model.is_backend_compatible():
         raise ValueError(
-            f"model of type {config.model_type}: its attention does not go through transformers' "
-            "attention interface, so packed segments would see each other"
+            f"{config.model_type}: attention does not use transformers' attention interface, so it "
+            "would mix packed segments"
         )
     AttentionInterface.register(NAME, packed_attention)
     AttentionInterface.register(NAME4, packed_attention4)
@@ -132,19 +129,20 @@ def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> Non
 
 
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Called from a compiled layer, not a part of its graph."""
+    """Exclude a function from the graphs of compiled layers."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of activation checkpointing that keeps what attention on GPUs gave, so that it
-    is not computed again: other than the rest of a layer it takes the square of a context's length,
-    and no more memory."""
+    """`context_fn` of activation checkpointing that saves attention outputs on GPUs.
+
+    Attention takes quadratic time, unlike the rest of a layer, but no more memory.
+    """
     return create_selective_checkpoint_contexts([varlen_operator(), operator4()])
 
 
 class UnsupportedAttention(ValueError):
-    """What a model asks of its attention and packed rows cannot give."""
+    """A model needs attention that packed rows do not support."""
 
 
 def packed_attention(
@@ -161,10 +159,10 @@ def packed_attention(
     kernels: Callable[..., Tensor] | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """transformers attention function: causal inside each segment.
+    """Attention function for transformers: causal within each segment.
 
-    query [1, Hq, N, D]; key and value [1, Hkv, N, D]. Returns ([1, N, Hq, Dv], None). Where the row
-    is cut over ranks, N is this rank's part of it. kernels: `attend` by default.
+    query [1, Hq, N, D]; key and value [1, Hkv, N, D]. Returns ([1, N, Hq, Dv], None). With sequence
+    parallelism, N is this rank's part of the row. kernels: `attend` by default.
     """
     if segments is None:
         raise UnsupportedAttention(
@@ -172,28 +170,26 @@ def packed_attention(
         )
     if attention_mask is not None:
         raise UnsupportedAttention(
-            f"attention {NAME!r} of {type(module).__name__}: attention by a mask that the model "
-            "computes is not supported"
+            f"{type(module).__name__} uses an attention mask, which packed rows do not support"
         )
-    unknown = [name for name in UNKNOWN if unused.get(name) is not None]
+    unsupported = [name for name in _UNSUPPORTED if unused.get(name) is not None]
     causal = getattr(module, "is_causal", True)
-    if unknown or dropout or not causal:
-        # Texts are built here alone: a compiled layer cannot trace them.
-        parts = [f"{UNKNOWN[name]} ({name})" for name in unknown]
+    if unsupported or dropout or not causal:
+        # Built only in this branch, because a compiled layer cannot trace text.
+        parts = [f"{_UNSUPPORTED[name]} ({name})" for name in unsupported]
         parts += [f"dropout of {dropout}"] * (dropout > 0)
         parts += ["attention to later tokens"] * (not causal)
         raise UnsupportedAttention(
-            f"{type(module).__name__} has {' and '.join(parts)}, which attention over packed "
-            "segments does not compute here"
+            f"{type(module).__name__} has {' and '.join(parts)}, which packed rows do not support"
         )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
     kernels = kernels or attend
-    operator = kernels if segments.group is None else _spread(kernels)
+    operator = kernels if segments.group is None else _sequence_parallel(kernels)
     return operator(query, key, value, segments, scaling, sliding_window)[None], None
 
 
 def packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    """`packed_attention` by FlashAttention-4."""
+    """`packed_attention` with FlashAttention-4."""
     return packed_attention(*args, **options, kernels=_attend4)
 
 
@@ -205,7 +201,7 @@ def attend(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attention of a whole row: query [N, Hq, D]; key and value [N, Hkv, D] → [N, Hq, Dv]."""
+    """Attend over a whole row: query [N, Hq, D]; key and value [N, Hkv, D] → [N, Hq, Dv]."""
     operator = _varlen if _has_flash(query, value) else _padded
     return operator(query, key, value, segments, scaling, window)
 
@@ -218,15 +214,16 @@ def _attend4(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """The same by FlashAttention-4."""
     key, value, offsets, longest = _keys(key, value, segments)
-    own = segments.offsets, segments.longest
-    return attend4(query, key, value, *own, scaling, window, offsets, longest)
+    ends = segments.offsets, segments.longest
+    return attend4(query, key, value, *ends, scaling, window, offsets, longest)
 
 
 def _keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, int]:
-    """What each segment attends to, side by side: keys, values, offsets, tokens of the longest. A
-    segment's queries are the last of them, as flash attention takes it of fewer queries."""
+    """Return contiguous keys and values of all contexts, their offsets and the longest length.
+
+    A segment's queries are the last positions of its context, as flash attention assumes.
+    """
     if (contexts := segments.contexts) is None:
         return key, value, segments.offsets, segments.longest
     return contexts.spread(key), contexts.spread(value), contexts.offsets, contexts.longest
@@ -245,13 +242,12 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Flash attention over offsets. Part of a compiled layer's graph: nothing here looks at
-    numbers that differ from row to row."""
-    # Older ones take fewer heads of keys and values without being told.
+    """Flash attention over offsets; compiled with its layer, so it depends on no row's values."""
+    # Older versions infer grouped heads.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
     key, value, offsets, longest = _keys(key, value, segments)
-    # A window of w tokens, the token itself included, reaches w − 1 back.
+    # A window of w tokens includes the token itself.
     reach = (-1 if window is None else window - 1, 0)
     output = varlen_attn(
         query,
@@ -265,11 +261,11 @@ def _varlen(
         window_size=reach,
         **options,
     )
-    assert isinstance(output, Tensor)  # and not with statistics
+    assert isinstance(output, Tensor)  # without statistics
     return output
 
 
-@uncompiled  # blocks differ from row to row
+@uncompiled  # blocks differ between rows
 def _padded(
     query: Tensor,
     key: Tensor,
@@ -278,11 +274,10 @@ def _padded(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Plain attention over right-padded blocks: padding is later than every real token of its
-    segment, so under the causal mask no real token sees it."""
+    """Attend over right-padded blocks; the causal mask hides padding from all real tokens."""
     if (contexts := segments.contexts) is not None:
         query, key, value = (contexts.spread(x) for x in (query, key, value))
-        whole = _laid_out(contexts.lengths, query.device)
+        whole = _whole_contexts(contexts.lengths, query.device)
         return _padded(query, key, value, whole, scaling, window).index_select(0, contexts.places)
     rows = segments.token_of_row
     padded = [x.index_select(0, rows) for x in (query, key, value)]
@@ -310,16 +305,16 @@ def _padded(
 
 
 @lru_cache(maxsize=2)
-def _laid_out(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Whole contexts, for all layers of a micro-batch, in whatever mode it is asked for."""
+def _whole_contexts(lengths: tuple[int, ...], device: torch.device) -> Segments:
+    """Build separate contexts, cached for all layers of a micro-batch and for any grad mode."""
     with torch.inference_mode(False):
         return Segments.of(lengths, device)
 
 
-def _spread(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`operator` on all tokens and this rank's heads, for a row that is cut over ranks."""
+def _sequence_parallel(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Run `operator` on all tokens with this rank's heads, for a row that is split over ranks."""
 
-    @uncompiled  # ranks exchange what they have
+    @uncompiled  # collectives
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
         assert segments.group is not None
         query, key, value = heads_for_tokens(query, key, value, segments.group)
@@ -329,11 +324,11 @@ def _spread(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _similar(order: Tensor, sizes: Tensor) -> list[Tensor]:
-    """Runs of `order` (longest first) whose sizes differ by less than `FILL` allows."""
+    """Split `order` (longest first) into runs of similar sizes, see `_FILL`."""
     ranked = sizes[order]
     runs, start = [], 0
     while start < len(order):
-        stop = int((ranked >= FILL * ranked[start]).sum())
+        stop = int((ranked >= _FILL * ranked[start]).sum())
         runs.append(order[start:stop])
         start = stop
     return runs

@@ -1,4 +1,4 @@
-"""Copies to a GPU that the host does not wait for."""
+"""Non-blocking copies to a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """`tensor` of host memory on `device`. A copy from pageable memory would wait until the GPU has
-    done all it was given before."""
+    """Copy `tensor` from host memory to `device` without waiting for queued GPU work."""
     device = torch.device(device)
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()

@@ -1,4 +1,4 @@
-"""Nothing random in the network: dropout and router jitter of a family's config stay out of RL."""
+"""Disables dropout and router jitter."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _NOISE = re.compile(r"drop|jitter")
 _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def switch_off_noise(model: nn.Module) -> None:
-    """Have `model` compute the same in train mode as in eval mode.
+def disable_dropout(model: nn.Module) -> None:
+    """Make `model` deterministic in train mode.
 
-    The rollout engine samples without dropout, so a trainer with it would see ratios other than 1
-    on policy, and gradients of another policy. Train mode itself has to stay: transformers
-    recomputes activations in no other. `model.config`, which exports write, is left as it is.
+    The rollout engine samples without dropout; with it, the trainer's ratios would not be 1 on
+    policy. Train mode is still needed, because transformers recomputes activations only in it. Does
+    not change `model.config`, which is exported.
     """
     for module in model.modules():
         if isinstance(module, _DROPOUTS):

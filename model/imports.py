@@ -1,4 +1,4 @@
-"""Imports of the large libraries, without the garbage collector and what they drag along."""
+"""Faster imports of large libraries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from types import ModuleType
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Around imports at the start of a process.
+    """Disable the garbage collector during imports, and exempt their objects afterwards.
 
-    torch, transformers and vLLM make half a million objects while they are imported, and all of
-    them stay: looking for garbage among them is a fifth of that time, and most of that of every
-    full collection to come, so that none looks at them again.
+    torch, transformers and vLLM create half a million permanent objects. Collecting among them
+    takes a fifth of the import time, and most of the time of later full collections.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -32,8 +31,7 @@ def heavy_imports() -> Iterator[None]:
 
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
-    """Around the import of a library that takes others along where it finds them, and which nobody
-    here needs from it: meanwhile these are not installed. One that is loaded already stays."""
+    """Hide optional dependencies while a library is imported; loaded modules stay."""
     hidden = [name for name in names if name not in sys.modules]
     modules: dict[str, object] = vars(sys)["modules"]
     modules.update(dict.fromkeys(hidden))  # None: `import` raises ModuleNotFoundError
@@ -44,21 +42,20 @@ def not_found(*names: str) -> Iterator[None]:
             del modules[name]
 
 
-def compiled_anew(library: ModuleType) -> str:
-    """What to say of a library that has just been imported, and whose bytecode Python has not
-    kept: it compiles the source again in every process. "" where it has."""
+def missing_bytecode(library: ModuleType) -> str:
+    """Return a warning if Python could not cache the bytecode of an imported library, or ""."""
     spec = library.__spec__
     if spec is None or spec.cached is None or Path(spec.cached).exists():
         return ""
-    # It would be there now if Python could have kept it.
+    # The import would have written it if possible.
     forbidden, packages = sys.dont_write_bytecode, Path(str(spec.origin)).parents[1]
-    why = "PYTHONDONTWRITEBYTECODE is set" if forbidden else "it cannot be written"
+    reason = "PYTHONDONTWRITEBYTECODE is set" if forbidden else "it cannot be written"
     command = shlex.join([sys.executable, "-m", "compileall", "-q", "-j", "0", str(packages)])
-    cure = f"Once: {command}"
+    fix = f"Run once: {command}"
     if not os.access(packages, os.W_OK):
         unset = "unset PYTHONDONTWRITEBYTECODE, and " if forbidden else ""
-        cure = f"To keep it elsewhere, {unset}set PYTHONPYCACHEPREFIX to a folder of your own"
+        fix = f"To cache it elsewhere, {unset}set PYTHONPYCACHEPREFIX to a writable folder"
     return (
-        f"the bytecode of {library.__name__} is not kept ({why}): every process compiles it again, "
-        f"seconds of each start. {cure}"
+        f"the bytecode of {library.__name__} is not cached ({reason}), so every process spends "
+        f"seconds to compile it. {fix}"
     )

@@ -1,4 +1,4 @@
-"""Models and tokenizers by path, facts about a model, and weights under their checkpoint names."""
+"""Loading of models and tokenizers, facts about a model, and weights by checkpoint name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from keel.configs.schema import ConfigError
-from keel.model.config_file import MOST_BYTES, check_config, one_line
+from keel.model.config_file import MAX_BYTES, check_config, one_line
 from keel.model.hub import (
     KNOWN,
     check_folder,
@@ -49,52 +49,50 @@ Whole = Callable[[Named], AbstractContextManager[Named]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a model's configuration says, without its weights."""
+    """Facts about a model from its config, without weights."""
 
     architecture: str
     layers: int
     moe_layer_ids: tuple[int, ...]
-    """Which of the layers hold experts; the others are dense."""
+    """Indices of MoE layers; the others are dense."""
     experts: int
-    """Routed experts of a MoE layer; 0: the model is dense."""
+    """Routed experts per MoE layer; 0 for a dense model."""
     experts_per_token: int
     vocab_size: int
     hidden_size: int
     attention_heads: int
-    """Of the query; those of key and value may be fewer."""
+    """Query heads."""
     max_context: int
     """Tokens."""
     parameters: int
-    """A tied embedding counts once."""
+    """Total parameters; a tied embedding counts once."""
     active_parameters: int
-    """Parameters that one token meets: all but the experts it is not sent to."""
+    """Parameters per token: all but the experts that it is not routed to."""
     tied: bool
     """The output layer shares the embedding's weights."""
     expert_parameters: int
-    """Parameters of all routed experts; 0: the model is dense."""
+    """Parameters of all routed experts; 0 for a dense model."""
     attention_parameters: int
     attention_width: int
-    """Numbers that the heads of a layer compute with for each token: heads × size of a head."""
+    """Query heads × head size."""
     kv_width: int
-    """Numbers that an engine caches for each token and layer."""
+    """KV cache elements per token and layer."""
     kv_heads: int
-    """Parts that an engine's GPUs can share the cache out in; 1 for a latent cache, which each of
-    them holds whole."""
+    """Key heads, over which tensor parallelism can split the KV cache; 1 for a latent cache."""
     head_size: int = 0
-    """Numbers of a key; 0: the cache is latent."""
+    """Size of a key head; 0 for a latent cache."""
     index_top_k: int = 0
-    """Tokens that the indexer of sparse attention selects; 0: it has none."""
+    """Tokens selected by the indexer of sparse attention; 0 without one."""
     indexer_parameters: int = 0
-    """Of all indexers."""
+    """Parameters of all indexers."""
     full_attention: bool = True
     """See the function `full_attention`."""
     fused_norms: bool = True
-    """RMS norms are one kernel each on a GPU (model/layers/fused.py)."""
+    """RMS norms are single kernels on a GPU (model/layers/fused.py)."""
     fused_experts: bool = True
-    """Experts are Keel's own on a GPU; without meaning for a dense model."""
+    """Experts use Keel's kernels on a GPU; meaningless for a dense model."""
     balance_loss: float = 0.0
-    """Weight of the loss that its configuration has transformers add in training, for experts that
-    are used alike (`output_router_logits`)."""
+    """Weight of the load balancing loss, if the config enables it (`output_router_logits`)."""
 
     @property
     def moe_layers(self) -> int:
@@ -104,22 +102,23 @@ class ModelFacts:
 def load_tokenizer(
     path: str, *, chats: bool = True, chat_template: str = ""
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or hub model. chats: it has to write them. chat_template: by
-    this template, if it is not empty.
+    """Load and check the tokenizer of a local folder or hub model.
+
+    chats: require a chat template, or DeepSeek-V3.2's tokenizer, whose chats are formatted by code.
+    chat_template: replaces the tokenizer's template if not empty.
 
     Raises:
-        ConfigError: there is none at `path`, it has no end-of-turn token, or, with `chats`, no chat
-            template and is not of DeepSeek-V3.2's family, whose chats are written by code; or the
-            template that is given is none.
+        ConfigError: the tokenizer is missing or has no EOS token, or the chat template is missing
+            or unusable.
     """
     check_path(path)
     check_tokenizer_files(path)
     if not Path(path).is_dir() or Path(path, "config.json").is_file():
-        _read_config(path, needed=False)  # transformers reads it with a tokenizer
+        _read_config(path, needed=False)  # transformers reads it, too
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
-    except Exception as error:  # the code of some hundred tokenizers, in its own words
-        raise ConfigError(f"the tokenizer of {path!r} {_unread(error)}") from error
+    except Exception as error:  # tokenizers raise anything
+        raise ConfigError(f"the tokenizer of {path!r} {_load_error(error)}") from error
     if chat_template:
         tokenizer.chat_template = chat_template
     if tokenizer.chat_template:
@@ -128,21 +127,19 @@ def load_tokenizer(
         _try_template(tokenizer)
     if chats and not tokenizer.chat_template and not written_by_code(tokenizer):
         raise ConfigError(
-            f"the tokenizer of {path!r} has no chat template, and chats are asked for. Name the "
-            "tokenizer of an instruction-tuned model of the same family in model.tokenizer, give a "
-            "template (model.chat_template), or have prompts go without (data.sources[].raw: true; "
-            "of sft.sources, source: text has no chats)"
+            f"the tokenizer of {path!r} has no chat template. Set model.tokenizer to an "
+            "instruction-tuned model of the same family, set model.chat_template, or use prompts "
+            "without one (data.sources[].raw: true, or source: text in sft.sources)"
         )
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"the tokenizer of {path!r} has no eos_token: completions would never end"
+            f"the tokenizer of {path!r} has no eos_token, so completions would never end"
         )
     return tokenizer
 
 
 def tokenizer_with(chat_template: str, path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub model that has been checked. chat_template: in place of its
-    own; empty: its own."""
+    """Load a tokenizer that was checked before; chat_template: replaces its own if not empty."""
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if chat_template:
         tokenizer.chat_template = chat_template
@@ -150,40 +147,39 @@ def tokenizer_with(chat_template: str, path: str) -> PreTrainedTokenizerBase:
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError for a chat template that cannot be read or writes no conversation."""
-    asked = [{"role": "user", "content": "Hello."}]
+    """Raise ConfigError for a chat template that cannot render a conversation."""
+    messages = [{"role": "user", "content": "Hello."}]
     try:
-        text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except (TemplateError, TypeError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise ConfigError(f"model.chat_template{line}: {error}; correct the template") from error
+        raise ConfigError(f"model.chat_template{line}: {error}. Correct the template") from error
     if "Hello." not in str(text):
         raise ConfigError(
-            "model.chat_template: does not show what the user says: it has to go through `messages`"
+            "model.chat_template does not render the user's message. It must iterate `messages`"
         )
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The same for tokenizers that give the same ids to texts and to conversations; empty for one
-    without a tokenizer.json."""
+    """Hash what determines the ids of texts and conversations; "" without a tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
-    # Truncation and padding are settings of a caller's.
-    written = json.loads(backend.to_str())
-    content = {key: value for key, value in written.items() if key not in ("truncation", "padding")}
+    # Truncation and padding are settings of the caller.
+    state = json.loads(backend.to_str())
+    content = {key: value for key, value in state.items() if key not in ("truncation", "padding")}
     text = json.dumps([content, tokenizer.chat_template], sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """The causal language model of a local folder or hub model, on the CPU.
+    """Load the causal language model of a local folder or hub model on the CPU.
 
-    `dtype`: of the weights in memory (`torch.bfloat16` or its name).
+    dtype: of the weights in memory (`torch.bfloat16` or its name).
 
     Raises:
-        ConfigError: nothing can be loaded from `path`, it is not a causal language model, or some
-            of its weights are NaN or infinite.
+        ConfigError: it cannot be loaded, is not a causal language model, or has NaN or infinite
+            weights.
     """
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -191,13 +187,13 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"no weights could be loaded from {path!r}: {one_line(error)}") from error
+        raise ConfigError(f"cannot load weights from {path!r}: {one_line(error)}") from error
     for name, parameter in model.named_parameters():
         low, high = torch.aminmax(parameter.detach()) if parameter.numel() else (0.0, 0.0)
         if not math.isfinite(high) or not math.isfinite(low):
             raise ConfigError(
-                f"{path!r}: {name} has numbers that are not finite in {dtype}: the weights are "
-                "damaged, or too large for this type; get them again, or set model.dtype"
+                f"{path!r}: {name} is not finite in {dtype}. Download the weights again, or set "
+                "model.dtype"
             )
     return model
 
@@ -205,26 +201,26 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
 def checkpoint_tensors(
     model: PreTrainedModel, *, whole: Whole | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that `save_pretrained` would write, under the same name, detached.
+    """Yield every tensor that `save_pretrained` would write, by name and detached.
 
-    In memory a layer's experts are one tensor; in a checkpoint each expert has its own. They are
-    taken apart one module at a time, so no more than one module's weights exist twice.
-    A tied weight comes once. `whole`: see `module_tensors`.
+    In memory the experts of a layer are one tensor, in a checkpoint each expert has its own. They
+    are split one module at a time, so only one module's weights exist twice. Tied weights are
+    yielded once. `whole`: see `module_tensors`.
     """
     for own in module_tensors(model, whole=whole):
         yield from as_checkpoint(model, own).items()
 
 
 def as_checkpoint(model: PreTrainedModel, own: Named) -> Named:
-    """One module's own tensors as `save_pretrained` would write them."""
+    """Convert one module's tensors to checkpoint format."""
     return revert_weight_conversion(model, dict(own))
 
 
 def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Iterator[Named]:
-    """The tensors of each module itself, detached, by full name; modules without any are left out.
+    """Yield the tensors of each module (without submodules), detached, by full name.
 
-    `whole`: for weights that are spread over ranks, a context that gives the tensors of one module
-    whole and under transformers' names. Collective, so every rank must then iterate to the end.
+    whole: for weights that are sharded over ranks, a context manager that gathers a module's
+    tensors under transformers' names. It is collective, so all ranks must iterate to the end.
     """
     for part in _own_tensors(model):
         with whole(part) if whole else nullcontext(part) as tensors:
@@ -232,10 +228,10 @@ def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Ite
 
 
 def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
-    """(checkpoint name, tensor) → the tensor in `dtype`, if it holds floats.
+    """Return a function (checkpoint name, tensor) that casts floats to `dtype`.
 
-    What the family keeps in float32 beside weights of any dtype stays as it is. DeepSeek-V3 adds a
-    bias to the scores that choose experts: in bfloat16 most of it would be equal.
+    Weights that the family keeps in float32 are not cast, such as DeepSeek-V3's routing bias, most
+    of which would be equal in bfloat16.
     """
     names = always_float32(model)
     exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None
@@ -249,10 +245,10 @@ def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tens
 
 
 def load_model_config(path: str) -> PreTrainedConfig:
-    """The config.json of a local folder or hub model.
+    """Load the config of a local folder or hub model.
 
     Raises:
-        ConfigError: there is no readable config.json, or it is not a causal language model's.
+        ConfigError: config.json is missing or invalid, or not of a causal language model.
     """
     config = _load_config(path)
     check_causal(config, path)
@@ -263,24 +259,23 @@ _FACTS: dict[str, ModelFacts] = {}
 
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
-    """Facts about the causal language model that `config` describes. Allocates no weights: counts
-    are those of the model on torch's `meta` device, once in a process, which takes half a second.
+    """Compute facts about a causal language model on the meta device, cached in the process.
 
     Raises:
-        ConfigError: a mixture of experts whose experts per token are not found in `config`.
+        ConfigError: the number of experts per token is not in `config`.
     """
     key = as_text(config)
     if key not in _FACTS:
-        _FACTS[key] = _found(config)
+        _FACTS[key] = _compute_facts(config)
     return _FACTS[key]
 
 
 def as_text(config: PreTrainedConfig) -> str:
-    """The same text, the same model."""
+    """Return a text that identifies the model."""
     return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
 
 
-def _found(config: PreTrainedConfig) -> ModelFacts:
+def _compute_facts(config: PreTrainedConfig) -> ModelFacts:
     text = config.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(text)
@@ -322,14 +317,16 @@ def _found(config: PreTrainedConfig) -> ModelFacts:
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the output layer shares the embedding's weights."""
+    """Return whether the output layer shares the embedding's weights."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def full_attention(config: PreTrainedConfig) -> bool:
-    """Whether every layer attends to all earlier tokens, by keys and values of their own: an engine
-    then has one slot of its cache for each token. Not so with windows or a latent cache."""
+    """Return whether all layers attend to all earlier tokens, without windows or a latent cache.
+
+    An engine then has one KV cache slot per token.
+    """
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
     if kinds := getattr(text, "layer_types", None):
@@ -338,25 +335,24 @@ def full_attention(config: PreTrainedConfig) -> bool:
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Named]:
-    """What each module itself adds to the state dict, by full name. Shared tensors come once."""
+    """Yield each module's entries of the state dict by full name; shared tensors once."""
     seen: set[int] = set()
-    saved = model.state_dict(keep_vars=True).keys()  # not all buffers are
+    saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
     for prefix, module in model.named_modules():
-        own: dict[str, Tensor] = dict(module.named_parameters(prefix, recurse=False))
-        own |= {
+        tensors: dict[str, Tensor] = dict(module.named_parameters(prefix, recurse=False))
+        tensors |= {
             name: buffer
             for name, buffer in module.named_buffers(prefix, recurse=False)
             if name in saved
         }
-        fresh = {name: tensor for name, tensor in own.items() if id(tensor) not in seen}
-        seen.update(map(id, own.values()))
+        fresh = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
+        seen.update(map(id, tensors.values()))
         if fresh:
             yield fresh
 
 
 def _cache_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Heads of the key-value cache, its numbers a token and layer, and the mean size of a query's
-    and a value's head."""
+    """Return KV heads, KV cache elements per token and layer, and the mean head size."""
     if latent := getattr(config, "kv_lora_rank", None):  # multi-head latent attention
         rope, nope = config.qk_rope_head_dim, config.qk_nope_head_dim
         return 1, latent + rope, (rope + nope + config.v_head_dim) // 2
@@ -367,8 +363,8 @@ def _cache_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 
 def _balance_loss(config: PreTrainedConfig) -> float:
-    asked = getattr(config, "output_router_logits", False)
-    return float(getattr(config, "router_aux_loss_coef", 0.0)) if asked else 0.0
+    enabled = getattr(config, "output_router_logits", False)
+    return float(getattr(config, "router_aux_loss_coef", 0.0)) if enabled else 0.0
 
 
 def _experts_per_token(config: PreTrainedConfig) -> int:
@@ -377,34 +373,33 @@ def _experts_per_token(config: PreTrainedConfig) -> int:
         if isinstance(value, int):
             return value
     raise ConfigError(
-        f"a {config.model_type} model has experts, but its config.json has none of "
+        f"{config.model_type} has experts, but its config.json has none of "
         f"{', '.join(_TOP_K_NAMES)}"
     )
 
 
-def _unread(error: Exception) -> str:
+def _load_error(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
-            "is code of its own, and Keel runs none that comes with a model; take a model whose "
-            "architecture transformers has"
+            "needs custom code, which Keel does not run. Use a model with an architecture of "
+            "transformers"
         )
     return f"could not be read: {one_line(error)}"
 
 
 def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
-    """The checked content of config.json; empty where there is none and it is not `needed`.
-    Raises ConfigError."""
+    """Read and check config.json; return {} if it is missing and not `needed`."""
     file = Path(path, "config.json")
-    if file.is_file() and file.stat().st_size > MOST_BYTES:
-        raise ConfigError(f"{path!r}: config.json has {file.stat().st_size:,} bytes, not a model's")
+    if file.is_file() and file.stat().st_size > MAX_BYTES:
+        raise ConfigError(f"{path!r}: config.json is too large ({file.stat().st_size:,} bytes)")
     try:
         content, _ = PreTrainedConfig.get_config_dict(path, **hub_options(path))
         if not isinstance(content, dict):
             raise ValueError("config.json is not a mapping")
-    except Exception as error:  # whatever reading a file or asking the hub ends in
+    except Exception as error:  # files and the hub raise anything
         if not needed and isinstance(error, OSError):
             return {}
-        raise ConfigError(f"the configuration of {path!r} {_unread(error)}") from error
+        raise ConfigError(f"the configuration of {path!r} {_load_error(error)}") from error
     if needed or "model_type" in content:
         check_config(path, content)
     return content
@@ -416,22 +411,19 @@ def _load_config(path: str) -> PreTrainedConfig:
     content = _read_config(path)
     kind, coded = content["model_type"], "auto_map" in content
     if kind not in CONFIG_MAPPING and not coded:
-        raise ConfigError(
-            f"{path!r}: models of type {kind} are not known here: transformers has no such. {KNOWN}"
-        )
+        raise ConfigError(f"{path!r}: models of type {kind} are not in transformers. {KNOWN}")
     try:
         return AutoConfig.from_pretrained(path, **hub_options(path))
-    except Exception as error:  # the code of some two hundred families, in its own words
-        raise ConfigError(f"the configuration of {path!r} {_unread(error)}") from error
+    except Exception as error:  # families raise anything
+        raise ConfigError(f"the configuration of {path!r} {_load_error(error)}") from error
 
 
 def check_causal(config: PreTrainedConfig, path: str) -> None:
-    """Known to transformers as a causal model, and not saved as something else."""
-    saved_as = config.architectures or []
-    causal = not saved_as or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved_as)
+    """Raise ConfigError unless `config` is of a causal language model."""
+    names = config.architectures or []
+    causal = not names or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
     if type(config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING or not causal:
         raise ConfigError(
-            f"{path!r} is not a causal language model of text alone (model_type "
-            f"{config.model_type!r}, architectures {saved_as}); name one whose architecture ends "
-            "in ForCausalLM"
+            f"{path!r} is not a text-only causal language model (model_type {config.model_type!r}, "
+            f"architectures {names}). Use one whose architecture ends in ForCausalLM"
         )

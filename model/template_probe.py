@@ -1,4 +1,4 @@
-"""A trial of chat templates under limits: they are programs, and come with a model."""
+"""Runs chat templates under resource limits first: they are programs, and come with a model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 from keel.configs.schema import ConfigError
 
 CPU_S = 10
-"""Processor time for writing a few short conversations, which takes milliseconds."""
+"""CPU time limit; rendering a few short conversations takes milliseconds."""
 WALL_S = 30.0
 MEMORY = 2**30
-"""Bytes beyond what the process has."""
-MOST_TEXT = 2**20
-"""Characters of all of them together."""
-_DONE, _OURS, _MEMORY, _LONG = 0, 1, 3, 4
-"""Exit codes of the process that tries."""
+"""Memory limit in bytes, in addition to what the process already uses."""
+_MAX_TEXT = 2**20
+"""Maximum characters of all conversations."""
+_DONE, _FAILED, _MEMORY, _LONG = 0, 1, 3, 4
+"""Exit codes of the child process."""
 
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 _TOOL = {
@@ -31,35 +31,35 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
-_ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello."}]
-_ANSWERED = [*_ASKED, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-_CALLED = [
-    *_ASKED,
+_QUESTION = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello."}]
+_TURNS = [*_QUESTION, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+_WITH_CALL = [
+    *_QUESTION,
     {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [_CALL]},
     {"role": "tool", "name": "f", "tool_call_id": "c1", "content": "1"},
     {"role": "assistant", "content": "a"},
 ]
-CONVERSATIONS = (_ASKED[1:], _ASKED, _ANSWERED * 4, _CALLED)
+_CONVERSATIONS = (_QUESTION[1:], _QUESTION, _TURNS * 4, _WITH_CALL)
 
 
 def check_template(tokenizer: Any, name: str) -> None:
-    """Write a few conversations with a tokenizer's chat template in a process of its own, with
-    limits on time, memory and text. A template that cannot write them passes.
+    """Render a few conversations in a child process with limits on time, memory and text.
+
+    A template that raises passes.
 
     Raises:
-        ConfigError: it does not end, takes too much memory, or writes too much. `name`: whose
-            template it is.
-        RuntimeError: it could not be tried, for no fault of its own.
+        ConfigError: it exceeds a limit. `name`: source of the template.
+        RuntimeError: the child process failed for another reason.
     """
-    if said := _ended(lambda: sum(map(len, _written(tokenizer)))):
+    if reason := _run_limited(lambda: sum(map(len, _render_all(tokenizer)))):
         raise ConfigError(
-            f"the chat template of {name}: {said} writing a few short conversations. It cannot be "
-            "used; give another (model.chat_template), or take another model"
+            f"the chat template of {name} {reason} for a few short conversations. Set another one "
+            "in model.chat_template, or use another model"
         )
 
 
-def _written(tokenizer: Any) -> Iterator[str]:
-    for conversation in CONVERSATIONS:
+def _render_all(tokenizer: Any) -> Iterator[str]:
+    for conversation in _CONVERSATIONS:
         for tools in (None, [_TOOL]):
             for options in ({}, {"enable_thinking": False, "thinking": False}):
                 try:
@@ -72,51 +72,46 @@ def _written(tokenizer: Any) -> Iterator[str]:
                     )
                 except MemoryError:
                     raise
-                except Exception:  # whoever writes a real conversation says it
+                except Exception:  # rendering a real conversation reports it
                     continue
 
 
-def _ended(count: Callable[[], int]) -> str:
-    """How a process went wrong in which `count` was called, under the limits; empty if it did not.
+def _run_limited(count: Callable[[], int]) -> str:
+    """Run `count` in a forked child under the limits; return how it exceeded them, or "".
 
-    It is a fork, which has the tokenizer at once, and does nothing but pure Python.
+    The fork has the tokenizer without loading it, and runs pure Python only.
     """
     child = os.fork()
     if child == 0:
-        _limited(count)
-    watched = os.pidfd_open(child)
+        _child(count)
+    descriptor = os.pidfd_open(child)
     try:
-        over, _, _ = select.select([watched], [], [], WALL_S)
-        if not over:
+        exited, _, _ = select.select([descriptor], [], [], WALL_S)
+        if not exited:
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     finally:
-        os.close(watched)
+        os.close(descriptor)
     code = os.waitstatus_to_exitcode(status)
-    if code == _DONE:
-        return ""
-    if code == _MEMORY:
-        return f"it takes more than {MEMORY // 2**20:,} MiB"
-    if code == _LONG:
-        return f"it writes more than {MOST_TEXT:,} characters"
-    if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"it takes more than {CPU_S} s"
-    if code == _OURS:
-        raise RuntimeError("chat templates cannot be tried here: the process that tries one failed")
-    return f"its process ended with {code}"
+    if code == _FAILED:
+        raise RuntimeError("the child process that checks chat templates failed")
+    reasons = {_DONE: "", _MEMORY: f"takes more than {MEMORY // 2**20:,} MiB"}
+    reasons[_LONG] = f"writes more than {_MAX_TEXT:,} characters"
+    reasons[-signal.SIGXCPU] = reasons[-signal.SIGKILL] = f"takes more than {CPU_S} s"
+    return reasons.get(code, f"ends its process with {code}")
 
 
-def _limited(count: Callable[[], int]) -> NoReturn:
-    code = _OURS
+def _child(count: Callable[[], int]) -> NoReturn:
+    code = _FAILED
     try:
         for number in (signal.SIGXCPU, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         spent = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
-        _limit(resource.RLIMIT_AS, has + MEMORY, has + MEMORY)
+        _limit(resource.RLIMIT_AS, used + MEMORY, used + MEMORY)
         _limit(resource.RLIMIT_CPU, spent + CPU_S, spent + CPU_S + 1)
         _limit(resource.RLIMIT_CORE, 0, 0)
-        code = _DONE if count() <= MOST_TEXT else _LONG
+        code = _DONE if count() <= _MAX_TEXT else _LONG
     except MemoryError:
         code = _MEMORY
     finally:
@@ -124,8 +119,8 @@ def _limited(count: Callable[[], int]) -> NoReturn:
 
 
 def _limit(kind: int, soft: int, hard: int) -> None:
-    """Set a limit of this process, at most the hard one that it has: no user may raise that."""
-    _, most = resource.getrlimit(kind)
-    if most != resource.RLIM_INFINITY:
-        soft, hard = min(soft, most), min(hard, most)
+    """Set a resource limit, at most the current hard limit, which only root may raise."""
+    _, current = resource.getrlimit(kind)
+    if current != resource.RLIM_INFINITY:
+        soft, hard = min(soft, current), min(hard, current)
     resource.setrlimit(kind, (soft, hard))

@@ -1,4 +1,4 @@
-"""A hub that is here and knows one model."""
+"""A local hub with one model."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ SHA = "a" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Knows one model."""
+    """Serves `owner/model`."""
 
     broken = ""
-    """A file that cannot be had."""
-    asked: ClassVar[list[str]] = []
+    """A file that fails."""
+    requested: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
         *_, name = path.partition(f"/owner/model/resolve/{SHA}/")
         if path in ("/api/models/owner/model", "/api/models/owner/model/revision/main"):
             files = [{"rfilename": name, "size": size} for name, size in SIZES.items()]
-            self._say(json.dumps({"id": "owner/model", "sha": SHA, "siblings": files}).encode())
+            self._respond(json.dumps({"id": "owner/model", "sha": SHA, "siblings": files}).encode())
         elif path == f"/api/models/owner/model/tree/{SHA}":
             tree = [{"type": "file", "path": n, "size": s, "oid": n} for n, s in SIZES.items()]
-            self._say(json.dumps(tree).encode())
+            self._respond(json.dumps(tree).encode())
         elif name in SIZES and name != self.broken:
-            self.asked.append(name)
-            self._say(b"x" * SIZES[name], etag=f'"{name}"')
+            self.requested.append(name)
+            self._respond(b"x" * SIZES[name], etag=f'"{name}"')
         else:
-            self._say(b"", 404)
+            self._respond(b"", 404)
 
     do_HEAD = do_GET
 
-    def _say(self, body: bytes, status: int = 200, etag: str = "") -> None:
+    def _respond(self, body: bytes, status: int = 200, etag: str = "") -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

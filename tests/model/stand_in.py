@@ -1,4 +1,4 @@
-"""Weights for tests that look at no number of them."""
+"""Fake weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from keel.model.load import checkpoint_tensors, load_model_config
 
 
 def stand_in(folder: Path) -> None:
-    """The tensors that a folder's config.json asks for, all zeros. The file has holes in place of
-    them, so that those of a large model take no room."""
+    """Write a sparse file with zero weights for a folder's config.json."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_model_config(str(folder)))
     header: dict[str, Any] = {}

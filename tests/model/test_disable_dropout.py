@@ -1,4 +1,4 @@
-"""What is random in train mode is switched off, wherever a family keeps its probability."""
+"""Dropout and jitter are disabled for all families."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from keel.model.attention import Segments
-from keel.model.disable_dropout import switch_off_noise
+from keel.model.disable_dropout import disable_dropout
 from keel.trainer.engine.policy import PolicyNetwork
 
 SMALL: dict[str, Any] = {
@@ -36,15 +36,15 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_train_mode_computes_what_eval_mode_computes(family: str) -> None:
+def test_train_mode_equals_eval_mode(family: str) -> None:
     model = _model(FAMILIES[family])
     ids = torch.arange(9)[None]
     before = model.eval()(input_ids=ids, use_cache=False).logits
-    switch_off_noise(model)
+    disable_dropout(model)
     torch.testing.assert_close(model.train()(input_ids=ids, use_cache=False).logits, before)
 
 
-def test_the_policy_is_without_noise_and_its_config_as_it_was() -> None:
+def test_the_policy_is_deterministic() -> None:
     network = PolicyNetwork(_model(FAMILIES["numbers"]), temperature=1.0)
     once, again = (
         network.train().model.get_decoder()(
@@ -61,4 +61,4 @@ def test_the_policy_is_without_noise_and_its_config_as_it_was() -> None:
 
 def _model(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(deepcopy(config))  # models write into theirs
+    return AutoModelForCausalLM.from_config(deepcopy(config))  # models modify their config

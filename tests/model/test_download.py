@@ -1,4 +1,4 @@
-"""A model is fetched, and how far that has come: the hub's own client, a hub that is here."""
+"""Downloads with the hub's client from a local hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setattr(download, "HfApi", lambda: HfApi(endpoint=address))
-        monkeypatch.setattr(Hub, "asked", [])
+        monkeypatch.setattr(Hub, "requested", [])
         fetched = partial(snapshot_download, endpoint=address)
         monkeypatch.setattr(download, "snapshot_download", fetched)
         monkeypatch.setattr(download, "hub_answers", lambda: True)
@@ -32,21 +32,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         server.shutdown()
 
 
-def test_bytes_are_counted_while_they_come(cache: Path) -> None:
-    found = download_of("owner/model")
-    assert found is not None and found.total == 4000
-    assert found.present() == 0
+def test_present_counts_partial_files(cache: Path) -> None:
+    pending = download_of("owner/model")
+    assert pending is not None and pending.total == 4000
+    assert pending.present() == 0
     cache.mkdir(parents=True)
     (cache / "abc").write_bytes(b"x" * 3000)
     with (cache / "def.incomplete").open("wb") as file:
-        file.truncate(1000)  # made long at once, and empty so far
-    assert found.present() == 3000
+        file.truncate(1000)  # preallocated
+    assert pending.present() == 3000
     (cache / "def.incomplete").write_bytes(b"x" * 1000)
-    assert found.present() == 4000
-    assert download_of("owner/model") is None, "all of it is here"
+    assert pending.present() == 4000
+    assert download_of("owner/model") is None
 
 
-def test_nothing_is_counted_where_nothing_is_known(
+def test_unknown_models_have_no_download(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert download_of("owner/other") is None
@@ -55,20 +55,18 @@ def test_nothing_is_counted_where_nothing_is_known(
     assert download_of("owner/model") is None
 
 
-def test_what_is_loaded_is_fetched_and_a_download_that_broke_off_goes_on(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = download_of("owner/model")
-    assert found is not None
+def test_interrupted_downloads_resume(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = download_of("owner/model")
+    assert pending is not None
     monkeypatch.setattr(Hub, "broken", "model-00002-of-00002.safetensors")
-    with pytest.raises(ConfigError, match=r"'owner/model': its download broke off .* goes on"):
-        found.fetch()
+    with pytest.raises(ConfigError, match="owner/model"):
+        pending.fetch()
     monkeypatch.setattr(Hub, "broken", "")
-    Hub.asked.clear()
-    found.fetch()
-    assert download_of("owner/model") is None, "all of it is here"
+    Hub.requested.clear()
+    pending.fetch()
+    assert download_of("owner/model") is None
     snapshot = cache.parent / "snapshots" / SHA
     assert {path.name for path in snapshot.iterdir()} == {*SIZES} - {
         "original/consolidated.safetensors"
     }
-    assert "original/consolidated.safetensors" not in Hub.asked
+    assert "original/consolidated.safetensors" not in Hub.requested

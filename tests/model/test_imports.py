@@ -1,3 +1,5 @@
+"""Faster imports of large libraries."""
+
 from __future__ import annotations
 
 import gc
@@ -11,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from keel.model.imports import compiled_anew, heavy_imports, not_found
+from keel.model.imports import heavy_imports, missing_bytecode, not_found
 
 
-def test_nothing_is_collected_meanwhile_or_looked_at_again() -> None:
+def test_heavy_imports_freezes_objects() -> None:
     before = gc.get_freeze_count()
     with heavy_imports():
         assert not gc.isenabled()
-        kept = [[] for _ in range(1000)]
+        objects = [[] for _ in range(1000)]
     assert gc.isenabled()
-    assert gc.get_freeze_count() >= before + len(kept)
+    assert gc.get_freeze_count() >= before + len(objects)
 
 
-def test_the_collector_is_left_as_it_was() -> None:
+def test_the_collector_state_is_restored() -> None:
     with pytest.raises(ImportError), heavy_imports():
         raise ImportError
     assert gc.isenabled()
@@ -36,7 +38,7 @@ def test_the_collector_is_left_as_it_was() -> None:
         gc.enable()
 
 
-def test_what_is_not_wanted_is_not_found_meanwhile() -> None:
+def test_not_found_hides_modules() -> None:
     sys.modules.pop("this", None)
     loaded = sys.modules["gc"]
     with not_found("this", "gc"):
@@ -51,29 +53,29 @@ def test_what_is_not_wanted_is_not_found_meanwhile() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("forbidden", "why"), [(True, "PYTHONDONTWRITEBYTECODE is set"), (False, "cannot be written")]
+    ("forbidden", "reason"), [(True, "PYTHONDONTWRITEBYTECODE"), (False, "cannot be written")]
 )
-def test_a_library_whose_bytecode_is_not_kept_is_named_with_the_cure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forbidden: bool, why: str
+def test_missing_bytecode_is_reported_with_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forbidden: bool, reason: str
 ) -> None:
     folder = tmp_path / "site packages" / "uncompiled"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
-    (folder / "__pycache__").touch(mode=0o444)  # a file: not even root writes into it
+    (folder / "__pycache__").touch(mode=0o444)  # a file, which even root cannot use as a folder
     monkeypatch.syspath_prepend(folder.parent)
     monkeypatch.setattr(sys, "dont_write_bytecode", forbidden)
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
     library = import_module("uncompiled")
     try:
-        said = compiled_anew(library)
-        assert "bytecode of uncompiled is not kept" in said and why in said
-        with monkeypatch.context() as patch:  # a read-only image, or another user's
+        message = missing_bytecode(library)
+        assert "uncompiled" in message and reason in message
+        with monkeypatch.context() as patch:
             patch.setattr(os, "access", lambda *_: False)
-            elsewhere = compiled_anew(library).partition("To keep it elsewhere, ")[2]
+            elsewhere = missing_bytecode(library).partition("To cache it elsewhere, ")[2]
         assert elsewhere.startswith("unset" if forbidden else "set PYTHONPYCACHEPREFIX")
         (folder / "__pycache__").unlink()
-        subprocess.run(shlex.split(said.partition("Once: ")[2]), check=True, timeout=60)
-        assert compiled_anew(library) == ""
+        subprocess.run(shlex.split(message.partition("Run once: ")[2]), check=True, timeout=60)
+        assert missing_bytecode(library) == ""
     finally:
         del sys.modules["uncompiled"]

@@ -1,3 +1,5 @@
+"""Loading of models and tokenizers, and facts about models."""
+
 from __future__ import annotations
 
 import copy
@@ -86,7 +88,7 @@ MOE_LAYERS = {
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("reloaded", [False, True], ids=["built", "loaded"])
-def test_checkpoint_tensors_are_what_save_pretrained_writes(
+def test_checkpoint_tensors_equal_save_pretrained(
     family: str, reloaded: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -104,7 +106,7 @@ def test_checkpoint_tensors_are_what_save_pretrained_writes(
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_facts_agree_with_the_model(family: str) -> None:
+def test_facts_match_the_model(family: str) -> None:
     config = CONFIGS[family]
     facts = facts_of(config)
     model = AutoModelForCausalLM.from_config(config)
@@ -114,9 +116,9 @@ def test_facts_agree_with_the_model(family: str) -> None:
     assert facts.layers == config.num_hidden_layers
     assert facts.tied == (family == "dense, tied")
     assert (facts.vocab_size, facts.hidden_size, facts.max_context) == (64, 32, 128)
-    kept = facts.expert_parameters + facts.attention_parameters
-    assert 0 < facts.attention_parameters <= kept < facts.parameters
-    if family.startswith("deepseek"):  # latent and rotary part, for all heads together
+    counted = facts.expert_parameters + facts.attention_parameters
+    assert 0 < facts.attention_parameters <= counted < facts.parameters
+    if family.startswith("deepseek"):
         assert (facts.kv_heads, facts.kv_width) == (1, 16 + 8)
     else:
         projection = next(p for name, p in model.named_parameters() if "k_proj.weight" in name)
@@ -144,12 +146,11 @@ def test_facts_need_no_weights(tmp_path: Path) -> None:
     for content in (None, b"", b"half a header"):
         if content is not None:
             (tmp_path / "model.safetensors").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"no weights could be loaded from '.*'"):
+        with pytest.raises(ConfigError, match="weights"):
             load_policy(str(tmp_path), "float32")
 
 
-def test_facts_are_of_the_configuration_as_it_is_now() -> None:
-    """They are found once for each."""
+def test_facts_are_cached_by_content() -> None:
     config = copy.deepcopy(CONFIGS["mixtral"])
     first = facts_of(config)
     assert facts_of(copy.deepcopy(config)) is first
@@ -157,7 +158,7 @@ def test_facts_are_of_the_configuration_as_it_is_now() -> None:
     assert facts_of(config).layers == first.layers + 1
 
 
-def test_the_policy_has_the_dtype_asked_for(tmp_path: Path) -> None:
+def test_policy_has_the_requested_dtype(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(CONFIGS["dense, tied"]).save_pretrained(tmp_path)
     model = load_policy(str(tmp_path), "bfloat16")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -168,13 +169,13 @@ def test_wrong_paths_are_explained(tmp_path: Path) -> None:
     file.touch()
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ConfigError, match=r"does not exist.*, and it is not a hub name"):
+    with pytest.raises(ConfigError, match="does not exist"):
         facts_of(load_model_config(str(tmp_path / "nowhere")))
-    with pytest.raises(ConfigError, match=r"is a file; name the folder"):
+    with pytest.raises(ConfigError, match="is a file"):
         facts_of(load_model_config(str(file)))
-    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         load_policy(str(empty), torch.float32)
-    with pytest.raises(ConfigError, match="holds no tokenizer"):
+    with pytest.raises(ConfigError, match="tokenizer"):
         load_tokenizer(str(empty))
 
 
@@ -187,20 +188,20 @@ def test_wrong_paths_are_explained(tmp_path: Path) -> None:
 )
 def test_other_kinds_of_model_are_refused(content: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="is not a causal language model"):
+    with pytest.raises(ConfigError, match="causal language model"):
         facts_of(load_model_config(str(tmp_path)))
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+def test_missing_chat_templates_are_refused(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no chat template.*model\.tokenizer.*sft\.s"):
+    with pytest.raises(ConfigError, match=r"chat template.*model\.tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
 def test_deepseek_v32_needs_no_chat_template(tmp_path: Path) -> None:
-    """Its chats are written by code (tests/rollout/chat): one of its tokens tells its tokenizer."""
+    """Code formats its chats; a special token identifies its tokenizer."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
     tokenizer.add_tokens(["｜DSML｜"])

@@ -1,4 +1,4 @@
-"""LongRoPE in packed rows: the engine's one choice of frequencies, whatever shares the row."""
+"""LongRoPE in packed rows uses the engine's frequencies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHORT, LONG = torch.arange(9), torch.arange(24)
 
 
 @pytest.mark.parametrize("context", [PRETRAINED, PRETRAINED + 1])
-def test_a_trajectory_does_not_depend_on_its_neighbour(context: int) -> None:
+def test_results_do_not_depend_on_packing(context: int) -> None:
     model = _model()
     plain = _model()
     use_packed_attention(model)
@@ -43,7 +43,7 @@ def test_a_trajectory_does_not_depend_on_its_neighbour(context: int) -> None:
     alone = _hidden(model, SHORT)
     torch.testing.assert_close(_hidden(model, SHORT, LONG)[: len(SHORT)], alone)
 
-    # transformers' own, run on something as long as the engine's context.
+    # transformers on an input of the engine's context length.
     ids = torch.cat([SHORT, torch.zeros(context - len(SHORT), dtype=torch.long)])[None]
     expected = plain.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
     torch.testing.assert_close(alone, expected[: len(SHORT)])

@@ -1,4 +1,4 @@
-"""Models and tokenizers that are refused before an engine starts."""
+"""Checks of models and tokenizers before an engine starts."""
 
 from __future__ import annotations
 
@@ -54,31 +54,31 @@ def test_known_families_pass() -> None:
     check_trainable("moe", Qwen3MoeConfig(**SMALL, num_hidden_layers=2, num_experts=4))
 
 
-def test_an_unknown_router_and_layers_with_state_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.path = 'phi': .*routing of .* is not known"):
+def test_unknown_routers_and_stateful_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"phi.*outing"):
         check_trainable("phi", PhimoeConfig(**SMALL, num_hidden_layers=2, num_local_experts=4))
-    with pytest.raises(ConfigError, match=r"model.path = 'next': .*linear_attention"):
+    with pytest.raises(ConfigError, match=r"next.*linear_attention"):
         check_trainable("next", Qwen3NextConfig(**SMALL, num_hidden_layers=4, num_experts=4))
 
 
-def test_attention_that_only_a_forward_pass_shows_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.path = 'gemma2': .*cap on attention scores"):
+def test_unsupported_attention_features_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gemma2.*cap on attention scores"):
         check_trainable("gemma2", Gemma2Config(**SMALL, num_hidden_layers=2, head_dim=16))
-    with pytest.raises(ConfigError, match=r"model.path = 'oss': .*learned attention sinks"):
+    with pytest.raises(ConfigError, match=r"oss.*attention sinks"):
         check_trainable("oss", GptOssConfig(**SMALL, num_hidden_layers=2, num_local_experts=4))
-    with pytest.raises(ConfigError, match=r"model.path = 'nemotron': .*needs the keyword"):
+    with pytest.raises(ConfigError, match=r"nemotron.*segments"):
         check_trainable("nemotron", NemotronConfig(**SMALL, num_hidden_layers=2))
 
 
-def test_attention_by_a_computed_mask_and_recurrent_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.path = 'doge': .*by a mask that the model"):
+def test_attention_masks_and_recurrent_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"doge.*mask"):
         check_trainable("doge", DogeConfig(**SMALL, num_hidden_layers=2))
-    with pytest.raises(ConfigError, match=r"model.path = 'rg': .*recurrent.*carry state"):
+    with pytest.raises(ConfigError, match=r"rg.*recurrent"):
         check_trainable("rg", RecurrentGemmaConfig(**SMALL, num_hidden_layers=3))
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, NotImplementedError])
-def test_a_forward_pass_that_needs_numbers_refuses_nothing(
+def test_data_dependent_forward_passes_are_accepted(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forward(*_: Any, **__: Any) -> None:
@@ -88,20 +88,20 @@ def test_a_forward_pass_that_needs_numbers_refuses_nothing(
     check_trainable("dense", Qwen3Config(**SMALL, num_hidden_layers=2))
 
 
-def test_a_family_that_looks_at_its_numbers_passes() -> None:
+def test_gpt2_is_accepted() -> None:
     check_trainable("gpt2", GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=2))
 
 
-def test_layers_are_found_by_the_names_that_families_give_them() -> None:
+def test_decoder_layers_have_known_names() -> None:
     for config in (GPT2Config(n_embd=32, n_head=2, n_layer=3), Qwen3Config(num_hidden_layers=3)):
         with torch.device("meta"):
             layers = decoder_layers(AutoModelForCausalLM.from_config(config))
         assert len(layers) == 3
-    with pytest.raises(ConfigError, match=r"bert.*no list of layers called layers or h"):
+    with pytest.raises(ConfigError, match=r"bert.*layers or h"):
         check_trainable("bert", RobertaConfig(num_hidden_layers=2, is_decoder=True))
 
 
-def test_a_tokenizer_with_names_for_reserved_ids_is_of_the_same_family(tmp_path: Path) -> None:
+def test_tokenizers_may_name_reserved_ids(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     tokenizer.add_tokens(["<new>"])
@@ -109,10 +109,10 @@ def test_a_tokenizer_with_names_for_reserved_ids_is_of_the_same_family(tmp_path:
     check_same_family(str(tmp_path / "none"), tokenizer, "the model has none")
 
 
-def test_an_id_beyond_the_embedding_is_refused() -> None:
+def test_ids_outside_the_embedding_are_refused() -> None:
     check_ids([], 64, "prompt a")
     check_ids([0, 63], 64, "prompt a")
-    with pytest.raises(ConfigError, match=r"prompt a has token id 64, .* ends at 63"):
+    with pytest.raises(ConfigError, match=r"prompt a has token id 64, .*63"):
         check_ids([1, 64, 2], 64, "prompt a")
     with pytest.raises(ConfigError, match="prompt a has token id -1"):
         check_ids(np.array([1, -1], np.int32), 64, "prompt a")
@@ -124,7 +124,7 @@ Tensors = dict[str, Tensor]
 def saved(
     folder: Path, family: str, knobs: dict[str, Any], weights: Callable[[Tensors], Tensors] = dict
 ) -> str:
-    """A tiny model of the family, then `knobs` in its config.json and `weights` of its tensors."""
+    """Save a tiny model, then change its config.json and its tensors."""
     tied = knobs.pop("tied", False)
     build(family, tie_word_embeddings=tied).save_pretrained(folder)
     file, whole = folder / "config.json", folder / "model.safetensors"
@@ -133,8 +133,8 @@ def saved(
     return str(folder)
 
 
-def further(tensors: Tensors) -> Tensors:
-    """With what checkpoints have for others: a layer behind the last one, and old buffers."""
+def with_unused_tensors(tensors: Tensors) -> Tensors:
+    """Add tensors that checkpoints have for other purposes: an extra layer, and old buffers."""
     one = tensors["model.norm.weight"]
     names = [name for name in tensors if ".layers.2." in name]
     more = {name.replace(".2.", ".3."): tensors[name].clone() for name in names}
@@ -147,35 +147,35 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 FOUR = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
 UNFIT: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors], str]] = {
-    "a layer more": ("qwen3", FOUR, dict, r"qwen3, 4 layers\): 11 of 47 tensors are not there, su"),
+    "a layer more": ("qwen3", FOUR, dict, r"4 layers\): 11 of 47 tensors are missing"),
     "renamed": (
         "qwen3",
         {},
         lambda tensors: {f"own.{name}": tensor for name, tensor in tensors.items()},
-        "36 of 36 tensors are not there, such as model.embed_tokens.weight",
+        "36 of 36 tensors are missing",
     ),
-    "norms left out": ("qwen3", LLAMA, dict, "nothing in such a model is called .*k_norm.weight"),
+    "norms left out": ("qwen3", LLAMA, dict, "no tensor .*k_norm.weight"),
     "biases left out": (
         "qwen2",
         LLAMA,
         lambda tensors: {name: tensor + 1 for name, tensor in tensors.items()},
-        "nothing in such a model is called .*k_proj.bias",
+        "no tensor .*k_proj.bias",
     ),
-    "norms made up": ("llama", QWEN3, dict, "6 of 36 tensors are not there, such as .*q_norm.we"),
+    "norms made up": ("llama", QWEN3, dict, "6 of 36 tensors are missing, such as .*q_norm"),
     "another size": (
         "qwen3",
         {"intermediate_size": 64},
         dict,
-        r"mlp\.down_proj\.weight has the shape \[32, 32\] and not \[32, 64\]",
+        r"mlp\.down_proj\.weight has shape \[32, 32\], not \[32, 64\]",
     ),
 }
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_weights_of_another_model_are_refused(case: str, tmp_path: Path) -> None:
-    family, knobs, weights, said = UNFIT[case]
+def test_mismatched_weights_are_refused(case: str, tmp_path: Path) -> None:
+    family, knobs, weights, reason = UNFIT[case]
     path = saved(tmp_path, family, dict(knobs), weights)
-    with pytest.raises(ConfigError, match=f"are not those of its config.json .*{said}.* place ag"):
+    with pytest.raises(ConfigError, match=f"config.json .*{reason}"):
         trainable_facts(path, load_model_config(path))
 
 
@@ -193,7 +193,7 @@ FIT: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors]]] = {
         {"tied": True},
         lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"].clone()},
     ),
-    "more than is read": ("deepseek_v3", {}, further),
+    "more than is read": ("deepseek_v3", {}, with_unused_tensors),
     "without a correction of experts' scores": (
         "deepseek_v3",
         {},
@@ -218,13 +218,13 @@ FIT: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors]]] = {
 
 
 @pytest.mark.parametrize("case", FIT)
-def test_weights_of_every_family_are_its_own(case: str, tmp_path: Path) -> None:
+def test_valid_weights_are_accepted(case: str, tmp_path: Path) -> None:
     family, knobs, weights = FIT[case]
     path = saved(tmp_path, family, dict(knobs), weights)
     check_weights_fit(path, load_model_config(path))
 
 
-def test_weights_that_are_not_all_there_are_named_elsewhere(tmp_path: Path) -> None:
+def test_missing_files_are_reported_elsewhere(tmp_path: Path) -> None:
     path = saved(tmp_path, "qwen3", dict(FOUR))
     Path(path, "model.safetensors").unlink()
     check_weights_fit(path, load_model_config(path))

@@ -1,4 +1,4 @@
-"""A packed row cut into slices: nothing is lost, doubled or shifted."""
+"""Slices of packed rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.rl.rollouts import random_groups
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(12, 4), (13, 4), (9, 4), (1, 4), (7, 1)])
-def test_slices_are_equal_and_hold_every_token_in_order(tokens: int, size: int) -> None:
+def test_slices_are_equal_and_ordered(tokens: int, size: int) -> None:
     routes = np.arange(tokens * 6, dtype=np.int16).reshape(tokens, 3, 2)
     slices = [Slice(rank, size) for rank in range(size)]
     parts = [part.cut(routes, NO_ROUTE) for part in slices]
@@ -26,7 +26,7 @@ def test_slices_are_equal_and_hold_every_token_in_order(tokens: int, size: int) 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_a_target_goes_to_the_slice_that_computes_the_state_before_it(size: int) -> None:
+def test_targets_follow_their_hidden_states(size: int) -> None:
     (batch,) = pack(random_groups(3), ranks=1, micro_batch_tokens=40)
     for row in batch.micro_batches:
         whole = head_inputs(row)
@@ -37,7 +37,7 @@ def test_a_target_goes_to_the_slice_that_computes_the_state_before_it(size: int)
             start, stop = part.bounds(tokens)
             here = head_inputs(row, start, stop)
             inputs = torch.from_numpy(part.cut(row.token_ids_N, -1))
-            # Ids count on through a segment, so the state that predicts id t was computed from t−1.
+            # Ids are consecutive in a segment, so id t − 1 predicts id t.
             assert torch.equal(inputs[here.hidden_rows], here.targets - 1)
             parts.append(here)
         for name in ("rows", "targets", "kept_ids"):

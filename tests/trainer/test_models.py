@@ -94,8 +94,8 @@ def test_a_template_goes_from_the_recipe_to_engines_and_to_the_model_that_is_wri
     [
         ("chat.jinj", r"model\.chat_template = 'chat\.jinj': no such file; name a file with a"),
         ("README", r"model\.chat_template = 'README': holds no Jinja template"),
-        ("a\\n{% for m in %}", r"model\.chat_template, line 2: .*; correct the template"),
-        ("{{ bos_token }}", r"model\.chat_template: does not show what the user says"),
+        ("a\\n{% for m in %}", r"model\.chat_template, line 2"),
+        ("{{ bos_token }}", r"model\.chat_template does not render"),
         (
             "{% if messages[0].content != 'Hello.' %}{{ raise_exception('too odd') }}{% endif %}"
             "{{ messages[0].content }}",
@@ -115,12 +115,12 @@ def test_a_template_that_cannot_be_used_is_named(
 @pytest.mark.parametrize(
     ("missing", "change", "words"),
     [
-        ("model.safetensors", {}, "holds no weights (model.safetensors"),
-        ("tokenizer.json", {}, "holds no tokenizer (tokenizer.json"),
-        ("config.json", {}, "holds no config.json"),
+        ("model.safetensors", {}, "no weights (model.safetensors"),
+        ("tokenizer.json", {}, "no tokenizer (tokenizer.json"),
+        ("config.json", {}, "no config.json"),
         ("", MAMBA, "could not be read"),
-        ("", {**MAMBA, "layer_types": None}, "carry state"),
-        ("", {"model_type": "t5", "architectures": ["T5Model"]}, "not a causal language model"),
+        ("", {**MAMBA, "layer_types": None}, "mix packed segments"),
+        ("", {"model_type": "t5", "architectures": ["T5Model"]}, "causal language model"),
     ],
 )
 def test_check_refuses_a_folder_that_lacks_something(

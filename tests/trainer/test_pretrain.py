@@ -113,7 +113,7 @@ def test_a_base_model_needs_no_chat_template(tmp_path: Path) -> None:
     model = f"model.path={tmp_path / 'model'}"
     assert prepare_pretraining(recipe(tmp_path), [model]).facts.index_top_k == 16
     sums = {"name": "s", "source": "reasoning_gym", "task": "chain_sum", "size": 9}
-    with pytest.raises(ConfigError, match="has no chat template"):
+    with pytest.raises(ConfigError, match="chat template"):
         prepare_sft(recipe(tmp_path, data={"sources": [sums]}), [model])
 
 

@@ -17,7 +17,7 @@ from keel.configs.schema import Config
 from keel.model.attention import Segments, attention_kept, use_packed_attention
 from keel.model.batch_invariant.layers import use_invariant_layers
 from keel.model.device import to_device
-from keel.model.disable_dropout import switch_off_noise
+from keel.model.disable_dropout import disable_dropout
 from keel.model.head.module import SupportHead, install_support_head
 from keel.model.layers.flash4 import INSTALL, disagreement, head_shapes, missing
 from keel.model.layers.fused import use_fused_layers
@@ -213,7 +213,7 @@ class PolicyNetwork(nn.Module):
         if wide_residual:
             use_float32_residual(model)
         install_support_head(model)
-        switch_off_noise(model)
+        disable_dropout(model)
         self.model = model
         self.config = model.config  # DeepSpeed reads it
         self.temperature = temperature
