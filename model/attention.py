@@ -29,7 +29,7 @@ from keel.model.layers.flash4 import attend4, operator4
 from keel.model.torch_internals import varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
-NAME, NAME4 = "keel_packed", "keel_packed_4"
+NAME, _NAME4 = "keel_packed", "keel_packed_4"
 """Names in transformers' registry, for PyTorch's and FlashAttention-4's kernels. They must not
 contain "flash", by which transformers recognises its own implementations."""
 
@@ -124,8 +124,8 @@ def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> Non
             "would mix packed segments"
         )
     AttentionInterface.register(NAME, packed_attention)
-    AttentionInterface.register(NAME4, packed_attention4)
-    model.set_attn_implementation(NAME4 if flash4 else NAME)
+    AttentionInterface.register(_NAME4, packed_attention4)
+    model.set_attn_implementation(_NAME4 if flash4 else NAME)
 
 
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""Model folders and hub names: checks of what is missing or damaged, without loading anything."""
+"""Model folders and hub names: finds missing or damaged files without loading them."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def hub_answers() -> bool:
         except OSError:
             answers.append(False)
 
-    # In a thread, because name resolution has no timeout.
+    # A thread is needed because name resolution has no timeout.
     thread = threading.Thread(target=request, daemon=True)
     thread.start()
     thread.join(HUB_S)
@@ -237,7 +237,7 @@ def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[An
 
 
 def _fault(file: Path) -> str:
-    """Return what is wrong with a weights file according to its header and size, or ""."""
+    """Describe a fault in the header or size of a weights file, or return ""."""
     with file.open("rb") as content:
         if content.read(len(LFS)) == LFS:
             return "a Git LFS pointer. Run `git lfs pull`"

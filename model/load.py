@@ -230,8 +230,8 @@ def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Ite
 def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
     """Return a function (checkpoint name, tensor) that casts floats to `dtype`.
 
-    Weights that the family keeps in float32 are not cast, such as DeepSeek-V3's routing bias, most
-    of which would be equal in bfloat16.
+    Weights that the family keeps in float32 are not cast, such as DeepSeek-V3's routing bias, which
+    is too fine for bfloat16.
     """
     names = always_float32(model)
     exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None

@@ -89,9 +89,9 @@ class _State:
     lost = ""
     """Why Ray is unusable; "" while it works."""
     leaving = left = False
-    """Whether this process is leaving its cluster, and whether it has left."""
+    """True while this process leaves its cluster, and after it has left."""
     start = secrets.token_hex(4)
-    """Distinguishes the actors of this start from those of other starts on the cluster."""
+    """Id that distinguishes this start's actors from others on the cluster."""
 
 
 class PollClock:

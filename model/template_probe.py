@@ -16,7 +16,7 @@ CPU_S = 10
 """CPU time limit; rendering a few short conversations takes milliseconds."""
 WALL_S = 30.0
 MEMORY = 2**30
-"""Memory limit in bytes, in addition to what the process already uses."""
+"""Memory limit in bytes, in addition to the current use."""
 _MAX_TEXT = 2**20
 """Maximum characters of all conversations."""
 _DONE, _FAILED, _MEMORY, _LONG = 0, 1, 3, 4

@@ -116,7 +116,7 @@ def on_device(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
     return (*handle[:at], index, *handle[at + 1 :])
 
 
-VARIANTS = 64
+_VARIANTS = 64
 """Maximum graphs per function. Different layers, rows of one token, shared prompts, passes without
 gradient and the reference policy need separate graphs; beyond PyTorch's default of 8 a function
 runs uncompiled. With ZeRO 2, when one of two ranks did, gradients were wrong, probably because of
@@ -127,14 +127,14 @@ def specialise_and_recompute() -> None:
     """Configure torch.compile.
 
     Floats such as a norm's epsilon become constants of the graph, elementwise operations are
-    recomputed in the backward pass wherever that saves memory, and a function may have `VARIANTS`
+    recomputed in the backward pass wherever that saves memory, and a function may have `_VARIANTS`
     graphs.
     """
     import torch._dynamo.config as dynamo  # noqa: PLC0415  (slow to load)
     import torch._functorch.config as functorch  # noqa: PLC0415
 
     dynamo.specialize_float = True
-    dynamo.recompile_limit = VARIANTS
+    dynamo.recompile_limit = _VARIANTS
     functorch.ban_recompute_used_far_apart = False
     functorch.ban_recompute_long_fusible_chains = False
     functorch.ban_recompute_materialized_backward = False

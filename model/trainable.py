@@ -208,7 +208,7 @@ def _try_packed(model: PreTrainedModel) -> None:
 
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raise ConfigError if a tokenizer's ids differ from those of the model's own tokenizer."""
+    """Raise ConfigError if a tokenizer's ids differ from the model's own tokenizer."""
     try:
         own = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError):

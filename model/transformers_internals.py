@@ -94,7 +94,7 @@ def become(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def override(module: nn.Module, methods: type) -> None:
-    """Override methods of `module` with those of a mixin class (see `become`)."""
+    """Override methods of `module` with a mixin class (see `become`)."""
     become(module, _overridden(type(module), methods))
 
 

@@ -81,7 +81,7 @@ def heads_for_tokens(
     """Exchange this rank's tokens [P, H, D] for all tokens with H/n heads, [n·P, H/n, D].
 
     Head counts and widths may differ between the three. If n does not divide the heads of key and
-    value, they are repeated so that each rank has those of its query heads. Raises ValueError if n
+    value, they are repeated to match each rank's query heads. Raises ValueError if n
     does not divide the query's heads.
     """
     size = dist.get_world_size(group)

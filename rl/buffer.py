@@ -16,7 +16,7 @@ from keel.rl.evaluation import FAIL, passed
 from keel.rl.metrics import Metric, Sum
 from keel.rl.types import Prompt, ScoredGroup
 
-Filter = Literal["none", "reward", "correct"]
+_Filter = Literal["none", "reward", "correct"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class GroupBuffer:
         lag: Lag,
         start: int = 0,
         steps: int,
-        filter_by: Filter = "none",
+        filter_by: _Filter = "none",
         max_refills: float = 0.0,
     ) -> None:
         """Create a buffer for steps `start` + 1 … `steps`.
@@ -100,7 +100,7 @@ class GroupBuffer:
         multiple of `batch`.
         """
         self._batch, self._lag, self._steps = batch, lag, steps
-        self._filter: Filter = filter_by
+        self._filter: _Filter = filter_by
         self._budget = int(max_refills * batch)
         self._adopted = start
         self._submitted = start * batch
@@ -206,7 +206,7 @@ class GroupBuffer:
 
 
 def uninformative(
-    group: ScoredGroup, by: Filter
+    group: ScoredGroup, by: _Filter
 ) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
     """Return the reason to filter out a group, or None.
 

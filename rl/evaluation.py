@@ -10,7 +10,7 @@ from keel.rl.types import FUNCTIONS, ScoredGroup
 
 ERROR = "error"
 """Reward part that is above 0 if scoring the completion failed."""
-PASS = 1 - 1e-9
+_PASS = 1 - 1e-9
 """Lowest `correct` of a completely right completion: 1, up to rounding of a weighted mean. Rewards
 keep partial credit well below (`keel.rewards.rules.reasoning_gym`)."""
 FAIL = 1e-9
@@ -22,7 +22,7 @@ def passed(correct: float) -> bool:
 
     Evaluations, filters and comparisons all use this rule.
     """
-    return correct >= PASS
+    return correct >= _PASS
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:

@@ -8,25 +8,25 @@ from collections.abc import Collection
 from math import isfinite
 from typing import Any, NoReturn, cast
 
-MAX_DEPTH = 100
+_MAX_DEPTH = 100
 """Maximum nesting depth."""
-MAX_DIGITS = 4300
+_MAX_DIGITS = 4300
 """Maximum digits of an integer; CPython's default."""
-LONG_DIGITS = 50_000
+_LONG_DIGITS = 50_000
 """Maximum digits of an integer in data and in results of programs. Parsing takes about 50 ms and
 grows with the square of the digits."""
 
 
 def allow_long_integers() -> None:
-    """Raise this process's limit on integer digits from 4,300 to `LONG_DIGITS`."""
-    sys.set_int_max_str_digits(LONG_DIGITS)
+    """Raise this process's limit on integer digits from 4,300 to `_LONG_DIGITS`."""
+    sys.set_int_max_str_digits(_LONG_DIGITS)
 
 
-def load(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+def load(text: str | bytes, *, max_depth: int = _MAX_DEPTH) -> Any:
     """Parse JSON.
 
     Raises ValueError if it is malformed, and for NaN, floating-point overflow, more than
-    `MAX_DIGITS` digits or deep nesting.
+    `_MAX_DIGITS` digits or deep nesting.
     """
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_short)
@@ -51,8 +51,8 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _short(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"a number has {len(text)} digits: the limit is {MAX_DIGITS}")
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits: the limit is {_MAX_DIGITS}")
     return int(text)
 
 

@@ -28,7 +28,7 @@ MOST = 8192
 FULL = 128 * 128 * 132
 """Outputs of a GEMM whose tiles fill the GPU, so that cuBLAS does not split K by itself. Forbidding
 it costs about 400 µs per call on the host, apparently for an algorithm search."""
-TRIALS, CALLS = 3, 8
+_TRIALS, CALLS = 3, 8
 """Timing repetitions of variants with equal bits."""
 
 _CHOICES: dict[Any, Any] = {}
@@ -108,7 +108,7 @@ def _seconds(call: Callable[[], object]) -> float:
         for _ in range(CALLS):
             call()
         graph.capture_end()
-        for _ in range(TRIALS):
+        for _ in range(_TRIALS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             graph.replay()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 COLUMNS, DEPTH = 32, 128
 """Tile of `few_rows`, about the fastest of 46 on an H200 for shapes that are slow in cuBLAS."""
-ELEMENTS = 4096
+_ELEMENTS = 4096
 """Elements per tile of `rms_norm_grad`."""
 PROGRAMS = 512
 """Maximum programs of `rms_norm_grad`; each writes a partial sum of the weight's gradient."""
@@ -127,7 +127,7 @@ def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[
     """
     tokens, heads, d = x.shape
     rows, block = tokens * heads, triton.next_power_of_2(d)
-    tile = max(1, ELEMENTS // block)
+    tile = max(1, _ELEMENTS // block)
     programs = min(PROGRAMS, triton.cdiv(rows, tile))
     of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     parts = torch.empty(programs, d, dtype=torch.float32, device=x.device)

@@ -28,7 +28,7 @@ from keel.model.transformers_internals import override
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type`s whose layers in vLLM have exactly the operations below."""
-ROTATIONS = ("default", "linear", "llama3", "yarn")
+_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """`rope_type`s that differ only by their table in vLLM."""
 _Positions = tuple[Tensor, Tensor, Tensor]
 """Positions [N], and the tables of `engine.rotate` for rotation and its inverse."""
@@ -52,7 +52,7 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
         (text.model_type not in FAMILIES, f"models of type {text.model_type}"),
         ("sliding_attention" in (getattr(text, "layer_types", None) or ()), "sliding windows"),
         (partial, "partial rotary embeddings"),
-        (rotated not in ROTATIONS, f"rotary embeddings of kind {rotated}"),
+        (rotated not in _ROTATIONS, f"rotary embeddings of kind {rotated}"),
         (text.hidden_act != "silu", f"activations of kind {text.hidden_act}"),
         (bool(getattr(text, "mlp_bias", False)), "biases in the feed-forward layers"),
         (size != HEAD, f"a head size of {size}"),

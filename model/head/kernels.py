@@ -35,7 +35,7 @@ LONG_ROW = 256
 """Sorted entries per part. One program sums fewer than twice as many, plus any number of parts."""
 
 
-class Tiling(NamedTuple):
+class _Tiling(NamedTuple):
     """Entries and columns that a program holds, and its warps; tuned on an H200."""
 
     entries: int
@@ -43,9 +43,9 @@ class Tiling(NamedTuple):
     warps: int
 
 
-LOGITS = Tiling(2, 512, 1)
-HIDDEN_GRADIENT = Tiling(4, 512, 1)
-WEIGHT_GRADIENT = Tiling(4, 1024, 2)
+_LOGITS = _Tiling(2, 512, 1)
+_HIDDEN_GRADIENT = _Tiling(4, 512, 1)
+_WEIGHT_GRADIENT = _Tiling(4, 1024, 2)
 
 
 class HeadShape(NamedTuple):
@@ -70,7 +70,7 @@ class Transposed(NamedTuple):
 
 
 @triton.jit
-def shape_logit(dot, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
+def _shape_logit(dot, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
     z = dot * scale
     if CAPPED:
         z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
@@ -78,7 +78,7 @@ def shape_logit(dot, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def logit_slope(z, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
+def _logit_slope(z, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
     """d z / d dot, as a function of z."""
     slope = scale * inverse_temperature
     if CAPPED:
@@ -108,7 +108,7 @@ def _logits_kernel(
     dot = tl.sum(total, axis=1)
     if BIASED:
         dot += tl.load(bias + row_v, mask=live, other=0).to(tl.float32)
-    z = shape_logit(dot, scale, softcap, inverse_temperature, CAPPED)
+    z = _shape_logit(dot, scale, softcap, inverse_temperature, CAPPED)
     tl.store(out + entry, z, mask=live)
 
 
@@ -167,7 +167,7 @@ def _coefficient_kernel(
     p = tl.exp(z - tl.load(lse + t, mask=live, other=0))
     chosen = tl.where(v == tl.load(targets + t, mask=live, other=-1), 1.0, 0.0)
     grad = tl.load(grad_logp + t, mask=live, other=0) * (chosen - p)
-    grad *= logit_slope(z, scale, softcap, inverse_temperature, CAPPED)
+    grad *= _logit_slope(z, scale, softcap, inverse_temperature, CAPPED)
     tl.store(out + entry, grad, mask=live)
 
 
@@ -302,7 +302,7 @@ def gather_logits(
     ids: Tensor,
     span: tuple[int, int],
     shape: HeadShape,
-    tiling: Tiling = LOGITS,
+    tiling: _Tiling = _LOGITS,
 ) -> None:
     """Write the logits of entries span[0] … span[1]−1 to `out` [E] float32."""
     first, last = span
@@ -360,7 +360,7 @@ def hidden_gradient(
     weight: Tensor,
     ids: Tensor,
     offsets: Tensor,
-    tiling: Tiling = HIDDEN_GRADIENT,
+    tiling: _Tiling = _HIDDEN_GRADIENT,
 ) -> None:
     """Write all rows of `out` [T, d], with zeros for empty spans. offsets [T+1] index ids."""
     tokens, d = out.shape
@@ -377,7 +377,7 @@ def weight_gradient(
     coefficient: Tensor,
     hidden: Tensor,
     transposed: Transposed,
-    tiling: Tiling = WEIGHT_GRADIENT,
+    tiling: _Tiling = _WEIGHT_GRADIENT,
 ) -> None:
     """Write all rows of `out` [V, d]: `base`, which may be `out`, plus the entries' gradients."""
     vocabulary, d = out.shape
@@ -426,7 +426,7 @@ def _fold_kernel(
         x = tl.load(dot + t * width + column, mask=live, other=0)
         if BIASED:
             x += tl.load(bias + start_v + column, mask=live, other=0).to(tl.float32)
-        z = shape_logit(x, scale, softcap, inverse_temperature, CAPPED)
+        z = _shape_logit(x, scale, softcap, inverse_temperature, CAPPED)
         z = tl.where(live, z, float("-inf"))
         new_top = tl.maximum(top, tl.max(z, axis=0))
         fade = tl.exp(top - new_top)
@@ -453,11 +453,11 @@ def _block_coefficient_kernel(
     x = tl.load(dot + t * width + column, mask=live, other=0)
     if BIASED:
         x += tl.load(bias + start_v + column, mask=live, other=0).to(tl.float32)
-    z = shape_logit(x, scale, softcap, inverse_temperature, CAPPED)
+    z = _shape_logit(x, scale, softcap, inverse_temperature, CAPPED)
     p = tl.exp(z - tl.load(lse_of + t))
     chosen = tl.where(column == tl.load(targets + t) - start_v, 1.0, 0.0)
     grad = tl.load(grad_logp + t) * (chosen - p)
-    grad *= logit_slope(z, scale, softcap, inverse_temperature, CAPPED)
+    grad *= _logit_slope(z, scale, softcap, inverse_temperature, CAPPED)
     tl.store(out + t * width + column, grad.to(out.dtype.element_ty), mask=live)
 
 

@@ -47,7 +47,7 @@ GEMM_ROWS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """How a model family computes logits from W·h; most use the defaults."""
+    """Computation of logits from W·h in a model family; most use the defaults."""
 
     bias: Tensor | None = None
     """[V], added to W·h."""
@@ -114,7 +114,7 @@ def support_head(
     device = hidden.device
     targets = to_device(targets.long(), device)
     ids = to_device(kept_ids.long(), device)
-    if sizes.all():  # all tokens are truncated, or there are none
+    if sizes.all():  # all tokens are truncated, or T = 0
         pairs = _pairs(ids, offsets, sizes, device)
         return _KeptHead.apply(hidden, weight, *shape, targets, pairs)
     if not len(ids):
@@ -352,7 +352,7 @@ class _Pairs:
 # The arithmetic at (token, id) pairs. `_pair_plan` chooses between two plans with equal results:
 #
 # - gather: one dot product per pair, O(nnz·d), for spans much shorter than the vocabulary
-# - gemm: blocks of [rows, V] logits of which only the pairs are read, for long spans
+# - gemm: blocks of [rows, V] logits, for long spans; only the pairs are read
 #
 # Sums are float32 (float64 for float64 inputs), whatever the dtype of the inputs.
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from keel.model.layers.contexts import Contexts
 
-GENERATIONS = (9, 10)
+_GENERATIONS = (9, 10)
 """Major compute capabilities of Hopper and Blackwell."""
 PACKAGE, INSTALL = "flash_attn.cute", "flash-attn-4 (Keel's extra `gpu` has it)"
 _FORWARD = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal lse out"
@@ -43,7 +43,7 @@ def missing(device: torch.device, folder: Path) -> str:
     if device.type != "cuda":
         return "they need a GPU"
     major, minor = torch.cuda.get_device_capability(device)
-    if major not in GENERATIONS:
+    if major not in _GENERATIONS:
         return f"they need compute capability 9 or 10, this GPU has {major}.{minor}"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     cache_dir = folder / f"attention-{major}.{minor}"
@@ -52,7 +52,7 @@ def missing(device: torch.device, folder: Path) -> str:
 
 
 def check_kernels() -> str:
-    """Return what is missing or has changed in the package, or ""."""
+    """Describe a missing or changed part of the package, or return ""."""
     try:
         if not find_spec(PACKAGE.partition(".")[0]) or not find_spec(PACKAGE):
             return f"{INSTALL} is not installed"
@@ -241,7 +241,7 @@ def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...
     return tuple(HeadWidths(heads, kv_heads, width, value_width, one) for one in windows)
 
 
-PROBE = (1, 130, 64, 7, 300, 65)
+_PROBE = (1, 130, 64, 7, 300, 65)
 """Lengths of the segments for the comparison."""
 FOLLOWS = (-1, -1, 1, 1, -1, 4)
 """Second comparison with shared prefixes (`keel.model.layers.contexts`): fewer queries than keys,
@@ -270,11 +270,11 @@ def disagreement(shapes: tuple[HeadWidths, ...], device: torch.device, dtype: to
             (shape.heads, shape.value_width),
         )
         inputs = [
-            torch.randn(sum(PROBE), *size, device=device, dtype=dtype, generator=drawn)
+            torch.randn(sum(_PROBE), *size, device=device, dtype=dtype, generator=drawn)
             for size in sizes
         ]
         window = min(WINDOW, shape.window) if shape.window else None
-        for contexts in (None, Contexts.of(PROBE, FOLLOWS, device)):
+        for contexts in (None, Contexts.of(_PROBE, FOLLOWS, device)):
             try:
                 ours = _attention_and_grads(_fast, inputs, contexts, window, dtype)
             except Exception as error:  # compilers, drivers, file locks
@@ -312,7 +312,7 @@ def _plain(
     query: Tensor, key: Tensor, value: Tensor, contexts: Contexts | None, window: int | None
 ) -> Tensor:
     if contexts is None:
-        return plain(query, key, value, PROBE, window)
+        return plain(query, key, value, _PROBE, window)
     query, key, value = (contexts.spread(x) for x in (query, key, value))
     return plain(query, key, value, contexts.lengths, window)[contexts.places]
 
@@ -320,12 +320,12 @@ def _plain(
 def _fast(
     query: Tensor, key: Tensor, value: Tensor, contexts: Contexts | None, window: int | None
 ) -> Tensor:
-    ends = torch.tensor([0, *accumulate(PROBE)], dtype=torch.int32, device=query.device)
+    ends = torch.tensor([0, *accumulate(_PROBE)], dtype=torch.int32, device=query.device)
     keys: tuple[Any, ...] = ()
     if contexts is not None:
         key, value = contexts.spread(key), contexts.spread(value)
         keys = contexts.offsets, contexts.longest
-    return attend4(query, key, value, ends, max(PROBE), None, window, *keys)
+    return attend4(query, key, value, ends, max(_PROBE), None, window, *keys)
 
 
 def _attention_and_grads(

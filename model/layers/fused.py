@@ -38,7 +38,7 @@ def use_fused_layers(model: PreTrainedModel) -> None:
         if known[kind]:
             become(module, _fused_norm(kind))
     if fuses_experts(model):
-        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts_forward)
         model.set_experts_implementation(EXPERTS)
 
 
@@ -56,7 +56,7 @@ def fuses_experts(model: nn.Module) -> bool:
     return bool(experts) and all(map(_is_plain, experts))
 
 
-def experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Run experts for transformers: hidden [T, d], chosen and weights [T, K] → [T, d]."""
     fast = hidden.is_cuda and hidden.dtype == torch.bfloat16 and _has_triton()
     if not fast or spread_by_transformers(experts):

@@ -37,7 +37,7 @@ from keel.rl.types import NO_ROUTE
 
 REMEMBERED = 8
 """Number of closed contexts whose layers can be recomputed."""
-HOOKED = "keel_hooked"
+_HOOKED = "keel_hooked"
 """Attribute that marks a router with hooks."""
 _DETECTED = 1024
 """Number of closed contexts whose recomputation is detected, to raise an error."""
@@ -234,8 +234,8 @@ _logits: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 def _hook(routers: list[nn.Module]) -> None:
     for router in routers:
-        if not getattr(router, HOOKED, False):  # a copy of a router has both
-            setattr(router, HOOKED, True)
+        if not getattr(router, _HOOKED, False):  # a copy of a router has both
+            setattr(router, _HOOKED, True)
             router.register_forward_hook(_on_router)
             if gate := ROUTERS[type(router).__name__].gate:
                 router.get_submodule(gate).register_forward_hook(_on_gate)

@@ -53,7 +53,7 @@ from keel.model.transformers_internals import become
 
 _SUPPORTED = "DeepseekV32Attention"
 """The supported attention class of transformers."""
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
+_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
 """Size limit of the largest tensor of a chunk."""
 
 
@@ -66,15 +66,15 @@ class SparsePass:
     loss: bool = False
     """Compute the indexers' loss: Eq. 4, or Eq. 3 with `dense`."""
     chunk: int | None = None
-    """Queries per chunk; None: by `CHUNK_BYTES`."""
+    """Queries per chunk; None: by `_CHUNK_BYTES`."""
     recorded_LNk: Tensor | None = None
     """Positions in the segment that an engine selected for each token in each layer; rows of `NONE`
     use the live selection. See `recorded_selection`."""
     losses: list[Tensor] = field(default_factory=list[Tensor])
     """Σ_t KL of each layer, with graph."""
     held: list[Tensor] = field(default_factory=list[Tensor])
-    """For each layer with dense attention and loss: [2], the sum over queries with more than k keys
-    of the attention on the top k, and the number of these queries."""
+    """[2] per layer with dense attention and loss: the attention on the top k, summed over queries
+    with more than k keys, and the number of these queries."""
 
     def loss_sum(self) -> Tensor:
         """Return Σ over layers and queries of KL, in nats."""
@@ -197,7 +197,7 @@ def _attend(
             return x[start:stop].unflatten(0, (count, -1))
 
         queries, keys = [*map(block, per_query)], [*map(block, per_key)]
-        size = sparse.chunk or chunk_size(queries[0], queries[1], count * longest, top_k)
+        size = sparse.chunk or _chunk_size(queries[0], queries[1], count * longest, top_k)
         if sparse.dense or (longest <= top_k and recorded is None):
             parts = by_chunks(run.dense, queries, keys, size=size)
         else:
@@ -303,15 +303,15 @@ def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
     return recorded.where((recorded != NONE).any(-1, keepdim=True), live)
 
 
-def chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
-    """Return the number of queries whose largest float32 tensor fits `CHUNK_BYTES`.
+def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
+    """Return the number of queries whose largest float32 tensor fits `_CHUNK_BYTES`.
 
     keys: total over all rows.
     """
     rows, width = len(query), query.shape[-1]
     heads = max(query.shape[2], index_q.shape[2])
     largest = 4 * max(heads * keys, rows * min(top_k, keys) * max(width, heads))
-    return max(1, CHUNK_BYTES["cuda" if query.is_cuda else "cpu"] // largest)
+    return max(1, _CHUNK_BYTES["cuda" if query.is_cuda else "cpu"] // largest)
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -331,13 +331,13 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat([-two, one], -1) * sin[:, None]
 
 
-ChunkFunction = Callable[..., tuple[Tensor, ...]]
+_ChunkFunction = Callable[..., tuple[Tensor, ...]]
 """(position of the first query, per-query tensors [B, c, …] …, per-key tensors [B, s, …] …) →
 outputs [B, c, …] …, with the keys up to the last query's position."""
 
 
 def by_chunks(
-    chunk: ChunkFunction,
+    chunk: _ChunkFunction,
     queries: Sequence[Tensor],
     keys: Sequence[Tensor],
     *,
@@ -357,7 +357,7 @@ def by_chunks(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    chunk: ChunkFunction
+    chunk: _ChunkFunction
     size: int
     queries: int
     """Number of per-query tensors; the others are per key."""

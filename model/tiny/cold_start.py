@@ -90,7 +90,7 @@ _NOTHING = (
 def taught_sources(
     sources: Sequence[SourceConfig], *, demonstrating: bool = True
 ) -> list[SourceConfig]:
-    """Return the sources that can be taught. Raises ConfigError if there are none.
+    """Return the sources that can be taught. Raises ConfigError if none can.
 
     demonstrating: scripted conversations are available.
     """

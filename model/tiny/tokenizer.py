@@ -14,12 +14,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
+_TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 THINK_START = "<think>"
 THINK_END = "</think>"
 
-MARKS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
+MARKS = (END_OF_TEXT, _TURN_START, TURN_END, THINK_START, THINK_END)
 """Ids 0–4. Thinking marks are not special tokens, so decoding always keeps them."""
 
 PHRASES = (
@@ -150,7 +150,7 @@ def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         pad_token=END_OF_TEXT,
         eos_token=TURN_END,
-        additional_special_tokens=[TURN_START],
+        additional_special_tokens=[_TURN_START],
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )

@@ -1,4 +1,4 @@
-"""The support head as it is defined, with full logits."""
+"""Definition of the support head with full logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def dense(
     temperature: float = 1.0,
     spec: HeadSpec | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition, with full logits in float64."""
     spec = spec or HeadSpec()
     logits = hidden.double() @ weight.double().t()
     if spec.bias is not None:

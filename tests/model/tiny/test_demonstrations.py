@@ -160,7 +160,7 @@ def test_content_key_covers_script_and_environment(folder: Path) -> None:
 def test_hidden_files_are_named(
     name: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """By a file of another source, or by a library."""
+    """A file of another source or a library may hide the script."""
     demonstrate(config_of(folder), "shop", 3)
     other = tmp_path_factory.mktemp("other")
     (other / f"{name}.py").write_text("made = lambda *_, **__: []")
