@@ -150,7 +150,7 @@ def _sample_variant(
             sample=lambda prompt, size: changed.submit(prompt, "eval", size),
             score=partial(runtime.scorer.submit, purpose="eval"),
             record=record,
-            note=out.said,
+            note=out.progress,
             should_stop=runtime.with_watchdog(stop),
             say=partial(print, flush=True),
             count_steps=step_counter(runtime),

@@ -39,7 +39,7 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
                     record=lambda prompt, groups: (
                         None if to_be_retried(groups) else out.record(prompt, groups)
                     ),
-                    note=out.said,
+                    note=out.progress,
                     should_stop=runtime.with_watchdog(stop),
                     say=partial(print, flush=True),
                     count_steps=step_counter(runtime),

@@ -1,1 +1,1 @@
-"""Prompts: where they come from, in which order, and what is held out."""
+"""Prompts: their sources, order, and held-out sets."""

@@ -1,4 +1,4 @@
-"""What specialists said, selected to be learned from: right, whole, different, balanced."""
+"""Selects specialists' completions to learn from: right, complete, distinct and balanced."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from keel.data.results import aligned
 from keel.rl.evaluation import FAIL
 
 Kind = tuple[str, bool]
-"""Domain, and whether it thinks."""
+"""Domain, and True for the thinking mode."""
 SAMPLED = ("wrong", "not scored", "cut off", "other parts", "said before")
 LEFT_OUT = (*SAMPLED, "longer ones", "for balance")
-"""Why, in the order in which it is looked for."""
+"""Reasons to leave a completion out, in the order of the checks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A completion that might be learned."""
+    """A specialist's completion."""
 
     kind: Kind
     prompt: str
     tokens: int
     why_not: str
-    """Of LEFT_OUT; "" for one that is good in itself."""
+    """A reason from LEFT_OUT, or ""."""
     line: Mapping[str, Any]
-    """As `keel sft` reads it (`source: trajectories`), with the specialist's name."""
+    """The line for `keel sft` (`source: trajectories`), with the specialist's name."""
 
 
 def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
-    """Writes the completions to learn to `out`, a line each. sampled: specialist → folder of
-    `keel eval` on the prompts to train on. Returns what came of it, for people.
+    """Write the selected completions to `out`, one per line; return a human-readable report.
 
-    Raises ConfigError where a folder cannot be read, a part is one that no completion has, or
-    nothing is left.
+    sampled: specialist → folder of `keel eval` on the prompts to train on.
+    Raises ConfigError if a folder cannot be read, no completion has a named part, or no completion
+    is left.
     """
     bounds = _bounds(config)
     parts: set[str] = set()
@@ -50,15 +50,15 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
     seen: set[str] = set()
     prompts: defaultdict[str, list[Candidate]] = defaultdict(list)
     for candidate in candidates(sampled, config.least):
-        why, said = candidate.why_not, _said(candidate)
+        why, content = candidate.why_not, _content(candidate)
         of: Mapping[str, float] = candidate.line["parts"]
         parts.update(of)
         if not why and not all(low <= of.get(name, low) <= high for name, low, high in bounds):
             why = "other parts"
-        if not why and said in seen:
+        if not why and content in seen:
             why = "said before"
         if not why:
-            seen.add(said)
+            seen.add(content)
         counts[candidate.kind][why or "sampled"] += 1
         if not why:
             prompts[candidate.prompt].append(candidate)
@@ -77,7 +77,7 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
     chosen = _balanced(chosen, config.balance, counts)
     if not chosen:
         raise ConfigError(
-            f"nothing to learn is left of what the specialists said:\n{_text(counts, Counter())}"
+            f"no completion of the specialists is left to learn from:\n{_text(counts, Counter())}"
         )
     lines = (json.dumps(one.line, ensure_ascii=False) + "\n" for _, one in chosen)
     fresh = out.with_suffix(".tmp")
@@ -89,7 +89,7 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
 
 
 def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[Candidate]:
-    """All completions, in the order of specialists and their prompts. Raises ConfigError."""
+    """Yield all completions in the order of specialists and prompts. Raises ConfigError."""
     for specialist, folder in sampled.items():
         for asked in read_evaluation(folder):
             for sample in asked.samples:
@@ -127,8 +127,7 @@ def _balanced(
     balance: float,
     counts: Mapping[Kind, Counter[str]],
 ) -> list[tuple[int, Candidate]]:
-    """At most `balance` times as many of each kind as of the smallest; the first of each prompt
-    before the second of any."""
+    """Limit each kind to `balance` times the smallest; prompts' first completions come first."""
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:
         return list(chosen)
@@ -143,8 +142,8 @@ def _balanced(
     return kept
 
 
-def _said(candidate: Candidate) -> str:
-    """What was asked and all that was said, to know it again."""
+def _content(candidate: Candidate) -> str:
+    """Identifies the conversation, to find duplicates."""
     messages: Sequence[Mapping[str, Any]] = candidate.line["messages"]
     return json.dumps([candidate.kind[1], messages], sort_keys=True)
 

@@ -1,8 +1,8 @@
-"""What `keel eval` leaves behind, prompt by prompt, so that a stopped one goes on where it was.
+"""The folder of `keel eval`, written prompt by prompt so that a stopped evaluation resumes.
 
-samples.jsonl   a line for each prompt in each variant: its completions and what each is worth
-results.json    what they come to, by variant and set
-settings.json   what they depend on
+samples.jsonl   one line per prompt and variant: its completions and their scores
+results.json    summary by variant and set
+settings.json   the settings on which the completions depend
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from keel.rl.evaluation import ERROR, passed
 from keel.rl.records import trajectory_record
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 
-DEPENDS_ON = (
+_DEPENDS_ON = (
     *("eval.", "rollout.sampling.", "agents.", "run.seed", "model.path"),
     *("endpoint.tells_thinking", "endpoint.extra"),
     *("data.max_prompt_tokens", "data.long_prompts", "rollout.timeout_s"),
     *("rollout.dtype", "rollout.head_dtype"),
 )
-SPARED = ("eval.dir", "eval.against", "eval.variants")
-SCORED_BY = re.compile(
+_IGNORED = ("eval.dir", "eval.against", "eval.variants")
+_SCORED_BY = re.compile(
     r"(model|rewards)\.|data\.sources\[.*\]\.(rewards|environment|budget|length)\.|"
     r"data\.sources\[.*\]\.(thinking|system|raw)"
 )
-"""Knobs that completions and what they are worth depend on as well, RESUMABLE_KNOBS left out."""
+"""Further knobs on which completions and scores depend, except RESUMABLE_KNOBS."""
 RIGHT = "(right)"
-"""The answer of whatever passes: two ways of writing what is right are one answer."""
+"""Stands for every passing answer, so that two spellings of the right answer count as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A prompt as it was asked in a variant, and what came."""
+    """A prompt sampled in a variant, with its completions."""
 
     variant: str
     source: str
@@ -49,15 +49,14 @@ class Asked:
     id: str
     """`Prompt.prompt_id`."""
     digest: str
-    """Of the prompt as the recipe has it, before any variant."""
+    """Digest of the recipe's prompt, before a variant changes it."""
     samples: Sequence[Mapping[str, Any]]
-    """Of each completion: correct, error, parts, tokens, thinking (characters), finish_reason,
-    answer, messages, and turns, if it worked in an environment; and `record`, what `keel sft` needs
-    beside them."""
+    """Each completion: correct, error, parts, tokens, thinking (characters), finish_reason, answer,
+    messages, turns in an environment, and `record`, the further keys that `keel sft` needs."""
     missing: Sequence[str]
-    """A reason for each completion that was asked for and did not come."""
+    """The reason for each requested completion that is missing."""
     prompt: Sequence[Mapping[str, Any]] = ()
-    """Its messages, as the recipe has them."""
+    """The recipe's messages."""
     expected: str = ""
     """`Prompt.expected`."""
 
@@ -71,18 +70,18 @@ class Asked:
 
     @property
     def right(self) -> list[bool]:
-        """One for each completion, the missing ones wrong."""
+        """One per completion; missing completions are wrong."""
         return [passed(s["correct"]) for s in self.samples] + [False] * len(self.missing)
 
     @property
     def steps(self) -> list[int | None]:
-        """Turns of each completion; None where it was cut, is missing, or had none."""
+        """Turns of each completion; None if it was cut off, is missing or has no turns."""
         ended = [s.get("turns") if s["finish_reason"] == "stop" else None for s in self.samples]
         return ended + [None] * len(self.missing)
 
     @property
     def answers(self) -> list[str]:
-        """One for each completion, the missing ones' empty."""
+        """One per completion; empty for missing completions."""
         given = [RIGHT if passed(s["correct"]) else str(s["answer"]) for s in self.samples]
         return given + [""] * len(self.missing)
 
@@ -97,8 +96,11 @@ def asked_of(
     *,
     tokenizer: str = "",
 ) -> Asked:
-    """answer: what a completion answers, as text that others can agree with; "" where nothing.
-    thinking: all that it thought. tokenizer: digest of the policy's, where its tokens are known."""
+    """Collect the completions to one prompt.
+
+    answer: a completion's final answer in comparable form; "" if there is none.
+    thinking: its whole thinking. tokenizer: digest of the policy's tokenizer, if known.
+    """
     samples = [
         {
             "correct": float(parts["correct"]),
@@ -109,7 +111,7 @@ def asked_of(
             "finish_reason": trajectory.finish_reason,
             "answer": answer(trajectory),
             **({} if trajectory.usage is None else {"turns": trajectory.usage.turns}),
-            **_kept(group.group.prompt, trajectory, tokenizer),
+            **_messages_and_record(group.group.prompt, trajectory, tokenizer),
         }
         for group in groups
         for trajectory, parts in zip(group.group.trajectories, group.parts_G, strict=True)
@@ -127,28 +129,30 @@ def asked_of(
     )
 
 
-def _kept(prompt: Prompt, trajectory: Trajectory, tokenizer: str) -> dict[str, Any]:
-    """Return its messages, those that were asked apart, and the rest of its record. An agent
-    program's record has the messages of each of its conversations, too."""
+def _messages_and_record(prompt: Prompt, trajectory: Trajectory, tokenizer: str) -> dict[str, Any]:
+    """The completion's messages, and its record with the prompt's messages as `asked`.
+
+    An agent program's record also has the messages of each of its conversations.
+    """
     record = trajectory_record(prompt, trajectory, tokenizer=tokenizer)
     if trajectory.dialogues:
         return {"messages": [dict(message) for message in trajectory.messages], "record": record}
     messages = record.pop("messages")
-    said = len(messages) - len(trajectory.messages)
-    return {"messages": messages[said:], "record": {**record, "asked": messages[:said]}}
+    start = len(messages) - len(trajectory.messages)
+    return {"messages": messages[start:], "record": {**record, "asked": messages[:start]}}
 
 
 def read_evaluation(folder: Path) -> list[Asked]:
-    """Raises ConfigError naming file and line."""
+    """Read `samples.jsonl`. Raises ConfigError naming file and line."""
     path = folder / "samples.jsonl"
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         inside = sorted(str(file.parent) for file in folder.glob("eval/*/samples.jsonl"))
-        such = f"; it has {', '.join(inside)}" if inside else ", such as RUN/eval/step_000020"
+        hint = f"; it has {', '.join(inside)}" if inside else ", such as RUN/eval/step_000020"
         raise ConfigError(
-            f"{path}: cannot be read as an evaluation: there is none; name a folder that `keel "
-            f"eval` has written{such}"
+            f"{path}: cannot be read as an evaluation: the file does not exist; name a folder that "
+            f"`keel eval` has written{hint}"
         ) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as an evaluation: {error}") from error
@@ -157,30 +161,28 @@ def read_evaluation(folder: Path) -> list[Asked]:
         try:
             asked.append(asked_in(json.loads(line.decode("utf-8", "surrogatepass"))))
         except ValueError as error:
-            raise ConfigError(f"{path}:{number}: no line of an evaluation: {error}") from error
+            raise ConfigError(f"{path}:{number}: not a line of an evaluation: {error}") from error
     return asked
 
 
 def asked_in(line: Any) -> Asked:
-    """Raises ValueError for what is no line of an evaluation."""
+    """Parse a line of `samples.jsonl`. Raises ValueError if it is malformed."""
     if not isinstance(line, dict):
-        raise ValueError("it is no object in JSON")
+        raise ValueError("it is not a JSON object")
     columns, known = cast(dict[str, Any], line), {field.name: field for field in fields(Asked)}
-    lacking = [n for n, field in known.items() if field.default is MISSING and n not in columns]
-    unknown = [n for n in columns if n not in known]
-    if lacking or unknown:
-        has = f"it has {', '.join(unknown)}" if unknown else ""
-        lacks = f"it has no {', '.join(lacking)}" if lacking else ""
-        raise ValueError(lacks or f"{has}, which this release does not know")
+    required = [name for name, field in known.items() if field.default is MISSING]
+    if lacking := [name for name in required if name not in columns]:
+        raise ValueError(f"it has no {', '.join(lacking)}")
+    if unknown := [name for name in columns if name not in known]:
+        raise ValueError(f"it has {', '.join(unknown)}, which this release does not know")
     return Asked(**columns)
 
 
 class EvaluationFolder:
-    """Open as a context: finds or creates the folder, and holds it while open."""
+    """The folder of one evaluation, as a context manager that locks it."""
 
     def __init__(self, config: Config, policy: str, name: str) -> None:
-        """policy: whose completions, for people; name: of the folder in `run.dir`/eval, where
-        `eval.dir` does not say another."""
+        """policy: human-readable name. name: folder in `run.dir`/eval, unless `eval.dir` is set."""
         self._given = bool(config.eval.dir)
         under = Path(config.run.dir).expanduser() / "eval" / name
         self.path = Path(config.eval.dir).expanduser() if self._given else under
@@ -191,17 +193,18 @@ class EvaluationFolder:
             **{
                 knob: repr(value)
                 for knob, value in flat.items()
-                if (knob.startswith(DEPENDS_ON) and not knob.startswith(SPARED))
-                or (SCORED_BY.match(knob) and knob not in RESUMABLE_KNOBS)
+                if (knob.startswith(_DEPENDS_ON) and not knob.startswith(_IGNORED))
+                or (_SCORED_BY.match(knob) and knob not in RESUMABLE_KNOBS)
             },
         }
         self.asked: list[Asked] = []
-        self._number = self._passes = 0
-        """Of all that were asked: known without going through them, since it is said after each."""
+        self._number = self._passes = 0  # running totals: progress is logged after each prompt
 
     def __enter__(self) -> Self:
-        """Resumes an unfinished evaluation of the same settings, or begins a new one beside
-        those that are there. Raises ConfigError if that cannot be."""
+        """Resume an unfinished evaluation with the same settings, or start one in a new folder.
+
+        Raises ConfigError if neither is possible.
+        """
         with ExitStack() as stack:
             while not self._take(folder := WorkFolder(self.path, "eval.dir", "evaluation"), stack):
                 if self._given:
@@ -223,8 +226,10 @@ class EvaluationFolder:
         self._opened.close()
 
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Those that have not been asked in this variant. Raises ConfigError where one was that had
-        another text."""
+        """Prompts not yet sampled in this variant.
+
+        Raises ConfigError if a sampled prompt of the same id had another text.
+        """
         known = {one.id: one.digest for one in self.asked if one.variant == variant}
         for prompt in prompts:
             if known.get(prompt.prompt_id, digest_of(prompt)) != digest_of(prompt):
@@ -235,13 +240,12 @@ class EvaluationFolder:
         return [prompt for prompt in prompts if prompt.prompt_id not in known]
 
     def add(self, asked: Asked) -> None:
-        """Write down what came of a prompt in a variant."""
+        """Append the completions to a prompt in a variant."""
         self._lines.add(asdict(asked))
         self.asked.append(asked)
         self._count(asked)
 
-    def said(self) -> str:
-        """How it stands, in few words."""
+    def progress(self) -> str:
         if not self._number:
             return "nothing to keep so far"
         return f"pass@1 so far {self._passes / self._number:.3f}"
@@ -250,12 +254,12 @@ class EvaluationFolder:
         self._number, self._passes = self._number + asked.number, self._passes + asked.passes
 
     def finish(self, found: Mapping[str, Any]) -> None:
-        """All is there: write the results."""
-        written = {"settings": self._settings, "results": found}
-        self._folder.write("results.json", json.dumps(written, indent=1) + "\n")
+        """Write the results, which marks the evaluation as complete."""
+        content = {"settings": self._settings, "results": found}
+        self._folder.write("results.json", json.dumps(content, indent=1) + "\n")
 
     def _take(self, folder: WorkFolder, stack: ExitStack) -> bool:
-        """Whether the folder is there, ours and not finished; it is open then."""
+        """Open the folder if it is new or an unfinished evaluation with the same settings."""
         with ExitStack() as held:
             held.enter_context(folder)
             if (self.path / "results.json").exists() or folder.changed(self._settings):

@@ -1,4 +1,4 @@
-"""What a loader hands over: prompts, where each came from, and what was left out."""
+"""Prompts as loaders return them, with their origins and the skipped lines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
 
-REFUSED, COUNTED = 5, 1000
-"""Malformed lines that an error shows, and after how many nobody reads on for it."""
+MAX_SHOWN = 5
+"""Malformed lines that an error lists."""
+MAX_MALFORMED = 1000
+"""Malformed lines after which reading stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,86 +24,79 @@ class Item:
 
     prompt: Prompt
     origin: str
-    """For messages: `file:line`, or the task and the index."""
+    """`file:line`, or task and index, for messages."""
     bare: tuple[Mapping[str, Any], ...] = ()
-    """What is asked without a template of its source, where there is such a thing."""
+    """Messages before the source's template, if it adds nothing of the row."""
 
     @property
     def question(self) -> str:
-        """Digest of what is asked: two prompts with the same one must not be split between
-        training and evaluation, whatever their ids, sources, templates, system messages and white
-        space."""
+        """Digest of the question, regardless of ID, source, template, system message and white
+        space. Equal questions are not split between training and evaluation."""
         return _question(self.bare or self.prompt.messages)
 
     @property
-    def asked(self) -> frozenset[str]:
-        """The same, and with the words of its template: so another source may have it as a prompt
-        of its own."""
-        told = {_question(self.prompt.messages)} if self.bare else set[str]()
-        return frozenset({self.question, *told})
+    def questions(self) -> frozenset[str]:
+        """The question without and with its template, which another source may have as a prompt."""
+        templated = {_question(self.prompt.messages)} if self.bare else set[str]()
+        return frozenset({self.question, *templated})
 
 
 def _question(messages: Sequence[Mapping[str, Any]]) -> str:
-    asked = [dict(m) for m in messages if m.get("role") != "system"]
-    for message in asked:
+    question = [dict(m) for m in messages if m.get("role") != "system"]
+    for message in question:
         message["content"] = " ".join(str(message.get("content", "")).split())
-    return digest(json.dumps(asked, sort_keys=True))
+    return digest(json.dumps(question, sort_keys=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """One source, read."""
+    """The prompts of one source."""
 
     items: tuple[Item, ...]
     skipped: tuple[str, ...] = ()
-    """One reason for each malformed line that was left out."""
+    """One reason for each malformed line."""
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Column that nothing reads → where it was first met."""
+    """Unused column → where it first occurred."""
     unanswered: int = 0
-    """Of rows with and without something to judge by, those without, which only functions judge."""
+    """Rows that only functions judge, if other rows have something to be judged by."""
 
 
-def first_of(lines: Sequence[str], most: int = 10) -> list[str]:
-    """The first of them, and how many more there are."""
-    more = len(lines) - most
-    return [*lines[:most], f"and {more:,} more"] if more > 0 else list(lines)
+def first_of(lines: Sequence[str], limit: int = 10) -> list[str]:
+    """The first lines, and the number of further ones."""
+    more = len(lines) - limit
+    return [*lines[:limit], f"and {more:,} more"] if more > 0 else list(lines)
 
 
 def malformed(lines: Sequence[str], knob: str) -> ConfigError:
-    """The error of these lines, each with its place, where they are not to be skipped."""
+    """Error for malformed lines, each with its place."""
+    cure = "repair them, or set on_bad_line: skip"
     if len(lines) == 1:
-        return ConfigError(
-            f"{lines[0]} ({knob}; repair the line, or set on_bad_line: skip to leave such lines "
-            "out)"
-        )
-    listed = "\n  ".join(first_of(lines, REFUSED))
-    further = " and perhaps more" * (len(lines) >= COUNTED)
-    return ConfigError(
-        f"{knob}: {len(lines):,} malformed lines{further}; repair them, or set on_bad_line: skip "
-        f"to leave such lines out:\n  {listed}"
-    )
+        return ConfigError(f"{lines[0]} ({knob}; {cure})")
+    listed = "\n  ".join(first_of(lines, MAX_SHOWN))
+    more = " or more" * (len(lines) >= MAX_MALFORMED)
+    return ConfigError(f"{knob}: {len(lines):,}{more} malformed lines; {cure}:\n  {listed}")
 
 
-def told(
+def with_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """`messages` after the system messages of their source. A template for an environment waits for
-    its tools (`keel.agents.episode`)."""
+    """Prepend the source's system messages. A template for an environment is added by
+    `keel.agents.episode`, which knows its tools."""
     template = "none" if source.environment.enabled else source.system_template
     return with_system(system_prompt(template), with_system(source.system, messages))
 
 
-def untold(
+def without_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """The messages that `told` made `messages` of."""
-    added, (first, *rest) = told(source, ()), messages
+    """Inverse of `with_source_system`."""
+    added, (first, *rest) = with_source_system(source, ()), messages
     if not added:
         return tuple(messages)
-    own = str(first["content"]).removeprefix(added[0]["content"]).removeprefix("\n\n")
-    return ({**first, "content": own}, *rest) if own else tuple(rest)
+    content = str(first["content"]).removeprefix(added[0]["content"]).removeprefix("\n\n")
+    return ({**first, "content": content}, *rest) if content else tuple(rest)
 
 
 def digest(text: str) -> str:
-    """A short stable hash (Python's own changes with every process)."""
+    """A short hash that is stable across processes, unlike Python's."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

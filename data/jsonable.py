@@ -1,7 +1,7 @@
-"""Python values as JSON, without losing what JSON has no word for.
+"""Lossless encoding of Python values as JSON.
 
 Verifiers compare types: a grid of tuples is not a grid of lists, and `{1: …}` is not `{"1": …}`.
-Such values are written as `{"~tuple": […]}`; `keel.rewards.code.call_driver` reads them back.
+Such values become `{"~tuple": […]}`; `keel.rewards.code.call_driver` decodes them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, cast
 
 import numpy as np
 
-Json = Any
+_Json = Any
 """None, bool, int, float, str, lists of these, and dicts of these with text keys."""
 
 
-def to_jsonable(value: Any, path: str = "value") -> Json:
-    """`value` in terms of JSON. Raises TypeError naming the path of what cannot be written."""
-    if isinstance(value, np.generic):  # np.int64 is no int
+def to_jsonable(value: Any, path: str = "value") -> _Json:
+    """Encode a value. Raises TypeError naming the path of an unsupported one."""
+    if isinstance(value, np.generic):
         value = cast(Any, value).item()
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -38,10 +38,11 @@ def to_jsonable(value: Any, path: str = "value") -> Json:
         pairs = list(cast(Mapping[Any, Any], value).items())
         if all(isinstance(key, str) and not key.startswith("~") for key, _ in pairs):
             return {str(key): to_jsonable(item, f"{path}.{key}") for key, item in pairs}
-        written = [[to_jsonable(k, path), to_jsonable(v, f"{path}[{k!r}]")] for k, v in pairs]
-        return {"~dict": written}
-    raise TypeError(f"{path} holds a {type(value).__name__}, which cannot be written as JSON")
+        return {
+            "~dict": [[to_jsonable(k, path), to_jsonable(v, f"{path}[{k!r}]")] for k, v in pairs]
+        }
+    raise TypeError(f"{path} holds a {type(value).__name__}, which cannot be encoded")
 
 
-def _each(items: list[Any], path: str) -> list[Json]:
+def _each(items: list[Any], path: str) -> list[_Json]:
     return [to_jsonable(item, f"{path}[{index}]") for index, item in enumerate(items)]

@@ -1,5 +1,5 @@
-"""Prompts from the rows of files. A row has one prompt, and the answer, tests or criteria that its
-completions are judged by.
+"""Prompts from the rows of files. A row has one prompt and the answer, tests or criteria to
+judge completions by.
 
     {"prompt": "What is 2+2?", "answer": "4"}
     {"messages": [{"role": "user", "content": "…"}], "answer": "B", "match": "exact", "id": "a7"}
@@ -11,19 +11,10 @@ completions are judged by.
     {"prompt": "…", "refuse": true}
     {"prompt": "…", "reward": {"kind": "proof"}}
 
-`match` says how the answer is compared: `math` (by value, the default; with `tolerance` between
-numbers), `exact` (as text), `choice` (letter or text of one of `choices`), `regex` (matches all of
-the pattern `answer`) or `schema` (JSON that is valid under the schema `answer`).
-`criteria` may come with `reference` (docs/rubrics.md), and `tests` with the keys of CODE_KEYS
-(docs/rewards.md); `refuse` says whether a completion has to decline (docs/rubrics.md); `reward`
-is a whole reward spec. `environment`, an object, is what the source's environment alone reads:
-files of the task, documents that the answer rests on. Other keys, and those of other kinds of
-answers, are for functions of one's own, which find them in `prompt.reward["columns"]`, and for
-templates; where the source weighs such a function, a line may have an answer of none of these
-kinds. What nothing reads is named.
-
-A prompt may be a list of messages, as in `messages`. Which columns these keys are, `keel.data.rows`
-says, and which kinds of files there are.
+docs/data.md, docs/rewards.md and docs/rubrics.md describe the keys. An object `environment` is for
+the source's environment only. Other keys are available to templates and, in
+`prompt.reward["columns"]`, to the user's reward functions; a source that weights such a function
+needs nothing else to be judged by. Keys that nothing uses are reported.
 """
 
 from __future__ import annotations
@@ -34,11 +25,10 @@ from typing import Any, cast
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.conversations.forms import ROLES, calls_of, text_of
-from keel.data.items import COUNTED, Item, Loaded, malformed, told
-from keel.data.rows.columns import WRITTEN, Columns, Given, parsed_json
-from keel.data.rows.lines import BadLine, kind_of
+from keel.data.items import MAX_MALFORMED, Item, Loaded, malformed, with_source_system
+from keel.data.rows.columns import WRITTEN_BY_KEEL, Columns, KeyedRow, parse_json
 from keel.data.rows.places import files_of
-from keel.data.rows.read import Row, rows_of_files, rows_of_lines
+from keel.data.rows.read import BadLine, Row, kind_of, rows_of_files, rows_of_lines
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 MATCHES = {
@@ -49,23 +39,15 @@ MATCHES = {
     "regex": (),
 }
 """`match` → the keys that it reads besides `answer`."""
-CODE_KEYS = (
-    "tests",
-    "subtasks",
-    "reference",
-    "language",
-    "partial",
-    "time_limit_s",
-    "memory_mib",
-    "tolerance",
+_CODE_KEYS = (
+    *("tests", "subtasks", "reference", "language", "partial"),
+    *("time_limit_s", "memory_mib", "tolerance"),
 )
-KNOWN = frozenset(
-    ("id", "prompt", "messages", "match", "environment", "answer", "criteria", "refuse", "reward")
-) | frozenset([*CODE_KEYS, *(key for keys in MATCHES.values() for key in keys)])
-"""Keys with a meaning of their own."""
-REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
-"""A line has exactly one of them."""
-FOR_ENVIRONMENT = "environment"
+_REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
+"""A row has exactly one of these."""
+_KNOWN = frozenset(
+    ("id", "prompt", "messages", "match", "environment", *_REWARD_KEYS, *_CODE_KEYS)
+) | frozenset(key for keys in MATCHES.values() for key in keys)
 
 
 def load_jsonl(
@@ -73,131 +55,128 @@ def load_jsonl(
     check_reward: Callable[[Mapping[str, Any]], None] | None = None,
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Loaded:
-    """The prompts of `source.path`, at most `source.size` rows (0: all). Blank lines are free.
+    """Read the prompts of `source.path`, at most `source.size` rows (0: all).
 
-    check_reward: raises ValueError for a reward spec that could not be judged. hub_answers: whether
-    a hub can be asked; else what was downloaded before is read.
-    Raises ConfigError naming file:line and the reason for malformed lines, unless
-    `on_bad_line: skip`; and for a file that is missing or holds no prompt.
+    check_reward: raises ValueError for a bad reward spec. hub_answers: whether the hub can be
+    reached; otherwise its cache is read.
+    Raises ConfigError with file:line for malformed lines, unless `on_bad_line: skip`, and for a
+    file that is missing or holds no prompt.
     """
     knob = f"data.sources[{source.name}]"
     if source.source == "jsonl":
         rows = rows_of_lines(data_path(source.path), f"{knob}.path")
     else:
         rows = rows_of_files(files_of(source, hub_answers), f"{knob}.path")
-    columns, refuses = Columns(source, KNOWN), source.on_bad_line == "error"
+    columns, strict = Columns(source, _KNOWN), source.on_bad_line == "error"
     functions = any("." in part for part in source.rewards)
     items: list[Item] = []
     skipped: list[str] = []
-    seen: dict[str, str] = {}
+    places: dict[str, str] = {}
     for count, row in enumerate(rows):
-        if (source.size and count == source.size) or (refuses and len(skipped) == COUNTED):
+        if (source.size and count == source.size) or (strict and len(skipped) == MAX_MALFORMED):
             break
         try:
-            given = columns.given(row)
-            item = _item(given, columns, row, source, functions=functions)
-            columns.check_read(given, row.at, functions=functions)
-            prompt = item.prompt
-            _check_reward(prompt, check_reward)
-            if prompt.prompt_id in seen:
-                raise BadLine(
-                    f"id {prompt.prompt_id!r} is already taken by {seen[prompt.prompt_id]}"
-                )
+            keyed = columns.keyed(row)
+            item = _item(keyed, columns, row, source, functions=functions)
+            columns.note_unread(keyed, row.at, functions=functions)
+            _check_reward(item.prompt, check_reward)
+            name = item.prompt.prompt_id
+            if name in places:
+                raise BadLine(f"id {name!r} is already used by {places[name]}")
         except BadLine as error:
             skipped.append(f"{row.at}: {error}")
             continue
-        except ConfigError:  # of columns, by the first rows, where lines are refused
+        except ConfigError:  # wrong `columns`, found in the first rows
             if skipped:
                 raise malformed(skipped, knob) from None
             raise
-        lines = row.at.endswith(f":{row.number}")
-        seen[prompt.prompt_id] = f"{'line' if lines else 'row'} {row.number}"
+        is_line = row.at.endswith(f":{row.number}")
+        places[name] = f"{'line' if is_line else 'row'} {row.number}"
         items.append(item)
-    if skipped and refuses:
+    if skipped and strict:
         raise malformed(skipped, knob)
     if not items:
-        which = f"its split {source.split!r}" if source.split else "it"
-        why = f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else ""
-        why = why or f"{which} is empty"
-        raise ConfigError(f"{knob}.path = {source.path!r}: {why}")
-    columns.check_found()
-    alone = sum(item.prompt.reward.get("kind") == FUNCTIONS for item in items)
+        subject = f"its split {source.split!r}" if source.split else "it"
+        reason = f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else ""
+        reason = reason or f"{subject} is empty"
+        raise ConfigError(f"{knob}.path = {source.path!r}: {reason}")
+    columns.check_seen()
+    unanswered = sum(item.prompt.reward.get("kind") == FUNCTIONS for item in items)
     return Loaded(
         items=tuple(items),
         skipped=tuple(skipped),
         unread=columns.unread,
-        unanswered=alone if alone < len(items) else 0,
+        unanswered=unanswered if unanswered < len(items) else 0,
     )
 
 
 def _item(
-    given: Given, columns: Columns, row: Row, source: SourceConfig, *, functions: bool
+    keyed: KeyedRow, columns: Columns, row: Row, source: SourceConfig, *, functions: bool
 ) -> Item:
     """Build the item of a row. functions: the source weights custom functions. Raises BadLine."""
-    record, as_text = given.known, given.as_text
-    label = as_text.get("id", str(row.number))
+    record = keyed.known
+    label = keyed.as_text.get("id", str(row.number))
     if not isinstance(label, str) or not label:
         raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
     environment = source.name if source.environment.enabled else ""
-    if functions and not source.environment.enabled and not set(REWARD_KEYS) & set(record):
-        if said := [key for key in REWARD_KEYS if source.columns.get(key)]:
-            raise columns.missing(said[0])
+    if functions and not environment and not set(_REWARD_KEYS) & set(record):
+        if mapped := [key for key in _REWARD_KEYS if source.columns.get(key)]:
+            raise columns.missing(mapped[0])
         reward: dict[str, Any] = {"kind": FUNCTIONS}
     else:
-        reward = _reward(given, columns, source)
+        reward = _reward(keyed, columns, source)
     used = {"reward"} if "reward" in record else set(reward)
-    used |= {"id", "prompt", "messages", *([FOR_ENVIRONMENT] if environment else [])}
-    if functions and (further := {**given.further, **columns.unused(given, used)}):
-        if "reward" in record:  # as `keel filter` keeps a prompt, it has them already
-            further = {k: v for k, v in further.items() if k not in WRITTEN}
+    used |= {"id", "prompt", "messages", *(["environment"] if environment else [])}
+    if functions and (further := {**keyed.further, **columns.unused(keyed, used)}):
+        if "reward" in record:  # kept by `keel filter`, it has its columns already
+            further = {k: v for k, v in further.items() if k not in WRITTEN_BY_KEEL}
             further = {**reward.get("columns", {}), **further}
         reward["columns"] = further
-    if environment and (own := record.get(FOR_ENVIRONMENT)) is not None:
-        if not isinstance(own, dict):
-            raise BadLine(f"`{FOR_ENVIRONMENT}` must be an object, is {kind_of(own)}")
-        reward[FOR_ENVIRONMENT] = own
+    if environment and (value := record.get("environment")) is not None:
+        if not isinstance(value, dict):
+            raise BadLine(f"`environment` must be an object, is {kind_of(value)}")
+        reward["environment"] = value
     bare = _messages(record, columns, source)
-    asked = _in_template(given, columns, bare) if source.template else bare
+    messages = _in_template(keyed, columns, bare) if source.template else bare
     prompt = Prompt(
         prompt_id=f"{source.name}/{label}",
         domain=source.domain_name,
-        messages=told(source, asked),
+        messages=with_source_system(source, messages),
         thinking=source.thinking,
         reward=reward,
         kl_coef=source.kl_coef,
         environment=environment,
         raw=source.raw,
     )
-    # A template that adds nothing of the row's leaves the question what it is.
+    # A template that adds nothing of the row leaves the question the same.
     same = bool(source.template) and columns.only_prompt
     return Item(prompt=prompt, origin=row.at, bare=tuple(bare) if same else ())
 
 
-def _reward(row: Given, columns: Columns, source: SourceConfig) -> dict[str, Any]:
-    """Build the reward spec of a row, which may have none if an environment grades it."""
-    record, as_text = row.known, row.as_text
-    alone = not source.environment.grades
-    given = [key for key in REWARD_KEYS if key in record]
-    if not given and not alone:
+def _reward(row: KeyedRow, columns: Columns, source: SourceConfig) -> dict[str, Any]:
+    """Build the reward spec of a row, which may lack one if an environment grades it."""
+    record = row.known
+    graded = source.environment.grades
+    keys = [key for key in _REWARD_KEYS if key in record]
+    if not keys and graded:
         return {"kind": ENVIRONMENT}
-    if len(given) > 1:
-        both = " and ".join(f"`{key}`" for key in given)
+    if len(keys) > 1:
         raise BadLine(
-            f"has {both}; keep one, or say that a column is another thing by data.sources["
-            f"{source.name}].columns: {{{given[1]}: ''}}"
+            f"has {' and '.join(f'`{key}`' for key in keys)}; keep one, or exclude a column by "
+            f"data.sources[{source.name}].columns: {{{keys[1]}: ''}}"
         )
-    if given == ["reward"]:
+    if keys == ["reward"]:
         reward = record["reward"]
         if not isinstance(reward, dict):
             raise BadLine(f"`reward` must be an object, is {kind_of(reward)}")
-        kind = {} if alone else {"kind": ENVIRONMENT}
+        kind = {"kind": ENVIRONMENT} if graded else {}
         return {**kind, **cast(dict[str, Any], reward)}
-    if given == ["tests"]:
-        return {"kind": "code", **{key: record[key] for key in CODE_KEYS if key in record}}
-    if given == ["criteria"]:
-        keys = [key for key in ("criteria", "reference") if key in record]
-        return {"kind": "rubric", **{key: record[key] for key in keys}}
-    if given == ["refuse"]:
+    if keys == ["tests"]:
+        return {"kind": "code", **{key: record[key] for key in _CODE_KEYS if key in record}}
+    if keys == ["criteria"]:
+        present = [key for key in ("criteria", "reference") if key in record]
+        return {"kind": "rubric", **{key: record[key] for key in present}}
+    if keys == ["refuse"]:
         return {"kind": "refusal", "refuse": record["refuse"]}
     match = record.get("match", "math")
     if not isinstance(match, str) or match not in MATCHES:
@@ -205,14 +184,14 @@ def _reward(row: Given, columns: Columns, source: SourceConfig) -> dict[str, Any
     if match == "schema":
         answer = record.get("answer")
         if isinstance(answer, str) and row.of_table:
-            answer = parsed_json("answer", answer)
+            answer = parse_json("answer", answer)
         if not isinstance(answer, dict):
             raise BadLine(f"`answer` must be a JSON schema, an object, is {kind_of(answer)}")
     else:
-        answer = _after(_text(as_text, "answer", columns), source)
+        answer = _after_mark(_text(row.as_text, "answer", columns), source)
     more = {key: record[key] for key in MATCHES[match] if key in record}
     if "choices" in more:
-        more["choices"] = as_text["choices"]
+        more["choices"] = row.as_text["choices"]
     return {"kind": "answer", "answer": answer, "match": match, **more}
 
 
@@ -228,7 +207,7 @@ def _check_reward(prompt: Prompt, check: Callable[[Mapping[str, Any]], None] | N
 def _messages(
     record: dict[str, Any], columns: Columns, source: SourceConfig
 ) -> list[dict[str, Any]]:
-    """Return the messages of a row; a row without a prompt is allowed if a template makes one."""
+    """The messages of a row; empty without a prompt if the source has a template."""
     prompt = record.get("prompt")
     if "messages" in record and "prompt" in record:
         raise BadLine("has both `prompt` and `messages`; keep one")
@@ -238,47 +217,47 @@ def _messages(
         return []
     else:
         messages = [{"role": "user", "content": _text(record, "prompt", columns)}]
+    knob = f"data.sources[{source.name}]"
     if source.raw and (len(messages) != 1 or messages[0]["role"] != "user"):
-        raise BadLine(
-            "has a conversation, and a raw prompt is one text, which no chat template writes: "
-            f"leave data.sources[{source.name}].raw out, or give the text in `prompt`"
-        )
+        raise BadLine(f"has a conversation, but {knob}.raw needs one text in `prompt`")
     if source.system and messages[0]["role"] == "system":
-        raise BadLine(f"has a system message, and so has data.sources[{source.name}].system")
+        raise BadLine(f"has a system message, but {knob}.system is set too")
     return messages
 
 
 def _in_template(
-    given: Given, columns: Columns, messages: list[dict[str, Any]]
+    row: KeyedRow, columns: Columns, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Write the last user message, or the only one, by the source's template."""
+    """Apply the source's template to the last user message, or make that from the template."""
     if not messages:
-        return [{"role": "user", "content": columns.filled(given, None)}]
+        return [{"role": "user", "content": columns.fill_template(row, None)}]
     *before, last = messages
     if last["role"] != "user":
-        raise BadLine(f"ends with a message of the {last['role']}, and a template is for users'")
-    return [*before, {**last, "content": columns.filled(given, last["content"])}]
+        raise BadLine(f"ends with a message of the {last['role']}; a template needs the user's")
+    return [*before, {**last, "content": columns.fill_template(row, last["content"])}]
 
 
-def _after(answer: str, source: SourceConfig) -> str:
-    """Return the answer after the last `answer_after` mark, if the source has one."""
+def _after_mark(answer: str, source: SourceConfig) -> str:
+    """The answer after the last `answer_after` mark, if the source has one."""
     mark = source.answer_after
-    _, found, final = answer.rpartition(mark) if mark else ("", "x", answer)
-    if not found or not final.strip():
-        what = "nothing after the last" if found else "no"
-        raise BadLine(f"`answer` has {what} {mark!r} (data.sources[{source.name}].answer_after)")
-    return final.strip() if mark else answer
+    if not mark:
+        return answer
+    _, marked, final = answer.rpartition(mark)
+    if not marked or not final.strip():
+        problem = "nothing after the last" if marked else "no"
+        raise BadLine(f"`answer` has {problem} {mark!r} (data.sources[{source.name}].answer_after)")
+    return final.strip()
 
 
 def _chat(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise BadLine("`messages` must be a list of at least one message")
     chat: list[dict[str, Any]] = []
-    for index, message in enumerate(cast(list[Any], messages)):
+    for index, entry in enumerate(cast(list[Any], messages)):
         at = f"messages[{index}]"
-        if not isinstance(message, dict):
-            raise BadLine(f"`{at}` must be an object, is {kind_of(message)}")
-        message = cast(dict[str, Any], message)
+        if not isinstance(entry, dict):
+            raise BadLine(f"`{at}` must be an object, is {kind_of(entry)}")
+        message = cast(dict[str, Any], entry)
         if message.get("role") not in ROLES:
             raise BadLine(
                 f"`{at}.role` is {message.get('role')!r}, must be one of {', '.join(ROLES)}"
@@ -291,7 +270,7 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
             message["tool_calls"] = calls_of(calls, f"{at}.tool_calls")
         chat.append(message)
     if chat[-1]["role"] not in ("user", "tool", "developer"):
-        raise BadLine(f"the last message is from the {chat[-1]['role']}: nothing to answer")
+        raise BadLine(f"the last message is the {chat[-1]['role']}'s, so nothing is to be answered")
     return chat
 
 
@@ -299,9 +278,8 @@ def _text(record: dict[str, Any], key: str, columns: Columns) -> str:
     if key not in record:
         raise columns.missing(key)
     value = record[key]
-    what = columns.called(key)
     if not isinstance(value, str):
-        raise BadLine(f"{what} must be text, is {kind_of(value)}")
+        raise BadLine(f"{columns.label(key)} must be text, is {kind_of(value)}")
     if not value.strip():
-        raise BadLine(f"{what} is empty")
+        raise BadLine(f"{columns.label(key)} is empty")
     return value

@@ -1,8 +1,8 @@
-"""What `keel filter` leaves behind, prompt by prompt, so that a stopped one goes on where it was.
+"""The folder of `keel filter`, written prompt by prompt so that a stopped filter resumes.
 
-pass_rates.jsonl   the table (`keel.data.pass_rates`), a line as each prompt is done
-kept/<source>.jsonl   the prompts worth training on, as `source: jsonl` reads them
-settings.json      what the rates depend on
+pass_rates.jsonl      the table (`keel.data.pass_rates`)
+kept/<source>.jsonl   the prompts to train on, in the format of `source: jsonl`
+settings.json         the settings on which the rates depend
 """
 
 from __future__ import annotations
@@ -18,38 +18,44 @@ from typing import Self
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, SourceConfig
 from keel.configs.work_folder import WorkFolder
-from keel.data.items import untold
+from keel.data.items import without_source_system
 from keel.data.pass_rates import PassRate, check_same, pass_rate_of, read_pass_rates
 from keel.rl.evaluation import pass_at_k
 from keel.rl.types import Prompt, ScoredGroup
 
-SECTIONS = (
+_SECTIONS = (
     *("model.", "data.", "rewards.", "rollout.sampling.", "agents.", "eval.", "run.seed"),
     *("endpoint.tells_thinking", "endpoint.extra"),
 )
-"""Knobs that a pass rate depends on, RESUMABLE_KNOBS left out, and besides these …"""
-MEASURED = ("eval.temperature", "eval.top_p", "eval.top_k", "filter.samples", "rollout.timeout_s")
-REASONS = 5
-"""Reasons for missing completions that are listed."""
+"""Knobs on which a pass rate depends, except RESUMABLE_KNOBS."""
+_SAMPLING_KNOBS = (
+    "eval.temperature",
+    "eval.top_p",
+    "eval.top_k",
+    "filter.samples",
+    "rollout.timeout_s",
+)
+_MAX_REASONS = 5
+"""Maximum reasons for missing completions to list."""
 
 
 def settings_of(config: Config, policy: str) -> dict[str, str]:
-    """What the pass rates depend on: knob → value, and whose completions they are of."""
+    """The settings on which the pass rates depend: knob → value, and the policy."""
     knobs = {
         knob: repr(value)
         for knob, value in flatten_config(config).items()
-        if knob in MEASURED or (knob.startswith(SECTIONS) and knob not in RESUMABLE_KNOBS)
+        if knob in _SAMPLING_KNOBS or (knob.startswith(_SECTIONS) and knob not in RESUMABLE_KNOBS)
     }
     return {"policy": policy, **knobs}
 
 
 class FilterFolder:
-    """Open as a context: creates the folder, refuses another filter's, and holds it while open."""
+    """The folder of one filter, as a context manager that locks it."""
 
     def __init__(
         self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
     ) -> None:
-        """prompts: source that trains → those to sample; policy: whose completions, for people."""
+        """prompts: training source → its prompts to sample. policy: human-readable name."""
         given = config.filter.dir
         self.path = (
             Path(given).expanduser() if given else Path(config.run.dir).expanduser() / "filter"
@@ -58,25 +64,23 @@ class FilterFolder:
         self._filter = config.filter
         self._sources = {s.name: s for s in config.data.sources if s.name in prompts}
         self._idle = [s.name for s in config.data.sources if s.name not in prompts]
-        """Sources that train nothing."""
         self._settings = settings_of(config, policy)
         self._prompts = {
             prompt.prompt_id: (prompt, name) for name, some in prompts.items() for prompt in some
         }
         self._rates: dict[str, PassRate] = {}
-        self._number = 0
-        """Kept so far: said after each, and too many to be counted each time."""
+        self._number = 0  # running total of kept prompts: progress is logged after each prompt
 
     def __enter__(self) -> Self:
-        """Raises ConfigError if the folder cannot be written, is in use, or holds pass rates of
-        another policy, of other settings or of other prompts."""
+        """Raises ConfigError if the folder cannot be written, is in use, or belongs to another
+        policy, other settings or other prompts."""
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
             if changed := folder.changed(self._settings):
                 listed = "\n  ".join(changed)
                 raise folder.error(
                     f"holds pass rates of other settings:\n  {listed}\n"
-                    "Choose another filter.dir, or set these back to go on with it"
+                    "Choose another filter.dir, or restore these settings to resume it"
                 )
             self._lines = folder.lines(self.table.name)
             try:
@@ -93,30 +97,28 @@ class FilterFolder:
 
     @property
     def waiting(self) -> list[Prompt]:
-        """Prompts without a pass rate, in the sources' order; those of whose completions none could
-        be scored count as such."""
+        """Prompts without a scored completion, in the sources' order."""
         known = {name for name, rate in self._rates.items() if rate.known}
         return [prompt for name, (prompt, _) in self._prompts.items() if name not in known]
 
     def record(self, prompt: Prompt, groups: Sequence[ScoredGroup]) -> None:
-        """Write down what came of a prompt."""
+        """Append the pass rate of a prompt."""
         rate = pass_rate_of(prompt, self._prompts[prompt.prompt_id][1], groups)
         self._lines.add(rate.line())
         self._number += self._keeps(rate) - self._keeps(self._rates.get(rate.id))
         self._rates[rate.id] = rate
 
-    def said(self) -> str:
-        """How it stands, in few words."""
+    def progress(self) -> str:
         return f"{self._number:,} kept so far"
 
     def finish(self) -> str:
-        """Write the kept prompts, as far as there are pass rates; what came of it, for people."""
+        """Write the kept prompts; return a human-readable report."""
         kept = self._kept()
         folder = self.path / "kept"
         folder.mkdir(exist_ok=True)
         for name, source in self._sources.items():
-            mine = [rate for rate in kept if rate.source == name]
-            lines = [_line(self._prompts[rate.id][0], source, rate) for rate in mine]
+            rates = [rate for rate in kept if rate.source == name]
+            lines = [_line(self._prompts[rate.id][0], source, rate) for rate in rates]
             fresh = folder / f".{name}.tmp"
             fresh.write_text("".join(lines), encoding="utf-8")
             fresh.replace(folder / f"{name}.jsonl")
@@ -128,7 +130,7 @@ class FilterFolder:
             if name not in self._prompts:
                 raise ValueError(
                     f"{self.table} has the pass rate of {name}, which the recipe's sources do not "
-                    "have: the data has changed. Choose another filter.dir, or bring it back"
+                    "have: the data has changed. Choose another filter.dir, or restore it"
                 )
             check_same(self._prompts[name][0], rate, self.table)
         return rates
@@ -142,7 +144,7 @@ class FilterFolder:
         return rate is not None and rate.within(*bounds)
 
     def _table(self) -> list[str]:
-        """A row for each source, and for each domain that is not just one source."""
+        """One row per source, and per domain that differs from a single source."""
         rates = list(self._rates.values())
         rows = {name: [r for r in rates if r.source == name] for name in self._sources}
         of = Counter(source.domain_name for source in self._sources.values())
@@ -166,23 +168,23 @@ class FilterFolder:
         return lines
 
     def _left_out(self) -> list[str]:
-        """Why prompts are not kept, and completions missing."""
+        """The reasons for prompts not kept and for missing completions."""
         least, most = self._filter.least_pass_rate, self._filter.most_pass_rate
         rates = list(self._rates.values())
-        counted = {
-            "without a scored completion (sampled again the next time)": [
-                rate for rate in rates if not rate.known
-            ],
-            "never passed": [rate for rate in rates if rate.known and not rate.passes],
-            f"passed less often than {least:g}": [
-                rate for rate in rates if rate.passes and rate.rate < least
-            ],
-            f"passed more often than {most:g}": [rate for rate in rates if rate.rate > most],
+        counts = {
+            "without a scored completion (sampled again by the next run)": sum(
+                not rate.known for rate in rates
+            ),
+            "never passed": sum(rate.known and not rate.passes for rate in rates),
+            f"passed less often than {least:g}": sum(
+                rate.passes > 0 and rate.rate < least for rate in rates
+            ),
+            f"passed more often than {most:g}": sum(rate.rate > most for rate in rates),
         }
-        lines = [f"left out: {len(some):,} {why}" for why, some in counted.items() if some]
+        lines = [f"left out: {count:,} {why}" for why, count in counts.items() if count]
         if self._idle:
             lines.append(
-                f"left out: {', '.join(self._idle)}, of which nothing trains "
+                f"left out: {', '.join(self._idle)}: no training on it "
                 "(data.sources[].weight, data.train_on)"
             )
         reasons = Counter[str]()
@@ -190,16 +192,16 @@ class FilterFolder:
             reasons.update(rate.dropped)
         lines += [
             f"{count:,} completions missing, counted as wrong: {reason}"
-            for reason, count in reasons.most_common(REASONS)
+            for reason, count in reasons.most_common(_MAX_REASONS)
         ]
-        if more := sum(reasons.values()) - sum(n for _, n in reasons.most_common(REASONS)):
+        if more := sum(reasons.values()) - sum(n for _, n in reasons.most_common(_MAX_REASONS)):
             lines.append(f"{more:,} completions missing for other reasons (in the table)")
         return lines
 
     def _where(self) -> list[str]:
         waiting = len(self.waiting)
         return [
-            *[f"{waiting:,} prompts are still to be sampled; the same command goes on"]
+            *[f"{waiting:,} prompts are still to be sampled; the same command resumes"]
             * bool(waiting),
             f"pass rates      {self.table}",
             f"kept prompts    {self.path / 'kept'}",
@@ -207,11 +209,10 @@ class FilterFolder:
 
 
 def _line(prompt: Prompt, source: SourceConfig, rate: PassRate) -> str:
-    """A line that, read by `source: jsonl` under the same name, system messages and environment,
-    is the prompt again."""
+    """The prompt as a line for `source: jsonl`, given the same name, system and environment."""
     record = {
         "id": prompt.prompt_id.removeprefix(f"{source.name}/"),
-        "messages": [dict(message) for message in untold(source, prompt.messages)],
+        "messages": [dict(message) for message in without_source_system(source, prompt.messages)],
         "reward": dict(prompt.reward),
         "pass_rate": rate.rate,
     }

@@ -1,10 +1,9 @@
-"""The table of `keel filter`: what became of the completions to each prompt, a line of JSON each.
+"""The table of `keel filter`: one JSON line per prompt with the results of its completions.
 
     {"id": "sums/7", "source": "sums", "domain": "maths", "samples": 100, "passes": 12,
      "pass_rate": 0.12, "score": 0.15, "unscored": 1, "dropped": {"late: …": 1}, "digest": "…"}
 
-`passes` and `unscored` are counted as an evaluation does (`keel.rl.evaluation`): a completion that
-is missing or could not be scored is no pass.
+`passes` and `unscored` follow `keel.rl.evaluation`: a missing or unscored completion does not pass.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from keel.rl.types import Prompt, ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRate:
-    """Of one prompt."""
+    """The pass rate of one prompt."""
 
     id: str
     """`Prompt.prompt_id`."""
     source: str
     domain: str
     samples: int
-    """Completions that were asked for."""
+    """Completions requested."""
     passes: int
     score: float | None
-    """Mean of `correct` over the completions that are there, as `evaluation` has it; None: none
-    is."""
+    """Mean of `correct` over the completions, as in `evaluation`; None without a completion."""
     unscored: int
     dropped: Mapping[str, int]
-    """Reason → completions that are missing for it."""
+    """Reason → missing completions."""
     digest: str
-    """Of what was asked and what it was scored by."""
+    """Digest of the messages and the reward spec."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.passes <= self.samples or self.samples < 1:
@@ -51,11 +49,11 @@ class PassRate:
 
     @property
     def known(self) -> bool:
-        """Whether any completion has a score: without one a rate of 0 says nothing."""
+        """True if any completion has a score; otherwise a rate of 0 says nothing."""
         return self.unscored < self.samples
 
     def within(self, least: float, most: float) -> bool:
-        """Whether the prompt is one to train on: it can be solved, and as often as asked for."""
+        """True if the prompt can be solved and its rate is in the range to train on."""
         return self.passes > 0 and least <= self.rate <= most
 
     def line(self) -> dict[str, Any]:
@@ -63,7 +61,7 @@ class PassRate:
 
 
 def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> PassRate:
-    """The pass rate of a prompt by all groups of its completions."""
+    """Compute the pass rate of a prompt over all groups of its completions."""
     found = evaluation(groups)
     score, passes = found["score"].value, found["pass@1"]
     samples = sum(len(group.parts_G) + len(group.group.dropped) for group in groups)
@@ -86,8 +84,10 @@ def digest_of(prompt: Prompt) -> str:
 
 
 def read_pass_rates(path: Path) -> dict[str, PassRate]:
-    """Id of a prompt → its last line. What follows the last line's end was cut off while it was
-    written, and does not count. Raises ValueError naming file and line."""
+    """Prompt id → its last line, without an unfinished line at the end.
+
+    Raises ValueError naming file and line.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -99,15 +99,15 @@ def read_pass_rates(path: Path) -> dict[str, PassRate]:
             record.pop("pass_rate", None)
             rate = PassRate(**record)
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}:{number}: no line of pass rates: {error}") from error
+            raise ValueError(f"{path}:{number}: not a line of pass rates: {error}") from error
         rates[rate.id] = rate
     return rates
 
 
 def check_same(prompt: Prompt, rate: PassRate, path: Path) -> None:
-    """Raises ValueError if the rate is that of another prompt with the same id."""
+    """Raises ValueError if the rate belongs to another prompt with the same id."""
     if rate.digest != digest_of(prompt):
         raise ValueError(
-            f"{path}: the pass rate of {prompt.prompt_id} is that of another prompt: the data (or "
-            "run.seed) has changed since it was sampled. Bring it back, or filter anew"
+            f"{path}: the pass rate of {prompt.prompt_id} belongs to another prompt: the data "
+            "(or run.seed) has changed since it was sampled. Restore it, or run keel filter again"
         )

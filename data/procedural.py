@@ -1,4 +1,4 @@
-"""Prompts from reasoning_gym: procedural tasks that come with their own verifiers."""
+"""Generated prompts: reasoning_gym's tasks with their verifiers, and an environment's episodes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import fields
 from typing import Any, cast
 
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.items import Item, Loaded, digest, told
+from keel.data.items import Item, Loaded, digest, with_source_system
 from keel.data.jsonable import to_jsonable
-from keel.rl.types import Prompt
+from keel.rl.types import ENVIRONMENT, Prompt
 
 REFUSED_TASKS = {
-    "coin_flip": "its verifier gives full marks to a prefix of the right number: 0 for 0.1",
-    "composite": "list its parts as sources of their own, each with metrics of its own",
+    "coin_flip": "its verifier accepts a prefix of the right number, such as 0 for 0.1",
+    "composite": "list its parts as separate sources, which then have separate metrics",
     "game_of_life_halting": "its verifier accepts every answer that is not empty",
-    "puzzle24": "its verifier does not ask which numbers were given; take countdown",
+    "puzzle24": "its verifier ignores which numbers to use; take countdown",
 }
-"""Tasks that a policy could only learn to cheat at, or that Keel does better. Verifiers of
-reasoning_gym 0.1.25; `tests/rewards/rules/test_rules.py` tries nonsense on all the others."""
+"""Tasks with exploitable verifiers (reasoning_gym 0.1.25), and tasks better written as sources.
+`tests/rewards/rules/test_rules.py` tries nonsense on all others."""
 
 GENERATOR_ERRORS = (
     ArithmeticError,
@@ -31,20 +31,17 @@ GENERATOR_ERRORS = (
     ValueError,
 )
 
-
-KEPT = 4
-"""Tasks that stay made: the commands of one process have the same sources, and making one may mean
-to sift a hundred thousand words. What an item is depends on its number alone."""
-_KEPT: dict[str, Any] = {}
+_MAX_CACHED = 4
+"""Task datasets to cache: building one may filter a hundred thousand words."""
+_CACHE: dict[str, Any] = {}
 
 
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
-    """Items 0 … size−1 of a task. The generator is seeded by `params.seed`, or by the run's seed.
+    """Generate items 0 … size−1 of a task, seeded by `params.seed` or the run's seed.
 
-    Item i does not depend on `size`, so a larger source begins with the items of a smaller one.
-    Raises ConfigError for an unknown task and for options the task does not take.
+    Item i does not depend on `size`. Raises ConfigError for an unknown task or option.
     """
-    # Importing it takes a second and builds a hundred tasks: only runs that use it pay.
+    # Imported late: it takes a second and builds a hundred tasks.
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )
@@ -66,31 +63,31 @@ def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
         config = config_type(size=source.size, **params)
         if hasattr(config, "validate"):
             config.validate()
-        dataset = _made(dataset_type, config)
+        dataset = _cached_dataset(dataset_type, config)
     except GENERATOR_ERRORS as error:
-        raise ConfigError(f"{knob}.params = {dict(source.params)}: {_say(error)}") from error
+        raise ConfigError(f"{knob}.params = {dict(source.params)}: {_describe(error)}") from error
     return Loaded(items=tuple(_item(source, dataset, index) for index in range(source.size)))
 
 
-def _made(dataset_type: type, config: Any) -> Any:
+def _cached_dataset(dataset_type: type, config: Any) -> Any:
     key = f"{dataset_type.__name__}: {config!r}"
-    if key not in _KEPT:
-        made = dataset_type(config=config)
-        while len(_KEPT) >= KEPT:
-            del _KEPT[next(iter(_KEPT))]
-        _KEPT[key] = made
-    return _KEPT[key]
+    if key not in _CACHE:
+        dataset = dataset_type(config=config)
+        while len(_CACHE) >= _MAX_CACHED:
+            del _CACHE[next(iter(_CACHE))]
+        _CACHE[key] = dataset
+    return _CACHE[key]
 
 
 def check_params(knob: str, config_type: type, params: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what is no option of a task, and for `size`, a knob of the source."""
+    """Raise ConfigError for an unknown option, and for `size`, which is a knob of the source."""
     options = [field.name for field in fields(config_type) if field.name != "size"]
     for name in params:
         if name == "size":
             raise ConfigError(f"{knob}.params.size: write {knob}.size instead")
         if name not in options:
             near = difflib.get_close_matches(name, options, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(options)}"
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(options)}"
             raise ConfigError(f"{knob}.params.{name}: the task has no such option; {hint}")
 
 
@@ -110,12 +107,14 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
         }
     except GENERATOR_ERRORS as error:
         raise ConfigError(
-            f"data.sources[{source.name}]: {origin} cannot be made: {_say(error)}"
+            f"data.sources[{source.name}]: {origin} cannot be generated: {_describe(error)}"
         ) from error
     prompt = Prompt(
         prompt_id=f"{source.name}/{index}",
         domain=source.domain_name,
-        messages=told(source, [{"role": "user", "content": reward["entry"]["question"]}]),
+        messages=with_source_system(
+            source, [{"role": "user", "content": reward["entry"]["question"]}]
+        ),
         thinking=source.thinking,
         reward=reward,
         kl_coef=source.kl_coef,
@@ -125,5 +124,26 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
     return Item(prompt=prompt, origin=origin)
 
 
-def _say(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def load_episodes(source: SourceConfig) -> Loaded:
+    """Tasks 0 … size − 1 of an environment, which opens the conversation itself.
+
+    The message here only names the task; `keel.agents.probe` refuses an environment that leaves it.
+    """
+    items: list[Item] = []
+    for index in range(source.size):
+        name = f"{source.name}/{index}"
+        prompt = Prompt(
+            prompt_id=name,
+            domain=source.domain_name,
+            messages=({"role": "user", "content": f"(task {name})"},),
+            thinking=source.thinking,
+            reward={"kind": ENVIRONMENT},
+            kl_coef=source.kl_coef,
+            environment=source.name,
+        )
+        items.append(Item(prompt=prompt, origin=name))
+    return Loaded(items=tuple(items))

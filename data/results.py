@@ -1,4 +1,4 @@
-"""What an evaluation comes to, by variant and set, and how two of them differ."""
+"""Summaries of an evaluation by variant and set, and paired comparison of two evaluations."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from keel.rl.evaluation import pass_at_k, passed
 
 
 def summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
-    """Of the completions to some prompts. pass_at: k of pass@k and maj@k (and fewest@k, where all
-    worked in turns), none above the number of completions to a prompt; submissions: of
-    `contest_score`, 0 for none."""
+    """Summarise the completions to some prompts.
+
+    pass_at: each k of pass@k and maj@k (and fewest@k, if every completion has turns), at most the
+    completions per prompt. submissions: see `contest_score`; 0 leaves it out.
+    """
     samples = [sample for one in asked for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
     passes, numbers = [one.passes for one in asked], [one.number for one in asked]
@@ -55,9 +57,11 @@ def summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) ->
 
 
 def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
-    """Score of a prompt, 0 … 1, where so many of its completions are handed in and the best counts
-    for each subtask (DeepSeek-V3.2, appendix D). Those that fail a test which the task shows, were
-    cut off, could not be scored, or decline, are not; those with the longest thinking are."""
+    """Score of a prompt, 0 … 1: the best submission counts for each subtask.
+
+    Completions that fail a test shown in the task, were cut off, have no score or decline are not
+    submitted; of the others, those with the longest thinking are (DeepSeek-V3.2, appendix D).
+    """
     fit = [
         sample
         for sample in samples
@@ -76,24 +80,26 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
 
 
 def _parts(sample: Mapping[str, Any]) -> Mapping[str, float]:
-    """Older releases kept none."""
+    """The reward parts; older releases did not store them."""
     return sample.get("parts", {})
 
 
 def results(
     asked: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Variant → set (a source, `domain …` where that is not one source, or `all`) → `summary`."""
+    """Variant → set (see `sets_of`) → `summary`."""
     found: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in asked):
-        mine = [one for one in asked if one.variant == variant]
-        sets = {name: [mine[place] for place in places] for name, places in sets_of(mine).items()}
+        chosen = [one for one in asked if one.variant == variant]
+        sets = {
+            name: [chosen[place] for place in places] for name, places in sets_of(chosen).items()
+        }
         found[variant] = {name: summary(some, pass_at, submissions) for name, some in sets.items()}
     return found
 
 
 def sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
-    """A source, `domain …` where that is not one source, or `all` → places of its prompts."""
+    """Set → indices of its prompts: sources, `domain …` if not a single source, and `all`."""
     sources = dict.fromkeys(one.source for one in asked)
     of_one = {s for s in sources if all(o.source == s for o in asked if o.domain == s)}
     domains = sorted({one.domain for one in asked} - of_one)
@@ -103,7 +109,7 @@ def sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """`results`, for people."""
+    """`results` as a human-readable table."""
     head = ["", "prompts", "pass@1", "95 %"]
     names = dict.fromkeys(name for sets in found.values() for of in sets.values() for name in of)
     at_k = ("pass@", "maj@", "fewest@")
@@ -131,7 +137,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of text, the first to the left and the others to the right."""
+    """Align columns of text: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -145,10 +151,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def compared(
     first: Sequence[Asked], second: Sequence[Asked]
 ) -> dict[str, dict[str, tuple[int, Difference]]]:
-    """Variant → set → pairs and the difference of their pass@1, over the prompts that both have.
-    Raises ValueError where they have none in common, or different ones of the same name."""
-    theirs = {(one.variant, one.id): one for one in first}
-    pairs = [(theirs[key], one) for one in second if (key := (one.variant, one.id)) in theirs]
+    """Variant → set → number of pairs and difference of pass@1, over the prompts in both.
+
+    Raises ValueError without a common prompt, or if prompts of the same name differ.
+    """
+    earlier = {(one.variant, one.id): one for one in first}
+    pairs = [(earlier[key], one) for one in second if (key := (one.variant, one.id)) in earlier]
     if not pairs:
         raise ValueError("the two evaluations have no prompt of the same variant in common")
     for one, other in pairs:
@@ -156,22 +164,22 @@ def compared(
             raise ValueError(f"{one.id}: the two evaluations have different prompts of this name")
     found: dict[str, dict[str, tuple[int, Difference]]] = {}
     for variant in dict.fromkeys(other.variant for _, other in pairs):
-        mine = [pair for pair in pairs if pair[1].variant == variant]
+        chosen = [pair for pair in pairs if pair[1].variant == variant]
         before, after = (
-            [one.passes / one.number for one in some] for some in zip(*mine, strict=True)
+            [one.passes / one.number for one in some] for some in zip(*chosen, strict=True)
         )
         found[variant] = {
             name: (
                 len(places),
                 paired_difference([before[n] for n in places], [after[n] for n in places]),
             )
-            for name, places in sets_of([other for _, other in mine]).items()
+            for name, places in sets_of([other for _, other in chosen]).items()
         }
     return found
 
 
 def compared_table(found: Mapping[str, Mapping[str, tuple[int, Difference]]]) -> list[str]:
-    """`compared`, for people."""
+    """`compared` as a human-readable table."""
     rows = [["", "pairs", "pass@1", "95 %", "p"]]
     for variant, sets in found.items():
         for name, (pairs, of) in sets.items():
@@ -188,7 +196,7 @@ def compared_table(found: Mapping[str, Mapping[str, tuple[int, Difference]]]) ->
 
 
 def compare(first: str, second: str) -> str:
-    """Two folders of `keel eval`, pair by pair, for people. Raises ConfigError."""
+    """Compare two folders of `keel eval`; return a human-readable table. Raises ConfigError."""
     before, after = (read_evaluation(Path(folder)) for folder in (first, second))
     try:
         lines = compared_table(compared(before, after))

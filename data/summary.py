@@ -1,4 +1,4 @@
-"""What a recipe's sources come to, in lines for people."""
+"""Human-readable summary of the data sources."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from keel.configs.schema import Config, SourceConfig
 from keel.data.dataset import Dataset
 from keel.data.items import first_of
 
-PLACE = re.compile(r"(?<![\w\\^{}])\{[a-z_]\w*\}(?!\})", re.IGNORECASE)
-"""A name in braces that is not TeX's, such as `\\boxed{answer}`."""
+_PLACEHOLDER = re.compile(r"(?<![\w\\^{}])\{[a-z_]\w*\}(?!\})", re.IGNORECASE)
+"""A name in braces, except in TeX such as `\\boxed{answer}`."""
 
 
 def literal_lines(config: Config) -> list[str]:
-    """System messages with what looks like a column of a template's."""
+    """Warnings about placeholders in system messages, which are not filled in."""
     sources = [("data", s) for s in config.data.sources] + [("sft", s) for s in config.sft.sources]
     return [
-        f"{section}.sources[{source.name}].system: {found[0]} stands there as it is written: "
-        "columns are put into prompts alone, by data.sources[].template"
+        f"{section}.sources[{source.name}].system: {match[0]} is not filled in; use "
+        "data.sources[].template for columns"
         for section, source in sources
-        if (found := PLACE.search(source.system))
+        if (match := _PLACEHOLDER.search(source.system))
     ]
 
 
 def unread_lines(config: Config, dataset: Dataset) -> list[str]:
-    """Columns of files that nothing reads."""
+    """Warnings about unused columns."""
     return [
         f"data.sources[{source.name}]: nothing reads {', '.join(f'`{name}`' for name in unread)} "
-        f"({next(iter(unread.values()))}); data.sources[].columns, a template or a reward function "
-        "of your own can"
+        f"({next(iter(unread.values()))}); data.sources[].columns, a template or your reward "
+        "function can"
         for source in config.data.sources
         if (unread := dataset.report[source.name].unread)
     ]
 
 
-def passes(config: Config, source: SourceConfig, prompts: int) -> float:
-    """How often a run trains on each of so many prompts."""
+def _epochs(config: Config, source: SourceConfig, prompts: int) -> float:
+    """Epochs that a run trains on a source with this many prompts."""
     weights = {one.name: config.data.weight_of(one) for one in config.data.sources}
     share = weights[source.name] / (sum(weights.values()) or 1.0)
     return share * config.run.steps * config.algorithm.prompts_per_step / max(1, prompts)
 
 
 def small_lines(config: Config, dataset: Dataset) -> list[str]:
-    """Sources of which a prompt stands several times in a batch."""
+    """Warnings about sources that repeat a prompt within a batch."""
     return [
         f"data.sources[{source.name}]: {prompts:,} prompts to train on, each {times:.3g} times in "
         "a batch; lower algorithm.prompts_per_step"
         for source in config.data.sources
         if (prompts := dataset.report[source.name].train)
-        and (times := passes(config, source, prompts) / config.run.steps) > 1
+        and (times := _epochs(config, source, prompts) / config.run.steps) > 1
     ]
 
 
@@ -57,36 +57,35 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
     lines: list[str] = []
     for source in config.data.sources:
         report = dataset.report[source.name]
-        times = passes(config, source, report.train)
+        epochs = _epochs(config, source, report.train)
         notes = [f"{report.train:,} to train on", f"{report.heldout:,} held out"]
-        notes += [f"{times:.2g} epochs"] if times else []
-        counted = {
+        notes += [f"{epochs:.2g} epochs"] if epochs else []
+        counts = {
             f"malformed line{'s' * (report.skipped != 1)} skipped": report.skipped,
             f"duplicate{'s' * (report.duplicates != 1)} dropped": report.duplicates,
             "too long, dropped": report.long,
             "held out by another source": report.leaked,
             "out of the bounds of pass rates": report.rated_out,
-            "without a pass rate, left out": len(report.unrated),
-            "pass rates of prompts that it does not have": len(report.unknown),
-            "read without anything to judge by but functions": report.unanswered,
+            "without a pass rate, dropped": len(report.unrated),
+            "pass rates of unknown prompts": len(report.unknown),
+            "judged by functions only": report.unanswered,
         }
-        notes += [f"{number:,} {what}" for what, number in counted.items() if number]
+        notes += [f"{number:,} {reason}" for reason, number in counts.items() if number]
         environment = source.environment
-        what = " in ".join(filter(None, [source.task or source.path, environment.label]))
+        origin = " in ".join(filter(None, [source.task or source.path, environment.label]))
         if environment.program:
-            what = ", driven by ".join(filter(None, [what, environment.program]))
+            origin = ", driven by ".join(filter(None, [origin, environment.program]))
         lines.append(
-            f"{source.name} ({what}): {', '.join(notes)}; weight "
+            f"{source.name} ({origin}): {', '.join(notes)}; weight "
             f"{config.data.weight_of(source):g}, domain {source.domain_name}, β "
-            f"{source.kl_coef:g}{_budget_said(source)}"
+            f"{source.kl_coef:g}{_budget(source)}"
         )
         lines += [f"  skipped: {line}" for line in first_of(report.skipped_reasons)]
         lines += [f"  without a pass rate: {name}" for name in report.unrated[:3]]
-        lines += [f"  in pass_rates and not in the source: {name}" for name in report.unknown[:3]]
+        lines += [f"  in pass_rates but not in the source: {name}" for name in report.unknown[:3]]
     return lines
 
 
-def _budget_said(source: SourceConfig) -> str:
-    """Where it has one of its own."""
-    own = {name: value for name, value in asdict(source.budget).items() if value}
-    return "".join(f", {name} {value:g}" for name, value in own.items())
+def _budget(source: SourceConfig) -> str:
+    limits = {name: value for name, value in asdict(source.budget).items() if value}
+    return "".join(f", {name} {value:g}" for name, value in limits.items())

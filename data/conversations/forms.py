@@ -1,4 +1,4 @@
-"""The forms in which people keep conversations, read as one.
+"""Reads the common formats of conversations into one.
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
     {"messages": […, {"role": "assistant", "reasoning_content": "…", "content": "…"}]}
@@ -6,10 +6,9 @@
     {"prompt": "…", "completion": "…"}             texts, or lists of messages
     {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}
 
-Assistant's messages may call tools (`tool_calls`, as OpenAI has them; ShareGPT: `function_call`
-with the answer as `observation`) and hold their reasoning in `reasoning_content`, `reasoning`,
-`thinking` or in a `<think>` block that the content begins with. `"weight": 0` makes one of them
-context that is not learned.
+Assistant messages may call tools (OpenAI's `tool_calls`; ShareGPT's `function_call`, answered by an
+`observation`) and hold reasoning in `reasoning_content`, `reasoning`, `thinking` or a `<think>`
+block at the start of the content. `"weight": 0` excludes a message from learning.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from keel.data.rows.lines import BadLine, kind_of
+from keel.data.rows.read import BadLine, kind_of
 from keel.rl.turns import Message
 
 FORMS = ("messages", "prompt", "conversations")
-"""The keys that a line's form is known by."""
-SHAREGPT = {
+"""Keys that identify the format of a line."""
+_SHAREGPT = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -37,84 +36,81 @@ SHAREGPT = {
     "tool": "tool",
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
-REASONING = ("reasoning_content", "reasoning", "thinking")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 KNOWN = frozenset({*FORMS, "completion", "tools", "thinking", "id", "system"})
-IN_MESSAGES = frozenset(
-    {"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING}
+_MESSAGE_KEYS = frozenset(
+    {"role", "content", "tool_calls", "tool_call_id", "name", "weight", *_REASONING}
 )
-IN_SHAREGPT = frozenset({"from", "value", "weight"})
-WEIGHTS_ELSEWHERE = ("loss", "train", "loss_mask")
-"""What other programs call `weight`."""
+_SHAREGPT_KEYS = frozenset({"from", "value", "weight"})
+_FOREIGN_WEIGHTS = ("loss", "train", "loss_mask")
+"""Other programs' names of `weight`."""
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 def conversation_of(
     record: Mapping[str, Any], system: str, *, rendered: bool = True
 ) -> tuple[list[Message], list[int]]:
-    """The messages of a line in one form, and the places of those to learn. system: of the source,
-    for a conversation without one. rendered: what is learned is written by the template, so there
-    has to be a message that says something. False: the tokens to learn are known, and may be the
-    end of a turn or a malformed call alone.
+    """The messages of a line in one format, and the indices of those to learn.
+
+    system: the source's system message, for conversations without one. rendered: the template
+    writes the tokens, so a message to learn must have content. Otherwise the tokens are known and
+    may be just the end of a turn or a malformed call.
 
     Raises BadLine.
     """
-    given = [key for key in FORMS if key in record]
-    if len(given) != 1:
-        has = " and ".join(f"`{key}`" for key in given) or f"the keys {', '.join(record) or 'none'}"
-        others = ", ".join(f"{key}: ''" for key in given[1:])
-        cure = f"; where another is something else, say so by the source's columns: {{{others}}}"
-        raise BadLine(
-            f"has {has}: it needs exactly one of {', '.join(FORMS)}{cure if others else ''}"
-        )
-    (form,) = given
+    forms = [key for key in FORMS if key in record]
+    if len(forms) != 1:
+        has = " and ".join(f"`{key}`" for key in forms) or f"the keys {', '.join(record) or 'none'}"
+        others = ", ".join(f"{key}: ''" for key in forms[1:])
+        cure = f"; exclude the others by the source's columns: {{{others}}}" if others else ""
+        raise BadLine(f"has {has}, but needs exactly one of {', '.join(FORMS)}{cure}")
+    (form,) = forms
     if form == "prompt":
         if "completion" not in record:
-            has = ", ".join(record)
             raise BadLine(
-                f"has a `prompt` and no `completion`; it has {has}; say which of them "
-                "it is by the source's columns: {completion: …}"
+                f"has a `prompt` and no `completion`, only {', '.join(record)}; name its column by "
+                "the source's columns: {completion: …}"
             )
-        asked, said = (_either(record, key) for key in ("prompt", "completion"))
-        written = [*({**m, "weight": 0} if _is_said(m) else m for m in asked), *said]
+        prompt, completion = (_either(record, key) for key in ("prompt", "completion"))
+        context = ({**m, "weight": 0} if m.get("role") == "assistant" else m for m in prompt)
+        entries = [*context, *completion]
     elif form == "conversations":
-        written = [_of_sharegpt(m, at) for m, at in _entries(record, form)]
+        entries = [_of_sharegpt(m, at) for m, at in _entries(record, form)]
     else:
-        written = [_entry(m, at) for m, at in _entries(record, form)]
-    own = record.get("system")
-    if own is not None and not isinstance(own, str):
-        raise BadLine(f"`system` must be text, is {kind_of(own)}")
-    if (told := own or system) and written[0].get("role") != "system":
-        written = [{"role": "system", "content": told}, *written]
-    messages = [_message(m, f"messages[{place}]") for place, m in enumerate(written)]
+        entries = [_entry(m, at) for m, at in _entries(record, form)]
+    line_system = record.get("system")
+    if line_system is not None and not isinstance(line_system, str):
+        raise BadLine(f"`system` must be text, is {kind_of(line_system)}")
+    if (content := line_system or system) and entries[0].get("role") != "system":
+        entries = [{"role": "system", "content": content}, *entries]
+    messages = [_message(m, f"messages[{place}]") for place, m in enumerate(entries)]
     _name_results(messages)
     learned = [
         place
         for place, message in enumerate(messages)
-        if message["role"] == "assistant" and _weight(written[place], f"messages[{place}]")
+        if message["role"] == "assistant" and _weight(entries[place], f"messages[{place}]")
     ]
     if rendered and not learned:
-        raise BadLine("has no message of the assistant's to learn")
+        raise BadLine("has no assistant message to learn")
     if learned[:1] == [0]:
-        raise BadLine("begins with a message of the assistant's: it needs something to answer")
+        raise BadLine("begins with an assistant message; it needs something to answer")
     for place in learned if rendered else ():
-        one = messages[place]
-        if not (one["content"].strip() or "reasoning_content" in one or "tool_calls" in one):
-            raise BadLine(
-                f"`messages[{place}]` is the assistant's, and says nothing (`weight: 0` makes it "
-                "context that is not learned)"
-            )
+        message = messages[place]
+        parts = ("reasoning_content" in message, "tool_calls" in message)
+        if not (message["content"].strip() or any(parts)):
+            raise BadLine(f"`messages[{place}]` is empty; set its `weight: 0` to not learn it")
     return [*messages], learned
 
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """As chat templates have them. Raises BadLine."""
-    given = record.get("tools") or []
-    if isinstance(given, str):
-        given = _json(given, "tools")
-    if not isinstance(given, list):
-        raise BadLine(f"`tools` must be a list, is {kind_of(given)}")
+    """The tools of a line in the form of chat templates. Raises BadLine."""
+    value = record.get("tools") or []
+    if isinstance(value, str):
+        value = _json(value, "tools")
+    if not isinstance(value, list):
+        raise BadLine(f"`tools` must be a list, is {kind_of(value)}")
     tools: list[dict[str, Any]] = []
-    for place, tool in enumerate(cast(list[Any], given)):
+    for place, tool in enumerate(cast(list[Any], value)):
         function = tool.get("function", tool) if isinstance(tool, dict) else tool
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadLine(f"`tools[{place}]` must be an object with the `name` of a function")
@@ -125,24 +121,24 @@ def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
-    """Whether the template is asked for thinking; `mode`: of the source. Raises BadLine."""
-    given = record.get("thinking")
-    if given is not None and not isinstance(given, bool):
-        raise BadLine(f"`thinking` must be true or false, is {kind_of(given)}")
+    """Return whether to render with thinking. mode: the source's setting. Raises BadLine."""
+    value = record.get("thinking")
+    if value is not None and not isinstance(value, bool):
+        raise BadLine(f"`thinking` must be true or false, is {kind_of(value)}")
     if mode != "as-written":
         return mode == "with"
-    return any("reasoning_content" in one for one in messages) if given is None else given
+    return any("reasoning_content" in one for one in messages) if value is None else value
 
 
 def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
-    """Keys of a line and of its messages that mean nothing here."""
+    """Unused keys of a line and its messages."""
     keys = {
         f"{form}[].{key}"
         for form in (*FORMS, "completion")
         for message in (record[form] if isinstance(record.get(form), list) else ())
         if isinstance(message, dict)
         for key, value in message.items()
-        if key not in (IN_MESSAGES if "role" in message else IN_SHAREGPT) and value is not None
+        if key not in (_MESSAGE_KEYS if "role" in message else _SHAREGPT_KEYS) and value is not None
     }
     return frozenset({*(key for key in record if key not in known), *keys})
 
@@ -161,12 +157,10 @@ def _object(message: Any, at: str) -> dict[str, Any]:
 
 
 def _entry(message: Any, at: str) -> dict[str, Any]:
-    """One message, as it is written. Raises BadLine for what would have to be heeded."""
+    """One message as written. Raises BadLine for another program's message weight."""
     entry = _object(message, at)
-    if wrong := next((key for key in WEIGHTS_ELSEWHERE if entry.get(key) is not None), ""):
-        raise BadLine(
-            f"`{at}.{wrong}` means nothing here: `weight` says whether a message is learned, 1 or 0"
-        )
+    if wrong := next((key for key in _FOREIGN_WEIGHTS if entry.get(key) is not None), ""):
+        raise BadLine(f"`{at}.{wrong}` is unknown; use `weight`, 1 to learn a message or 0")
     return entry
 
 
@@ -178,18 +172,14 @@ def _either(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     return [_entry(message, at) for message, at in _entries(record, key)]
 
 
-def _is_said(message: Mapping[str, Any]) -> bool:
-    return message.get("role") == "assistant"
-
-
-def _of_sharegpt(given: Any, at: str) -> dict[str, Any]:
-    message = _entry(given, at)
+def _of_sharegpt(entry: Any, at: str) -> dict[str, Any]:
+    message = _entry(entry, at)
     if "role" in message:
         return message
-    role, value = SHAREGPT.get(str(message.get("from"))), message.get("value")
+    role, value = _SHAREGPT.get(str(message.get("from"))), message.get("value")
     if role is None:
         raise BadLine(
-            f"`{at}.from` is {message.get('from')!r}, must be one of {', '.join(SHAREGPT)}"
+            f"`{at}.from` is {message.get('from')!r}, must be one of {', '.join(_SHAREGPT)}"
         )
     if not isinstance(value, str):
         raise BadLine(f"`{at}.value` must be text, is {kind_of(value)}")
@@ -201,31 +191,31 @@ def _of_sharegpt(given: Any, at: str) -> dict[str, Any]:
     return {"role": role, "content": value, **weight}
 
 
-def _message(given: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """A message in the form of `keel.rl.turns.Message`."""
-    role = given.get("role")
+def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """Convert to a `keel.rl.turns.Message`."""
+    role = entry.get("role")
     if role not in ROLES:
         raise BadLine(f"`{at}.role` is {role!r}, must be one of {', '.join(ROLES)}")
-    content = text_of(given.get("content"), f"{at}.content")
+    content = text_of(entry.get("content"), f"{at}.content")
     message: dict[str, Any] = {"role": role, "content": content}
     if role == "tool":
-        message |= {k: str(given[k]) for k in ("tool_call_id", "name") if given.get(k)}
+        message |= {k: str(entry[k]) for k in ("tool_call_id", "name") if entry.get(k)}
     if role != "assistant":
         return message
-    reasoning = next((given[key] for key in REASONING if given.get(key)), None)
-    if reasoning is None and (found := _THINK.match(content)):
-        reasoning, message["content"] = found[1], content[found.end() :].strip()
+    reasoning = next((entry[key] for key in _REASONING if entry.get(key)), None)
+    if reasoning is None and (match := _THINK.match(content)):
+        reasoning, message["content"] = match[1], content[match.end() :].strip()
     if reasoning is not None and not isinstance(reasoning, str):
         raise BadLine(f"the reasoning of `{at}` must be text, is {kind_of(reasoning)}")
     if reasoning and reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
-    if calls := given.get("tool_calls"):
+    if calls := entry.get("tool_calls"):
         message["tool_calls"] = calls_of(calls, f"{at}.tool_calls")
     return message
 
 
 def text_of(value: Any, at: str) -> str:
-    """Return a message's content: text, a list of parts of text, or null. Raises BadLine."""
+    """A message's content: text, a list of text parts, or null. Raises BadLine."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -243,14 +233,14 @@ def text_of(value: Any, at: str) -> str:
 
 
 def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
-    """Return a message's calls of tools, with their arguments as objects. Raises BadLine."""
+    """A message's tool calls, with their arguments as objects. Raises BadLine."""
     if not isinstance(calls, list):
         raise BadLine(f"`{at}` must be a list, is {kind_of(calls)}")
     return [_call(call, f"{at}[{place}]") for place, call in enumerate(cast(list[Any], calls))]
 
 
-def _call(given: Any, at: str) -> dict[str, Any]:
-    call = _object(given, at)
+def _call(entry: Any, at: str) -> dict[str, Any]:
+    call = _object(entry, at)
     function = _object(call.get("function", call), f"{at}.function")
     name, arguments = function.get("name"), function.get("arguments") or {}
     if not isinstance(name, str) or not name:
@@ -264,35 +254,35 @@ def _call(given: Any, at: str) -> dict[str, Any]:
 
 
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Ids for calls without one, and for each result the id and the name of the call it answers:
-    of those without an answer yet the first, or the first of its name where it has one; before
-    those that a user has spoken after without an answer, the ones made since. Raises BadLine."""
-    waiting: dict[str, str] = {}
-    left: set[str] = set()
-    """Of those waiting: from before the user's last words."""
+    """Give IDs to calls, and to each result the ID and name of its call.
+
+    A result without an ID answers the first open call, or the first of its name; calls made since
+    the last user message come before older ones. Raises BadLine.
+    """
+    open_calls: dict[str, str] = {}
+    older: set[str] = set()  # open calls from before the last user message
     for place, message in enumerate(messages):
         if message["role"] == "user":
-            left = set(waiting)
+            older = set(open_calls)
         for number, call in enumerate(message.get("tool_calls", ())):
             call["id"] = call["id"] or f"call_{place}_{number}"
-            waiting[call["id"]] = call["function"]["name"]
-            left.discard(call["id"])
+            open_calls[call["id"]] = call["function"]["name"]
+            older.discard(call["id"])
         if message["role"] == "tool":
             name = message.get("name")
-            of_name = (
-                one
-                for one in sorted(waiting, key=left.__contains__)
-                if name in (None, waiting[one])
+            candidates = (
+                call_id
+                for call_id in sorted(open_calls, key=older.__contains__)
+                if name in (None, open_calls[call_id])
             )
-            call_id = message.setdefault("tool_call_id", next(of_name, ""))
-            if call_id not in waiting:
-                said = f" (tool_call_id {call_id!r})" if call_id else f" (name {name!r})"
+            call_id = message.setdefault("tool_call_id", next(candidates, ""))
+            if call_id not in open_calls:
+                label = f" (tool_call_id {call_id!r})" if call_id else f" (name {name!r})"
                 raise BadLine(
-                    f"`messages[{place}]` is the result of no call before it"
-                    + (said if call_id or name else "")
+                    f"`messages[{place}]` is the result of no earlier call"
+                    f"{label if call_id or name else ''}"
                 )
-            called = waiting.pop(call_id)
-            message.setdefault("name", called)
+            message.setdefault("name", open_calls.pop(call_id))
 
 
 def _weight(message: Mapping[str, Any], at: str) -> bool:

@@ -1,5 +1,4 @@
-"""All sources of conversations: read, rendered, deduplicated, and split into those that are learned
-and those that are held out."""
+"""Loads sources of conversations: reads, renders, deduplicates, splits off held-out ones."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.conversations.solutions import Solve, worked_solutions
 from keel.data.conversations.text import Encoded, made_texts, read_text
-from keel.data.conversations.types import Example, Read, Render
+from keel.data.conversations.types import Example, ReadSource, Render
 from keel.data.items import digest, first_of
 from keel.data.stream import Stream
 from keel.rl.sft import SftExample
@@ -20,50 +19,50 @@ from keel.rl.sft import SftExample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What became of a source, and what it is made of."""
+    """Counts of a source's conversations and tokens."""
 
     learned: int
     heldout: int
     tokens: int
-    """Of the learned ones, context included."""
+    """Tokens of the training conversations, context included."""
     learned_tokens: int
     contexts: int
     longest: int
     documents: int
-    """Of text: those that the learned windows are of."""
+    """For text: documents of the training windows."""
     sampled: int
-    """Conversations whose tokens are those that a policy sampled."""
+    """Conversations with the exact tokens that a policy sampled."""
     left_out: Mapping[str, int]
-    """Why → how many."""
+    """Reason → count."""
     skipped: tuple[str, ...]
     unread: frozenset[str]
 
     def lines(self, name: str) -> Iterator[str]:
-        """For people. name: of the source."""
-        what = "windows" if self.documents else "conversations"
-        said = f"{name}: {self.learned:,} {what} to learn from, {self.heldout:,} held out"
+        """Describe the source called `name`."""
+        kind = "windows" if self.documents else "conversations"
+        line = f"{name}: {self.learned:,} {kind} to learn from, {self.heldout:,} held out"
         if self.documents:
-            said += f"; of {self.documents:,} documents"
+            line += f"; of {self.documents:,} documents"
         if self.learned:
-            said += (
+            line += (
                 f"; {self.learned_tokens:,} of {self.tokens:,} tokens learned, in "
                 f"{self.contexts:,} contexts of at most {self.longest:,}"
             )
         if self.sampled:
-            said += f"; {self.sampled:,} by the very tokens that were sampled"
-        yield said
+            line += f"; {self.sampled:,} with the exact tokens that were sampled"
+        yield line
         if self.left_out:
             yield "  left out: " + ", ".join(f"{n:,} {why}" for why, n in self.left_out.items())
         yield from (f"  skipped: {line}" for line in first_of(self.skipped))
         if self.unread:
-            yield f"  keys that mean nothing here: {', '.join(sorted(self.unread))}"
+            yield f"  unknown keys: {', '.join(sorted(self.unread))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
     train: Stream[SftExample]
     heldout: Mapping[str, tuple[SftExample, ...]]
-    """Source name → its held-out conversations, for sources that have any."""
+    """Source name → its held-out conversations, if any."""
     report: Mapping[str, Report]
 
 
@@ -79,22 +78,23 @@ def load_lessons(
     reserved: Collection[str] = (),
     reserved_ids: Collection[str] = (),
 ) -> Lessons:
-    """Read every source and set its held-out conversations aside.
+    """Read every source and split off its held-out conversations.
 
-    A conversation is kept once, and a question that any source holds out is learned in none; of a
-    document that does not fit into what is held out, that goes for the windows at its end.
-    reserved: further questions that are not (`Example.question`): those of the recipe's prompts
-    that are held out. reserved_ids: names of these prompts: an environment opens its conversations
-    in its own words, and trajectories are known by the prompt that they answer. tokenizer: digest
-    of the model's. solve: see `solutions`. encoded: how text becomes tokens, for sources of text.
-    hub_answers: whether a hub can be asked; else what was downloaded before is read.
+    Conversations are deduplicated, and a question that one source holds out is not learned from any
+    other. Of a document too long for the held-out set, only the last windows are held out.
 
-    Raises ConfigError for sources that cannot be read, conversations that are too long (under
-    `long_conversations: error`) or cannot be shown by the model's template, and sources of which
-    nothing is left.
+    reserved: further held-out questions (`Example.question`): the recipe's held-out prompts.
+    reserved_ids: ids of these prompts, since an environment changes the first message and
+    trajectories name the prompt that they answer.
+    tokenizer: digest of the model's tokenizer. solve: see `worked_solutions`.
+    encoded: tokenization of text sources.
+    hub_answers: False reads previously downloaded files instead of asking a hub.
+
+    Raises ConfigError if a source cannot be read, a conversation is too long (under
+    `long_conversations: error`) or cannot be rendered by the chat template, or a source is empty.
     """
 
-    def read(source: ConversationsConfig) -> Read:
+    def read(source: ConversationsConfig) -> ReadSource:
         if source.source in ("jsonl", "file", "hub"):
             return read_rows(source, hub_answers)
         return _read(source, config, seed, solve, tokenizer, encoded)
@@ -104,15 +104,15 @@ def load_lessons(
     train: dict[str, list[SftExample]] = {}
     report: dict[str, Report] = {}
     for source, part in zip(config.sources, parts, strict=True):
-        spared = [one for one in part.usable if one.key not in held]
+        not_held = [one for one in part.usable if one.key not in held]
         kept = [
             one
-            for one in spared
+            for one in not_held
             if one.question not in reserved and one.prompt_id not in reserved_ids
         ]
-        elsewhere = len(part.usable) - len(part.heldout) - len(spared)
+        elsewhere = len(part.usable) - len(part.heldout) - len(not_held)
         left = {**part.left_out, "held out by another source": elsewhere}
-        left["held out by data.sources"] = len(spared) - len(kept)
+        left["held out by data.sources"] = len(not_held) - len(kept)
         left = {why: count for why, count in left.items() if count}
         if source.repeat > 0 and not kept:
             raise _nothing_left(source, part, left)
@@ -144,7 +144,7 @@ def load_lessons(
 
 
 def content_of(lesson: SftExample) -> str:
-    """By which a resumed run knows its data again."""
+    """Identifies a conversation, so that a resumed run detects changed data."""
     tokens = hashlib.blake2b(digest_size=16)
     for segment in lesson.segments:
         tokens.update(segment.token_ids_T.tobytes())
@@ -157,19 +157,19 @@ class _Usable:
     lesson: SftExample
     question: str
     key: str
-    """By which it is held out: the question, or of text the window."""
+    """Unit of holding out: the question, or the window of a text."""
     prompt_id: str
     sampled: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One source on its way."""
+    """A source between reading and splitting."""
 
-    read: Read
+    read: ReadSource
     usable: list[_Usable]
     held: set[str]
-    """`_Usable.key`."""
+    """Held-out `_Usable.key`s."""
     left_out: Mapping[str, int]
 
     @property
@@ -184,7 +184,7 @@ def _read(
     solve: Solve,
     tokenizer: str,
     encoded: Encoded | None,
-) -> Read:
+) -> ReadSource:
     if source.source == "trajectories":
         return read_trajectories(source, tokenizer=tokenizer)
     if source.source == "solutions":
@@ -196,7 +196,7 @@ def _read(
 
 
 def _part(
-    source: ConversationsConfig, config: SftConfig, read: Read, seed: int, render: Render
+    source: ConversationsConfig, config: SftConfig, read: ReadSource, seed: int, render: Render
 ) -> _Part:
     knob = f"sft.sources[{source.name}]"
     skipped = list(read.skipped)
@@ -240,7 +240,7 @@ def _part(
         key = example.content if example.document else question
         usable.append(_Usable(lesson, question, key, example.prompt_id, sampled))
     return _Part(
-        read=Read(examples=read.examples, skipped=tuple(skipped)),
+        read=ReadSource(examples=read.examples, skipped=tuple(skipped)),
         usable=usable,
         held=_held(source, usable, seed, skipped),
         left_out={
@@ -254,28 +254,30 @@ def _part(
 
 
 def _other_mode(example: Example, render: Render) -> str:
-    """The mode of the chat template in which the conversation can be told, where it cannot in the
-    one that it is asked for."""
+    """A hint to change `thinking` if the chat template can render the conversation that way."""
     try:
         render(replace(example, thinking=not example.thinking))
     except ValueError:
         return ""
     if not example.thinking:
-        return "thinking: with, in which it can be told, or "
+        return "thinking: with, which can render it, or "
     reasons = any("reasoning_content" in message for message in example.messages)
-    return f"thinking: without, in which it can be told{', less its reasoning' * reasons}, or "
+    return f"thinking: without, which can render it{' without its reasoning' * reasons}, or "
 
 
 def _held(
     source: ConversationsConfig, usable: list[_Usable], seed: int, skipped: Sequence[str]
 ) -> set[str]:
-    """What `holdout` takes, by `_Usable.key`: questions and documents in an order drawn by the
-    seed, each whole, as long as they fit; then the end of one more document, or the question with
-    the fewest conversations. Raises ConfigError where there are not so many."""
+    """The `_Usable.key`s to hold out.
+
+    Takes whole questions and documents in a seeded order while they fit, then the end of one more
+    document, or the remaining question with the fewest conversations. Raises ConfigError if the
+    source has fewer than `holdout`.
+    """
     knob, missing = f"sft.sources[{source.name}].holdout", source.holdout
     if missing > len(usable):
         raise ConfigError(
-            f"{knob} = {missing}: there are only {len(usable)} usable {_called(source)}s"
+            f"{knob} = {missing}: there are only {len(usable)} usable {_unit(source)}s"
             f"{_first(skipped)}; lower it, or add more"
         )
     groups: dict[str, list[str]] = {}
@@ -295,7 +297,7 @@ def _held(
     elif missing:
         fewest = min(larger, key=len)
         if len(larger) == 1 and len(fewest) >= source.holdout:
-            held.clear()  # else nothing would be left to learn
+            held.clear()  # otherwise no conversation would be left to learn
         held.update(fewest)
     return held
 
@@ -304,19 +306,20 @@ def _nothing_left(source: ConversationsConfig, part: _Part, left: Mapping[str, i
     knob = f"sft.sources[{source.name}]"
     counts = {**left, "held out": len(part.heldout)}
     why = ", ".join(f"{count:,} {why}" for why, count in counts.items() if count) or "it is empty"
-    said = f"{knob}: no {_called(source)} is left to learn from ({why}){_first(part.read.skipped)}"
+    message = f"{knob}: no {_unit(source)} is left to learn from ({why})"
+    message += _first(part.read.skipped)
     if part.heldout:
         whole = "" if source.is_text else " (those with the same question go together)"
-        said += f"; lower {knob}.holdout = {source.holdout}, or add more to learn from{whole}"
-    return ConfigError(said)
+        message += f"; lower {knob}.holdout = {source.holdout}, or add more to learn from{whole}"
+    return ConfigError(message)
 
 
-def _called(source: ConversationsConfig) -> str:
+def _unit(source: ConversationsConfig) -> str:
     return "window" if source.is_text else "conversation"
 
 
 def _first(skipped: Sequence[str]) -> str:
-    return f"; the first that is malformed: {skipped[0]}" if skipped else ""
+    return f"; the first malformed one: {skipped[0]}" if skipped else ""
 
 
 def _lesson(name: str, example: Example, render: Render) -> SftExample:

@@ -1,4 +1,4 @@
-"""A conversation on its way from a file to the tokens to learn."""
+"""Conversations between their file and the tokens to learn."""
 
 from __future__ import annotations
 
@@ -11,32 +11,29 @@ from keel.data.items import digest
 from keel.rl.turns import Message
 from keel.rl.types import Segment
 
-ASSISTANT = "assistant"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A conversation, as it was written, or a window of a text."""
+    """A conversation as written, or a window of a text."""
 
     origin: str
-    """For messages: `file:line`, or the task and the index."""
+    """`file:line`, or task and index, for messages."""
     messages: tuple[Message, ...] = ()
     trained: tuple[int, ...] = ()
-    """Places of the messages to learn."""
+    """Indices of the messages to learn."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """As chat templates have them."""
+    """Tools in the form of chat templates."""
     thinking: bool = False
     segments: tuple[Segment, ...] = ()
-    """The tokens that a policy sampled here, where they are those of the model that learns; the
-    window of a text."""
+    """Tokens that a policy with the same tokenizer sampled, or the window of a text."""
     document: str = ""
-    """Of text: digest of the whole of it, which stands in the place of a question."""
+    """Digest of the whole text, which serves as the question."""
     window: int = 0
-    """Which of the document's."""
+    """Index of the window in its document."""
     prompt_id: str = ""
-    """`keel.rl.types.Prompt.prompt_id`, of what a policy sampled."""
+    """`keel.rl.types.Prompt.prompt_id` of a sampled conversation."""
     unread: frozenset[str] = field(default_factory=frozenset[str])
-    """Keys of the line that mean nothing here."""
+    """Unused keys of the line."""
 
     @staticmethod
     def of_text(origin: str, document: str, window: int, segment: Segment) -> Example:
@@ -44,20 +41,20 @@ class Example:
 
     @property
     def question(self) -> str:
-        """Digest of what is asked first, as `keel.data.items.Item.question` has it: conversations
-        with the same one are not split between training and evaluation."""
+        """Digest of the first question, as in `keel.data.items.Item.question`. Conversations with
+        equal questions are not split between training and evaluation."""
         if self.document:
             return self.document
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         first = (*self.trained, *answers, len(self.messages))[0]
-        asked = [dict(m) for m in self.messages[:first] if m["role"] != "system"]
-        for message in asked:
+        question = [dict(m) for m in self.messages[:first] if m["role"] != "system"]
+        for message in question:
             message["content"] = " ".join(str(message.get("content") or "").split())
-        return digest(json.dumps(asked, sort_keys=True, default=str))
+        return digest(json.dumps(question, sort_keys=True, default=str))
 
     @property
     def content(self) -> str:
-        """Digest of all of it: a repeated conversation counts once."""
+        """Digest of the whole conversation, for deduplication."""
         if self.document:
             return f"{self.document}/{self.window}"
         whole = [list(self.messages), self.tools, self.trained, self.thinking]
@@ -65,16 +62,16 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """One source, read."""
+class ReadSource:
+    """The conversations of one source."""
 
     examples: tuple[Example, ...]
     skipped: tuple[str, ...] = ()
-    """One reason for each malformed line that was left out."""
+    """One reason for each malformed line."""
     unselected: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Why trajectories were left out → how many."""
+    """Reason for dropping trajectories → their number."""
 
 
 Render = Callable[[Example], Sequence[Segment]]
-"""The contexts of a conversation and what the policy says in them. Raises ValueError for one that
-the model's template cannot show."""
+"""Renders a conversation as contexts with marked tokens to learn. Raises ValueError if the model's
+template cannot express it."""

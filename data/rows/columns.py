@@ -1,8 +1,8 @@
-"""From the columns of a file to the keys that a prompt is made of.
+"""Maps the columns of a file to the keys of a prompt.
 
-`data.sources[].columns` says which column is which key: `{prompt: question, answer: solution}`. A
-dot looks into an object (`answer: reward_model.ground_truth`), and an empty name says that a key is
-not in the file, whatever a column of it is called.
+`data.sources[].columns` names the column of a key: `{prompt: question, answer: solution}`. A dot
+looks into an object (`answer: reward_model.ground_truth`). An empty name means that the key is not
+in the file, even if a column has its name.
 """
 
 from __future__ import annotations
@@ -15,197 +15,195 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.rows.lines import BadLine, kind_of
 from keel.data.rows.proposal import ANSWERS, PROMPTS
-from keel.data.rows.read import Row
+from keel.data.rows.read import BadLine, Row, kind_of
 
-WRITTEN = frozenset(("pass_rate", "provenance"))
-"""What Keel itself writes beside the keys that are read."""
-PARSED = frozenset(
+WRITTEN_BY_KEEL = frozenset(("pass_rate", "provenance"))
+"""Columns that Keel writes and does not read."""
+_PARSED = frozenset(
     (
         *("messages", "choices", "tests", "subtasks", "criteria", "reward", "environment"),
         *("tolerance", "partial", "refuse", "time_limit_s", "memory_mib"),
     )
 )
-"""Keys that are no text: in a table they may be written as JSON."""
-NEAR = 0.85
-"""Likeness, of 1, from which on a column's name is taken for a key misspelt."""
-_PLACE = re.compile(r"\{\{(\w[\w .-]*)\}\}|\{(\w[\w .-]*)\}")
+"""Keys other than text, which a table may hold as JSON."""
+_SIMILARITY = 0.85
+"""Similarity from which on a column is taken for a misspelt key."""
+_PLACEHOLDER = re.compile(r"\{\{(\w[\w .-]*)\}\}|\{(\w[\w .-]*)\}")
 MISSING: Any = object()
-"""What a row has where it has no such column."""
+"""Value of a column that a row does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class KeyedRow:
     """A row by keys."""
 
     known: dict[str, Any]
     as_text: dict[str, Any]
-    """The same with numbers as they are written."""
+    """The same with numbers as written."""
     further: dict[str, Any]
-    """Columns that are no key's."""
+    """Columns that belong to no key."""
     record: dict[str, Any]
-    """The row as it is, for templates, with numbers as they are written."""
+    """The whole row with numbers as written, for templates."""
     of_table: bool
 
 
 class Columns:
-    """Of one source."""
+    """The columns of one source."""
 
     def __init__(self, source: SourceConfig, known: Collection[str]) -> None:
         """known: keys with a meaning. Raises ConfigError for others in `columns`."""
         self._source, self._knob = source, f"data.sources[{source.name}]"
-        self._of = {key: source.columns.get(key, key) for key in sorted(known)}
+        self._column = {key: source.columns.get(key, key) for key in sorted(known)}
         for key in source.columns:
             if key not in known:
                 near = get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(self._of)}"
-                raise ConfigError(f"{self._knob}.columns.{key}: there is no such key; {hint}")
-        self._taken = set(self._of.values())
-        self._read = _places(source.template_text)
-        """Columns that the template, or a key inside an object, is read from."""
-        self._read |= {name.partition(".")[0] for name in source.columns.values() if "." in name}
-        self.only_prompt = _places(source.template_text) <= {"prompt", self._of["prompt"]}
-        """Whether the source's template has nothing else of a row."""
-        self._unseen = {key: name for key, name in source.columns.items() if name}
-        self._met: set[str] = set()
-        """Keys that a row had so far."""
+                hint = f"did you mean {near[0]}?" if near else f"use {', '.join(self._column)}"
+                raise ConfigError(f"{self._knob}.columns.{key}: unknown key; {hint}")
+        self._taken = set(self._column.values())
+        template = _placeholders(source.template_text)
+        nested = {name.partition(".")[0] for name in source.columns.values() if "." in name}
+        self._used = template | nested
+        self.only_prompt = template <= {"prompt", self._column["prompt"]}
+        """The template uses no column besides the prompt."""
+        self._never_seen = {key: name for key, name in source.columns.items() if name}
+        self._seen: set[str] = set()
         self._rows = 0
         self._near: dict[str, str] = {}
         self.unread: dict[str, str] = {}
-        """Column that nothing reads → where it was first met."""
+        """Unused column → where it first occurred."""
         self._names: tuple[str, ...] = ()
-        """Of the last row."""
+        """Columns of the last row."""
 
-    def given(self, row: Row) -> Given:
+    def keyed(self, row: Row) -> KeyedRow:
         """Raises BadLine."""
         if isinstance(row.record, BadLine):
             raise row.record
-        known = self._picked(row.record)
-        of_table = row.written is None
+        known = self._pick(row.record)
         self._names = tuple(row.record)
         if row.written is not None:
-            as_text, record = self._picked(row.written), row.written
+            as_text, record = self._pick(row.written), row.written
         else:
-            known = {key: _parsed(key, v) for key, v in known.items() if v != ""}
-            as_text, record = _written(known), _written(row.record)
-        further = {key: row.record[key] for key in row.record if key not in self._taken}
-        self._met |= known.keys()
+            known = {key: _parse_cell(key, v) for key, v in known.items() if v != ""}
+            as_text, record = _numbers_as_text(known), _numbers_as_text(row.record)
+        self._seen |= known.keys()
         self._rows += 1
-        for key in [key for key in self._unseen if key in known]:
-            del self._unseen[key]
-        return Given(
-            known=known, as_text=as_text, further=further, record=record, of_table=of_table
+        for key in [key for key in self._never_seen if key in known]:
+            del self._never_seen[key]
+        return KeyedRow(
+            known=known,
+            as_text=as_text,
+            further={key: row.record[key] for key in row.record if key not in self._taken},
+            record=record,
+            of_table=row.written is None,
         )
 
-    def unused(self, given: Given, used: Collection[str]) -> dict[str, Any]:
-        """Columns of keys that mean nothing in this row: not one of `used`."""
-        left = {self._of[key]: value for key, value in given.known.items() if key not in used}
-        return {name: value for name, value in left.items() if name in given.record}
+    def unused(self, row: KeyedRow, used: Collection[str]) -> dict[str, Any]:
+        """Columns of keys that have no meaning in this row, i.e. are not in `used`."""
+        columns = {self._column[key]: value for key, value in row.known.items() if key not in used}
+        return {name: value for name, value in columns.items() if name in row.record}
 
-    def check_read(self, given: Given, at: str, *, functions: bool) -> None:
-        """Note columns that nothing reads. functions: the source's own see all of them. Raises
-        BadLine for a key misspelt."""
-        for name in given.further:
+    def note_unread(self, row: KeyedRow, at: str, *, functions: bool) -> None:
+        """Record unused columns. functions: the source weights functions, which see all columns.
+        Raises BadLine for a misspelt key."""
+        for name in row.further:
             near = self._near_key(name)
-            if near and near not in given.known and name not in self._read:
+            if near and near not in row.known and name not in self._used:
                 raise BadLine(
-                    f"`{name}` is no key; did you mean `{near}`? Rename it, or say that it is a "
-                    f"column of its own by {self._knob}.columns: {{{near}: ''}}"
+                    f"unknown key `{name}`; did you mean `{near}`? Rename it, or keep it as a "
+                    f"separate column by {self._knob}.columns: {{{near}: ''}}"
                 )
-            if not functions and name not in self._read and name not in WRITTEN:
+            if not functions and name not in self._used and name not in WRITTEN_BY_KEEL:
                 self.unread.setdefault(name, at)
 
-    def check_found(self) -> None:
-        """Raises ConfigError for a column that `columns` names and no row had."""
-        for key, name in self._unseen.items():
+    def check_seen(self) -> None:
+        """Raise ConfigError for a column in `columns` that no row had."""
+        for key, name in self._never_seen.items():
             raise ConfigError(
-                f"{self._knob}.columns.{key} = {name!r}: no row of {self._source.path} has such a "
+                f"{self._knob}.columns.{key} = {name!r}: no row of {self._source.path} has this "
                 "column"
             )
 
     def missing(self, key: str) -> BadLine:
-        """Why a key is missing from the last row. Raises ConfigError where the recipe is to blame:
-        `columns` names a column that no row so far has, or nothing says which of the first row's
-        it is."""
-        name, has = self._of[key], ", ".join(self._names)
+        """Error for a key that the last row lacks. Raises ConfigError if the recipe is wrong: no
+        row so far has the column, or the first row has another name for it."""
+        name, has = self._column[key], ", ".join(self._names)
         if name in self._names:
-            return BadLine(f"no {self.called(key)}: it is null, or empty")
-        taken = {given for other, given in self._of.items() if other != key}
+            return BadLine(f"no {self.label(key)}: it is null, or empty")
+        taken = {column for other, column in self._column.items() if other != key}
         free = [each for each in self._names if each not in taken]
         near = [key] if key in free else get_close_matches(name, free, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
-        if self._source.on_bad_line == "error" and key in self._unseen:
+        if self._source.on_bad_line == "error" and key in self._never_seen:
             raise ConfigError(
                 f"{self._knob}.columns.{key} = {name!r}: {self._source.path} has no such column, "
                 f"it has {has}{hint}"
             )
         if self._source.on_bad_line == "error" and self._rows == 1 and has:
             likely = {"prompt": PROMPTS, "answer": ANSWERS}
-            wanted = {
+            proposal = {
                 each: next((name for name in names if name in self._names), "COLUMN")
                 for each, names in likely.items()
-                if each not in self._met and self._of[each] == each
+                if each not in self._seen and self._column[each] == each
             }
-            columns = ", ".join(f"{each}: {name}" for each, name in wanted.items())
+            columns = ", ".join(f"{each}: {name}" for each, name in proposal.items())
             raise ConfigError(
-                f"{self._source.path}: its first row has no `{key}`, it has {has}. Say which "
-                f"column that is: {self._knob}.columns: {{{columns}}}"
+                f"{self._source.path}: its first row has no `{key}`, it has {has}. Name the "
+                f"column: {self._knob}.columns: {{{columns}}}"
             )
-        meant = f"; is `{near[0]}` meant for it?" if near else ""
-        return BadLine(f"no {self.called(key)}{meant}")
+        return BadLine(f"no {self.label(key)}{hint}")
 
-    def called(self, key: str) -> str:
-        """A key, for messages, with the column that it is looked for in."""
-        name = self._of[key]
+    def label(self, key: str) -> str:
+        """A key with its column, for messages."""
+        name = self._column[key]
         return f"`{key}`" if name == key else f"`{key}` ({self._knob}.columns: {name!r})"
 
-    def filled(self, given: Given, prompt: str | None) -> str:
-        """The source's template over the row's columns; `{prompt}`, where the file has no such
-        column, is `prompt`. Raises BadLine naming a column that is missing."""
+    def fill_template(self, row: KeyedRow, prompt: str | None) -> str:
+        """Fill the source's template from a row. `{prompt}` is `prompt`, if given.
+        Raises BadLine naming a missing column."""
 
-        def put(match: re.Match[str]) -> str:
+        def replacement(match: re.Match[str]) -> str:
             if match[1]:
                 return f"{{{match[1]}}}"
             name = match[2]
-            value = looked_up(given.record, name)
+            value = look_up(row.record, name)
             if name == "prompt" and prompt is not None:
                 value = prompt
             elif value is MISSING:
-                value = given.as_text.get(name, MISSING)
+                value = row.as_text.get(name, MISSING)
             if value is MISSING or value is None:
                 if name == "prompt":
                     raise self.missing("prompt")
-                has, near = ", ".join(given.record), get_close_matches(name, given.record, n=1)
+                has, near = ", ".join(row.record), get_close_matches(name, row.record, n=1)
                 hint = f"; did you mean {{{near[0]}}}?" if near else ""
                 raise BadLine(
-                    f"has no column {name!r}, which {self._knob}.template asks for; it has {has}"
-                    f"{hint} (for the text {{{name}}} write {{{{{name}}}}})"
+                    f"has no column {name!r} for {self._knob}.template; it has {has}{hint} (write "
+                    f"{{{{{name}}}}} for literal braces)"
                 )
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-        return _PLACE.sub(put, self._source.template_text)
+        return _PLACEHOLDER.sub(replacement, self._source.template_text)
 
-    def _picked(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Without nulls, which programs write where a row lacks what others have."""
-        found = {key: looked_up(record, name) for key, name in self._of.items() if name}
-        return {k: v for k, v in found.items() if v is not None and v is not MISSING}
+    def _pick(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The known keys of a record, without nulls, which stand for missing values."""
+        values = {key: look_up(record, name) for key, name in self._column.items() if name}
+        return {k: v for k, v in values.items() if v is not None and v is not MISSING}
 
     def _near_key(self, name: str) -> str:
         if name not in self._near:
-            keys = [key for key, column in self._of.items() if column]
-            found = get_close_matches(name, keys, n=1, cutoff=NEAR)
-            found = found or [key for key in keys if sorted(key) == sorted(name)]  # letters swapped
-            self._near[name] = found[0] if found else ""
+            keys = [key for key, column in self._column.items() if column]
+            near = get_close_matches(name, keys, n=1, cutoff=_SIMILARITY)
+            near = near or [key for key in keys if sorted(key) == sorted(name)]  # letters swapped
+            self._near[name] = near[0] if near else ""
         return self._near[name]
 
 
-def _places(template: str) -> set[str]:
-    return {match[2].partition(".")[0] for match in _PLACE.finditer(template) if match[2]}
+def _placeholders(template: str) -> set[str]:
+    return {match[2].partition(".")[0] for match in _PLACEHOLDER.finditer(template) if match[2]}
 
 
-def looked_up(record: Mapping[str, Any], name: str) -> Any:
-    """A column, by its own name or into an object by dots; `MISSING` where there is none."""
+def look_up(record: Mapping[str, Any], name: str) -> Any:
+    """A column by name, or by a dotted path into an object; or `MISSING`."""
     if name in record or "." not in name:
         return record.get(name, MISSING)
     value: Any = record
@@ -216,16 +214,15 @@ def looked_up(record: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _parsed(key: str, value: Any) -> Any:
-    """A cell of a table: JSON where the key is no text, and without the nulls that a table fills
-    objects up with. Raises BadLine."""
-    if key in PARSED and isinstance(value, str):
-        value = parsed_json(key, value.lower() if value in ("True", "False") else value)
+def _parse_cell(key: str, value: Any) -> Any:
+    """Decode a cell of a table: JSON for keys other than text. Raises BadLine."""
+    if key in _PARSED and isinstance(value, str):
+        value = parse_json(key, value.lower() if value in ("True", "False") else value)
     return without_nulls(value)
 
 
-def parsed_json(key: str, text: str) -> Any:
-    """Of a cell. Raises BadLine."""
+def parse_json(key: str, text: str) -> Any:
+    """Parse a cell. Raises BadLine."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -233,18 +230,17 @@ def parsed_json(key: str, text: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """With which a table fills up what others of its rows have."""
+    """Remove nulls from objects: tables fill in the keys that other rows have."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return {key: without_nulls(each) for key, each in pairs if each is not None}
     return [without_nulls(v) for v in cast(list[Any], value)] if isinstance(value, list) else value
 
 
-def _written(value: Any) -> Any:
-    """Numbers as text, as JSON would write them."""
+def _numbers_as_text(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _written(each) for key, each in cast(dict[str, Any], value).items()}
+        return {key: _numbers_as_text(each) for key, each in cast(dict[str, Any], value).items()}
     if isinstance(value, list):
-        return [_written(each) for each in cast(list[Any], value)]
+        return [_numbers_as_text(each) for each in cast(list[Any], value)]
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return json.dumps(value) if number else value

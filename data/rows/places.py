@@ -1,8 +1,8 @@
-"""Which files a recipe means by a folder or by a name of the hub.
+"""Finds the files of a folder or of a dataset on the hub.
 
-A folder is what `save_to_disk` of the package `datasets` has written, or has its files as the hub
-has them: `data/train-00000-of-00002.parquet`, `main/test.jsonl`, `train/part1.csv`. A file belongs
-to the split that its name or its folder's says, and to the subset whose folder it is in.
+A folder is written by `save_to_disk` of the package `datasets`, or laid out like the hub's:
+`data/train-00000-of-00002.parquet`, `main/test.jsonl`, `train/part1.csv`. The name of a file or its
+folder gives the split, and the folder the subset.
 """
 
 from __future__ import annotations
@@ -31,28 +31,27 @@ from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError
 from keel.data.rows.read import kind_of_file
 
-HUB_S = 30.0
-"""Longest wait for the hub's list of files."""
-CONVERTED = "refs/convert/parquet"
-"""Where the hub keeps every public dataset once more, as `subset/split/0000.parquet`."""
-PLAIN = ("data", "default")
-"""Folders that are no subset's name."""
-SPLITS = {
+_HUB_TIMEOUT_S = 30.0
+_CONVERTED = "refs/convert/parquet"
+"""Revision with the hub's conversion of every public dataset, as `subset/split/0000.parquet`."""
+_PLAIN_FOLDERS = ("data", "default")
+"""Folders that do not name a subset."""
+_SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "eval"), "test"),
 }
-"""What splits are called."""
-METADATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+"""Names of splits."""
+_METADATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\..+")
 
 
-class NotFound(ValueError):
-    """No files of the split or subset, or of several subsets."""
+class FilesNotFound(ValueError):
+    """Raised if there are no files of the split or subset, or several subsets."""
 
 
-class Placed(Protocol):
-    """What a source's files are found by: of prompts, or of conversations."""
+class _Source(Protocol):
+    """The settings of a source of prompts or conversations that locate its files."""
 
     @property
     def name(self) -> str: ...
@@ -67,10 +66,10 @@ class Placed(Protocol):
 
 
 def files_of(
-    source: Placed, hub_answers: Callable[[], bool], sources: str = "data.sources"
+    source: _Source, hub_answers: Callable[[], bool], sources: str = "data.sources"
 ) -> list[Path]:
-    """In their order. sources: the knob that has such as it. Raises ConfigError naming the knob,
-    and what there is instead."""
+    """The files of a source, in order. sources: the knob that holds it. Raises ConfigError with the
+    existing alternatives."""
     knob = f"{sources}[{source.name}]"
     try:
         if source.source == "hub":
@@ -79,80 +78,85 @@ def files_of(
         if not path.is_dir():
             if source.subset or source.split:
                 name = "subset" if source.subset else "split"
-                raise ConfigError(f"{knob}.{name}: is for folders, and {source.path!r} is none")
+                raise ConfigError(f"{knob}.{name} is for folders, but {source.path!r} is a file")
             return [path]
         if saved := _saved(path, source.split):
             return saved
-        return [path / name for name in chosen(_listed(path), source.split, source.subset)]
-    except NotFound as error:
+        return [
+            path / name for name in choose_files(_list_files(path), source.split, source.subset)
+        ]
+    except FilesNotFound as error:
         raise ConfigError(f"{knob}.path = {source.path!r}: {error}") from error
 
 
-def chosen(names: Iterable[str], split: str, subset: str) -> list[str]:
-    """Those of a split (train, where it is empty) and a subset, among paths inside a folder.
-    Raises NotFound."""
+def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
+    """Choose the files of a split (train, if empty) and a subset. Raises FilesNotFound."""
     files = (PurePosixPath(name) for name in names)
-    known = sorted(str(f) for f in files if kind_of_file(Path(f)) and f.name not in METADATA)
+    known = sorted(str(f) for f in files if kind_of_file(Path(f)) and f.name not in _METADATA)
     if not known:
-        raise NotFound("holds no file of a known kind (.jsonl, .json, .csv, .parquet, …)")
+        raise FilesNotFound("has no file of a known kind (.jsonl, .json, .csv, .parquet, …)")
     subsets: dict[str, list[str]] = {}
     for name in known:
         parents = PurePosixPath(name).parts[:-1]
-        own = [p for p in parents if p not in PLAIN and not _split_of(p)]
-        subsets.setdefault(own[-1] if own else "", []).append(name)
+        folders = [p for p in parents if p not in _PLAIN_FOLDERS and not _split_of(p)]
+        subsets.setdefault(folders[-1] if folders else "", []).append(name)
     if subset and subset not in subsets:
         has = ", ".join(filter(None, sorted(subsets))) or "none"
-        raise NotFound(f"has no subset {subset!r}; it has {has} (set subset)")
-    there = subsets.get(subset) if subset or "" in subsets else None
-    if there is None:
+        raise FilesNotFound(f"has no subset {subset!r}; it has {has} (set subset)")
+    files_of_subset = subsets.get(subset) if subset or "" in subsets else None
+    if files_of_subset is None:
         if len(subsets) > 1:
-            raise NotFound(f"has several subsets: {', '.join(sorted(subsets))}; set subset to one")
-        there = next(iter(subsets.values()))
+            raise FilesNotFound(
+                f"has several subsets: {', '.join(sorted(subsets))}; set subset to one"
+            )
+        files_of_subset = next(iter(subsets.values()))
     splits: dict[str, list[str]] = {}
-    for name in there:
+    for name in files_of_subset:
         *parents, file = PurePosixPath(name).parts
-        found = next(filter(None, map(_split_of, [file, *reversed(parents)])), "")
-        splits.setdefault(found, []).append(name)
-    wanted = SPLITS.get(split, split) or "train"
-    exact = [name for name in there if split and _stem(PurePosixPath(name).name) == split]
-    if wanted in splits or exact:
-        return _whole(exact or splits[wanted])
-    if wanted == "train" and set(splits) == {""}:
-        return _whole(splits[""])
-    has = ", ".join(sorted(each or f"files of none ({splits[each][0]}, …)" for each in splits))
-    raise NotFound(f"has no split {split or 'train'!r}; it has {has} (set split)")
+        file_split = next(filter(None, map(_split_of, [file, *reversed(parents)])), "")
+        splits.setdefault(file_split, []).append(name)
+    canonical = _SPLITS.get(split, split) or "train"
+    exact = [name for name in files_of_subset if split and _stem(PurePosixPath(name).name) == split]
+    if canonical in splits or exact:
+        return _check_parts(exact or splits[canonical])
+    if canonical == "train" and set(splits) == {""}:
+        return _check_parts(splits[""])
+    has = ", ".join(sorted(each or f"files without one ({splits[each][0]}, …)" for each in splits))
+    raise FilesNotFound(f"has no split {split or 'train'!r}; it has {has} (set split)")
 
 
 def cached_places() -> list[Path]:
-    """Where datasets of the hub lie once they have been downloaded."""
+    """Folders of the hub's datasets in the local cache."""
     return sorted(Path(constants.HF_HUB_CACHE).glob("datasets--*"))
 
 
 def _stem(name: str) -> str:
-    """Of a file, without the number of a part."""
+    """The name of a file without its extension and shard number."""
     shard = _SHARD.fullmatch(name)
     return shard[1] if shard else name.partition(".")[0]
 
 
 def _split_of(name: str) -> str:
-    """The split that the name of a file or a folder speaks of; empty: none."""
+    """The split in the name of a file or folder, or ""."""
     stem = _stem(name)
     if _SHARD.fullmatch(name):
-        return SPLITS.get(stem, stem)
-    return SPLITS.get(re.split(r"[^a-z]", stem.lower(), maxsplit=1)[0], "")
+        return _SPLITS.get(stem, stem)
+    return _SPLITS.get(re.split(r"[^a-z]", stem.lower(), maxsplit=1)[0], "")
 
 
-def _whole(names: list[str]) -> list[str]:
-    """Raises NotFound where a part is missing of what says how many it has."""
+def _check_parts(names: list[str]) -> list[str]:
+    """Raise FilesNotFound if a shard is missing."""
     for name in names:
         if shard := _SHARD.fullmatch(PurePosixPath(name).name):
-            there = sum(_stem(PurePosixPath(each).name) == shard[1] for each in names)
-            if there != int(shard[3]):
-                raise NotFound(f"has {there} of the {int(shard[3])} parts of {name}; get the rest")
+            count = sum(_stem(PurePosixPath(each).name) == shard[1] for each in names)
+            if count != int(shard[3]):
+                raise FilesNotFound(
+                    f"has {count} of the {int(shard[3])} parts of {name}; get the rest"
+                )
     return names
 
 
-def _listed(folder: Path) -> list[str]:
+def _list_files(folder: Path) -> list[str]:
     return [
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -161,20 +165,20 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _saved(folder: Path, split: str) -> list[Path]:
-    """Files of a folder that `save_to_disk` has written; none: it is no such folder."""
-    whole = folder / "dataset_dict.json"
-    if whole.is_file():
-        splits: list[str] = _read(whole).get("splits") or []
-        wanted = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
-        if wanted not in splits:
-            raise NotFound(f"has no split {wanted!r}; it has {', '.join(splits)} (set split)")
-        folder = folder / wanted
+    """Files of a folder written by `save_to_disk`; empty for other folders."""
+    index = folder / "dataset_dict.json"
+    if index.is_file():
+        splits: list[str] = _read(index).get("splits") or []
+        name = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
+        if name not in splits:
+            raise FilesNotFound(f"has no split {name!r}; it has {', '.join(splits)} (set split)")
+        folder = folder / name
     state = folder / "state.json"
     if not state.is_file():
         return []
     names = [entry["filename"] for entry in _read(state).get("_data_files") or []]
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise NotFound(f"{folder / missing[0]} is missing, which {state} names; get it again")
+        raise FilesNotFound(f"{folder / missing[0]} is missing, although {state} lists it")
     return [folder / name for name in names]
 
 
@@ -182,44 +186,42 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise NotFound(f"{path}: cannot be read: {error}") from error
+        raise FilesNotFound(f"{path} cannot be read: {error}") from error
 
 
-def _of_hub(source: Placed, hub_answers: Callable[[], bool]) -> list[Path]:
-    """Downloaded if they are not here yet. Raises NotFound, ConfigError."""
-    where: dict[str, Any] = {"repo_id": source.path, "repo_type": "dataset"}
+def _of_hub(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
+    """Download the files of a dataset unless they are cached. Raises FilesNotFound."""
+    repo: dict[str, Any] = {"repo_id": source.path, "repo_type": "dataset"}
     try:
         if not hub_answers():
-            return _downloaded_before(source, where)
-        own: NotFound
+            return _from_cache(source, repo)
         try:
             names = _names(source.path, None)
-            wanted, revision = chosen(names, source.split, source.subset), None
-        except NotFound as error:
-            own = error
+            files, revision = choose_files(names, source.split, source.subset), None
+        except FilesNotFound as original:
             try:
-                names = _names(source.path, CONVERTED)
-                wanted = chosen(names, source.split, source.subset)
-                revision = CONVERTED
-            except (NotFound, HfHubHTTPError, HTTPError):
-                raise own from None
+                names = _names(source.path, _CONVERTED)
+                files = choose_files(names, source.split, source.subset)
+                revision = _CONVERTED
+            except (FilesNotFound, HfHubHTTPError, HTTPError):
+                raise original from None
         with _progress():
-            folder = Path(snapshot_download(**where, revision=revision, allow_patterns=wanted))
-        return [folder / name for name in wanted]
+            folder = Path(snapshot_download(**repo, revision=revision, allow_patterns=files))
+        return [folder / name for name in files]
     except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
-        said = [line for line in str(error).splitlines() if line.strip()][:2]
-        raise NotFound(
-            f"the hub ({constants.ENDPOINT}) does not give it: {' '.join(said)} Correct the "
-            "name (owner/name), set HF_TOKEN if it is private or asks for consent, or download it "
-            "where that works and name its folder with source: file"
+        lines = [line for line in str(error).splitlines() if line.strip()][:2]
+        raise FilesNotFound(
+            f"the hub ({constants.ENDPOINT}) refuses it: {' '.join(lines)} Correct the name "
+            "(owner/name), set HF_TOKEN if it is private or gated, or download it elsewhere and "
+            "name its folder with source: file"
         ) from error
 
 
 @contextmanager
 def _progress() -> Iterator[None]:
-    """Of a download: it may take minutes, and nothing else is shown meanwhile."""
+    """Show the progress of a download, unless the user has disabled that."""
     quiet = are_progress_bars_disabled()
-    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:  # the user has not said
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         enable_progress_bars()
     try:
         yield
@@ -229,31 +231,30 @@ def _progress() -> Iterator[None]:
 
 
 def _names(repo: str, revision: str | None) -> list[str]:
-    found = HfApi().dataset_info(repo, revision=revision, timeout=HUB_S).siblings or []
-    return [each.rfilename for each in found]
+    info = HfApi().dataset_info(repo, revision=revision, timeout=_HUB_TIMEOUT_S)
+    return [each.rfilename for each in info.siblings or []]
 
 
-def _downloaded_before(source: Placed, where: dict[str, Any]) -> list[Path]:
-    """Of the newest state that any run has asked for."""
-    said = "it was not downloaded before"
+def _from_cache(source: _Source, repo: dict[str, Any]) -> list[Path]:
+    """Files of the newest cached revision. Raises FilesNotFound."""
+    problem = "it was not downloaded before"
     cache = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"
-    for revision in (constants.DEFAULT_REVISION, CONVERTED):
+    for revision in (constants.DEFAULT_REVISION, _CONVERTED):
         try:
             commit = (cache / "refs" / revision).read_text().strip()
-            names = _listed(cache / "snapshots" / commit)
-            wanted = chosen(names, source.split, source.subset)
-            # Other parts that it has: a download may have been broken off.
-            parts = sorted({re.sub(r"\d+", "*", name) for name in wanted})
-            snapshot_download(**where, revision=commit, local_files_only=True, allow_patterns=parts)
-            return [cache / "snapshots" / commit / name for name in wanted]
-        except NotFound as error:
-            said = f"what was downloaded before {error}"
+            names = _list_files(cache / "snapshots" / commit)
+            files = choose_files(names, source.split, source.subset)
+            # Checks all parts: a download may have been interrupted.
+            parts = sorted({re.sub(r"\d+", "*", name) for name in files})
+            snapshot_download(**repo, revision=commit, local_files_only=True, allow_patterns=parts)
+            return [cache / "snapshots" / commit / name for name in files]
+        except FilesNotFound as error:
+            problem = f"the earlier download {error}"
         except LocalEntryNotFoundError as error:
-            said = f"its download was broken off: {error}"
+            problem = f"its download was interrupted: {error}"
         except OSError:
             continue
-    raise NotFound(
-        f"the hub ({constants.ENDPOINT}) does not answer, and {said}. Download it where there is a "
-        f"network (`hf download --repo-type dataset {source.path}`) and name the folder with "
-        "source: file"
+    raise FilesNotFound(
+        f"the hub ({constants.ENDPOINT}) does not answer, and {problem}. Download it elsewhere "
+        f"(`hf download --repo-type dataset {source.path}`) and name the folder with source: file"
     )

@@ -1,74 +1,166 @@
-"""The rows of a file or of several, with the place of each for messages.
+"""Rows of files, with their places for messages.
 
-`.jsonl`, `.ndjson`: an object a line. `.json`: a list of objects, or the same as lines. `.csv`,
-`.tsv`: with a header. Each of these may be compressed (`.gz`). `.parquet`, `.arrow`: see
-`keel.data.rows.tables`.
+`.jsonl`, `.ndjson`: one object per line. `.json`: a list of objects, or lines. `.csv`, `.tsv`: with
+a header. All of these may be compressed (`.gz`). `.parquet`, `.arrow`: read by pyarrow.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
+import difflib
+import gzip
+import importlib
 import io
 import json
-from collections.abc import Iterator
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from datetime import date, datetime, time
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from keel.configs.schema import ConfigError
-from keel.data.rows.lines import BROKEN, BadLine, check_file, lines_of, object_of, opened
-from keel.data.rows.tables import TABLES, table_rows
+from keel.rl.strict_json import allow_long_integers
 
-LINES, LISTS, SHEETS = (".jsonl", ".ndjson"), (".json",), {".csv": ",", ".tsv": "\t"}
-KINDS = (*LINES, *LISTS, *SHEETS, *TABLES)
-OTHER_DELIMITERS = ";\t|,"
-"""Between the columns of files that are called CSV all the same: spreadsheets write `;` where the
-comma is the decimal mark."""
-UNCLOSED = "unexpected end of data"
-"""How `csv` calls a quote that is open at the end of a file."""
-LONGEST_CELL = 1 << 30
-"""Characters; Python's own limit is 131,072 for all of the process."""
+allow_long_integers()
+
+_LINES, _LISTS, _SHEETS = (".jsonl", ".ndjson"), (".json",), {".csv": ",", ".tsv": "\t"}
+_TABLES = (".parquet", ".arrow")
+KINDS = (*_LINES, *_LISTS, *_SHEETS, *_TABLES)
+READ_ERRORS = (OSError, EOFError, zlib.error)
+"""Raised for a file that cannot be read or decompressed."""
+_OTHER_DELIMITERS = ";\t|,"
+"""Delimiters of files named .csv: spreadsheets write `;` where the comma is the decimal mark."""
+_UNCLOSED = "unexpected end of data"
+"""Message of `csv` for a quote that is open at the end of a file."""
+_MAX_CELL = 1 << 30
+"""Characters; Python's default limit is 131,072."""
+_TABLE_BATCH = 1024
+"""Rows of a table converted at a time."""
+_SMALL_TASKS = "small-tasks"
+"""Folder of the recipes that use the tasks of `keel.examples.small`."""
+_SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
+
+
+class BadLine(ValueError):
+    """Raised for a row that cannot be used."""
 
 
 class Row(NamedTuple):
-    """One row."""
+    """One row of a file."""
 
     at: str
-    """`file:line`, or `file, row 3` where there are no lines."""
+    """`file:line`, or `file, row 3` in a table."""
     number: int
-    """Of the line, or of the row in a list or a table; where there are several files, of the row in
-    all of them."""
+    """Line number, or row number in a list, a table or several files."""
     record: dict[str, Any] | BadLine
-    """Or why it cannot be read."""
+    """The row's columns, or why it cannot be read."""
     written: dict[str, Any] | None
-    """The same with numbers as they are written; None: the row is of a table, in which every row
-    has all columns and an empty cell is none."""
+    """The record with numbers as written; None for a table, whose rows have all columns, so that
+    an empty cell means no value."""
 
 
 def kind_of_file(path: Path) -> str:
-    """Its ending, without `.gz`; empty for one that is not known."""
+    """The extension without `.gz`; "" for an unknown one."""
     name = path.name.lower().removesuffix(".gz")
     return next((kind for kind in KINDS if name.endswith(kind)), "")
 
 
+def kind_of(value: object) -> str:
+    """Describe the type of a JSON value."""
+    if value is None:
+        return "missing or null"
+    if isinstance(value, str):
+        return "text" if value.strip() else "blank"
+    kinds: dict[type, str] = {bool: "true or false", list: "a list", dict: "an object"}
+    return kinds.get(type(value), "a number")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open for reading, decompressing `.gz`."""
+    return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
+
+
+def check_file(path: Path, knob: str) -> None:
+    """Raise ConfigError with the nearest name if a file does not exist."""
+    if path.is_file():
+        return
+    problem = "is a folder" if path.is_dir() else "no such file"
+    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {path.parent / close[0]}?" if close and close[0] != path.name else ""
+    if _SMALL_TASKS in path.parts and not path.parent.exists():
+        hint = f"; run `python -m keel.examples.small {_SMALL_TASKS}` to make it"
+    raise ConfigError(f"{knob} = {str(path)!r}: {problem} in {path.parent.resolve()}{hint}")
+
+
+def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
+    """The non-blank lines with their numbers. Raises ConfigError naming `knob`."""
+    check_file(path, knob)
+    try:
+        with open_file(path) as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if line.strip():
+                    yield number, line
+    except READ_ERRORS as error:
+        raise ConfigError(f"{knob} = {str(path)!r}: {error}") from error
+
+
+def object_of(
+    line: bytes, *, replace_surrogates: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parse a line as an object, and again with numbers as written: `match: exact` tells 0.10 from
+    0.1.
+
+    replace_surrogates: read lone surrogates, which a policy may sample, as replacement characters,
+    like tokenizers (`keel.rollout.chat.encoding`). Raises BadLine.
+    """
+    try:
+        text = line.decode(errors="surrogatepass") if replace_surrogates else line.decode()
+        if replace_surrogates and _SURROGATE.search(text):
+            text = json.dumps(json.loads(text), ensure_ascii=False)
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        record = json.loads(text)
+        written = json.loads(text, parse_int=str, parse_float=str)
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8 (byte {error.start}); save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        # The decoder counts the end of a line as the beginning of the next one.
+        column = min(error.pos, len(text.rstrip())) + 1
+        raise BadLine(f"not JSON: {error.msg} (column {column})") from error
+    except ValueError as error:  # an integer with too many digits
+        raise BadLine(f"not JSON: {error}") from error
+    except RecursionError as error:
+        raise BadLine("nested too deeply") from error
+    if not isinstance(record, dict):
+        raise BadLine(f"must be an object, is {kind_of(record)}")
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # legal JSON, but no tokenizer accepts it
+        raise BadLine("holds half of a surrogate pair (\\ud800 … \\udfff)") from error
+    return cast(dict[str, Any], record), written
+
+
 def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
-    """JSON lines, whatever the file is called. Blank ones are free. Raises ConfigError naming
-    `knob`, for one list, too."""
+    """Rows of JSON lines in a file of any name. Raises ConfigError, also for a single list."""
     lines = lines_of(path, knob)
     first = list(islice(lines, 2))
     if _is_list([line for _, line in first]):
-        rename = "" if kind_of_file(path) in LISTS else "let its name end in .json, and "
+        rename = "" if kind_of_file(path) in _LISTS else "rename it to .json and "
         raise ConfigError(
-            f"{knob} = {str(path)!r}: is a list of JSON, and here each line is an object of its "
-            f"own; {rename}set source: file"
+            f"{knob} = {str(path)!r} is a JSON list instead of one object per line; {rename}set "
+            "source: file"
         )
     for number, line in chain(first, lines):
         yield _row(f"{path}:{number}", number, line)
 
 
 def rows_of_files(paths: list[Path], knob: str) -> Iterator[Row]:
-    """Of all files, one after the other. Raises ConfigError naming `knob`, and the file, for what
-    is of no kind that is known or cannot be read to its end."""
+    """Rows of all files in order. Raises ConfigError naming `knob` and the file."""
     number = 0
     for path in paths:
         check_file(path, knob)
@@ -81,26 +173,26 @@ def _rows(path: Path, knob: str) -> Iterator[Row]:
     kind = kind_of_file(path)
     if not kind:
         raise ConfigError(
-            f"{knob} = {str(path)!r}: of no known kind; its name has to end in {', '.join(KINDS)} "
-            "(source: jsonl takes lines of JSON under any name)"
+            f"{knob} = {str(path)!r} must end in one of {', '.join(KINDS)}; source: jsonl reads "
+            "JSON lines under any name"
         )
     try:
-        if kind in LISTS and _begins_list(path):
-            yield from _listed(path)
-        elif kind in SHEETS:
-            yield from _sheet(path, SHEETS[kind])
-        elif kind in TABLES:
-            for number, record in enumerate(table_rows(path, knob), start=1):
+        if kind in _LISTS and _begins_list(path):
+            yield from _list_rows(path)
+        elif kind in _SHEETS:
+            yield from _sheet_rows(path, _SHEETS[kind])
+        elif kind in _TABLES:
+            for number, record in enumerate(_table_rows(path, knob), start=1):
                 yield Row(f"{path}, row {number}", number, record, None)
         else:
             yield from rows_of_lines(path, knob)
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{knob} = {str(path)!r}: is not UTF-8 (byte 0x{error.object[error.start]:02x}); save "
-            f"it as UTF-8, such as by iconv -f latin1 -t utf-8 {path.name}"
+            f"{knob} = {str(path)!r} is not UTF-8 (byte 0x{error.object[error.start]:02x}); "
+            f"convert it, for example by iconv -f latin1 -t utf-8 {path.name}"
         ) from error
-    except BROKEN as error:
-        raise ConfigError(f"{knob} = {str(path)!r}: cannot be read: {error}") from error
+    except READ_ERRORS as error:
+        raise ConfigError(f"{knob} = {str(path)!r} cannot be read: {error}") from error
 
 
 def _row(at: str, number: int, line: bytes) -> Row:
@@ -111,78 +203,78 @@ def _row(at: str, number: int, line: bytes) -> Row:
 
 
 def _is_list(first: list[bytes]) -> bool:
-    """Of the first lines: whether a list goes on over all of them, or one is all there is. A list
-    that another line follows is a wrong line."""
+    """Return whether a file is one list, by its first lines: on one line or continued over many.
+    A complete list followed by another line is a malformed line instead."""
     if not first or not first[0].strip().startswith(b"["):
         return False
     try:
         json.loads(first[0])
     except json.JSONDecodeError as error:
-        goes_on = error.pos >= len(error.doc.rstrip())
-        return first[0].strip() == b"[" or (goes_on and len(first) > 1)
+        continues = error.pos >= len(error.doc.rstrip())
+        return first[0].strip() == b"[" or (continues and len(first) > 1)
     except (ValueError, RecursionError):
         return False
     return len(first) == 1
 
 
 def _begins_list(path: Path) -> bool:
-    with opened(path) as file:
+    with open_file(path) as file:
         return file.read(4096).decode("utf-8-sig", "replace").lstrip().startswith("[")
 
 
-def _listed(path: Path) -> Iterator[Row]:
-    """The objects of a list, each at the line that it begins in."""
-    with opened(path) as file:
+def _list_rows(path: Path) -> Iterator[Row]:
+    """The objects of a list, each at the line where it begins."""
+    with open_file(path) as file:
         text = file.read().decode("utf-8-sig")
     decode = json.JSONDecoder().raw_decode
     number = 0
-    place, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("[") + 1)
+    place = text.index("[") + 1
+    line = 1 + text.count("\n", 0, place)
     while True:
-        begin = _after_blanks(text, place)
+        begin = _skip_blanks(text, place)
         if text[begin : begin + 1] == "]":
             return
         line += text.count("\n", place, begin)
         try:
             _, end = decode(text, begin)
         except (ValueError, RecursionError) as error:
-            why = "nested too deeply" if isinstance(error, RecursionError) else error
-            raise ConfigError(f"{path}:{line}: not JSON: {why}") from error
-        number += 1  # a list may be all on one line
-        at = f"{path}:{line} (row {number})"
+            reason = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise ConfigError(f"{path}:{line}: not JSON: {reason}") from error
+        number += 1
+        at = f"{path}:{line} (row {number})"  # the list may be all on one line
         yield _row(at, number, text[begin:end].encode("utf-8", "surrogatepass"))
-        place = _after_blanks(text, end)
+        place = _skip_blanks(text, end)
         line += text.count("\n", begin, place)
         if text[place : place + 1] == ",":
             place += 1
         elif text[place : place + 1] != "]":
-            raise ConfigError(f"{path}:{line}: not JSON: a comma or the list's end is missing here")
+            raise ConfigError(f"{path}:{line}: not JSON: expected a comma or the end of the list")
 
 
-def _after_blanks(text: str, place: int) -> int:
+def _skip_blanks(text: str, place: int) -> int:
     while place < len(text) and text[place] in " \t\r\n":
         place += 1
     return place
 
 
-def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file, each at the line that it begins in. The first row that is not
-    blank is the header. Blanks around the columns' names are dropped. A header without `delimiter`
-    may have another one."""
-    csv.field_size_limit(LONGEST_CELL)
-    with opened(path) as file:
+def _sheet_rows(path: Path, delimiter: str) -> Iterator[Row]:
+    """The rows of a CSV file, each at the line where it begins. The first row that is not blank is
+    the header; if it lacks the delimiter, another one is tried."""
+    csv.field_size_limit(_MAX_CELL)
+    with open_file(path) as file:
         lines = (line.decode("utf-8-sig", "replace") for line in file)
         title = next((line for line in lines if line.strip()), "")
     if delimiter not in title:
-        delimiter = next((other for other in OTHER_DELIMITERS if other in title), delimiter)
-    with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        delimiter = next((other for other in _OTHER_DELIMITERS if other in title), delimiter)
+    with open_file(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         rows = _cells(path, csv.reader(text, delimiter=delimiter, strict=True))
         titles = (row for row in rows if isinstance(row[1], BadLine) or "".join(row[1]).strip())
         at, first = next(titles, (1, []))
         if isinstance(first, BadLine):
             raise ConfigError(f"{path}:{at}: {first}")
         header = [name.strip() for name in first]
-        if twice := sorted({name for name in header if header.count(name) > 1}):
-            raise ConfigError(f"{path}:{at}: several columns are called {twice[0]!r}; rename them")
+        if duplicates := sorted({name for name in header if header.count(name) > 1}):
+            raise ConfigError(f"{path}:{at}: several columns are named {duplicates[0]!r}")
         for line, row in rows:
             record: dict[str, Any] | BadLine
             if isinstance(row, BadLine):
@@ -190,26 +282,87 @@ def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
             elif len(row) == len(header):
                 record = dict(zip(header, row, strict=True))
             else:
-                record = BadLine(f"has {len(row)} cells, and the header {len(header)}")
+                record = BadLine(f"has {len(row)} cells, but the header has {len(header)}")
             if row:
                 yield Row(f"{path}:{line}", line, record, None)
 
 
-def _cells(path: Path, cells: Any) -> Iterator[tuple[int, list[str] | BadLine]]:
-    """The rows of a `csv.reader`, each with the line that it begins in, or why it is none. Raises
-    ConfigError for a quote that is never closed: the rest of the file is in its cell."""
+def _cells(path: Path, reader: Any) -> Iterator[tuple[int, list[str] | BadLine]]:
+    """The rows of a `csv.reader` with their first lines. Raises ConfigError for a quote that is
+    never closed, since the rest of the file is in its cell."""
     while True:
-        line = cells.line_num + 1
+        line = reader.line_num + 1
         try:
-            yield line, next(cells)
+            yield line, next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            if str(error) == UNCLOSED:
+            if str(error) == _UNCLOSED:
                 raise ConfigError(
-                    f"{path}:{line}: not CSV: a quote opens in this row and never closes, so the "
-                    "rest of the file is one cell; close it, or repair the file"
+                    f"{path}:{line}: not CSV: a quote opens in this row and never closes"
                 ) from error
-            where = f" in line {cells.line_num}" if cells.line_num > line else ""
-            why = f'not CSV: {error}{where}; a quote inside a cell is written twice ("")'
-            yield line, BadLine(why)
+            where = f" in line {reader.line_num}" if reader.line_num > line else ""
+            reason = f'not CSV: {error}{where}; a quote inside a cell is written twice ("")'
+            yield line, BadLine(reason)
+
+
+def _table_rows(path: Path, knob: str) -> Iterator[dict[str, Any]]:
+    """Rows of a Parquet or Arrow file as JSON data: times and decimals as text, NaN as null, and
+    without binary columns such as images."""
+    try:
+        arrow: Any = importlib.import_module("pyarrow")
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigError(
+            f"{knob} = {str(path)!r} needs pyarrow: pip install 'pyarrow>=20' (the extra `data`)"
+        ) from error
+    try:
+        if path.suffix.lower() == ".parquet":
+            with parquet.ParquetFile(path) as file:
+                names = _text_columns(arrow, file.schema_arrow)
+                for batch in file.iter_batches(batch_size=_TABLE_BATCH, columns=names):
+                    yield from map(_plain, batch.to_pylist())
+        else:
+            with arrow.memory_map(str(path)) as source, _batches(arrow, source) as batches:
+                names = _text_columns(arrow, batches.schema)
+                for batch in batches:
+                    for start in range(0, batch.num_rows, _TABLE_BATCH):
+                        part = batch.select(names).slice(start, _TABLE_BATCH)
+                        yield from map(_plain, part.to_pylist())
+    except (arrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{knob} = {str(path)!r} cannot be read: {error}") from error
+
+
+def _batches(arrow: Any, source: Any) -> Any:
+    """Open an Arrow stream, as written by `datasets`, or an Arrow file."""
+    if source.read(6) != b"ARROW1":
+        source.seek(0)
+        return arrow.ipc.open_stream(source)
+    source.seek(0)
+    file = arrow.ipc.open_file(source)
+    batches = [file.get_batch(index) for index in range(file.num_record_batches)]
+    return arrow.RecordBatchReader.from_batches(file.schema, batches)
+
+
+def _text_columns(arrow: Any, schema: Any) -> list[str]:
+    """Names of the columns without binary data."""
+
+    def binary(kind: Any) -> bool:
+        inner = [kind.field(index).type for index in range(kind.num_fields)]
+        types = arrow.types
+        is_binary = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+        return any(test(kind) for test in is_binary) or any(map(binary, inner))
+
+    return [field.name for field in schema if not binary(field.type)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in cast(list[Any], value)]
+    if isinstance(value, date | datetime | time):
+        return value.isoformat()
+    if isinstance(value, float) and value != value:
+        return None
+    return value if value is None or isinstance(value, str | int | float) else str(value)

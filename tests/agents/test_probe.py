@@ -15,7 +15,7 @@ from keel.agents.mcp_client import McpServer
 from keel.agents.probe import Probe, probe
 from keel.configs.schema import SourceConfig
 from keel.configs.sections.agents import EnvironmentConfig
-from keel.data.episodes import load_episodes
+from keel.data.procedural import load_episodes
 from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.episodes import HERE, PATIENT, TASK, program, run

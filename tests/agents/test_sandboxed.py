@@ -137,8 +137,7 @@ def test_memory_of_all_processes_together(small: Wrap, way: str) -> None:
 
     async def bombed(environment: Hosted) -> None:
         await environment.open(TASK, seed=3)
-        said = rf"processes took \d+ MiB together, .* {MEMORY_MIB}"
-        with pytest.raises(EnvironmentLost, match=said) as e:
+        with pytest.raises(EnvironmentLost, match=rf"memory: .* {MEMORY_MIB}") as e:
             await use(environment, "memory_bomb")
         assert e.value.fault == "memory"
         await environment.close()
@@ -304,13 +303,13 @@ def test_what_it_cannot_be_given_is_said(tmp_path: Path) -> None:
             await environment.close()
 
     async def play() -> None:
-        assert "cannot be given / to read; name its folder" in await opened(folder=Path("/"))
+        assert "cannot read /;" in await opened(folder=Path("/"))
         gone = tmp_path / "gone"
-        assert f"there is no {gone}, which" in await opened(readable=(gone,))
-        assert "there is no program nobody" in await opened(python="nobody")
+        assert str(gone) in await opened(readable=(gone,))
+        assert "nobody" in await opened(python="nobody")
         (tmp_path / "python3").write_text("#!/bin/sh\nexit 3\n")
         (tmp_path / "python3").chmod(0o755)
-        assert "is no Python interpreter" in await opened(python=str(tmp_path / "python3"))
+        assert "Python interpreter" in await opened(python=str(tmp_path / "python3"))
         tmp_path.chmod(0o700)
         if os.geteuid() == 0:
             assert f"chmod -R o+rX {tmp_path}" in await opened(folder=tmp_path)

@@ -130,7 +130,7 @@ def test_no_domain_and_mode_drowns_the_others(tmp_path: Path) -> None:
 
 def test_nothing_left_is_said_with_the_reasons(tmp_path: Path) -> None:
     folder = evaluation(tmp_path / "a", {"1": [sample("no", 0.0)]}, "sums")
-    with pytest.raises(ConfigError, match=r"nothing to learn(.|\n)*sums, thinking +1 +1 "):
+    with pytest.raises(ConfigError, match=r"learn(.|\n)*sums, thinking +1 +1 "):
         select({"a": folder}, SelectConfig(), tmp_path / "out.jsonl")
     with pytest.raises(ConfigError, match="cannot be read as an evaluation"):
         select({"a": tmp_path / "none"}, SelectConfig(), tmp_path / "out.jsonl")

@@ -1,4 +1,4 @@
-"""Groups of completions of which so many pass."""
+"""Scored groups with a given number of passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out questions never train, and every prompt that is left out is accounted for."""
+"""Datasets: held-out questions, duplicates, and omitted prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def held(dataset: Dataset, name: str = "sums") -> list[str]:
     return [question(prompt) for prompt in dataset.heldout[name]]
 
 
-def test_a_task_becomes_prompts() -> None:
+def test_reasoning_gym_prompts() -> None:
     dataset = load(gym(kl_coef=0.1, thinking=False, system="Be brief.", domain="maths", holdout=8))
     assert len(dataset.train) == 32
     prompt = dataset.heldout["sums"][0]
@@ -54,14 +54,14 @@ def test_a_task_becomes_prompts() -> None:
     json.dumps(dict(prompt.reward))
 
 
-def test_a_system_template_stands_before_the_sources_own_words() -> None:
+def test_system_template_precedes_system() -> None:
     dataset = load(gym(system="Be brief.", system_template="reasoning", holdout=1))
     system, _ = dataset.heldout["sums"][0].messages
     template = system_prompt("reasoning")
     assert system == {"role": "system", "content": f"{template}\n\nBe brief."}
 
 
-# One-digit sums of two terms repeat themselves a lot.
+# Many duplicates.
 SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "seed": 5}
 
 
@@ -75,14 +75,14 @@ def test_heldout_questions_never_train() -> None:
     assert report.train == len(dataset.train)
 
 
-def test_a_source_that_is_left_out_of_training_keeps_its_held_out_set() -> None:
+def test_train_on_keeps_held_out_sets() -> None:
     part = load(gym(holdout=8), gym("trained", "gcd"), train_on=("trained",))
     assert set(part.train.sources) == {"trained"}
-    assert held(part) == held(load(gym(holdout=8))), "the same questions as where it trains"
+    assert held(part) == held(load(gym(holdout=8)))
     assert (part.report["sums"].train, part.report["sums"].heldout) == (0, 8)
 
 
-def test_a_question_held_out_by_one_source_trains_in_none() -> None:
+def test_held_out_questions_of_all_sources() -> None:
     train = gym("train", size=200, params=SMALL, system="Other words.")
     dataset = load(train, gym("test", size=30, holdout=20, weight=0, params=SMALL | {"seed": 6}))
     assert not trained(dataset) & set(held(dataset, "test"))
@@ -90,11 +90,10 @@ def test_a_question_held_out_by_one_source_trains_in_none() -> None:
     assert dataset.report["test"].train == 0
 
 
-def test_the_heldout_set_survives_growth_and_weights() -> None:
+def test_held_out_set_is_stable() -> None:
     small = load(gym(size=30, holdout=10))
     assert held(small) == held(load(gym(size=60, holdout=10, weight=3.0), gym("b", "gcd")))
     assert held(small) != held(load(gym(size=30, holdout=10), seed=1))
-    # Of questions that come again the first places count.
     few, many = (load(gym(size=n, holdout=20, params=SMALL)) for n in (40, 400))
     assert few.report["sums"].duplicates and held(few) == held(many)
     assert held(load(gym(holdout=4, params={"seed": 9}))) == held(
@@ -102,7 +101,7 @@ def test_the_heldout_set_survives_growth_and_weights() -> None:
     )
 
 
-def test_a_file_is_split_by_the_seed(tmp_path: Path) -> None:
+def test_files_are_split_by_the_seed(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": f"q{i}", "answer": "1"}) for i in range(30)]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([*lines, lines[3], "{"]))
@@ -116,17 +115,17 @@ def test_a_file_is_split_by_the_seed(tmp_path: Path) -> None:
     assert held(dataset) != held(load(source, seed=1))
     report = dataset.report["sums"]
     assert (report.read, report.skipped, report.duplicates, report.train) == (32, 1, 1, 24)
-    assert report.skipped_reasons[0].startswith(f"{path}:32: not JSON")
+    assert report.skipped_reasons[0].startswith(f"{path}:32: ")
 
 
-def test_of_many_lines_the_first_are_said_and_how_many_more_there_are() -> None:
+def test_first_of() -> None:
     lines = [f"line {n}" for n in range(2012)]
     assert first_of(lines[:10]) == lines[:10]
     assert first_of(lines) == [*lines[:10], "and 2,002 more"]
 
 
-def test_a_question_is_known_again_with_the_words_of_its_template(tmp_path: Path) -> None:
-    """As of a file that `keel filter` has kept, which has them in its prompts."""
+def test_template_is_ignored_in_comparisons(tmp_path: Path) -> None:
+    """Prompts kept by `keel filter` include the template."""
     path, kept = tmp_path / "given.jsonl", tmp_path / "kept.jsonl"
     rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -143,7 +142,7 @@ def test_a_question_is_known_again_with_the_words_of_its_template(tmp_path: Path
     assert other.report["given"].leaked == 8 - len(both)
 
 
-def test_white_space_makes_no_other_question(tmp_path: Path) -> None:
+def test_white_space_is_ignored_in_comparisons(tmp_path: Path) -> None:
     def source(name: str, texts: list[str], **knobs: Any) -> SourceConfig:
         path = tmp_path / f"{name}.jsonl"
         path.write_text("\n".join(json.dumps({"prompt": text, "answer": "1"}) for text in texts))
@@ -162,40 +161,38 @@ def test_white_space_makes_no_other_question(tmp_path: Path) -> None:
     both = [text for pair in zip(plain, spaced, strict=True) for text in pair]
     dataset = load(source("sums", both, holdout=5))
     assert dataset.report["sums"].duplicates == 20
-    assert set(held(dataset)) <= set(plain)  # the first as it was written
+    assert set(held(dataset)) <= set(plain)
 
 
-def test_too_few_distinct_questions_to_hold_out() -> None:
-    said = r"holdout = 190: there are only \d+ distinct questions .* make the source larger or"
-    with pytest.raises(ConfigError, match=said):
+def test_too_few_distinct_questions() -> None:
+    with pytest.raises(ConfigError, match="holdout = 190"):
         load(gym(size=200, holdout=190, params=SMALL))
     items = load_reasoning_gym(gym(size=200, params=SMALL), seed=0).items
     every = len({question(item.prompt) for item in items})
-    with pytest.raises(ConfigError, match=r"of which none would be left .*holdout: all"):
+    with pytest.raises(ConfigError, match="holdout: all"):
         load(gym(size=200, holdout=every, params=SMALL))
 
 
-def test_long_prompts_are_named_or_dropped() -> None:
+def test_long_prompts() -> None:
     lengths = sorted(len(question(item.prompt)) for item in load_reasoning_gym(gym(), seed=0).items)
     limit = lengths[len(lengths) // 2]
-    with pytest.raises(ConfigError, match=r"prompt sums/\d+ \(chain_sum\[\d+\]\) has \d+ tokens"):
+    with pytest.raises(ConfigError, match=r"sums/\d+ \(chain_sum\[\d+\]\)"):
         load(gym(), max_prompt_tokens=limit)
     dataset = load(gym(), max_prompt_tokens=limit, long_prompts="drop")
     assert dataset.report["sums"].long == sum(length > limit for length in lengths) > 0
     assert max(map(len, trained(dataset))) <= limit
-    with pytest.raises(ConfigError, match=r"no prompt is left to train on .* 40 over data.max_pr"):
+    with pytest.raises(ConfigError, match=r"40 .*data\.max_prompt_tokens"):
         load(gym(), max_prompt_tokens=1, long_prompts="drop")
-    said = r"only 0 distinct .*; 40 more are over data.max_prompt_tokens = 1; raise that, or lower"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=r"40 .*data\.max_prompt_tokens = 1"):
         load(gym(holdout=30), max_prompt_tokens=1, long_prompts="drop")
 
 
-def test_a_prompt_that_cannot_be_short_enough_is_not_tokenized(tmp_path: Path) -> None:
+def test_very_long_prompts_are_not_tokenized(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "word " * 100_000, "answer": "1"}) + "\n")
     source = SourceConfig(name="long", source="jsonl", path=str(path))
     asked: list[Prompt] = []
-    with pytest.raises(ConfigError, match=r"prompt long/1 .* has 976 tokens or more, more than"):
+    with pytest.raises(ConfigError, match=r"long/1 .* 976 "):
         load_dataset(
             DataConfig(sources=(source,), max_prompt_tokens=100),
             seed=0,
@@ -207,43 +204,43 @@ def test_a_prompt_that_cannot_be_short_enough_is_not_tokenized(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"task": "chain_sums"}, "no such task; did you mean chain_sum"),
-        ({"task": "composite"}, "list its parts as sources of their own"),
-        ({"task": "game_of_life_halting"}, "its verifier accepts every answer"),
-        ({"params": {"min_term": 2}}, "params.min_term: the task has no such option; did you mean"),
-        ({"params": {"size": 2}}, r"params.size: write data.sources\[sums\].size instead"),
+        ({"task": "chain_sums"}, "chain_sums"),
+        ({"task": "composite"}, "composite"),
+        ({"task": "game_of_life_halting"}, "game_of_life_halting"),
+        ({"params": {"min_term": 2}}, "params.min_term"),
+        ({"params": {"size": 2}}, "params.size"),
         ({"params": {"min_terms": 9, "max_terms": 2}}, r"params = .*max_terms"),
         ({"params": {"min_terms": "two"}}, r"params = .*TypeError"),
     ],
 )
-def test_a_task_that_cannot_be_made(knobs: dict[str, Any], message: str) -> None:
+def test_invalid_tasks(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(gym(**knobs))
 
 
-def test_prompts_are_the_same_in_every_run() -> None:
+def test_prompts_are_deterministic() -> None:
     assert load(gym()).train.take(50) == load(gym()).train.take(50)
 
 
-def test_a_task_is_made_once_and_its_items_are_the_same_again(
+def test_tasks_are_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read, seen = spell_backward.read_data_file, list[str]()
     monkeypatch.setattr(spell_backward, "read_data_file", lambda n: (seen.append(n), read(n))[1])
-    monkeypatch.setattr(procedural, "_KEPT", {})
+    monkeypatch.setattr(procedural, "_CACHE", {})
     words, sums = gym("words", "spell_backward", 3), gym()
     first = load_reasoning_gym(words, seed=0)
     assert load_reasoning_gym(words, seed=0) == first and len(seen) == 1
     assert load_reasoning_gym(words, seed=1) != first and len(seen) == 2
     longer = load_reasoning_gym(replace(words, params={"min_word_len": 9}), seed=0)
     assert all(len(item.prompt.reward["entry"]["answer"]) >= 9 for item in longer.items)
-    for seed in range(procedural.KEPT):  # no more than so many stay
+    for seed in range(procedural._MAX_CACHED):  # evict older entries
         load_reasoning_gym(sums, seed=seed)
     assert load_reasoning_gym(words, seed=0) == first and len(seen) == 4
-    assert len(procedural._KEPT) == procedural.KEPT
+    assert len(procedural._CACHE) == procedural._MAX_CACHED
 
 
-def test_a_source_held_out_as_a_whole_trains_nothing() -> None:
+def test_holdout_all() -> None:
     test = gym("test", size=20, params={"min_terms": 5, "max_terms": 6})
     dataset = load(gym(size=40), replace(test, holdout="all"))
     report = dataset.report["test"]
@@ -251,6 +248,6 @@ def test_a_source_held_out_as_a_whole_trains_nothing() -> None:
     assert list(dataset.train.sources) == ["sums"]
 
 
-def test_a_source_for_nothing_is_refused() -> None:
+def test_unused_sources_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\[sums\]\.weight = 0.*holdout: all"):
         gym(weight=0)

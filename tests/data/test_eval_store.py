@@ -1,4 +1,4 @@
-"""What an evaluation that was stopped may go on with."""
+"""Resuming an evaluation, and reading its completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keel.data.eval_store import Asked, EvaluationFolder, read_evaluation
         "eval.temperature=0.3",
     ],
 )
-def test_completions_of_other_settings_are_not_taken_over(override: str, tmp_path: Path) -> None:
+def test_settings_of_an_evaluation(override: str, tmp_path: Path) -> None:
     def settings(*overrides: str) -> object:
         config = load_config("quickstart", [f"run.dir={tmp_path}", *overrides])
         return EvaluationFolder(config, "the model", "model")._settings
@@ -31,39 +31,33 @@ def test_completions_of_other_settings_are_not_taken_over(override: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    "line",
     [
-        ("[1]", "it is no object in JSON"),
-        (
-            '{"variant": "recipe", "id": "s/1"}',
-            "it has no source, domain, digest, samples, missing",
-        ),
-        (
-            '{"variant": "", "source": "", "domain": "", "id": "", "digest": "", "samples": [], '
-            '"missing": [], "mood": 1}',
-            "it has mood, which this release does not know",
-        ),
+        "[1]",
+        '{"variant": "recipe", "id": "s/1"}',
+        '{"variant": "", "source": "", "domain": "", "id": "", "digest": "", "samples": [], '
+        '"missing": [], "mood": 1}',
     ],
 )
-def test_a_line_of_something_else_says_what_it_is(line: str, said: str, tmp_path: Path) -> None:
+def test_malformed_lines(line: str, tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text(line + "\n")
-    with pytest.raises(ConfigError, match=rf"samples\.jsonl:1: no line of an evaluation: {said}$"):
+    with pytest.raises(ConfigError, match=r"samples\.jsonl:1: "):
         read_evaluation(tmp_path)
 
 
-def test_a_run_and_a_file_are_no_evaluation_and_those_in_a_run_are_named(tmp_path: Path) -> None:
+def test_folders_without_an_evaluation(tmp_path: Path) -> None:
     inside = tmp_path / "run" / "eval" / "step_000020"
     inside.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"has written, such as RUN/eval/step_000020$"):
+    with pytest.raises(ConfigError, match=r"RUN/eval/step_000020$"):
         read_evaluation(tmp_path / "run")
     (inside / "samples.jsonl").touch()
-    with pytest.raises(ConfigError, match=rf"has written; it has {inside}$"):
+    with pytest.raises(ConfigError, match=rf"{inside}$"):
         read_evaluation(tmp_path / "run")
-    with pytest.raises(ConfigError, match="there is none; name a folder that `keel eval` has wri"):
+    with pytest.raises(ConfigError, match=r"samples\.jsonl"):
         read_evaluation(inside / "samples.jsonl")
 
 
-def test_how_it_stands_is_known_after_each_and_when_it_goes_on(tmp_path: Path) -> None:
+def test_progress(tmp_path: Path) -> None:
     config = load_config("quickstart", [f"run.dir={tmp_path}"])
 
     def asked(number: int, *correct: float, missing: int = 0) -> Asked:
@@ -78,10 +72,10 @@ def test_how_it_stands_is_known_after_each_and_when_it_goes_on(tmp_path: Path) -
         )
 
     with EvaluationFolder(config, "the model", "model") as out:
-        assert out.said() == "nothing to keep so far"
+        assert "pass@1" not in out.progress()
         out.add(asked(0, 1.0, 0.0))
         out.add(asked(1, 1.0, missing=1))
-        assert out.said() == "pass@1 so far 0.500"
+        assert out.progress() == "pass@1 so far 0.500"
     with EvaluationFolder(config, "the model", "model") as out:
         out.add(asked(2, 1.0))
-        assert out.said() == "pass@1 so far 0.600" and len(out.asked) == 3
+        assert out.progress() == "pass@1 so far 0.600" and len(out.asked) == 3

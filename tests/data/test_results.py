@@ -1,4 +1,4 @@
-"""What an evaluation comes to: contests, agents in turns, and how two of them differ by domain."""
+"""Results of evaluations: contests, turns, and differences by domain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sample(thinking: int, small: float, large: float, **more: Any) -> dict[str, 
     return {**known, "thinking": thinking, "parts": parts, **more}
 
 
-def test_the_best_of_each_subtask_over_those_that_thought_longest() -> None:
+def test_contest_score() -> None:
     samples = [sample(10, 0.3, 0), sample(50, 0, 0.7), sample(90, 0, 0), sample(40, 0.3, 0)]
     scores = [contest_score(samples, n) for n in (1, 2, 3, 4)]
     assert scores == pytest.approx([0, 0.7, 1, 1])  # by hand: 90; then 50, then 40
@@ -33,14 +33,14 @@ def test_the_best_of_each_subtask_over_those_that_thought_longest() -> None:
         {"error": 1.0},
     ],
 )
-def test_what_is_not_handed_in_takes_no_place(unfit: dict[str, Any]) -> None:
+def test_unfit_completions_are_not_submitted(unfit: dict[str, Any]) -> None:
     samples = [sample(99, 0.3, 0.7, **unfit), sample(1, 0.3, 0)]
     assert contest_score(samples, 1) == pytest.approx(0.3)
     fit = sample(99, 0.3, 0.7, parts={"samples": 1.0, "refusal": 0.0})
     assert contest_score([fit, samples[1]], 1) == pytest.approx(1)
 
 
-def test_without_subtasks_a_right_one_is_enough() -> None:
+def test_contest_without_subtasks() -> None:
     plain = {"error": 0.0, "finish_reason": "stop", "parts": {}}
     samples = [
         {**plain, "correct": 0.0, "thinking": 9},
@@ -49,7 +49,7 @@ def test_without_subtasks_a_right_one_is_enough() -> None:
     assert [contest_score(samples, n) for n in (1, 2)] == [0, 1]
 
 
-def test_completions_of_an_older_release_count_in_their_order() -> None:
+def test_contest_of_older_releases() -> None:
     plain = {"error": 0.0, "finish_reason": "stop"}  # neither parts nor thinking
     samples = [{**plain, "correct": 0.0}, {**plain, "correct": 1.0}]
     assert [contest_score(samples, n) for n in (1, 2)] == [0, 1]
@@ -68,7 +68,7 @@ def asked(source: str, samples: list[dict[str, Any]], missing: int = 0, number: 
     )
 
 
-def test_the_shortest_of_those_that_finished_where_all_worked_in_turns() -> None:
+def test_fewest_turns() -> None:
     trips = [
         {"correct": 0.0, "turns": 1, "finish_reason": "length"},
         {"correct": 1.0, "turns": 2},
@@ -85,7 +85,7 @@ def test_the_shortest_of_those_that_finished_where_all_worked_in_turns() -> None
     assert cells == {"trip": "1.000", "sums": "–", "all": "–"}
 
 
-def test_two_evaluations_differ_by_domain_as_they_are_measured() -> None:
+def test_compared_by_domain() -> None:
     def both(rate: float) -> list[Asked]:
         of = [("a", 1.0), ("b", rate), ("b", rate), ("c", 0.0)]
         return [asked(name, [{"correct": right}], 0, n) for n, (name, right) in enumerate(of)]
@@ -101,7 +101,7 @@ def test_two_evaluations_differ_by_domain_as_they_are_measured() -> None:
     assert sets.keys() == results(both(0), [1])["recipe"].keys()
 
 
-def test_a_domain_of_several_sources_is_shown_where_one_of_them_has_its_name() -> None:
+def test_domains_of_several_sources() -> None:
     def of(*names: str) -> list[str]:
         some = [replace(asked(name, [], 0, n), domain="maths") for n, name in enumerate(names)]
         code = [replace(asked("code", [], 0, 9), domain="code")]

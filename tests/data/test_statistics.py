@@ -1,4 +1,4 @@
-"""Intervals, paired differences and votes, against figures of other routes."""
+"""Intervals, paired differences and votes against independent values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keel.data.statistics import (
 )
 
 
-def test_one_completion_a_prompt_is_wilsons_interval() -> None:
+def test_wilson_interval() -> None:
     """Brown, Cai and DasGupta (2001): 8 of 10, and none of 10."""
     passes = [1] * 8 + [0] * 2
     # 10 prompts are 9 free residuals: n_eff = p(1−p) / (n/(n−1) · p(1−p)/n) = 9.
@@ -25,7 +25,7 @@ def test_one_completion_a_prompt_is_wilsons_interval() -> None:
     assert (low, high) == pytest.approx(wilson(0.8, 9), abs=1e-9)
     assert pass_interval([0] * 10, [1] * 10) == pytest.approx((0, 0.2775328), abs=1e-6)
     assert pass_interval([3, 3], [3, 3]) == pytest.approx((1 - 0.6576, 1), abs=1e-4)
-    with pytest.raises(ValueError, match="no completion"):
+    with pytest.raises(ValueError, match="completion"):
         pass_interval([], [])
 
 
@@ -37,15 +37,14 @@ def wilson(p: float, n: float) -> tuple[float, float]:
     )
 
 
-def test_completions_that_resemble_each_other_are_fewer() -> None:
-    """Eight completions that all pass or all fail say no more than one."""
+def test_correlated_completions() -> None:
     alike = pass_interval([8] * 10 + [0] * 10, [8] * 20)
     assert alike == pytest.approx(pass_interval([1] * 10 + [0] * 10, [1] * 20), abs=1e-9)
     mixed = pass_interval([4] * 20, [8] * 20)
     assert mixed == pytest.approx(wilson(0.5, 160), abs=1e-9)
 
 
-def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
+def test_interval_coverage() -> None:
     rng, held, trials = np.random.default_rng(0), 0, 400
     for _ in range(trials):
         skill = rng.beta(1, 2, 60)  # of each prompt; mean 1/3
@@ -54,7 +53,7 @@ def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
     assert 0.92 <= held / trials <= 0.98
 
 
-def test_pairs_see_what_intervals_of_their_own_do_not() -> None:
+def test_paired_difference() -> None:
     rng = np.random.default_rng(1)
     hard = rng.uniform(size=200)
     first, second = hard, np.clip(hard + 0.03 + rng.normal(0, 0.05, 200), None, None)
@@ -66,11 +65,11 @@ def test_pairs_see_what_intervals_of_their_own_do_not() -> None:
     assert back.mean == -found.mean and back.p == found.p
     same = paired_difference([0.5] * 8, [0.5] * 8)
     assert (same.mean, same.low, same.high, same.p) == (0, 0, 0, 1)
-    with pytest.raises(ValueError, match="1 and 2 measurements"):
+    with pytest.raises(ValueError, match="1 and 2"):
         paired_difference([1.0], [1.0, 2.0])
 
 
-def test_chance_alone_is_rarely_called_a_difference() -> None:
+def test_false_positive_rate() -> None:
     rng, called = np.random.default_rng(2), 0
     for _ in range(60):
         noise = rng.normal(size=(2, 30))
@@ -78,7 +77,7 @@ def test_chance_alone_is_rarely_called_a_difference() -> None:
     assert called <= 8
 
 
-def test_a_vote() -> None:
+def test_majority() -> None:
     answers = ["a", "a", "b", "b", "c", ""]
     assert majority_at_k(answers, "a", 6) == 0.5
     assert majority_at_k(answers, "c", 6) == 0 == majority_at_k(["", ""], "a", 2)
@@ -94,10 +93,8 @@ def test_a_vote() -> None:
     st.lists(st.tuples(st.sampled_from([None, 1, 2, 3]), st.booleans()), min_size=1, max_size=6),
     st.integers(1, 6),
 )
-def test_the_finished_one_with_the_fewest_steps(
-    ended: list[tuple[int | None, bool]], k: int
-) -> None:
-    """By every draw of k."""
+def test_fewest_steps(ended: list[tuple[int | None, bool]], k: int) -> None:
+    """Compared with all subsets of size k."""
 
     def chosen(drawn: tuple[tuple[int | None, bool], ...]) -> float:
         least = min((steps for steps, _ in drawn if steps is not None), default=None)

@@ -1,4 +1,4 @@
-"""Laws of the prompt order."""
+"""Order of the prompts."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def ids(taken: list[Prompt]) -> list[str]:
 
 @settings(deadline=None)
 @given(first=st.integers(0, 40), then=st.integers(0, 40))
-def test_what_was_drawn_can_be_told_again(first: int, then: int) -> None:
+def test_past_draws(first: int, then: int) -> None:
     running = stream()
     running.take(first)
     since, taken = running.drawn, ids(running.take(then))
     until = running.drawn
     assert ids(running.draws(since, until)) == taken
-    assert running.drawn == until, "it has not moved"
+    assert running.drawn == until
 
 
-def test_telling_again_what_was_drawn_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step of a run, of which the sources may have a million prompts."""
+def test_past_draws_do_not_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called at each step, with up to a million prompts."""
     running = stream(a=50, b=30)
     running.take(10)
     since, taken = running.drawn, ids(running.take(10))
@@ -56,7 +56,7 @@ def test_telling_again_what_was_drawn_sorts_nothing(monkeypatch: pytest.MonkeyPa
 
 @settings(deadline=None)
 @given(first=st.integers(0, 40), then=st.integers(0, 40))
-def test_a_restored_stream_continues_exactly(first: int, then: int) -> None:
+def test_restored_stream_continues(first: int, then: int) -> None:
     uninterrupted = stream()
     taken = ids(uninterrupted.take(first))
     state = json.loads(json.dumps(uninterrupted.state()))
@@ -69,18 +69,18 @@ def test_a_restored_stream_continues_exactly(first: int, then: int) -> None:
     assert ids(stream().take(first + then)) == taken + rest
 
 
-def test_unfinished_prompts_come_first_after_a_restore() -> None:
+def test_unfinished_prompts_come_first() -> None:
     first = stream()
     taken = first.take(6)
     state = json.loads(json.dumps(first.state(unfinished=taken[3:])))
     restored = stream()
     restored.restore(state)
-    assert restored.state() == state, "a second stop right away loses nothing"
+    assert restored.state() == state
     assert ids(restored.take(5)) == ids([*taken[3:], *first.take(2)])
     assert restored.state()["unfinished"] == []
 
 
-def test_an_epoch_holds_every_prompt_once_in_an_order_of_its_own() -> None:
+def test_epochs() -> None:
     only_a = PromptStream({"a": prompts("a", 20)}, weights=WEIGHTS, seed=0)
     first, second = ids(only_a.take(20)), ids(only_a.take(20))
     assert sorted(first) == sorted(second) == sorted(ids(prompts("a", 20)))
@@ -89,14 +89,14 @@ def test_an_epoch_holds_every_prompt_once_in_an_order_of_its_own() -> None:
     assert len(only_a) == 20
 
 
-def test_the_seed_decides_the_order() -> None:
+def test_seed() -> None:
     assert ids(stream(seed=1).take(20)) == ids(stream(seed=1).take(20))
     assert ids(stream(seed=1).take(20)) != ids(stream(seed=2).take(20))
 
 
 @settings(deadline=None)
 @given(count=st.integers(1, 100))
-def test_the_mix_keeps_to_the_weights_at_any_time(count: int) -> None:
+def test_weights(count: int) -> None:
     drawn = Counter(prompt.domain for prompt in stream().take(count))
     assert abs(drawn["a"] - 0.75 * count) <= 1
     assert abs(drawn["b"] - 0.25 * count) <= 1
@@ -112,16 +112,16 @@ def test_the_mix_keeps_to_the_weights_at_any_time(count: int) -> None:
         ({"unused": 1.0}, "source unused"),
     ],
 )
-def test_a_state_of_other_data_is_refused(other: dict[str, Any], named: str) -> None:
+def test_states_of_other_data(other: dict[str, Any], named: str) -> None:
     state = stream().state()
-    with pytest.raises(ValueError, match=f"belongs to other data .*{named}.* then, .* now"):
+    with pytest.raises(ValueError, match=named):
         stream(**other).restore(state)
-    with pytest.raises(ValueError, match="has format 0"):
+    with pytest.raises(ValueError, match="format 0"):
         stream().restore(state | {"format": 0})
 
 
-def test_sources_without_prompts_are_refused() -> None:
-    with pytest.raises(ValueError, match="source 'a' has no prompts"):
+def test_sources_without_prompts() -> None:
+    with pytest.raises(ValueError, match="'a'"):
         stream(a=0)
-    with pytest.raises(ValueError, match="no source has a weight above 0"):
+    with pytest.raises(ValueError, match="weight"):
         PromptStream({"a": prompts("a", 1)}, weights={"a": 0.0}, seed=0)

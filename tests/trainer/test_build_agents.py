@@ -80,7 +80,7 @@ def test_what_an_environment_is_like_is_said_before_a_run() -> None:
     ((_, narrow),) = checked(config(window=tokens + 3)).items()
     assert "WARNING: that leaves 3 tokens" in narrow and "WARNING" not in note
     ((_, slip),) = checked(config(rewards={"correct": 1.0, "corect": 0.2})).items()
-    assert "rewards weighs 'corect'; did you mean correct?" in slip
+    assert "'corect'; did you mean correct?" in slip
     ((_, known),) = checked(config(rewards={"correct": 1.0, "format": 0.1})).items()
     assert "WARNING" not in known
 

@@ -288,7 +288,7 @@ def recipe(folder: Path, **source: Any) -> str:
 
 def test_a_system_message_that_looks_like_a_template_is_told(tmp_path: Path) -> None:
     (line,) = prepare_sft(recipe(tmp_path, system="Answer in {language}."), []).warnings
-    assert line.startswith("sft.sources[chats].system: {language} stands there as it is written")
+    assert line.startswith("sft.sources[chats].system: {language}")
 
 
 def test_what_is_planned(tmp_path: Path) -> None:

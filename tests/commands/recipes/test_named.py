@@ -39,7 +39,7 @@ def test_files_of_every_kind_are_looked_for_and_small_ones_read(tmp_path: Path) 
     assert "columns.prompt = 'qestion'" in wrong and "did you mean `question`?" in wrong
     folder = tmp_path / "gsm"
     folder.mkdir()
-    assert "holds no file of a known kind" in said(tmp_path, source("gsm"))
+    assert "no file of a known kind" in said(tmp_path, source("gsm"))
     (folder / "train.csv").write_text("question,answer\nWhat is 1 + 1?,\n")
     assert "train.csv:2" in said(tmp_path, source("gsm"))
     (folder / "test.csv").write_bytes(b" " * (SOON + 1))

@@ -1,4 +1,4 @@
-"""Sources of conversations: files, what runs have sampled, worked solutions; and the split."""
+"""Sources of conversations, and the held-out split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.data.conversations.sources import chat, load, said, source, write
 from tests.data.rows.hub import MAIN, NAME, serving
 
 
-def test_conversations_are_kept_once_and_questions_are_not_split(tmp_path: Path) -> None:
+def test_duplicates_and_questions(tmp_path: Path) -> None:
     lines = [chat(f"q{i // 2}?", f"answer {i}") for i in range(20)]
     path = write(tmp_path / "a.jsonl", *lines, lines[0], "", chat("q0?", "other", score=1))
     found = load(source(path, holdout=5))
@@ -33,10 +33,10 @@ def test_conversations_are_kept_once_and_questions_are_not_split(tmp_path: Path)
     assert not questions[0] & questions[1]
     again = load(source(path, holdout=5))
     assert said(again.heldout["s"]) == held
-    assert again.train.state() == found.train.state(), "the same in every start"
+    assert again.train.state() == found.train.state()
 
 
-def test_a_question_held_out_anywhere_is_learned_nowhere(tmp_path: Path) -> None:
+def test_held_out_questions_of_all_sources(tmp_path: Path) -> None:
     one = write(tmp_path / "a.jsonl", *(chat(f"q{i}?", f"a{i}") for i in range(6)))
     two = write(tmp_path / "b.jsonl", *(chat(f" q{i}? ", f"b{i}") for i in range(6)))
     found = load(source(one, holdout=2), source(two, name="t"))
@@ -56,7 +56,7 @@ def test_a_question_held_out_anywhere_is_learned_nowhere(tmp_path: Path) -> None
     assert found.report["s"].left_out == {"held out by data.sources": 1}
 
 
-def test_repeat_weighs_sources_by_how_often_each_conversation_is_seen(tmp_path: Path) -> None:
+def test_repeat(tmp_path: Path) -> None:
     one = write(tmp_path / "a.jsonl", *(chat(f"q{i}?", f"a{i}") for i in range(4)))
     two = write(tmp_path / "b.jsonl", *(chat(f"p{i}?", f"b{i}") for i in range(8)))
     three = write(tmp_path / "c.jsonl", chat("r?", "c"))
@@ -70,44 +70,32 @@ def test_repeat_weighs_sources_by_how_often_each_conversation_is_seen(tmp_path: 
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("{", "not JSON"),
-        ('{"messages": []}', "`messages` must be a list of at least one message"),
-        (
-            json.dumps(chat("?", "untellable")),
-            r"the template has no word for it \(sft\.sources\[s\]; set ",
-        ),
-        (
-            json.dumps(chat("?", "unthinkable", thinking=True)),
-            r"the template shows no .* set thinking: without, in which it can be told, or",
-        ),
-        (
-            json.dumps(chat("?", "<think>unthinkable</think>a")),
-            r"the template shows no .* set thinking: without, .* told, less its reasoning, or",
-        ),
-        (
-            json.dumps(chat("?", "always")),
-            r"the template opens the .* set thinking: with, in which it can be told, or",
-        ),
+        ("{", "JSON"),
+        ('{"messages": []}', "`messages`"),
+        (json.dumps(chat("?", "untellable")), r"sft\.sources\[s\]"),
+        (json.dumps(chat("?", "unthinkable", thinking=True)), "thinking: without"),
+        (json.dumps(chat("?", "<think>unthinkable</think>a")), "thinking: without"),
+        (json.dumps(chat("?", "always")), "thinking: with,"),
     ],
 )
-def test_a_bad_line_is_named_or_left_out(tmp_path: Path, line: str, named: str) -> None:
+def test_malformed_conversations(tmp_path: Path, line: str, named: str) -> None:
     path = write(tmp_path / "a.jsonl", chat("?", "a"), line)
-    with pytest.raises(ConfigError, match=rf"a\.jsonl:2: {named}.*on_bad_line: skip"):
+    with pytest.raises(ConfigError, match=rf"a\.jsonl:2: .*{named}.*on_bad_line: skip"):
         load(source(path))
     found = load(source(path, on_bad_line="skip"))
     (reason,) = found.report["s"].skipped
     assert reason.startswith(f"{path}:2: ") and found.report["s"].left_out == {"malformed": 1}
 
 
-def test_an_error_names_several_bad_lines(tmp_path: Path) -> None:
+def test_several_malformed_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", chat("?", "a"), "{", "[")
-    with pytest.raises(ConfigError, match=r"2 malformed lines(.|\n)*a\.jsonl:2: (.|\n)*jsonl:3: "):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: (.|\n)*jsonl:3: "):
         load(source(path))
 
 
-def test_long_conversations_are_named_or_dropped(tmp_path: Path) -> None:
+def test_long_conversations(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", chat("?", "a"), chat("?", "b" * 50))
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2 has 51 tokens, more than .* = 40"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2 .*sft\.max_context_tokens = 40"):
         load(source(path), max_context_tokens=40)
     found = load(source(path), max_context_tokens=40, long_conversations="drop")
     assert found.report["s"].left_out == {"too long": 1}
@@ -116,18 +104,18 @@ def test_long_conversations_are_named_or_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("knobs", "named"),
     [
-        ({"path": "absent.jsonl"}, r"sft\.sources\[s\]\.path = .*no such file"),
+        ({"path": "absent.jsonl"}, r"sft\.sources\[s\]\.path"),
+        ({"holdout": 2}, "holdout = 2"),
+        ({"holdout": 3}, "holdout = 3"),
+        ({"source": "trajectories"}, r"a\.jsonl:1"),
         (
-            {"holdout": 2},
-            r"no conversation is left to learn from \(2 held out\); lower .*holdout = 2",
+            {"source": "solutions", "path": "", "task": "chain_sum", "size": 2},
+            r"sft\.sources\[s\]\.task",
         ),
-        ({"holdout": 3}, r"holdout = 3: there are only 2 usable conversations"),
-        ({"source": "trajectories"}, "is no trajectory"),
-        ({"source": "solutions", "path": "", "task": "chain_sum", "size": 2}, "nobody has worked"),
-        ({"source": "solutions", "path": "", "task": "no_such", "size": 2}, "reasoning_gym's no_s"),
+        ({"source": "solutions", "path": "", "task": "no_such", "size": 2}, "no_such"),
     ],
 )
-def test_a_source_that_teaches_nothing(tmp_path: Path, knobs: dict[str, Any], named: str) -> None:
+def test_empty_sources(tmp_path: Path, knobs: dict[str, Any], named: str) -> None:
     path = write(tmp_path / "a.jsonl", chat("?", "a"), chat("!", "b"))
     with pytest.raises(ConfigError, match=named):
         load(source(knobs.pop("path", path), **knobs))
@@ -143,7 +131,7 @@ def test_a_source_that_teaches_nothing(tmp_path: Path, knobs: dict[str, Any], na
         ([3, 5], 3, 3),
     ],
 )
-def test_holdout_prefers_questions_that_fit(
+def test_holdout_takes_whole_questions(
     tmp_path: Path, sizes: list[int], holdout: int, held: int
 ) -> None:
     lines = [chat(f"q{q}?", f"{q} {i}") for q, size in enumerate(sizes) for i in range(size)]
@@ -157,19 +145,17 @@ def test_holdout_prefers_questions_that_fit(
     assert not questions[0] & questions[1]
 
 
-def test_where_nothing_is_left_the_first_reason_is_quoted(tmp_path: Path) -> None:
+def test_errors_of_empty_sources(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "{", "[")
     for knobs in ({}, {"holdout": 1}):
-        with pytest.raises(
-            ConfigError, match=r"the first that is malformed: .*a\.jsonl:1: not JSON"
-        ):
+        with pytest.raises(ConfigError, match=r"a\.jsonl:1: "):
             load(source(path, on_bad_line="skip", **knobs))
     path = write(tmp_path / "b.jsonl", *(chat("?", f"{i}") for i in range(5)))
-    with pytest.raises(ConfigError, match=r"\(5 held out\); lower .*holdout = 1, .*go together"):
+    with pytest.raises(ConfigError, match="holdout = 1"):
         load(source(path, holdout=1))
 
 
-def test_worked_solutions_are_made_from_the_seed(tmp_path: Path) -> None:
+def test_worked_solutions(tmp_path: Path) -> None:
     made = ConversationsConfig(name="s", source="solutions", task="spell_backward", size=20)
     found = load(made)
     report = found.report["s"]
@@ -182,16 +168,16 @@ def test_worked_solutions_are_made_from_the_seed(tmp_path: Path) -> None:
 
     assert with_params() == said(found.train.sources["s"])
     assert with_params(seed=3) == with_params(seed=3) != with_params()
-    with pytest.raises(ConfigError, match=r"sft\.sources\[s\]\.params\.size: write .*s\]\.size"):
+    with pytest.raises(ConfigError, match=r"sft\.sources\[s\]\.params\.size"):
         with_params(size=3)
-    with pytest.raises(ConfigError, match=r"params\.sead: .*did you mean seed\?"):
+    with pytest.raises(ConfigError, match=r"params\.sead"):
         with_params(sead=3)
 
 
 COLUMNS = {"prompt": "instruction", "completion": "out.text"}
 
 
-def told(path: str, kind: Any = "file", **knobs: Any) -> Lessons:
+def loaded(path: str, kind: Any = "file", **knobs: Any) -> Lessons:
     return load(ConversationsConfig(name="told", source=kind, path=path, **knobs))
 
 
@@ -200,8 +186,8 @@ def texts(lessons: Lessons) -> list[str]:
     return sorted("".join(map(chr, one.segments[0].token_ids_T)) for one in streamed)
 
 
-def test_tables_and_other_columns_are_conversations_too(tmp_path: Path) -> None:
-    """Parquet fills rows up with nulls, and may have messages as objects or as JSON."""
+def test_tables_and_columns(tmp_path: Path) -> None:
+    """Parquet has null columns, and messages as objects or as JSON."""
     rows = [chat("1+1?", "2"), chat("2+2?", "4")]
     rows[0]["messages"][0]["name"] = None
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "objects.parquet")
@@ -214,71 +200,65 @@ def test_tables_and_other_columns_are_conversations_too(tmp_path: Path) -> None:
     ]
     write(tmp_path / "named.jsonl", *named)
     for name in ("objects.parquet", "json.parquet", "pairs.csv"):
-        assert texts(told(str(tmp_path / name))) == ["1+1?2", "2+2?4"], name
+        assert texts(loaded(str(tmp_path / name))) == ["1+1?2", "2+2?4"], name
     dialogues = [{"dialogue": row["messages"]} for row in as_json]
     pq.write_table(pa.Table.from_pylist(dialogues), tmp_path / "other.parquet")
-    other = told(str(tmp_path / "other.parquet"), columns={"messages": "dialogue"})
+    other = loaded(str(tmp_path / "other.parquet"), columns={"messages": "dialogue"})
     assert texts(other) == ["1+1?2", "2+2?4"]
     for kind in ("file", "jsonl"):
-        found = told(str(tmp_path / "named.jsonl"), kind, columns=COLUMNS)
+        found = loaded(str(tmp_path / "named.jsonl"), kind, columns=COLUMNS)
         assert texts(found) == ["1+1?2", "2+2?4"]
         assert found.report["told"].unread == {"out"}
 
 
-def test_what_a_sheet_writes_as_text(tmp_path: Path) -> None:
-    """Names with blanks around them; true and false, as programs spell them."""
+def test_csv(tmp_path: Path) -> None:
+    """Column names with spaces, and spellings of true and false."""
     sheet = "prompt , completion, thinking\n1+1?,2,TRUE\n2+2?,4,false\n3+3?,6,\n"
     (tmp_path / "a.csv").write_text(sheet)
-    assert texts(told(str(tmp_path / "a.csv"))) == ["1+1?2", "2+2?4", "3+3?6"]
+    assert texts(loaded(str(tmp_path / "a.csv"))) == ["1+1?2", "2+2?4", "3+3?6"]
     (tmp_path / "a.csv").write_text(sheet + "4+4?,8,maybe\n")
-    with pytest.raises(ConfigError, match=r"a\.csv:5: `thinking` must be true or false, is text"):
-        told(str(tmp_path / "a.csv"))
+    with pytest.raises(ConfigError, match=r"a\.csv:5: `thinking`"):
+        loaded(str(tmp_path / "a.csv"))
 
 
-def test_a_prompt_beside_messages_can_be_something_else(tmp_path: Path) -> None:
+def test_disabled_prompt_column(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", chat("1+1?", "2", prompt="1+1?", prompt_id="x"))
-    with pytest.raises(ConfigError, match=r"the source's columns: \{prompt: ''\}"):
-        told(path, "jsonl")
-    found = told(path, "jsonl", columns={"prompt": ""})
+    with pytest.raises(ConfigError, match=r"columns: \{prompt: ''\}"):
+        loaded(path, "jsonl")
+    found = loaded(path, "jsonl", columns={"prompt": ""})
     assert texts(found) == ["1+1?2"] and found.report["told"].unread == {"prompt_id"}
 
 
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"promt": "instruction"}, r"sft.sources\[told\].columns.promt: .*did you mean prompt\?"),
+        ({"promt": "instruction"}, r"columns\.promt"),
         (
             {"prompt": "instruction", "completion": "output"},
-            r"told\].columns.completion = 'output': .*named.jsonl has no such column, it has instr",
+            r"sft\.sources\[told\]\.columns\.completion = 'output'",
         ),
         (
             {},
-            r"its first row has none of messages, .*instruction, out\. Say .*: sft.sources\[told\]"
-            r".columns: \{prompt: instruction, completion: COLUMN\}",
+            r"columns: \{prompt: instruction, completion: COLUMN\}",
         ),
         (
             {"prompt": "instruction"},
-            r"first row has a `prompt` and no `completion`, it has instruction, out\. Say .*: "
-            r"sft.sources\[told\].columns: \{completion: COLUMN\}",
+            r"sft\.sources\[told\]\.columns: \{completion: COLUMN\}",
         ),
     ],
 )
-def test_a_column_that_is_not_there_is_named(
-    columns: dict[str, str], said: str, tmp_path: Path
-) -> None:
+def test_missing_columns(columns: dict[str, str], said: str, tmp_path: Path) -> None:
     path = write(tmp_path / "named.jsonl", {"instruction": "1+1?", "out": "2"})
     with pytest.raises(ConfigError, match=said):
-        told(path, columns=columns)
-    with pytest.raises(ConfigError, match=r"sft.sources\[told\].path = .*no such file"):
-        told(str(tmp_path / "names.jsonl"))
+        loaded(path, columns=columns)
+    with pytest.raises(ConfigError, match=r"sft\.sources\[told\]\.path"):
+        loaded(str(tmp_path / "names.jsonl"))
 
 
-def test_a_dataset_of_the_hub_is_learned_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = b'{"prompt": "1+1?", "completion": "2"}\n'
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     with serving(monkeypatch, {MAIN: {"train.jsonl": content}}):
-        assert texts(told(NAME, "hub")) == ["1+1?2"]
-        with pytest.raises(ConfigError, match=r"sft.sources\[told\].path = .*owner/sums"):
-            told(NAME, "hub", split="test")
+        assert texts(loaded(NAME, "hub")) == ["1+1?2"]
+        with pytest.raises(ConfigError, match=r"sft\.sources\[told\]\.path"):
+            loaded(NAME, "hub", split="test")

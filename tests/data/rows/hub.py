@@ -19,7 +19,7 @@ MAIN, CONVERTED = "main", "refs/convert/parquet"
 
 @contextmanager
 def hub(revisions: Mapping[str, Mapping[str, bytes]]) -> Iterator[tuple[str, list[str]]]:
-    """Its address, and what it was asked for. revisions: revision → path → content."""
+    """Yield the hub's address and its requests. revisions: revision → path → content."""
     commits = {hashlib.sha1(name.encode()).hexdigest(): name for name in revisions}
     asked: list[str] = []
 
@@ -85,7 +85,7 @@ def hub(revisions: Mapping[str, Mapping[str, bytes]]) -> Iterator[tuple[str, lis
 def serving(
     monkeypatch: pytest.MonkeyPatch, revisions: Mapping[str, Mapping[str, bytes]]
 ) -> Iterator[list[str]]:
-    """It is the one that is asked; and what it was asked for."""
+    """Make it the hub of huggingface_hub; yield its requests."""
     with hub(revisions) as (address, asked):
         monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What `keel new` makes of the first rows of a file."""
+"""The source that `keel new` proposes from the first rows of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.jsonl import load_jsonl
-from keel.data.rows.proposal import LOOKED, Proposal, all_maths, propose
+from keel.data.rows.proposal import MAX_ROWS, Proposal, all_maths, propose
 
 
 def lines(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> str:
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_columns_and_what_judges_are_seen_in_the_rows(case: str, tmp_path: Path) -> None:
+def test_columns_and_reward(case: str, tmp_path: Path) -> None:
     row, judged, columns, after = CASES[case]
     found = of(tmp_path, row, row, row)
     assert (found.judged, dict(found.columns), found.answer_after) == (judged, columns, after)
@@ -70,7 +70,7 @@ def test_columns_and_what_judges_are_seen_in_the_rows(case: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("case", ["gsm8k", "verl", "two verdicts", "formulas"])
-def test_a_source_with_what_is_proposed_can_be_read(case: str, tmp_path: Path) -> None:
+def test_proposed_source_loads(case: str, tmp_path: Path) -> None:
     row = CASES[case][0]
     path = lines(tmp_path, [row, row])
     found = propose(path)
@@ -86,7 +86,7 @@ def test_a_source_with_what_is_proposed_can_be_read(case: str, tmp_path: Path) -
     assert len(prompts[0].reward["answer"]) < 15
 
 
-def test_numbers_and_formulas_are_mathematics_and_prose_is_not() -> None:
+def test_all_maths() -> None:
     assert all_maths(["42", "-1.5", "$3", "50%", "1/2", "\\sqrt{2}", "x + 1", "(2, 3)", "3 km"])
     for text in ("Paris", "the dog", "12 apples and pears", ""):
         assert not all_maths([text]), text
@@ -94,18 +94,18 @@ def test_numbers_and_formulas_are_mathematics_and_prose_is_not() -> None:
     assert not all_maths([])
 
 
-def test_what_is_named_counts_and_has_to_be_there(tmp_path: Path) -> None:
+def test_named_columns(tmp_path: Path) -> None:
     row = {"prompt": "?", "answer": "wrong one", "text": "ask this", "gold": "7"}
     found = of(tmp_path, row, prompt="text", answer="gold")
     assert found.columns == {"prompt": "text", "answer": "gold"}
     assert found.judged == "maths"
-    with pytest.raises(ConfigError, match=r"--answer goldd: .* no such column; it has prompt, ans"):
+    with pytest.raises(ConfigError, match="--answer"):
         of(tmp_path, row, answer="goldd")
-    with pytest.raises(ConfigError, match=r"no column looks like a prompt; it has a, b\. Name one"):
+    with pytest.raises(ConfigError, match="a, b"):
         of(tmp_path, {"a": 1, "b": 2})
 
 
-def test_tables_folders_and_names_of_the_hub_are_told_apart(tmp_path: Path) -> None:
+def test_kinds_of_source(tmp_path: Path) -> None:
     sheet = tmp_path / "sums.csv"
     sheet.write_text("question,answer,boxed\nPut 1+1 into a \\boxed{},2,x\n")
     found = propose(str(sheet))
@@ -116,14 +116,14 @@ def test_tables_folders_and_names_of_the_hub_are_told_apart(tmp_path: Path) -> N
     for missing in (str(tmp_path / "nothere.jsonl"), "nothere"):
         with pytest.raises(ConfigError, match="no such file"):
             propose(missing)
-    with pytest.raises(ConfigError, match=r"the hub .* does not answer"):
+    with pytest.raises(ConfigError, match="hub"):
         propose("some-owner/some-data", hub_answers=lambda: False)
 
 
-def test_no_more_is_read_than_it_takes(tmp_path: Path) -> None:
-    path = lines(tmp_path, [{"prompt": "a", "answer": "1"}] * LOOKED + [{"prompt": "b" * 99}] * 2)
+def test_few_rows_are_read(tmp_path: Path) -> None:
+    path = lines(tmp_path, [{"prompt": "a", "answer": "1"}] * MAX_ROWS + [{"prompt": "b" * 99}] * 2)
     found = propose(path)
-    assert (found.rows, found.whole, found.longest) == (LOOKED, False, 1)
+    assert (found.rows, found.whole, found.longest) == (MAX_ROWS, False, 1)
     Path(path).write_text("not JSON\n")
-    with pytest.raises(ConfigError, match="no row of it can be read"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl"):
         propose(path)

@@ -24,7 +24,7 @@ from keel.configs.schema import (
     SourceConfig,
     TinyModelConfig,
 )
-from keel.data.items import told
+from keel.data.items import with_source_system
 from keel.model.load import facts_of, load_model_config, load_policy, load_tokenizer
 from keel.model.tiny import build, cold_start
 from keel.model.tiny.build import (
@@ -139,7 +139,7 @@ def test_numpy_seeded_tasks_work() -> None:
 def test_prompts_match_rollouts() -> None:
     source = replace(SPELLING, system="Spell.", system_template="reasoning")
     (example,) = examples_of(source, count=1)
-    (system,) = told(source, ())
+    (system,) = with_source_system(source, ())
     assert prompt_of(example).startswith(f"<|im_start|>system\n{system['content']}<|im_end|>\n")
     bare = replace(source, system_template="none")
     assert content_key(TINY, curriculum(source)) != content_key(TINY, curriculum(bare))

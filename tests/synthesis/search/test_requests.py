@@ -56,7 +56,7 @@ def test_a_request_with_a_rubric(tmp_path: Path) -> None:
     [
         ({"by_memory": "met"}, "gain: search does not help: 1.00 with tools and 1.00 without"),
         ({"evidence": [EVIDENCE[0]]}, "breadth: 1 facts are joined"),
-        ({"criteria": [CRITERIA[0]] * 3}, "criteria: .*more than one criterion has the name"),
+        ({"criteria": [CRITERIA[0]] * 3}, "criteria: .*several criteria have the name"),
     ],
 )
 def test_what_its_gates_refuse(tmp_path: Path, changes: dict[str, Any], why: str) -> None:

@@ -1,1 +1,0 @@
-"""Text to learn from as it is: documents, and the windows that they are cut into."""
