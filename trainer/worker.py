@@ -277,7 +277,7 @@ class TrainerWorker:
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
         """Send the current weights to this rank's engines. Collective, even without engines."""
         assert self._sender is not None
-        buckets = self.engine.buckets(wanted=bool(receivers))
+        buckets = self.engine.buckets(requested=bool(receivers))
         return self._sender.send(buckets, receivers, self.engine.version)
 
     def save(self, folder: str) -> dict[str, Entry]:

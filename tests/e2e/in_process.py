@@ -141,7 +141,7 @@ class Engines:
 
 
 def kind_of(spec: EngineSpec) -> EngineSpec:
-    """Reduce a spec to what an engine cannot change: not weights, seed and sampling parameters.
+    """Reduce a spec to the fixed properties of an engine: no weights, seed or sampling parameters.
 
     Sampling seeds are therefore the same in all runs.
     """

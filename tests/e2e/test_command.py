@@ -328,5 +328,5 @@ def test_run_survives_frozen_engine_interrupt_and_damage(
     rates = {line["id"]: line for line in map(json.loads, table)}
     assert [rates[f"said/{n}"]["passes"] for n in ("easy", "hard")] == [5, 0]
     assert all(line["samples"] == 5 and line["unscored"] == 0 for line in rates.values())
-    (kept,) = (folder / "filter/kept/said.jsonl").read_text().splitlines()
-    assert (json.loads(kept)["id"], json.loads(kept)["pass_rate"]) == ("easy", 1)
+    (selected,) = (folder / "filter/kept/said.jsonl").read_text().splitlines()
+    assert (json.loads(selected)["id"], json.loads(selected)["pass_rate"]) == ("easy", 1)

@@ -101,20 +101,20 @@ class Shell:
         """Like `ray stop`, but for the processes of this home only."""
 
         def killed() -> list[psutil.Process]:
-            ours = [process for process in psutil.process_iter() if self._owns(process)]
-            for process in ours:
+            actual = [process for process in psutil.process_iter() if self._owns(process)]
+            for process in actual:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            return ours
+            return actual
 
         wait_for(lambda: not killed(), "the end of the cluster")
 
     def _owns(self, process: psutil.Process) -> bool:
         try:
             # Ray's process titles may overwrite the environment.
-            ours = process.environ().get("HOME") == str(self.home)
-            ours = ours or process.cwd() == str(self._work)
-            return ours and process.status() != psutil.STATUS_ZOMBIE
+            actual = process.environ().get("HOME") == str(self.home)
+            actual = actual or process.cwd() == str(self._work)
+            return actual and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, OSError):
             return False
 

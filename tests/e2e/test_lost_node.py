@@ -86,16 +86,16 @@ def test_run_uses_the_ranks_that_fit(
             *("run.checkpoint_every=1", "run.elastic_wait_s=1", "run.eval_every=-1"),
             "model.tiny.cold_start.steps=0",
         ]
-        code, said = main(["train", *knobs]), capsys.readouterr()
-        assert code == 0, said.out + said.err
-        return said.out + said.err
+        code, output = main(["train", *knobs]), capsys.readouterr()
+        assert code == 0, output.out + output.err
+        return output.out + output.err
 
     def told(kind: str) -> list[str]:
         lines = map(json.loads, (folder / EVENTS).read_text().splitlines())
         return [event["text"] for event in lines if event["kind"] == kind]
 
-    said = train(STEPS)
-    assert len(starts) == 3, said
+    output = train(STEPS)
+    assert len(starts) == 3, output
     unplaced, memory, again, loss, *silent, waits = told("restart")
     for line, free in ((unplaced, ROOM), (again, ROOM), (waits, LEFT)):
         assert f"needs {RANKS} trainer ranks of 1 CPU cores, and the cluster has {free}" in line
@@ -106,7 +106,7 @@ def test_run_uses_the_ranks_that_fit(
     assert all("does not answer. The run starts when" in line for line in silent)
     for fewer, free in zip(told("fewer"), (ROOM, ROOM, LEFT), strict=True):
         assert f"trainer.ranks is now {free}, not {RANKS}" in fewer
-        assert fewer in said
+        assert fewer in output
     assert [learner._config.trainer.ranks for learner in starts] == [ROOM, ROOM, LEFT]
     assert starts[-1]._config.trainer.micro_batch_tokens == 4096
     assert (folder / "model" / "model.safetensors").exists()

@@ -214,7 +214,7 @@ def test_a_rank_that_stays_gives_back_its_gradients(ranks: Ranks) -> None:
 def test_buckets_of_an_offloaded_rank_are_the_weights_on_the_gpu(ranks: Ranks) -> None:
     engine = ranks.engine(make_config(1, 1, dtype="bfloat16", sleep=True))
     first = ranks.published(engine)
-    for entries, flat in engine.buckets(wanted=True, bucket_bytes=50_000):  # an engine came back
+    for entries, flat in engine.buckets(requested=True, bucket_bytes=50_000):  # an engine came back
         assert flat.device == engine.device
         for name, tensor in unpack_flat(entries, flat):
             assert torch.equal(tensor.cpu(), first[name])

@@ -51,7 +51,7 @@ from keel.trainer.engine.offload import make_offload
 from keel.trainer.engine.policy import (
     Inputs,
     PolicyNetwork,
-    Reference,
+    ReferencePolicy,
     indexer_weight,
     recorded_routes,
     seen_tokens,
@@ -153,7 +153,7 @@ class TrainerEngine:
             sharded = frozen_config(options) if self._weights.gathered else None
             replays = self._replays and config.algorithm.ref_routing == "replay"
             frozen = self._make_network(twin(outline, load, "cpu" if sharded else self._device))
-            self._reference = Reference(frozen, self._device, sharded, replays=replays)
+            self._reference = ReferencePolicy(frozen, self._device, sharded, replays=replays)
             if outline:
                 copy_weights(network, frozen, stage=self._stage)
             if trainer.compile:
@@ -280,19 +280,19 @@ class TrainerEngine:
         """Repeat a skipped step with tracing; leaves weights and gradients as they were."""
         self._offload.before_gradients()
         split = SplitGaps.begun(batch, self._device, self._score)
-        look = NanTracer(self._traced_layers)
+        tracer = NanTracer(self._traced_layers)
         self._engine.set_gradient_accumulation_boundary(False)
         for micro_batch in batch.micro_batches:
-            with look.trace(micro_batch, self._part.bounds(len(micro_batch.token_ids_N))[0]):
-                self._accumulate(micro_batch, batch, split, look)
+            with tracer.trace(micro_batch, self._part.bounds(len(micro_batch.token_ids_N))[0]):
+                self._accumulate(micro_batch, batch, split, tracer)
         # A non-finite loss makes all ranks skip again and drop what DeepSpeed has accumulated.
         self._engine.set_gradient_accumulation_boundary(True)
-        self._accumulate(batch.micro_batches[0], batch, split, look.spoiling())
+        self._accumulate(batch.micro_batches[0], batch, split, tracer.spoiling())
         self._apply_gradients()
-        self.findings += look.findings
+        self.findings += tracer.findings
 
     def _accumulate(
-        self, batch: MicroBatch, step: TrainBatch, split: SplitGaps, look: NanTracer | None = None
+        self, batch: MicroBatch, step: TrainBatch, split: SplitGaps, tracer: NanTracer | None = None
     ) -> Callable[[], dict[str, Metric]]:
         """Forward and backward pass of one micro-batch.
 
@@ -317,8 +317,8 @@ class TrainerEngine:
             indexer_loss = indexers * indexer_weight(self._network, config, step)
             loss = share.loss + penalty + indexer_loss
             factor = finite_factor(loss)
-            if look:
-                factor = look.observe(logp, reference, inputs.kl_coef_R, loss)
+            if tracer:
+                factor = tracer.observe(logp, reference, inputs.kl_coef_R, loss)
             self._engine.backward(loss * (factor * self._world_size))
         # `metrics` must keep neither the graph nor the inputs alive.
         share, part = replace(share, loss=share.loss.detach()), inputs.part
@@ -362,17 +362,17 @@ class TrainerEngine:
 
     # Weights
 
-    def buckets(self, *, wanted: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
+    def buckets(self, *, requested: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
         """Yield the current weights in the engines' dtype, on this rank's device.
 
-        A rank that does not want them yields nothing, but takes part in gathering. With
+        A rank without a request yields nothing, but takes part in gathering. With
         `rollout.time_share` engines wake up meanwhile, so what does not fit next to them is
         offloaded: everything but the weights before the first bucket, and weights after the last.
         """
-        if wanted or self._weights.gathered:
+        if requested or self._weights.gathered:
             self._offload.load()
         self._offload.offload(weights=False)
-        if wanted:
+        if requested:
             dtype = getattr(torch, self._config.engine_dtype)
             size = bucket_bytes or self._config.trainer.publish_bucket_mib * MIB
             yield from self._weights.buckets(dtype, size)
@@ -382,7 +382,7 @@ class TrainerEngine:
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
         """Yield `buckets` in host memory on rank 0, and nothing elsewhere."""
-        return in_host_memory(self.buckets(wanted=self._rank == 0, bucket_bytes=bucket_bytes))
+        return in_host_memory(self.buckets(requested=self._rank == 0, bucket_bytes=bucket_bytes))
 
     def export(self, folder: Path) -> dict[str, Entry]:
         """Write a model folder for transformers and vLLM; returns this rank's files."""

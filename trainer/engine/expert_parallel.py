@@ -27,7 +27,7 @@ from keel.trainer.engine.deepspeed_internals import (
     original_names,
     split_experts,
 )
-from keel.trainer.engine.optimizer_state import Run
+from keel.trainer.engine.optimizer_state import ElementRun
 
 _LAYERS = r"model\.model\.layers\.\d+\.mlp"
 """MoE blocks inside a `PolicyNetwork`."""
@@ -92,25 +92,28 @@ class ExpertLayers:
         cut = len(prefix) + 1
         return {f"{prefix}.{_renamed(name[cut:], module)}": part[name] for name in names}
 
-    def runs(self, name: str, shape: Sequence[int]) -> list[Run]:
+    def runs(self, name: str, shape: Sequence[int]) -> list[ElementRun]:
         """Places of a parameter of this rank, of `shape`, in the whole parameters before AutoEP."""
         count = math.prod(shape)
         layer = self._find(name)
         if layer is None:
-            return [Run(0, count, name, 0)]
+            return [ElementRun(0, count, name, 0)]
         prefix, module = layer
         local = name.removeprefix(f"{prefix}.")
         if not local.startswith("experts."):
-            return [Run(0, count, f"{prefix}.{_renamed(local, module)}", 0)]
+            return [ElementRun(0, count, f"{prefix}.{_renamed(local, module)}", 0)]
         names = original_names(module)
         first = dist.get_rank(layer_group(module)) * shape[0]  # this rank's first expert
         gate, down, _ = (f"experts.{w}" for w in WEIGHTS)
         each = count // shape[0]
         if local == down:
-            return [Run(0, count, f"{prefix}.{names.down}", first * each)]
+            return [ElementRun(0, count, f"{prefix}.{names.down}", first * each)]
         row = 0 if local == gate else 1  # an expert's gate projection precedes its up projection
         whole = f"{prefix}.{names.gate_and_up}"
-        return [Run(e * each, each, whole, (2 * (first + e) + row) * each) for e in range(shape[0])]
+        return [
+            ElementRun(e * each, each, whole, (2 * (first + e) + row) * each)
+            for e in range(shape[0])
+        ]
 
     def _find(self, name: str) -> tuple[str, Any] | None:
         """Name and module of the AutoEP layer that a tensor belongs to."""

@@ -20,7 +20,7 @@ from keel.model.trainable import decoder_layers
 from keel.model.ulysses import Slice
 from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE, SamplingMasks
-from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference, recorded_routes
+from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy, recorded_routes
 from keel.trainer.placement.memory import rank_tokens, sums_in_float32
 
 _LOG = logging.getLogger(__name__)
@@ -64,12 +64,12 @@ def needs_warm_up(config: Config, *, gpu: bool, whole: bool) -> bool:
     return fits and (not whole or (trainer.compile and alone))
 
 
-def scores_first(config: Config) -> bool:
+def _scores_first(config: Config) -> bool:
     """True if trajectories may be split over micro-batches, which are scored before a step."""
     return config.algorithm.mask_delta is not None and config.with_agents
 
 
-def segment_count(tokens: int) -> int:
+def _segment_count(tokens: int) -> int:
     """Trajectories of a dummy batch of at most `tokens`, but at least `SEGMENTS`.
 
     Larger counts are even, so that the number of offsets is odd and matches no size of a model.
@@ -77,12 +77,12 @@ def segment_count(tokens: int) -> int:
     return max(SEGMENTS, tokens // TOKENS // 2 * 2)
 
 
-def dummy_batch(
+def _dummy_batch(
     network: PolicyNetwork, *, routed: bool, truncated: bool, tokens: int = 0, shared: bool = False
 ) -> MicroBatch:
-    """A batch of `segment_count(tokens)` trajectories. shared: with a common beginning."""
+    """A batch of `_segment_count(tokens)` trajectories. shared: with a common beginning."""
     begun = SHARED if shared else 0
-    segments = segment_count(tokens) | shared  # even again with the shared beginning
+    segments = _segment_count(tokens) | shared  # even again with the shared beginning
     count = begun + segments * TOKENS
     vocabulary = network.model.config.get_text_config().vocab_size
     token_ids = np.arange(count, dtype=np.int32) % (vocabulary - KEPT)
@@ -94,8 +94,8 @@ def dummy_batch(
     routers = router_modules(network.model)
     shape = (count, len(routers), getattr(routers[0], "top_k", 0) if routers else 0)
     masks = [
-        np.arange(token, token + KEPT * kept)
-        for token, kept in zip(token_ids, sampled, strict=True)
+        np.arange(token, token + KEPT * truncates)
+        for token, truncates in zip(token_ids, sampled, strict=True)
     ]
     return MicroBatch(
         token_ids_N=token_ids,
@@ -116,7 +116,7 @@ def dummy_batch(
 
 def warm_up(
     network: PolicyNetwork,
-    reference: Reference | None,
+    reference: ReferencePolicy | None,
     config: Config,
     device: torch.device,
     part: Slice,
@@ -139,7 +139,7 @@ def warm_up(
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         for shared in kinds:
-            batch = dummy_batch(
+            batch = _dummy_batch(
                 network, routed=routed, truncated=truncated, tokens=tokens, shared=shared
             )
             inputs = Inputs.of(batch, device, part)
@@ -150,7 +150,7 @@ def warm_up(
                 if parameters:
                     # Accumulates nothing and triggers no hook of DeepSpeed.
                     torch.autograd.grad(logp.sum() + log_mass.sum(), parameters, allow_unused=True)
-                if scores_first(config):
+                if _scores_first(config):
                     with torch.no_grad():
                         network(inputs=inputs)
         if device.type == "cuda" and sums_in_float32(config.model.dtype, config.trainer):

@@ -76,7 +76,7 @@ class SplitGaps:
         return self._totals.means()
 
 
-def grpo_share(
+def _grpo(
     batch: MicroBatch,
     inputs: Inputs,
     logp: Tensor,
@@ -105,7 +105,7 @@ def grpo_share(
     )
 
 
-def nll_share(
+def _nll(
     batch: MicroBatch, inputs: Inputs, logp: Tensor, _: object, total_sequences: int, *rest: object
 ) -> NllOutput:
     """Negative log-likelihood of given conversations."""
@@ -161,4 +161,4 @@ def sharing_metrics(batch: MicroBatch) -> dict[str, Metric]:
     return {"train/shared_tokens": Sum(batch.shared_tokens)} if batch.follows is not None else {}
 
 
-LOSSES: Mapping[Loss, Callable[..., Any]] = {"grpo": grpo_share, "nll": nll_share}
+LOSSES: Mapping[Loss, Callable[..., Any]] = {"grpo": _grpo, "nll": _nll}

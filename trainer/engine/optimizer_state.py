@@ -3,9 +3,9 @@
     rank_0.safetensors …   tensors of each rank: `master.3`, `exp_avg.3`, `exp_avg_sq.3`
     index.json             the parameter that each piece of them belongs to, and Adam's step
 
-Nothing is gathered: a rank writes what no rank before it holds. A `Piece` maps a run of a rank's
-tensor to a run of a flattened parameter of the original model, so any number of ranks, ZeRO stage
-and expert parallelism can read what another layout has written.
+Nothing is gathered: a rank writes what no rank before it holds. A `StatePiece` maps a run of a
+rank's tensor to a run of a flattened parameter of the original model, so a checkpoint can be read
+with any number of ranks, ZeRO stage and expert parallelism.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCK = 2**24
 """Elements staged in host memory at a time."""
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     parameter: str
     start: int
     """First element in the flattened parameter."""
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
     """First element in that tensor."""
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Elements of a flattened parameter as a rank has it, and their place in the whole parameter.
 
     The whole one may have another name: a rank has only some experts of a fused tensor.
@@ -60,11 +60,11 @@ class Run(NamedTuple):
     into: int
 
 
-Runs = Mapping[str, Sequence[Run]]
+Runs = Mapping[str, Sequence[ElementRun]]
 """Runs of each of a rank's parameters, in order."""
 
 
-class Source(NamedTuple):
+class _Source(NamedTuple):
     """Location of a part of a requested piece."""
 
     rank: int
@@ -75,10 +75,10 @@ class Source(NamedTuple):
     """Offset of the part in the requested piece."""
 
 
-class Share(NamedTuple):
+class _Share(NamedTuple):
     """The tensors of one rank."""
 
-    pieces: list[list[Piece]]
+    pieces: list[list[StatePiece]]
     """Pieces of each tensor."""
     steps: dict[int, float]
     """Adam's step of the tensors that have one."""
@@ -100,15 +100,15 @@ class OptimizerState:
         self._engine, self._adam, self._model = engine, adam, model
         self._runs, self._stage = runs, stage
 
-    def share(self) -> Share:
+    def share(self) -> _Share:
         masters = self._masters()
         states = [self._adam.state.get(master.tensor, {}) for master in masters]
         steps = {n: float(state["step"]) for n, state in enumerate(states) if "step" in state}
-        return Share(_pieces(masters, self._runs), steps, self._runs)
+        return _Share(_pieces(masters, self._runs), steps, self._runs)
 
-    def write(self, folder: Path, shares: Sequence[Share]) -> list[Path]:
+    def write(self, folder: Path, shares: Sequence[_Share]) -> list[Path]:
         """Write this rank's files, given the shares of all ranks. Raises `OSError`."""
-        rank, chosen = dist.get_rank(), choose_writers([share.pieces for share in shares])
+        rank, chosen = dist.get_rank(), _choose_writers([share.pieces for share in shares])
         content: dict[str, Tensor] = {}
         for number, master in enumerate(self._masters()):
             if number in chosen[rank]:
@@ -117,20 +117,20 @@ class OptimizerState:
                 content |= {f"{m}.{number}": state[m].view(-1) for m in MOMENTS if m in state}
         folder.mkdir(exist_ok=True)
         files = [folder / f"rank_{rank}.safetensors"]
-        write_tensors(files[0], content)
+        _write_tensors(files[0], content)
         if rank == 0:
             files.append(folder / INDEX)
             files[1].write_text(json.dumps(_index(shares, chosen, loss_scale(self._engine))))
         return files
 
-    def read(self, folder: Path, shares: Sequence[Share]) -> None:
+    def read(self, folder: Path, shares: Sequence[_Share]) -> None:
         """Restore this rank's tensors. Raises ValueError for another model or unreadable files."""
         index = json.loads((folder / INDEX).read_text())
-        written = [[Piece(*piece) for piece in rank["pieces"]] for rank in index["ranks"]]
-        check_same_model(chain.from_iterable(written), sizes_of(_runs(shares)))
-        lookup = PieceIndex(written)
+        written = [[StatePiece(*piece) for piece in rank["pieces"]] for rank in index["ranks"]]
+        _check_same_model(chain.from_iterable(written), _sizes_of(_runs(shares)))
+        lookup = _PieceIndex(written)
         steps = [{int(n): step for n, step in rank["steps"].items()} for rank in index["ranks"]]
-        files: dict[int, TensorFile] = {}
+        files: dict[int, _TensorFile] = {}
         masters = self._masters()
         with torch.no_grad(), replacing_masters(self._engine, masters, stage=self._stage):
             for master, pieces in zip(masters, _pieces(masters, self._runs), strict=True):
@@ -141,7 +141,7 @@ class OptimizerState:
                     tensors |= self._new_moments(master.tensor, max(taken))
                 for piece, (rank, tensor, offset, count, into) in sources:
                     if rank not in files:
-                        files[rank] = TensorFile(folder / f"rank_{rank}.safetensors")
+                        files[rank] = _TensorFile(folder / f"rank_{rank}.safetensors")
                     for kind, whole in tensors.items():
                         if (name := f"{kind}.{tensor}") in files[rank].names:
                             target = whole[piece.offset + into :][:count]
@@ -160,10 +160,12 @@ class OptimizerState:
         return {moment: tensor.view(-1) for moment, tensor in moments.items()}
 
 
-def _pieces(masters: Sequence[Master], runs: Runs) -> list[list[Piece]]:
+def _pieces(masters: Sequence[Master], runs: Runs) -> list[list[StatePiece]]:
     return [
         [
-            Piece(run.whole, run.into + begin - run.start, end - begin, number, at + begin - start)
+            StatePiece(
+                run.whole, run.into + begin - run.start, end - begin, number, at + begin - start
+            )
             for name, start, count, at, _ in master.parts
             for run in runs[name]
             for begin in (max(start, run.start),)
@@ -175,32 +177,32 @@ def _pieces(masters: Sequence[Master], runs: Runs) -> list[list[Piece]]:
 
 
 def _index(
-    shares: Sequence[Share], chosen: Sequence[set[int]], scale: Mapping[str, float]
+    shares: Sequence[_Share], chosen: Sequence[set[int]], scale: Mapping[str, float]
 ) -> dict[str, Any]:
     """Raises RuntimeError if a parameter is not written exactly once."""
     ranks = [
         {
-            "steps": {number: step for number, step in share.steps.items() if number in mine},
-            "pieces": [piece for number in sorted(mine) for piece in share.pieces[number]],
+            "steps": {number: step for number, step in share.steps.items() if number in numbers},
+            "pieces": [piece for number in sorted(numbers) for piece in share.pieces[number]],
         }
-        for share, mine in zip(shares, chosen, strict=True)
+        for share, numbers in zip(shares, chosen, strict=True)
     ]
     pieces = (piece for rank in ranks for piece in rank["pieces"])
-    if wrong := uncovered(pieces, sizes_of(_runs(shares))):
+    if wrong := _uncovered(pieces, _sizes_of(_runs(shares))):
         raise RuntimeError(f"the trainer's ranks do not hold {wrong[0]} exactly once")
     return {"ranks": ranks, "loss_scale": dict(scale)}
 
 
-def _runs(shares: Sequence[Share]) -> set[Run]:
+def _runs(shares: Sequence[_Share]) -> set[ElementRun]:
     return {run for share in shares for runs in share.runs.values() for run in runs}
 
 
-def choose_writers(ranks: Sequence[Sequence[Sequence[Piece]]]) -> list[set[int]]:
+def _choose_writers(ranks: Sequence[Sequence[Sequence[StatePiece]]]) -> list[set[int]]:
     """Choose the tensors that each rank writes: the first of all replicas, without pure padding.
 
     ranks: pieces by rank and tensor.
     """
-    seen: set[tuple[Piece, ...]] = {()}
+    seen: set[tuple[StatePiece, ...]] = {()}
     chosen: list[set[int]] = []
     for tensors in ranks:
         contents = [tuple(piece._replace(tensor=0) for piece in pieces) for pieces in tensors]
@@ -209,7 +211,7 @@ def choose_writers(ranks: Sequence[Sequence[Sequence[Piece]]]) -> list[set[int]]
     return chosen
 
 
-def sizes_of(runs: Iterable[Run]) -> dict[str, int]:
+def _sizes_of(runs: Iterable[ElementRun]) -> dict[str, int]:
     """Number of elements of each whole parameter that `runs` cover."""
     parts = {(run.whole, run.into): run.count for run in runs}
     sizes: dict[str, int] = {}
@@ -218,7 +220,7 @@ def sizes_of(runs: Iterable[Run]) -> dict[str, int]:
     return sizes
 
 
-def uncovered(pieces: Iterable[Piece], sizes: Mapping[str, int]) -> list[str]:
+def _uncovered(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> list[str]:
     """Parameters that `pieces` do not cover exactly once."""
     reached = dict.fromkeys(sizes, 0)
     wrong: set[str] = set()
@@ -229,7 +231,7 @@ def uncovered(pieces: Iterable[Piece], sizes: Mapping[str, int]) -> list[str]:
     return sorted(wrong | {name for name, end in reached.items() if end != sizes.get(name)})
 
 
-def check_same_model(pieces: Iterable[Piece], sizes: Mapping[str, int]) -> None:
+def _check_same_model(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> None:
     """Raise ValueError if a written parameter has another size than this model's."""
     written: dict[str, int] = {}
     for name, _, count, *_ in pieces:
@@ -242,34 +244,34 @@ def check_same_model(pieces: Iterable[Piece], sizes: Mapping[str, int]) -> None:
             )
 
 
-class PieceIndex:
+class _PieceIndex:
     """Finds written pieces by parameter and position."""
 
-    def __init__(self, ranks: Sequence[Iterable[Piece]]) -> None:
+    def __init__(self, ranks: Sequence[Iterable[StatePiece]]) -> None:
         """ranks: the pieces that each rank has written."""
-        by_name: dict[str, list[tuple[int, int, Piece]]] = {}
+        by_name: dict[str, list[tuple[int, int, StatePiece]]] = {}
         for rank, pieces in enumerate(ranks):
             for piece in pieces:
                 by_name.setdefault(piece.parameter, []).append((piece.start, rank, piece))
         self._by_name = {name: sorted(pieces) for name, pieces in by_name.items()}
 
-    def find(self, request: Piece) -> Iterator[Source]:
+    def find(self, request: StatePiece) -> Iterator[_Source]:
         """Sources of the whole request, in order. Raises ValueError for missing elements."""
         pieces = self._by_name.get(request.parameter, [])
         at, end = request.start, request.start + request.count
         place = bisect_right(pieces, at, key=lambda entry: entry[0]) - 1
         while at < end:
             start, rank, piece = (
-                pieces[place] if 0 <= place < len(pieces) else (at, 0, Piece("", 0, 0, 0, 0))
+                pieces[place] if 0 <= place < len(pieces) else (at, 0, StatePiece("", 0, 0, 0, 0))
             )
             count = min(start + piece.count, end) - at
             if start > at or count <= 0:
                 raise ValueError(f"elements {at:,} to {end:,} of {request.parameter} are missing")
-            yield Source(rank, piece.tensor, piece.offset + at - start, count, at - request.start)
+            yield _Source(rank, piece.tensor, piece.offset + at - start, count, at - request.start)
             at, place = at + count, place + 1
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write flat float32 tensors as a safetensors file, staging one block at a time.
 
     `safetensors` would need all of them in host memory at once. Raises `OSError` naming the file.
@@ -299,7 +301,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-class TensorFile:
+class _TensorFile:
     """Reads slices of a safetensors file of flat tensors."""
 
     def __init__(self, path: Path) -> None:

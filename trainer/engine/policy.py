@@ -278,7 +278,7 @@ class PolicyNetwork(nn.Module):
         return *scores, log_mass, indexer_loss, held
 
 
-class Reference:
+class ReferencePolicy:
     """The frozen initial policy of the KL term."""
 
     def __init__(

@@ -74,10 +74,6 @@ class State:
     tokenizer: str = ""
     """`keel.model.load.digest_of_tokenizer`"""
 
-    def __post_init__(self) -> None:
-        if self.step < 0 or self.version < 0:
-            raise ValueError(f"checkpoint: step {self.step}, version {self.version}: must be >= 0")
-
 
 def save(
     root: Path,

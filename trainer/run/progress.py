@@ -189,7 +189,7 @@ def _open_live(text: Callable[[], str]) -> Any:
     return live
 
 
-class Memory:
+class DurationCache:
     """Durations of earlier waits, in the user's cache folder."""
 
     def __init__(self, path: Callable[[], Path]) -> None:
@@ -221,4 +221,4 @@ def _cache_file() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "keel" / "waits.json"
 
 
-DISPLAY, _MEMORY = Display(), Memory(_cache_file)
+DISPLAY, _MEMORY = Display(), DurationCache(_cache_file)

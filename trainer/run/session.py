@@ -19,7 +19,6 @@ from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import Journal, note
-from keel.trainer.run.manifest import Entry
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import RESUME_HINT, OutOfMemory, Restarts, WorkerLost
 from keel.trainer.run.signals import preempted, print_line, stop_requested
@@ -29,20 +28,11 @@ from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import View, open_view
 
 
-class _Learner(Protocol):
-    @property
-    def version(self) -> int: ...
-    @property
-    def save(self) -> Callable[..., Mapping[str, Entry]]: ...
-    @property
-    def load(self) -> Callable[..., None]: ...
-    @property
-    def export(self) -> Callable[..., Mapping[str, Entry]]: ...
-
-
 class _System(Protocol):
     @property
-    def learner(self) -> _Learner: ...
+    def learner(self) -> Any:
+        """`keel.trainer.learner.Learner`"""
+        ...
 
 
 S = TypeVar("S", bound=_System)
@@ -210,7 +200,7 @@ def open_journal(
 def save_checkpoint(
     folder: RunFolder,
     config: Config,
-    learner: _Learner,
+    learner: Any,
     step: int,
     cursor: Mapping[str, Any],
     *,

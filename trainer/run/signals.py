@@ -88,7 +88,7 @@ class _Signals:
     def _on_unraisable(self, unraisable: Any) -> None:
         """Python swallows exceptions in destructors and weak-reference callbacks."""
         if isinstance(unraisable.exc_value, Preempted):
-            self._resend = send_later(SLACK_S)
+            self._resend = _send_later(SLACK_S)
         else:
             self._previous_hook(unraisable)
 
@@ -135,7 +135,7 @@ class _Signals:
 _SIGNALS = _Signals()
 
 
-def send_later(seconds: float) -> threading.Timer:
+def _send_later(seconds: float) -> threading.Timer:
     """Send SIGTERM to the main thread after a delay."""
     main = threading.main_thread().ident
     assert main is not None
@@ -277,7 +277,7 @@ class Interrupt:
     def start_timer(self) -> None:
         if self.grace_s:
             self._deadline = time.monotonic() + self.grace_s
-            self._timer = send_later(self.grace_s + SLACK_S)
+            self._timer = _send_later(self.grace_s + SLACK_S)
 
     def __enter__(self) -> Self:
         self._watching = watching()

@@ -174,16 +174,16 @@ class Rollouts:
         spans = [self._kept(token) if on else [] for token, on in zip(tokens, sampled, strict=True)]
         sizes = np.array([len(span) or VOCABULARY for span in spans])
         logp = np.minimum(-np.log(sizes) + random.normal(0, 0.3, length), -0.01)
-        own = self._routes(tokens)
+        local = self._routes(tokens)
         if routes is not None:
-            own[: len(begun)] = routes
+            local[: len(begun)] = routes
         return Segment(
             prompt_id=prompt_id,
             token_ids_T=tokens,
             trainable_T=sampled,
             logp_old_T=np.where(sampled, logp, 0).astype(np.float32),
             version_T=np.where(sampled, 0, -1).astype(np.int32),
-            routes_TLK=own,
+            routes_TLK=local,
             sampling_mask=SamplingMasks.from_lists(spans),
         )
 

@@ -97,12 +97,12 @@ def write_family(folder: Path, family: str) -> None:
 
 def train(ranks: Ranks, engine: Any, config: Any, steps: range, **groups: Any) -> list[Any]:
     """Metrics of each step over all ranks. Step 1 has too few groups, so some ranks get padding."""
-    found: list[dict[str, Metric]] = []
+    results: list[dict[str, Metric]] = []
     for step in steps:
         rollouts = Rollouts(step, ranks.folder, experts=EXPERTS)
         batch = ranks.batch(rollouts.groups(1 if step == 1 else 2, 3, **groups), config)
-        found.append(ranks.merged(engine.step([batch])))
-    return found
+        results.append(ranks.merged(engine.step([batch])))
+    return results
 
 
 def configure(ranks: Ranks, stage: int, **changes: Any) -> Any:

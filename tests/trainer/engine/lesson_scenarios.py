@@ -26,9 +26,9 @@ def lessons(seed: int) -> list[SftExample]:
 
     def segment(name: str) -> object:
         length = int(random.integers(4, 14))
-        said = random.random(length) < 0.6
-        said[0], said[-1] = False, True
-        return supervised_segment(name, random.integers(0, VOCABULARY, length), said)
+        output = random.random(length) < 0.6
+        output[0], output[-1] = False, True
+        return supervised_segment(name, random.integers(0, VOCABULARY, length), output)
 
     return [
         SftExample(
@@ -51,12 +51,12 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
     def run(ranks: Ranks) -> Result:
         config = supervised(make_config(ranks.world_size, stage, **changes))  # pyright: ignore
         engine, trainer = ranks.engine(config, model), config.trainer
-        mine = ranks.rank // trainer.sequence_parallel
+        local = ranks.rank // trainer.sequence_parallel
 
         def packed(seed: int):
             return pack_sft(
                 lessons(seed), ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
-            )[mine]
+            )[local]
 
         def measured() -> dict[str, float]:
             return values(ranks.merged(engine.score(packed(HELDOUT))))

@@ -123,21 +123,21 @@ def at_the_end(folder: Path, stage: int) -> dict[str, Any]:
     later: list[dict[str, float]] = []
     while not engine.gave_up and len(later) < 30:
         later.append(values(engine.step([bad])))
-    findings = [str(found) for found in engine.findings]
+    findings = [str(values_) for values_ in engine.findings]
     return {"first": first, "later": later, "gave up": engine.gave_up, "findings": findings}
 
 
 def doubled(folder: Path, stage: int) -> list[dict[str, float]]:
     """Scale after each step, the reported norm, and the norm of Adam's gradient."""
     engine, batch = scaled(folder, 256.0, stage=stage, lr=1e-12), one_batch(folder, 0, ROOMY)
-    found: list[dict[str, float]] = []
+    values_: list[dict[str, float]] = []
     for _ in range(8):
         metrics = values(engine.step([batch]))
         moments = [state["exp_avg"] for state in engine._adam.state.values()]
         taken = sum(float((one**2).sum()) for one in moments) ** 0.5
         scale, norm = metrics["train/loss_scale"], metrics["grad_norm"]
-        found.append({"scale": scale, "norm": norm, "taken": taken})
-    return found
+        values_.append({"scale": scale, "norm": norm, "taken": taken})
+    return values_
 
 
 def in_half_precision(folder: Path, stage: int) -> dict[str, Any]:

@@ -130,15 +130,15 @@ class Ranks:
 
     def train(self, engine: TrainerEngine, config: Config, steps: range) -> list[Any]:
         """Train and return metrics over all ranks; with time sharing, publish after each step."""
-        found = []
+        results = []
         for step in steps:
             groups = Rollouts(step, self.folder / "untied").groups(2, 3)
-            found.append(self.merged(engine.step([self.batch(groups, config)])))
+            results.append(self.merged(engine.step([self.batch(groups, config)])))
             if config.rollout.time_share:
                 self.published(engine)
                 waits = engine._offload.host_bytes > 500_000
                 assert waits == config.trainer.offload_while_sampling, config.trainer
-        return found
+        return results
 
     def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         everyone: list[Any] = [None] * self.world_size

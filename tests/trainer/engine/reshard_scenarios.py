@@ -110,18 +110,18 @@ def gathered(engine: Any) -> dict[Any, Any]:
         safe_get_full_optimizer_state,
     )
 
-    found: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
     for name, parameter in engine._network.model.named_parameters():
         if engine._stage == 0 or ".experts." in name or "router" in name:
             continue
         master: Any = safe_get_full_fp32_param(parameter)
-        found["master", name] = master.flatten().clone()
+        results["master", name] = master.flatten().clone()
         # DeepSpeed finds moments of the first group only under ZeRO-1 and 2 in float32.
         known = engine._stage == 3 or parameter.dtype == torch.bfloat16
         for moment in ("exp_avg", "exp_avg_sq") if known else ():
             state: Any = safe_get_full_optimizer_state(parameter, moment)
-            found[moment, name] = state.flatten().clone()
-    return found
+            results[moment, name] = state.flatten().clone()
+    return results
 
 
 def whole_state(folder: Path) -> tuple[dict[Any, torch.Tensor], set[float]]:
@@ -136,7 +136,9 @@ def whole_state(folder: Path) -> tuple[dict[Any, torch.Tensor], set[float]]:
                 piece = tensors[f"{kind}.{tensor}"][offset : offset + count]
                 assert start not in parts.setdefault((kind, name), {})
                 parts[kind, name][start] = piece
-    whole = {key: torch.cat([found[s] for s in sorted(found)]) for key, found in parts.items()}
+    whole = {
+        key: torch.cat([results[s] for s in sorted(results)]) for key, results in parts.items()
+    }
     return whole, {step for rank in ranks for step in rank["steps"].values()}
 
 

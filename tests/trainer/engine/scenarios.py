@@ -118,7 +118,7 @@ def reading(stage: int, **changes: Any) -> Scenario:
     Unset weights are NaN. A second engine fails to read on the last reading rank. outlined: the
     model has an outline. given: rank 0 has read the model already.
     """
-    outlined, given = changes.pop("outlined", True), changes.pop("given", False)
+    outlined, settings = changes.pop("outlined", True), changes.pop("given", False)
     model = changes.pop("model", "untied")
 
     def run(ranks: Ranks) -> Result:
@@ -132,7 +132,7 @@ def reading(stage: int, **changes: Any) -> Scenario:
         path = str(ranks.folder / model)
         whole = load_policy(path, torch.float32)
         routers = len(router_modules(whole)) if config.trainer.expert_parallel > 1 else 0
-        kept = dict(checkpoint_tensors(whole))
+        selected = dict(checkpoint_tensors(whole))
         read, blind = list[str](), list[int]()
 
         def load(path: str, dtype: torch.dtype) -> Any:
@@ -145,22 +145,22 @@ def reading(stage: int, **changes: Any) -> Scenario:
             return torch.full(shape, torch.nan, dtype=dtype)
 
         def of_all(mine: object) -> list[Any]:
-            found: list[Any] = [None] * ranks.world_size
-            dist.all_gather_object(found, mine)
-            return found
+            values_: list[Any] = [None] * ranks.world_size
+            dist.all_gather_object(values_, mine)
+            return values_
 
         def equal(network: Any) -> bool:
             spread = ExpertLayers(network.model, expected=routers)
             here = Weights(network.model, spread, stage=stage).named(torch.float32)
-            found = {name: torch.equal(tensor, kept[name]) for name, tensor in here}
-            return found.keys() == kept.keys() and all(found.values())
+            values_ = {name: torch.equal(tensor, selected[name]) for name, tensor in here}
+            return values_.keys() == selected.keys() and all(values_.values())
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "load_policy", load)
             patch.setattr(sent, "torch", SimpleNamespace(empty=unset, device=torch.device))
             if not outlined:
                 patch.setattr("keel.trainer.engine.weights.outline", lambda _: b"")
-            had = load_policy(path, torch.float32) if given and ranks.rank == 0 else None
+            had = load_policy(path, torch.float32) if settings and ranks.rank == 0 else None
             engine = ranks.engine(config, model, read=had)
             assert engine._reference is not None
             times = of_all(len(read))
@@ -181,11 +181,11 @@ def in_bfloat16(stage: int) -> Scenario:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
 
         on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: torch.bfloat16
-        ours = module.sum_in_one_pass
+        engine_result = module.sum_in_one_pass
         result: Result = {}
         for key in ("awake", "theirs", "offloaded", "stays"):
             sleep, offload = key in ("offloaded", "stays"), key != "stays"
-            module.sum_in_one_pass = (lambda _: "") if key == "theirs" else ours
+            module.sum_in_one_pass = (lambda _: "") if key == "theirs" else engine_result
             config = make_config(
                 ranks.world_size,
                 stage,
@@ -202,7 +202,7 @@ def in_bfloat16(stage: int) -> Scenario:
                 "optimizer": type(engine._engine.optimizer).__name__,
                 "notes": engine.notes,
             }
-        module.compute_dtype, module.sum_in_one_pass = on_cpu, ours
+        module.compute_dtype, module.sum_in_one_pass = on_cpu, engine_result
         return result
 
     return run
@@ -341,10 +341,10 @@ def run_rank(
 
 def results_of(folder: Path, sizes: Iterable[int]) -> Result:
     """Results by scenario, once all processes have ended."""
-    found: Result = {}
+    values_: Result = {}
     for size in sizes:
-        found |= torch.load(folder / f"results-{size}.pt", weights_only=False)
-    return found
+        values_ |= torch.load(folder / f"results-{size}.pt", weights_only=False)
+    return values_
 
 
 def run_all(run: Callable[..., None], sizes: Collection[int], folder: Path) -> None:

@@ -48,17 +48,17 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
         straight, skipped = ranks.engine(config), ranks.engine(config)
         for _ in range(2):
             ranks.merged(straight.step([good]))
-        before, metrics, found = ranks.published(skipped), [], []
+        before, metrics, results = ranks.published(skipped), [], []
 
         def step(batches: Sequence[TrainBatch]) -> None:
             metrics.append(ranks.merged(skipped.step(batches)))
-            found.append(findings_of(ranks, skipped.findings, groups))
+            results.append(findings_of(ranks, skipped.findings, groups))
 
         step([bad])
         objectives.grpo_loss = infinite
         step([good])
         objectives.grpo_loss = loss
-        kept = ranks.published(skipped)
+        selected = ranks.published(skipped)
         for _ in range(2):
             step([good])
         after, last = ranks.published(skipped), skipped.gave_up
@@ -67,12 +67,12 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
         step([bad, good])  # the second one is skipped, too
         result = {
             "before": before,
-            "kept": kept,
+            "kept": selected,
             "straight": ranks.published(straight),
             "after": after,
             "end": ranks.published(skipped),
             "metrics": metrics,
-            "found": found,
+            "found": results,
             "gave up": (last, skipped.gave_up),
             "version": skipped.version,
         }
@@ -86,7 +86,8 @@ def findings_of(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGr
     """Findings of all ranks."""
     everyone: list[Any] = [None] * ranks.world_size
     torch.distributed.all_gather_object(everyone, findings)
-    return list(describe_findings([finding for found in everyone for finding in found], groups))
+    findings_by_rank = (finding for findings in everyone for finding in findings)
+    return list(describe_findings(list(findings_by_rank), groups))
 
 
 def without_signal(stage: int) -> Any:

@@ -74,7 +74,7 @@ def test_missing_flash4_is_reported_if_fixable(
     found: dict[str, str], what: str, why: str, said: str
 ) -> None:
     found[what] = why
-    wanted, line = here(config())
-    assert not wanted and said in line and bool(line) == bool(said)
+    expected, line = here(config())
+    assert not expected and said in line and bool(line) == bool(said)
     with pytest.raises(RuntimeError, match=r"trainer\.attention_kernels"):
         here(config(kernels="flash4"))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from keel.model import attention
 from keel.model.attention import Segments, use_packed_attention
 from keel.trainer.engine import layer_compile
-from keel.trainer.engine.layer_compile import SEGMENTS, TOKENS, segment_count
+from keel.trainer.engine.layer_compile import SEGMENTS, TOKENS, _segment_count
 
 pytestmark = pytest.mark.e2e
 
@@ -80,14 +80,14 @@ def test_every_layer_variant_is_compiled(graphs: list[GraphModule]) -> None:
 
 def test_warm_up_matches_no_model_size(graphs: list[GraphModule]) -> None:
     """Equal sizes at the first call would be treated as one, and other rows recompile."""
-    assert segment_count(0) == SEGMENTS
+    assert _segment_count(0) == SEGMENTS
     for head_dim in (64, 128, 192, 256):
         sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": head_dim}
         model = AutoModelForCausalLM.from_config(Qwen3Config(**{**CONFIG.to_dict(), **sizes}))
         use_packed_attention(model)
         layer_compile.compile_layers(model)
         # The number of offsets must not equal head_dim.
-        for count in (SEGMENTS, segment_count((head_dim - 1) * TOKENS)):
+        for count in (SEGMENTS, _segment_count((head_dim - 1) * TOKENS)):
             torch._dynamo.reset()
             graphs.clear()
             for lengths in [(TOKENS,) * count, (5, 9, 2), (head_dim, head_dim), (31,)]:

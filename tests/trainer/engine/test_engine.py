@@ -112,9 +112,11 @@ def test_indexer_warm_up_trains_indexers_only(results: dict[str, Any]) -> None:
         assert moved == {each for each in before if ".indexer." in each}, name
         same(after, plain["after"], atol=1e-5)
     frozen = results["indexers frozen"]
-    kept = {n for n, tensor in frozen["before"].items() if torch.equal(tensor, frozen["after"][n])}
-    assert {each for each in plain["before"] if ".indexer." in each} <= kept
-    assert len(kept) < len(plain["before"]) / 2
+    selected = {
+        n for n, tensor in frozen["before"].items() if torch.equal(tensor, frozen["after"][n])
+    }
+    assert {each for each in plain["before"] if ".indexer." in each} <= selected
+    assert len(selected) < len(plain["before"]) / 2
     assert "indexer/kl" not in values(frozen["metrics"][0])
 
 
@@ -228,10 +230,13 @@ def test_crowded_gpu_learns_the_same(results: dict[str, Any], stage: int, how: s
 
 
 def test_gradient_sums_equal_those_of_deepspeed(results: dict[str, Any]) -> None:
-    ours, theirs = (results["bfloat16 1"][key] for key in ("awake", "theirs"))
-    assert (ours["optimizer"], theirs["optimizer"]) == ("SummingOptimizer", "BF16_Optimizer")
-    assert not ours["notes"]
-    same(ours["after"], theirs["after"], atol=0)
+    engine_result, reference = (results["bfloat16 1"][key] for key in ("awake", "theirs"))
+    assert (engine_result["optimizer"], reference["optimizer"]) == (
+        "SummingOptimizer",
+        "BF16_Optimizer",
+    )
+    assert not engine_result["notes"]
+    same(engine_result["after"], reference["after"], atol=0)
 
 
 def test_float32_residual_trains_under_every_layout(results: dict[str, Any]) -> None:

@@ -106,12 +106,12 @@ def test_resume_is_exact(results: dict[str, Any], name: str) -> None:
 def test_only_ranks_with_distinct_experts_read(
     results: dict[str, Any], stage: int, times: list[int]
 ) -> None:
-    found = results[f"read, stage {stage}"]
-    assert found["times"] == times
-    assert found["same"] == [(True, True)] * 2
+    values_ = results[f"read, stage {stage}"]
+    assert values_["times"] == times
+    assert values_["same"] == [(True, True)] * 2
     if stage == 1:  # the second cannot
-        assert found["refused"][0] == "RuntimeError('rank 1 read no model: stale file handle')"
-        assert found["refused"][1] == "OSError('stale file handle')"
+        assert values_["refused"][0] == "RuntimeError('rank 1 read no model: stale file handle')"
+        assert values_["refused"][1] == "OSError('stale file handle')"
 
 
 @pytest.mark.parametrize("name", [name for name in SPREAD if "skipping" in name])

@@ -52,11 +52,11 @@ def test_written_tokenizer_returns_its_eos(tmp_path: Path) -> None:
 def test_untied_head_is_marked_untied(tmp_path: Path) -> None:
     """The initial config.json may be wrong, and readers trust the flag."""
     model = AutoModelForCausalLM.from_config(CONFIGS["dense, tied"])
-    for own in (False, True):
-        if own:
+    for untied in (False, True):
+        if untied:
             model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
-        out = tmp_path / f"own-{own}"
+        out = tmp_path / f"untied-{untied}"
         write_model(out, model, checkpoint_tensors(model), dtype="float32")
-        assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is not own
+        assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is not untied
         read = load_policy(str(out), torch.float32)
         assert torch.equal(read.lm_head.weight, model.lm_head.weight)

@@ -35,13 +35,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", AT_THE_END)
 def test_run_gives_up_at_the_smallest_scale(results: dict[str, Any], name: str) -> None:
-    found = results[f"end {name}"]
-    assert [step["train/loss_scale"] for step in found["first"]] == [4096, 2048, 2048]
-    skipped = [step["train/skipped_steps"] for step in found["first"]]
+    values_ = results[f"end {name}"]
+    assert [step["train/loss_scale"] for step in values_["first"]] == [4096, 2048, 2048]
+    skipped = [step["train/skipped_steps"] for step in values_["first"]]
     assert skipped == [0, 1, 0]
-    assert len(found["later"]) == 16 and found["later"][-1]["train/loss_scale"] == 1
-    assert "16 optimizer steps" in found["gave up"]
-    assert found["findings"]
+    assert len(values_["later"]) == 16 and values_["later"][-1]["train/loss_scale"] == 1
+    assert "16 optimizer steps" in values_["gave up"]
+    assert values_["findings"]
 
 
 def test_float32_weights_in_a_float16_model_train(

@@ -89,10 +89,10 @@ def by_enumeration(batch: TrainBatch, config: Config, weight: Tensor) -> tuple[T
         probs = (hidden @ exact.t()).softmax(-1)
         assert row.sampling_mask is not None
         for t in np.flatnonzero(row.trainable_N):
-            kept = torch.from_numpy(row.sampling_mask[t]).long()
-            if not len(kept) or CUT * len(kept) > sampling.top_k:
+            selected = torch.from_numpy(row.sampling_mask[t]).long()
+            if not len(selected) or CUT * len(selected) > sampling.top_k:
                 continue
-            mass, owner = probs[t - 1, kept].sum(), row.sequence_N[t]
+            mass, owner = probs[t - 1, selected].sum(), row.sequence_N[t]
             each = row.sequence_weight_S[owner] / row.sequence_tokens_S[owner]
             short = torch.log(sampling.top_p**2 / mass).clamp(min=0)
             total = total + float(each) * short
@@ -138,17 +138,17 @@ def test_probes_are_unbiased(weight: Tensor) -> None:
 def test_without_coefficient_masses_are_metrics_only(weight: Tensor) -> None:
     total, seen = penalty(batch_of(ROOMY), settings(coef=0.0), weight, most=1)
     assert total == 0
-    found = mass_metrics(seen)
-    assert set(found) == {"sampling/kept_mass"}
-    assert 0 < found["sampling/kept_mass"].value < 1
+    results = mass_metrics(seen)
+    assert set(results) == {"sampling/kept_mass"}
+    assert 0 < results["sampling/kept_mass"].value < 1
 
 
 def test_shortfall_is_a_mean_over_counted_masks(weight: Tensor) -> None:
     _, seen = penalty(batch_of(ROOMY), settings(top_k=CUT * 3), weight)
     _, every, short, counted = seen.tolist()
     assert 0 < counted < every
-    found = mass_metrics(seen)
-    assert found["sampling/mass_shortfall"].value == pytest.approx(short / counted)
+    results = mass_metrics(seen)
+    assert results["sampling/mass_shortfall"].value == pytest.approx(short / counted)
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 3.0, 6.0, 9.0])
@@ -160,9 +160,9 @@ def test_fresh_samples_are_not_penalised(sharpness: float, top_k: int) -> None:
     probs = logits.softmax(-1)
     likeliest = probs.topk(top_k).values
     share = likeliest / likeliest.sum(-1, keepdim=True)
-    kept = share.cumsum(-1) - share < 0.95
-    log_mass = (likeliest * kept).sum(-1).log()
-    offsets = torch.cat([torch.zeros(1, dtype=torch.long), kept.sum(-1).cumsum(0)])
+    selected = share.cumsum(-1) - share < 0.95
+    log_mass = (likeliest * selected).sum(-1).log()
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), selected.sum(-1).cumsum(0)])
     head: Any = SimpleNamespace(
         probes=torch.arange(60), kept_offsets=offsets, probe_weight=torch.ones(60)
     )

@@ -12,35 +12,35 @@ from safetensors.torch import load_file, save_file
 
 from keel.trainer.engine import optimizer_state
 from keel.trainer.engine.optimizer_state import (
-    Piece,
-    PieceIndex,
-    Run,
-    TensorFile,
-    check_same_model,
-    choose_writers,
-    sizes_of,
-    uncovered,
-    write_tensors,
+    ElementRun,
+    StatePiece,
+    _check_same_model,
+    _choose_writers,
+    _PieceIndex,
+    _sizes_of,
+    _TensorFile,
+    _uncovered,
+    _write_tensors,
 )
 
 pytestmark = pytest.mark.e2e  # loads DeepSpeed
 
 
-def cut(name: str, size: int, *borders: int) -> list[Piece]:
+def cut(name: str, size: int, *borders: int) -> list[StatePiece]:
     """A parameter cut over ranks, each with another tensor before it."""
     ends = [0, *borders, size]
-    return [Piece(name, a, b - a, 1, 5 + i) for i, (a, b) in enumerate(pairwise(ends))]
+    return [StatePiece(name, a, b - a, 1, 5 + i) for i, (a, b) in enumerate(pairwise(ends))]
 
 
 def test_any_range_is_found_where_it_was_written() -> None:
     pieces = cut("w", 10, 3, 4, 9)
-    index = PieceIndex([[piece] for piece in pieces])
+    index = _PieceIndex([[piece] for piece in pieces])
     for start in range(10):
         for end in range(start + 1, 11):
             elements = [
                 (rank, tensor, offset + i, into + i)
                 for rank, tensor, offset, count, into in index.find(
-                    Piece("w", start, end - start, 0, 77)
+                    StatePiece("w", start, end - start, 0, 77)
                 )
                 for i in range(count)
             ]
@@ -56,34 +56,36 @@ def test_any_range_is_found_where_it_was_written() -> None:
     "request_", [("w", 8, 4), ("w", 11, 1), ("v", 0, 1), ("gap", 0, 4), ("gap", 2, 1)]
 )
 def test_missing_elements_are_named(request_: tuple[str, int, int]) -> None:
-    index = PieceIndex([[*cut("w", 10, 5), Piece("gap", 0, 2, 0, 0), Piece("gap", 3, 1, 0, 2)]])
+    index = _PieceIndex(
+        [[*cut("w", 10, 5), StatePiece("gap", 0, 2, 0, 0), StatePiece("gap", 3, 1, 0, 2)]]
+    )
     with pytest.raises(ValueError, match=f"of {request_[0]} "):
-        list(index.find(Piece(*request_, 0, 0)))
+        list(index.find(StatePiece(*request_, 0, 0)))
 
 
 def test_first_replica_writes_and_padding_is_skipped() -> None:
-    shared = [Piece("w", 0, 4, 0, 0)], [Piece("b", 0, 2, 1, 0)]
-    own = [[Piece(f"expert {i}", 0, 4, 2, 0)] for i in (0, 1)]
-    ranks = [[*shared, own[0], []], [*shared, own[1], []], [*shared, own[0], []]]
-    assert choose_writers(ranks) == [{0, 1, 2}, {2}, set()]
+    shared = [StatePiece("w", 0, 4, 0, 0)], [StatePiece("b", 0, 2, 1, 0)]
+    local = [[StatePiece(f"expert {i}", 0, 4, 2, 0)] for i in (0, 1)]
+    ranks = [[*shared, local[0], []], [*shared, local[1], []], [*shared, local[0], []]]
+    assert _choose_writers(ranks) == [{0, 1, 2}, {2}, set()]
 
 
 def test_parameters_must_be_covered_exactly_once() -> None:
     whole = cut("w", 10, 4)
-    assert uncovered(whole, {"w": 10}) == []
-    assert uncovered(whole[1:], {"w": 10}) == uncovered(whole[:1], {"w": 10}) == ["w"]
-    assert uncovered([*whole, whole[0]], {"w": 10}) == uncovered(whole, {"w": 11}) == ["w"]
-    assert uncovered([], {"w": 10}) == uncovered(whole, {}) == ["w"]
-    first, second = Run(0, 6, "experts", 0), Run(0, 6, "experts", 6)
-    assert sizes_of([first, second, first, Run(0, 4, "w", 0)]) == {"experts": 12, "w": 4}
+    assert _uncovered(whole, {"w": 10}) == []
+    assert _uncovered(whole[1:], {"w": 10}) == _uncovered(whole[:1], {"w": 10}) == ["w"]
+    assert _uncovered([*whole, whole[0]], {"w": 10}) == _uncovered(whole, {"w": 11}) == ["w"]
+    assert _uncovered([], {"w": 10}) == _uncovered(whole, {}) == ["w"]
+    first, second = ElementRun(0, 6, "experts", 0), ElementRun(0, 6, "experts", 6)
+    assert _sizes_of([first, second, first, ElementRun(0, 4, "w", 0)]) == {"experts": 12, "w": 4}
 
 
 @pytest.mark.parametrize("sizes", [{"w": 10}, {"w": 10, "v": 3}, {"w": 10, "v": 4, "u": 1}, {}])
 def test_checkpoint_of_another_model_is_refused(sizes: dict[str, int]) -> None:
     written = [*cut("w", 10, 4), *cut("v", 4, 2)]
-    check_same_model(written, {"w": 10, "v": 4})
+    _check_same_model(written, {"w": 10, "v": 4})
     with pytest.raises(ValueError, match=r"^[uv] has "):
-        check_same_model(written, sizes)
+        _check_same_model(written, sizes)
 
 
 def test_files_are_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,28 +93,28 @@ def test_files_are_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     flat = torch.randn(100)
     flat[3], flat[4] = torch.nan, -torch.inf
     tensors = {"a": flat, "b": flat[10:31], "empty": flat[:0], "c": flat[::2]}
-    write_tensors(tmp_path / "f", tensors)
+    _write_tensors(tmp_path / "f", tensors)
     assert flat.untyped_storage().resizable(), "it can still be offloaded"
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "g")
-    ours, expected = load_file(tmp_path / "f"), load_file(tmp_path / "g")
-    assert ours.keys() == expected.keys() == TensorFile(tmp_path / "f").names
+    actual, expected = load_file(tmp_path / "f"), load_file(tmp_path / "g")
+    assert actual.keys() == expected.keys() == _TensorFile(tmp_path / "f").names
     for name, tensor in expected.items():
-        assert torch.equal(ours[name].view(torch.int32), tensor.view(torch.int32)), name
-    assert torch.equal(TensorFile(tmp_path / "f").read("b", 5, 16), flat[15:31])
+        assert torch.equal(actual[name].view(torch.int32), tensor.view(torch.int32)), name
+    assert torch.equal(_TensorFile(tmp_path / "f").read("b", 5, 16), flat[15:31])
 
 
 def test_invalid_tensors_and_files_are_named(tmp_path: Path) -> None:
     for tensor in (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(2, 2)):
         with pytest.raises(ValueError, match="w: torch"):
-            write_tensors(tmp_path / "f", {"w": tensor})
+            _write_tensors(tmp_path / "f", {"w": tensor})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
     try:
         with pytest.raises(OSError, match="/weights"):
-            write_tensors(tmp_path / "weights", {"w": torch.zeros(1000)})
+            _write_tensors(tmp_path / "weights", {"w": torch.zeros(1000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     (tmp_path / "f").write_text("{}")
     for name in ("f", "absent"):
         with pytest.raises(ValueError, match=f"/{name}"):
-            TensorFile(tmp_path / name)
+            _TensorFile(tmp_path / name)

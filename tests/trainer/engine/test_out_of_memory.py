@@ -100,21 +100,21 @@ def test_step_is_repeated_in_smaller_micro_batches(
     (tmp_path / CACHE_FILE).write_text(
         json.dumps({"values": {"trainer.micro_batch_tokens": 96}, "hardware": {}})
     )
-    said: list[str] = []
+    output: list[str] = []
     lowering = OomRecovery(config=roomy, folder=tmp_path)
     learner = Local(model, roomy)
-    repeating = RetryOnOom(learner=learner, lowering=lowering, say=said.append)
+    repeating = RetryOnOom(learner=learner, lowering=lowering, say=output.append)
     made = runs_out(monkeypatch, "_accumulate", {1})  # in the second micro-batch of the first step
     results = [repeating.step(each) for each in groups]
 
     assert len(made) > 4 and repeating.version == STEPS
-    found, wanted = learner.weights(), straight.weights()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    values_, reference = learner.weights(), straight.weights()
+    assert all(torch.equal(values_[name], tensor) for name, tensor in reference.items())
     for result, other, times in zip(results, expected, (1, None, None), strict=True):
         metrics = values(result.metrics)
         assert metrics.pop("train/out_of_memory", None) == times
         assert metrics == values(other.metrics)
-    (line,) = said
+    (line,) = output
     assert line.startswith("warning: an optimizer step did not fit: CUDA out of memory.")
     assert line.endswith(
         "Out of memory: trainer.micro_batch_tokens is now 48, not 96, for the rest of the run"
@@ -129,18 +129,18 @@ def test_smallest_micro_batches_recompute_activations(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = short(make_config(1, 0, tokens=24))
-    groups, said = Rollouts(0, model).groups(4, 3), list[str]()
+    groups, output = Rollouts(0, model).groups(4, 3), list[str]()
     lowering = OomRecovery(config=config, folder=tmp_path)
     learner = Local(model, config)
     plain = Local(model, config)
     plain.step(groups)
     runs_out(monkeypatch, "_accumulate", {0})
-    RetryOnOom(learner=learner, lowering=lowering, say=said.append).step(groups)
-    assert "trainer.activation_checkpointing is now on" in said[0]
+    RetryOnOom(learner=learner, lowering=lowering, say=output.append).step(groups)
+    assert "trainer.activation_checkpointing is now on" in output[0]
     assert learner.worker.engine._network.model.is_gradient_checkpointing
-    wanted = plain.weights()
+    reference = plain.weights()
     assert all(
-        torch.allclose(tensor, wanted[name], atol=1e-6)
+        torch.allclose(tensor, reference[name], atol=1e-6)
         for name, tensor in learner.weights().items()
     )
     assert with_less_memory(lowering.config) is None
@@ -168,9 +168,9 @@ def test_out_of_memory_update_is_not_retried(
     stage: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = short(make_config(1, stage, tokens=96))
-    learner, said = Local(model, config), list[str]()
+    learner, output = Local(model, config), list[str]()
     lowering = OomRecovery(config=config, folder=tmp_path)
-    repeating = RetryOnOom(learner=learner, lowering=lowering, say=said.append)
+    repeating = RetryOnOom(learner=learner, lowering=lowering, say=output.append)
 
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.50 GiB.")
@@ -178,7 +178,7 @@ def test_out_of_memory_update_is_not_retried(
     monkeypatch.setattr(learner.worker.engine._engine, "step", full)
     with pytest.raises(UpdateOutOfMemory, match=r"30\.50 GiB.*offload_optimizer: true"):
         repeating.step(Rollouts(0, model).groups(4, 3))
-    assert not said and lowering.config is config
+    assert not output and lowering.config is config
 
 
 def test_number_of_retries_is_limited(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ def results(folder: Path) -> dict[str, Any]:
     """Run all saving scenarios, then all loading ones."""
     write_family(folder / MODEL, MODEL)
     run_all(run_saves, SAVES, folder)
-    found = results_of(folder, SAVES)
+    values_ = results_of(folder, SAVES)
     run_all(run_loads, LOADS, folder)
-    return found | results_of(folder, LOADS)
+    return values_ | results_of(folder, LOADS)
 
 
 @pytest.mark.parametrize("layout", MOVES, ids=str)
@@ -49,9 +49,9 @@ def test_files_match_the_state_of_deepspeed(
 ) -> None:
     state, steps = whole_state(folder_of(folder, layout))
     assert steps == {SAVED_AFTER}
-    theirs = results[str(layout)]["state"]
-    assert len(theirs) > 20 or layout.stage == 0
-    for key, tensor in theirs.items():
+    expected = results[str(layout)]["state"]
+    assert len(expected) > 20 or layout.stage == 0
+    for key, tensor in expected.items():
         assert torch.equal(state[key], tensor), key
     if layout.dtype == "float32":
         weights = results[str(layout)]["weights"]

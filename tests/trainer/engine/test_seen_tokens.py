@@ -56,7 +56,7 @@ def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool)
             share_prompts=share_prompts,
             watched=watched,
         )
-        found = merge_tokens(
+        results = merge_tokens(
             [
                 seen_by(micro_batch, Slice(rank, size))
                 for batch in batches
@@ -64,7 +64,7 @@ def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool)
                 for rank in range(size)
             ]
         )
-        assert sorted(found) == [0, 1, 2, 3]
+        assert sorted(results) == [0, 1, 2, 3]
         for number, segment in enumerate(watched):
             ids = segment.token_ids_T.tolist()
             logp = [
@@ -72,8 +72,8 @@ def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool)
                 for token, sampled in zip(ids, segment.trainable_T, strict=True)
             ]
             overlap = [np.nan, *map(overlap_of, ids[:-1])]
-            np.testing.assert_allclose(found[number].logp_T, logp)
-            np.testing.assert_allclose(found[number].overlap_T, overlap)
+            np.testing.assert_allclose(results[number].logp_T, logp)
+            np.testing.assert_allclose(results[number].overlap_T, overlap)
 
 
 def test_nothing_is_computed_without_watched_segments() -> None:

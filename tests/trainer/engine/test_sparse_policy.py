@@ -45,7 +45,7 @@ def latest() -> Any:
 
 
 def test_policy_replays_selections_and_reference_does_not() -> None:
-    from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference  # noqa: PLC0415
+    from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy  # noqa: PLC0415
 
     device = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def test_policy_replays_selections_and_reference_does_not() -> None:
         network = PolicyNetwork(theirs(), temperature=1.0)
         inputs = Inputs.of(batch, device)
         if reference:
-            return Reference(network, device, None).logp(inputs)
+            return ReferencePolicy(network, device, None).logp(inputs)
         logp, _, _, indexers, _ = network.train()(inputs=inputs)
         assert indexers.requires_grad and indexers > 0
         return logp.detach()

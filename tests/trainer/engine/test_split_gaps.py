@@ -36,7 +36,7 @@ def test_given_conversations_have_no_gap(
         SftExample(prompt_id=str(number), segments=trajectory.segments)
         for number, trajectory in enumerate(trajectories)
     ]
-    (given,) = pack_sft(lessons, ranks=1, micro_batch_tokens=16)
-    assert sampled.split_sequences == given.split_sequences > 0
+    (settings,) = pack_sft(lessons, ranks=1, micro_batch_tokens=16)
+    assert sampled.split_sequences == settings.split_sequences > 0
     assert metrics_of(sampled) == ["mask/logp_gap_max"]
-    assert metrics_of(given) == []
+    assert metrics_of(settings) == []

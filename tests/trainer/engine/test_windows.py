@@ -46,13 +46,13 @@ def test_micro_batches_and_ranks_do_not_matter(results: dict[str, Any], name: st
     # Adam divides by the root of a tiny moment: rounding, which differs by machine, grows there.
     same(results[name]["after"], plain["after"], atol=1e-5)
     for expected, actual in zip(plain["metrics"], results[name]["metrics"], strict=True):
-        found, wanted = values(actual), values(expected)
+        values_, reference = values(actual), values(expected)
         if name in SHARED:
-            packed = found.pop("train/tokens")
-            assert packed + found.pop("train/shared_tokens", 0) == wanted.pop("train/tokens")
+            packed = values_.pop("train/tokens")
+            assert packed + values_.pop("train/shared_tokens", 0) == reference.pop("train/tokens")
             for of_tokens in ("routing/overlap", "routing/fallback_fraction"):
-                assert found.pop(of_tokens) == pytest.approx(wanted.pop(of_tokens), abs=0.1)
-        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6, nan_ok=True)
+                assert values_.pop(of_tokens) == pytest.approx(reference.pop(of_tokens), abs=0.1)
+        assert values_ == pytest.approx(reference, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize("name", [PROMPTED, *SHARED])
@@ -64,7 +64,7 @@ def test_prompts_are_shared_as_configured(results: dict[str, Any], name: str) ->
         [values(metrics)["train/tokens"] for metrics in results[one]["metrics"]]
         for one in (name, PROMPTED)
     ]
-    share = [mine / all_ for mine, all_ in zip(*tokens, strict=True)]
+    share = [local / all_ for local, all_ in zip(*tokens, strict=True)]
     assert max(share[0], share[2]) < 0.75 or name == PROMPTED, share
 
 
@@ -109,7 +109,7 @@ def test_warm_up_measures_indexers(results: dict[str, Any]) -> None:
     assert 0 < before["indexer/held"] < 1 and after["indexer/held"] != before["indexer/held"]
     assert after["nll"] == before["nll"]
     assert all(0 < step["indexer/held"] < 1 for step in warm["metrics"])
-    assert all("indexer/held" not in found for found in (*plain["heldout"], *plain["metrics"]))
+    assert all("indexer/held" not in values_ for values_ in (*plain["heldout"], *plain["metrics"]))
 
 
 def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None:
@@ -126,9 +126,9 @@ def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None
             for segment in lesson.segments:
                 ids = torch.from_numpy(segment.token_ids_T).long()[None]
                 labels = ids.where(torch.from_numpy(segment.trainable_T), -100)
-                said = int(segment.trainable_T.sum())
-                total = total + model(input_ids=ids, labels=labels).loss * said
-                count += said
+                output = int(segment.trainable_T.sum())
+                total = total + model(input_ids=ids, labels=labels).loss * output
+                count += output
         return total / count
 
     weights = [one for one in model.parameters() if one.ndim >= 2]
@@ -140,20 +140,20 @@ def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None
         eps=1e-2,
         weight_decay=0.1,
     )
-    ours = results["lessons"]
+    engine_result = results["lessons"]
     with torch.no_grad():
-        assert ours["heldout"][0]["nll"] == pytest.approx(
+        assert engine_result["heldout"][0]["nll"] == pytest.approx(
             float(loss(lesson_scenarios.HELDOUT)), rel=1e-5
         )
-    for step, metrics in enumerate(ours["metrics"]):
+    for step, metrics in enumerate(engine_result["metrics"]):
         theirs = loss(step)
         assert metrics["loss"] == pytest.approx(float(theirs.detach()), rel=1e-5)
         assert metrics["nll"] == pytest.approx(metrics["loss"], rel=1e-5)
         theirs.backward()
         adam.step()
         adam.zero_grad()
-    same(ours["after"], dict(checkpoint_tensors(model)), atol=1e-5)
+    same(engine_result["after"], dict(checkpoint_tensors(model)), atol=1e-5)
     with torch.no_grad():
-        assert ours["heldout"][1]["nll"] == pytest.approx(
+        assert engine_result["heldout"][1]["nll"] == pytest.approx(
             float(loss(lesson_scenarios.HELDOUT)), rel=1e-5
         )

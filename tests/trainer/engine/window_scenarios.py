@@ -132,7 +132,9 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 }
 
 
-ALL = {size: {**own, **lesson_scenarios.SCENARIOS.get(size, {})} for size, own in SCENARIOS.items()}
+ALL = {
+    size: {**local, **lesson_scenarios.SCENARIOS.get(size, {})} for size, local in SCENARIOS.items()
+}
 """Including supervised scenarios, in the same processes."""
 
 

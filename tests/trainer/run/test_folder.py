@@ -147,7 +147,7 @@ def test_damaged_checkpoint_is_set_aside(tmp_path: Path, harm: str) -> None:
         state = folder.state()
         assert state is not None and state.step == 1 and len(folder.warnings()) == 2
         folder.begin(1)
-        assert (tmp_path / "model_2").is_dir(), "the model is that of step 2"
+        assert (tmp_path / "model_2").is_dir()
         checkpoint(folder, made, 2)
     assert newest.with_name("damaged_step_000002").is_dir() and newest.is_dir()
     with RunFolder(made) as folder:
@@ -347,14 +347,14 @@ def test_record_is_synced_before_the_checkpoint(tmp_path: Path, synced: list[Pat
 
 
 def test_user_folders_among_trajectories_are_kept(tmp_path: Path) -> None:
-    made, mine = config(tmp_path), tmp_path / "trajectories" / "step_000002"
+    made, local = config(tmp_path), tmp_path / "trajectories" / "step_000002"
     with RunFolder(made) as folder:
         record(tmp_path, range(1, 3))
-        mine.mkdir()
-        (mine.parent / "step_000002.jsonl").symlink_to("nowhere")
+        local.mkdir()
+        (local.parent / "step_000002.jsonl").symlink_to("nowhere")
         save(folder, made, 1)
         record(tmp_path, range(2, 3), resumed_at=1)
-    assert mine.is_dir()
+    assert local.is_dir()
 
 
 def test_unsynced_record_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

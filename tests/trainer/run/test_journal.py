@@ -67,12 +67,12 @@ def test_resumed_run_replaces_steps_after_its_checkpoint(tmp_path: Path) -> None
     for step in (2, 3):
         save_batch(tmp_path, step, [], [])
     trajectories = tmp_path / "trajectories"
-    mine = [trajectories / "step_000004 (copy).txt", trajectories / "step_late.txt"]
+    local = [trajectories / "step_000004 (copy).txt", trajectories / "step_late.txt"]
     tokens = [trajectories / f"step_00000{step}.tokens.jsonl.gz" for step in (2, 3, 4)]
-    for path in (*mine, *tokens):
+    for path in (*local, *tokens):
         path.touch()
     write(tmp_path, range(3, 4), resumed_at=2)
-    assert all(path.exists() for path in mine)
+    assert all(path.exists() for path in local)
     assert [path.exists() for path in tokens] == [True, False, False]
     assert [path.stem for path in list_batches(tmp_path)] == ["step_000002"]
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]

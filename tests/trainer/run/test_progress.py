@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from keel.trainer.run import progress
-from keel.trainer.run.progress import Display, Memory, Wait, duration, waiting
+from keel.trainer.run.progress import Display, DurationCache, Wait, duration, waiting
 from keel.trainer.run.view import Activity, LiveView, PlainView, TimeLeft, open_view
 from tests.waiting import wait_for
 
@@ -127,9 +127,9 @@ def test_lost_reader_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_durations_survive_damage(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "waits.json"
-    memory = Memory(lambda: path)
+    memory = DurationCache(lambda: path)
     memory.keep("Ray", 4.04)
-    assert Memory(lambda: path).last("Ray") == 4.0
+    assert DurationCache(lambda: path).last("Ray") == 4.0
     for number in range(progress.REMEMBERED):
         memory.keep(f"other {number}", 1.0)
     assert memory.last("Ray") is None and memory.last("other 0") == 1.0
@@ -137,7 +137,7 @@ def test_durations_survive_damage(tmp_path: Path) -> None:
     assert memory.last("other 0") is None
     memory.keep("Ray", 5.0)
     assert json.loads(path.read_text()) == {"Ray": 5.0}
-    blocked = Memory(lambda: path / "below a file" / "waits.json")
+    blocked = DurationCache(lambda: path / "below a file" / "waits.json")
     blocked.keep("Ray", 5.0)
     assert blocked.last("Ray") is None
 
@@ -170,20 +170,20 @@ print("the end")
 def test_terminal_shows_one_live_line(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     seen.touch()
-    ours, theirs = pty.openpty()
-    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    actual, expected = pty.openpty()
+    streams = {"stdin": expected, "stdout": expected, "stderr": expected}
     environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}
     command = [sys.executable, "-c", TERMINAL, str(seen)]
     with subprocess.Popen(command, env=environment, **streams):
-        os.close(theirs)
+        os.close(expected)
         text = ""
         while True:
             try:
-                text += os.read(ours, 65536).decode(errors="replace")
+                text += os.read(actual, 65536).decode(errors="replace")
             except OSError:  # the other end is closed
                 break
             seen.write_text(text)
-    os.close(ours)
+    os.close(actual)
     lines = [re.sub(r"\x1b\[[0-9;?]*\w", "", line) for line in re.split(r"\r?\n|\r", text)]
     printed = [line for line in lines if line and "starting Ray" not in line]
     assert printed == ["a line", "another line", "the end"]

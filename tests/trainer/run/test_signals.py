@@ -290,22 +290,22 @@ sys.exit(cli.main())
 @pytest.mark.e2e
 @pytest.mark.parametrize("heard", [True, False], ids=["hung up", "in the background"])
 def test_lost_terminal_ends_a_command_by_signal_only(heard: bool) -> None:
-    ours, theirs = pty.openpty()
+    actual, expected = pty.openpty()
     read, ready = os.pipe()
     first = "" if heard else "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     script = HANGUP.format(ready=ready, first=first)
     with subprocess.Popen(
         [sys.executable, "-c", script, "check", "quickstart"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        stdin=expected,
+        stdout=expected,
+        stderr=expected,
         start_new_session=True,
         pass_fds=[ready],
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     ) as process:
-        os.close(theirs)
+        os.close(expected)
         os.read(read, 1)
-        os.close(ours)
+        os.close(actual)
         assert process.wait(timeout=DEADLINE_S) == (PREEMPTED if heard else 0)
     os.close(read)
     os.close(ready)

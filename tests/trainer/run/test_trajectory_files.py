@@ -123,8 +123,8 @@ def test_answer_and_reference_are_saved(
 
 def test_unencodable_messages_are_written(tmp_path: Path) -> None:
     one = group(40, [1, 0])
-    said = ({"role": "assistant", "content": "a\ud83d", "extra": {1, 2}},)
-    answers = tuple(replace(each, messages=said) for each in one.group.trajectories)
+    output = ({"role": "assistant", "content": "a\ud83d", "extra": {1, 2}},)
+    answers = tuple(replace(each, messages=output) for each in one.group.trajectories)
     one = replace(one, group=replace(one.group, trajectories=answers))
     path = tmp_path / "step_000001.tokens.jsonl.gz"
     TokenFile(run(), TokenTexts(Bytes()), dict).write(path, [one])

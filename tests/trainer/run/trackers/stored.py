@@ -1,4 +1,4 @@
-"""Reads back what the trackers have stored locally."""
+"""Reads back locally stored runs of the trackers."""
 
 from __future__ import annotations
 
@@ -59,60 +59,60 @@ def by_wandb(folder: Path) -> Stored:
     """folder: of the run."""
     from wandb.proto.wandb_internal_pb2 import Record  # noqa: PLC0415  a second
 
-    found = Stored()
+    results = Stored()
     for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
         for content in records(path):
             record = Record.FromString(content)
             kind = record.WhichOneof("record_type")
             if kind == "run":
-                found.runs.add(record.run.run_id)
+                results.runs.add(record.run.run_id)
                 for item in record.run.config.update:
-                    found.config[item.key] = orjson.loads(item.value_json)
+                    results.config[item.key] = orjson.loads(item.value_json)
             elif kind == "history":
                 values = {
                     item.key or ".".join(item.nested_key): orjson.loads(item.value_json)
                     for item in record.history.item
                 }
                 for name in values.keys() - {"_step", "_runtime", "_timestamp"}:
-                    found.add(name, record.history.step.num, values[name])
+                    results.add(name, record.history.step.num, values[name])
             elif kind == "alert":
-                found.events.append(record.alert.text)
+                results.events.append(record.alert.text)
             elif kind == "exit":
-                found.end = record.exit.exit_code
-    return found
+                results.end = record.exit.exit_code
+    return results
 
 
 def by_mlflow() -> Stored:
     from mlflow import MlflowClient  # noqa: PLC0415  a second
 
-    found, client = Stored(), MlflowClient()
+    results, client = Stored(), MlflowClient()
     experiment = client.get_experiment_by_name("keel")
     assert experiment is not None
     for run in client.search_runs([experiment.experiment_id]):
-        found.runs.add(run.info.run_id)
-        found.end = run.info.status
-        found.config |= run.data.params
+        results.runs.add(run.info.run_id)
+        results.end = run.info.status
+        results.config |= run.data.params
         tags = sorted(run.data.tags.items())
-        found.config |= {k: v for k, v in tags if k.startswith("resumed.")}
-        found.events += [text for name, text in tags if name.startswith("event.")]
+        results.config |= {k: v for k, v in tags if k.startswith("resumed.")}
+        results.events += [text for name, text in tags if name.startswith("event.")]
         for name in run.data.metrics:
             for point in client.get_metric_history(run.info.run_id, name):
-                found.add(name, point.step, point.value)
-    return found
+                results.add(name, point.step, point.value)
+    return results
 
 
 def by_trackio(place: Path) -> Stored:
     """place: argument of `environment`."""
-    found = Stored()
+    results = Stored()
     with sqlite3.connect(place / "trackio" / "keel.db") as base:
         for run, step, metrics in base.execute(
             "select run_name, step, metrics from metrics order by id"
         ):
-            found.runs.add(run)
+            results.runs.add(run)
             for name, value in orjson.loads(metrics).items():
-                found.add(name, step, value)
+                results.add(name, step, value)
         for (text,) in base.execute("select text from alerts order by id"):
-            found.events.append(text)
+            results.events.append(text)
         for (config,) in base.execute("select config from configs"):
-            found.config |= orjson.loads(config)
-    return found
+            results.config |= orjson.loads(config)
+    return results
