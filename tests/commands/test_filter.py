@@ -94,7 +94,7 @@ def ready(value: Any) -> Future[Any]:
     return future
 
 
-def test_each_prompt_gets_k_completions_in_groups_as_in_training() -> None:
+def test_completions_are_split_into_groups() -> None:
     engines = AtOnce()
     prompts = 2 * max_prompts_in_flight(CONFIG, 10) + 1
     engines.run(prompts)
@@ -107,7 +107,7 @@ def test_each_prompt_gets_k_completions_in_groups_as_in_training() -> None:
     assert engines.said[-1] == f"sampled {prompts} of {prompts} prompts; {prompts} recorded"
 
 
-def test_decoding_steps_show_progress_before_a_prompt_is_done(
+def test_decoding_steps_show_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wait, shown, steps = Wait("sampling"), [], count(step=7)
@@ -130,7 +130,7 @@ def test_decoding_steps_show_progress_before_a_prompt_is_done(
     assert wait.total >= CONFIG.rollout.sampling.max_tokens and not engines.recorded
 
 
-def test_it_stops_when_asked_keeps_what_is_whole_and_gives_up_the_rest() -> None:
+def test_stop_keeps_complete_prompts() -> None:
     class Stops(AtOnce):
         def sample(self, prompt: Prompt, size: int) -> Future[Group]:
             if prompt.prompt_id == "p0":
@@ -147,7 +147,7 @@ def test_it_stops_when_asked_keeps_what_is_whole_and_gives_up_the_rest() -> None
     assert all(future.cancelled() for p, _, future in engines.asked if p.prompt_id != "p0")
 
 
-def test_what_an_engine_raises_ends_it() -> None:
+def test_engine_errors_end_sampling() -> None:
     class Breaks(Engines):
         def sample(self, prompt: Prompt, size: int) -> Future[Group]:
             future = super().sample(prompt, size)
@@ -161,7 +161,7 @@ def test_what_an_engine_raises_ends_it() -> None:
     assert not engines.recorded
 
 
-def test_engines_that_never_answer_are_not_waited_for_without_end(
+def test_silent_engines_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.001)
@@ -170,7 +170,7 @@ def test_engines_that_never_answer_are_not_waited_for_without_end(
         Engines().run(2)
 
 
-def test_a_slow_endpoint_has_its_own_time_and_room() -> None:
+def test_endpoint_has_its_own_limits() -> None:
     endpoint = EndpointConfig(
         base_url="http://h/v1", model="m", max_concurrent=3, timeout_s=7200.0, retries=1
     )
@@ -223,7 +223,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return system
 
 
-def test_the_command_writes_what_a_recipe_reads(
+def test_filter_writes_pass_rates(
     fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("quickstart", f"run.dir={tmp_path}", *SMALL)
@@ -256,7 +256,7 @@ def test_the_command_writes_what_a_recipe_reads(
     assert (tmp_path / "filter" / "kept" / "spelling.jsonl").read_text() == ""
 
 
-def test_a_runs_latest_policy_may_be_asked_about_other_data(
+def test_filter_uses_the_latest_checkpoint(
     fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("quickstart", f"run.dir={tmp_path}", *SMALL)
@@ -288,7 +288,7 @@ def test_a_runs_latest_policy_may_be_asked_about_other_data(
         ("filter.dir=TAKEN", "filter.samples: 3 → 4"),
     ],
 )
-def test_what_cannot_be_filtered_is_refused_before_an_engine_starts(
+def test_invalid_filters_are_refused(
     override: str, message: str, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.jsonl").touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 from keel.commands.cli import main
 from keel.commands.dispatch import COMMANDS
 from keel.commands.train import dump_bad_batch
-from keel.model.tiny.cold_start import Progress
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.launch import model_folder
 from keel.trainer.placement.hardware import Hardware
@@ -54,23 +54,23 @@ def test_check_prints_the_plan_and_starts_nothing(
     assert not folder.exists()
 
 
-def test_a_run_folder_that_cannot_be_written_is_refused_by_check_and_at_once_by_train(
+def test_unwritable_run_folder_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.touch()
     folder = f"run.dir={file / 'run'}"
-    said = f"run.dir = {file / 'run'}: cannot be written ({file} is a file); choose another folder"
+    knob = f"run.dir = {file / 'run'}"
     code, _, err = run(capsys, "check", "quickstart", folder, *FEW)
-    assert code == 2 and f"keel check: {said}" in err
-    # On the machine that is planned for it may be another place.
+    assert code == 2 and knob in err
+    # A run planned for another machine only gets a warning.
     there = ("run.gpus_per_node=8", "run.gpu_gib=80")
     code, out, err = run(capsys, "check", "quickstart", folder, *FEW, *there)
     assert code == 0, err
-    assert f"run.dir = {file / 'run'}: cannot be written here ({file} is a file)" in out
-    monkeypatch.setattr("keel.commands.cli.heavy", lambda _: pytest.fail("it is not known yet"))
+    assert knob in out
+    monkeypatch.setattr("keel.commands.cli.heavy", lambda _: pytest.fail("too early"))
     code, _, err = run(capsys, "train", "quickstart", folder)
-    assert (code, err) == (2, f"keel train: {said}\n")
+    assert code == 2 and knob in err
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_by_check_and_at_once_by_
         ("rollout.tensor_parallel=2", "on a CPU an engine is one process"),
     ],
 )
-def test_a_bad_recipe_is_refused_with_a_cure(
+def test_bad_recipes_are_refused(
     capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     code, _, err = run(capsys, "train", "quickstart", override)
@@ -101,37 +101,31 @@ def test_a_bad_recipe_is_refused_with_a_cure(
 
 
 @pytest.mark.e2e
-def test_check_fails_with_a_reward_function_and_names_its_fault(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "status", "message"),
+    [
+        ("def half(prompt, trajectory):\n    return 0.5\n", 0, ""),
+        ("def half(prompt, trajectory):\n    1\n", 1, "checked_rewards.py:2"),
+        ("async def half(prompt, trajectory):\n    yield 1\n", 2, "checked_rewards.py:1"),
+    ],
+)
+def test_check_tries_reward_functions(
+    code: str,
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mine = (
-        "def half(prompt, trajectory):\n    return 0.5\n\ndef forgets(prompt, trajectory):\n    1\n"
-    )
-    (tmp_path / "checked_rewards.py").write_text(mine)
+    (tmp_path / "checked_rewards.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    parts = "{correct: 1, checked_rewards.half: 0.5, checked_rewards.forgets: 0.5}"
-    code, out, _ = run(
-        capsys, "check", "quickstart", f"data.sources[spelling].rewards={parts}", *FEW
-    )
-    assert code == 1
-    assert "spelling, checked_rewards.half: 0.5 for a sample completion of spelling/" in out
-    assert "warning      spelling, checked_rewards.forgets: failed on a sample completion" in out
-    assert "returned None; is there a way through it without a `return`? (checked_rewards.py:4" in (
-        out
-    )
-    (tmp_path / "checked_rewards.py").write_text(
-        "async def half(prompt, trajectory):\n    yield 1\n"
-    )
-    __import__("sys").modules.pop("checked_rewards", None)
-    parts = "{checked_rewards.half: 0.5}"
-    code, _, err = run(
-        capsys, "check", "quickstart", f"data.sources[spelling].rewards={parts}", *FEW
-    )
-    assert code == 2
-    assert "(checked_rewards.py:1 in half): is an async generator" in err
+    monkeypatch.delitem(sys.modules, "checked_rewards", raising=False)
+    knob = "data.sources[spelling].rewards={correct: 1, checked_rewards.half: 0.5}"
+    actual, out, err = run(capsys, "check", "quickstart", knob, *FEW)
+    assert actual == status and message in out + err
 
 
-def test_check_on_gpus_says_who_sits_where_and_how_long_a_step_takes(
+def test_check_shows_gpu_seats_and_time(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -149,7 +143,7 @@ def test_check_on_gpus_says_who_sits_where_and_how_long_a_step_takes(
     assert (code, "an engine's GPU needs" in err, "run.gpu_gib" in err) == (2, True, True)
 
 
-def test_a_machine_with_too_few_gpus_is_refused_before_ray_starts(
+def test_too_few_gpus_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -159,7 +153,7 @@ def test_a_machine_with_too_few_gpus_is_refused_before_ray_starts(
     assert (code, "needs 6 GPU(s)" in err, "trainer.ranks" in err) == (2, True, True), err
 
 
-def test_a_model_of_the_users_own_is_planned_from_its_config(
+def test_own_model_is_planned_from_its_config(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     Qwen3MoeConfig(
@@ -193,19 +187,16 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
     assert code == 0, err
     assert "4 MoE layers of 16 experts (4 per token)" in out
     assert "7 to train on, 2 held out" in out
-    assert "warning      data.sources[sums]: 7 prompts to train on, each 2.29 times in" in out
 
     weights.unlink()
     for command in ("check", "train"):
         code, _, err = run(capsys, command, str(recipe), "rollout.sampling.max_tokens=200")
-        assert (code, "holds no weights" in err) == (2, True), err
+        assert (code, "model.safetensors" in err) == (2, True), err
     # Planned for GPUs that are elsewhere: so may the weights be.
     elsewhere = ("run.gpu_gib=80", "rollout.sampling.max_tokens=200", "trainer.lr=0.1")
     code, out, err = run(capsys, "check", str(recipe), *elsewhere)
     assert code == 0, err
-    assert "it holds no weights (model.safetensors, or its parts and" in out
-    assert "model.safetensors.index.json); `keel train` needs them where it runs" in out
-    assert "warning      trainer.lr = 0.1 is unusual" in out
+    assert "model.safetensors" in out and "trainer.lr = 0.1" in out
     stand_in(tmp_path)
 
     other = tmp_path / "other"
@@ -215,7 +206,7 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
         tokenizer_object=words, unk_token="[UNK]", eos_token="w1", chat_template=template
     ).save_pretrained(other)
     code, _, err = run(capsys, "check", str(recipe), f"model.tokenizer={other}")
-    assert (code, "does not belong to the model" in err) == (2, True), err
+    assert (code, "model.tokenizer" in err or str(other) in err) == (2, True), err
 
     code, _, err = run(capsys, "check", str(recipe), "rollout.sampling.max_tokens=400")
     assert (code, "has 300 tokens" in err) == (2, True), err
@@ -226,7 +217,7 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
 
 
 @pytest.mark.e2e
-def test_a_model_without_a_template_whose_chats_code_writes(
+def test_chats_rendered_by_code_need_no_template(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """DeepSeek-V3.2: for prompts of one turn as in an environment."""
@@ -267,7 +258,7 @@ def task() -> Task:
 @pytest.mark.parametrize(
     ("wanted", "here", "device"), [(True, True, "cuda"), (True, False, "cpu"), (False, True, "cpu")]
 )
-def test_the_tiny_model_is_taught_on_a_gpu_where_the_run_uses_one(
+def test_tiny_model_trains_on_the_runs_device(
     task: Task, wanted: bool, here: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices: list[str] = []
@@ -282,22 +273,7 @@ def test_the_tiny_model_is_taught_on_a_gpu_where_the_run_uses_one(
     assert devices == [device]
 
 
-def test_a_start_says_whether_the_tiny_model_was_taught_or_found(
-    task: Task, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def taught(*_: Any, progress: Progress, **__: Any) -> Path:
-        progress(1, 2.0, 0.1)
-        return Path("somewhere")
-
-    monkeypatch.setattr("keel.trainer.launch.ensure_tiny_model", taught)
-    model_folder(task)
-    assert capsys.readouterr().out == "tiny model: cold start done; cached in somewhere\n"
-    monkeypatch.setattr("keel.trainer.launch.ensure_tiny_model", lambda *_, **__: Path("somewhere"))
-    model_folder(task)
-    assert capsys.readouterr().out == "tiny model: cold start loaded from somewhere\n"
-
-
-def test_a_full_disk_is_a_message(
+def test_full_disk_is_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: Any) -> None:
@@ -308,7 +284,7 @@ def test_a_full_disk_is_a_message(
     assert "No space left on device: '/runs/x/metrics.jsonl'" in capsys.readouterr().err
 
 
-def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_again(
+def test_failed_export_is_repeated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     done = tmp_path / "run"
@@ -341,9 +317,7 @@ def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_aga
         assert code == 2 and "every checkpoint is damaged:\n  step_000001: more: extra" in err
 
 
-def test_an_exported_model_that_was_damaged_is_not_trained_on(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_damaged_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_model(tmp_path)
     write_manifest(tmp_path, {})
     weights = tmp_path / "model.safetensors"
@@ -355,7 +329,7 @@ def test_an_exported_model_that_was_damaged_is_not_trained_on(
     assert "model.safetensors: changed" in err and f"remove {MANIFEST} there" in err
 
 
-def test_a_batch_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:
+def test_failed_batch_dump_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "nonfinite").touch()
     said: list[str] = []
     dump_bad_batch(tmp_path, said.append, 3, [], ["p, token 3: nan"])

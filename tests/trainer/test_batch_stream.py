@@ -77,7 +77,7 @@ class FakeRequests:
         return [group.group.prompt.prompt_id for group in batch.groups]
 
 
-def test_groups_are_scored_as_they_come_and_the_next_wait_for_the_weights() -> None:
+def test_next_batch_waits_for_the_weights() -> None:
     world = FakeRequests()
     assert not world.asked, "nothing before it is opened"
     world.feed.open()
@@ -95,7 +95,7 @@ def test_groups_are_scored_as_they_come_and_the_next_wait_for_the_weights() -> N
     assert list(world.asked) == ["p0", "p1", "p2", "p3"]
 
 
-def test_waiting_is_for_samples_first_and_then_for_scores() -> None:
+def test_waits_for_samples_then_scores() -> None:
     world = FakeRequests()
     world.feed.open()
 
@@ -111,7 +111,7 @@ def test_waiting_is_for_samples_first_and_then_for_scores() -> None:
     assert set(world.waits) <= {"rollout", "reward"}
 
 
-def test_a_long_group_is_waited_for_and_holds_up_nothing_else() -> None:
+def test_slow_group_blocks_nothing_else() -> None:
     """It is trained on in its turn, however many have overtaken it, and by then it is as old as
     `max_lag` allows."""
     world = FakeRequests(max_lag=1)
@@ -124,7 +124,7 @@ def test_a_long_group_is_waited_for_and_holds_up_nothing_else() -> None:
     assert "rollout" in world.waits
 
 
-def test_what_is_waited_for_is_what_the_batch_needs() -> None:
+def test_waits_only_for_the_batch() -> None:
     """Not what is being sampled ahead of it."""
     world = FakeRequests(max_lag=1)
     world.feed.open()
@@ -160,7 +160,7 @@ class Alarm(threading.Condition):
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-def test_lengths_trained_on_are_those_that_were_sampled(lag: int) -> None:
+def test_trained_lengths_equal_sampled_lengths(lag: int) -> None:
     """A whole run of heavy-tailed durations, on a clock that moves as the loop waits."""
     world = FakeRequests(steps=150, max_lag=lag)
     alarm = Alarm(world, Random(lag))
@@ -180,7 +180,7 @@ def done() -> Future[None]:
     return future
 
 
-def test_failures_reach_the_loop() -> None:
+def test_errors_reach_the_loop() -> None:
     for break_it in (
         lambda world: world.asked["p0"].set_exception(ValueError("prompt p0: does not fit")),
         lambda world: (
@@ -202,7 +202,7 @@ def broken(error: Exception) -> Future[None]:
     return future
 
 
-def test_a_silent_system_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_system_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     world = FakeRequests()
     world.feed.open()
     monkeypatch.setattr(world.feed, "_timeout_s", 0.02)
@@ -211,7 +211,7 @@ def test_a_silent_system_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         world.take()
 
 
-def test_closing_cancels_what_is_being_sampled_and_names_what_was_not_trained_on() -> None:
+def test_closing_cancels_and_keeps_the_position() -> None:
     world = FakeRequests(max_lag=1)
     world.feed.open()
     world.finish("p2")
@@ -220,7 +220,7 @@ def test_closing_cancels_what_is_being_sampled_and_names_what_was_not_trained_on
     assert all(world.asked[name].cancelled() for name in ("p0", "p1", "p3"))
 
 
-def test_nothing_is_drawn_while_the_position_is_taken() -> None:
+def test_position_is_consistent() -> None:
     """Or a prompt would count as taken and not as unfinished, and a resumed run would leave it
     out."""
     world, update = FakeRequests(max_lag=1), Future[None]()

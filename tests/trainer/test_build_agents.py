@@ -73,7 +73,7 @@ def checked(recipe: Config, tokenizer: Any = None) -> dict[str, str]:
 
 
 @pytest.mark.e2e
-def test_what_an_environment_is_like_is_said_before_a_run() -> None:
+def test_environment_notes() -> None:
     ((name, note),) = checked(config()).items()
     assert name == "shop, its environment" and "tools: " in note and "tokens" in note
     tokens = int(re.findall(r"with (\d+) tokens", note)[0])
@@ -86,7 +86,7 @@ def test_what_an_environment_is_like_is_said_before_a_run() -> None:
 
 
 @pytest.mark.e2e
-def test_only_an_environment_with_tools_needs_a_call_format() -> None:
+def test_only_tools_need_a_call_format() -> None:
     chatml = tokenizer_of("chatml")
     ((_, note),) = checked(config(target="shop:Quiz"), chatml).items()
     assert "tools: none" in note
@@ -100,7 +100,7 @@ def test_only_an_environment_with_tools_needs_a_call_format() -> None:
 
 
 @pytest.mark.e2e
-def test_tools_in_the_thinking_and_what_the_policy_is_told_of_them() -> None:
+def test_tools_in_thinking_reach_the_prompt() -> None:
     plain = config(window=2000, thinking=True)
     (source,) = plain.data.sources
     asked = replace(source, system_template="tools-in-thinking")
@@ -122,14 +122,14 @@ def test_tools_in_the_thinking_and_what_the_policy_is_told_of_them() -> None:
     assert "Up to 7 calls" in told and "32 seconds" in told, "agents.call_s ends a cell"
 
 
-def test_a_template_without_thinking_marks_is_refused_with_the_knob() -> None:
+def test_missing_thinking_marks_are_refused() -> None:
     plain = config(thinking=True)
     recipe = replace(plain, agents=replace(plain.agents, tools_in_thinking=True))
     with pytest.raises(ConfigError, match=r"model\.path .*agents\.tools_in_thinking"):
         check_chat(recipe, tokenizer_of("hermes"))
 
 
-def test_turns_end_where_the_engine_stops_by_the_models_generation_config(tmp_path: Path) -> None:
+def test_turns_end_at_the_generation_configs_ids(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen3")
     ends = {text: tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")}
     written = json.dumps({"eos_token_id": list(ends.values())})
@@ -158,14 +158,12 @@ def test_turns_end_where_the_engine_stops_by_the_models_generation_config(tmp_pa
         ),
     ],
 )
-def test_what_is_wrong_with_one_is_said_with_its_cure(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_environments_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked(config(**changes))
 
 
-def test_the_isolation_that_a_machine_cannot_give_is_refused(
+def test_unavailable_isolation_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
@@ -173,7 +171,7 @@ def test_the_isolation_that_a_machine_cannot_give_is_refused(
         environment_spec(recipe := config(isolation="bubblewrap"), recipe.data.sources[0])
 
 
-def test_a_program_and_a_server_get_what_the_recipe_says() -> None:
+def test_specs_follow_the_recipe() -> None:
     recipe = config(open_s=7.0, memory_mib=100, env={"A": "b"}, python="/usr/bin/python3")
     program = environment_spec(recipe, recipe.data.sources[0])
     assert isinstance(program, Program) and program.deadlines.open_s == 7.0
@@ -209,13 +207,13 @@ def solve(task, prompt):
 
 
 @pytest.mark.e2e
-def test_a_program_is_tried_before_a_run(tmp_path: Path) -> None:
+def test_programs_are_tried_first(tmp_path: Path) -> None:
     ((name, note),) = checked(driven(tmp_path, ASKS.replace("%s\n", "1.0\n"))).items()
     assert name == "shop, its program" and "for 1 turns" in note and "ended well" in note
 
 
 @pytest.mark.e2e
-def test_an_environment_beside_a_program_is_tried_too(tmp_path: Path) -> None:
+def test_environment_with_program_is_tried(tmp_path: Path) -> None:
     recipe = driven(tmp_path, ASKS.replace("%s\n", "'apple'\n"), target=f"{SHOP / 'shop.py'}:Shop")
     assert list(checked(recipe)) == ["shop, its environment", "shop, its program"]
 
@@ -231,7 +229,7 @@ def test_an_environment_beside_a_program_is_tried_too(tmp_path: Path) -> None:
         ("", "no-such-agent {prompt}", "there is no command no-such-agent"),
     ],
 )
-def test_what_is_wrong_with_a_program_is_said_with_its_cure(
+def test_invalid_programs_are_refused(
     tmp_path: Path, code: str, program: str, message: str
 ) -> None:
     with pytest.raises(
@@ -241,7 +239,7 @@ def test_what_is_wrong_with_a_program_is_said_with_its_cure(
     assert str(caught.value).count("sources[shop].environment") == 1
 
 
-def test_a_program_gets_what_the_recipe_says(tmp_path: Path) -> None:
+def test_program_follows_the_recipe(tmp_path: Path) -> None:
     recipe = driven(tmp_path, "", open_s=7.0, env={"A": "b"}, tells_reward=True)
     found = agent_program(recipe, recipe.data.sources[0])
     assert found is not None and (found.open_s, found.env, found.folder) == (
@@ -256,21 +254,13 @@ def test_a_program_gets_what_the_recipe_says(tmp_path: Path) -> None:
     assert found is not None and not found.judges  # the environment does
 
 
-def test_without_environments_nothing_is_looked_at() -> None:
-    source = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=4)
-    plain = Config(
-        model=ModelConfig(dtype="float32"), data=DataConfig(sources=(source,), max_prompt_tokens=64)
-    )
-    assert check_chat(plain, None) is None
-
-
 @pytest.mark.parametrize("named", ["nowhere:f", "keel.agents.environments.demonstrations:f", "f"])
-def test_demonstrations_that_are_not_there_are_named_before_a_run(named: str) -> None:
+def test_missing_demonstrations_are_refused(named: str) -> None:
     with pytest.raises(ConfigError, match=r"sources\[shop\].environment.demonstrations = '"):
         checked(config(demonstrations=named))
 
 
-def test_datasets_of_the_hub_are_hidden_where_they_were_downloaded_to(
+def test_hub_datasets_are_hidden_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -287,7 +277,7 @@ def test_datasets_of_the_hub_are_hidden_where_they_were_downloaded_to(
 
 
 @pytest.mark.e2e
-def test_the_files_that_prompts_come_from_are_not_there_in_a_sandbox(tmp_path: Path) -> None:
+def test_prompt_files_are_hidden_in_sandboxes(tmp_path: Path) -> None:
     """They hold the answers, and may lie where an environment or a program runs."""
     tmp_path.chmod(0o755)
     tasks, more = tmp_path / "tasks.jsonl", tmp_path / "more.txt"

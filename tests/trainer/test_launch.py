@@ -23,7 +23,7 @@ from tests.waiting import PATIENCE_S
         TimeoutError("waited 600 s for rollout engine 0 to start"),
     ],
 )
-def test_an_engine_that_does_not_come_up_is_a_loss_which_ends_a_run_that_has_never_begun(
+def test_failed_start_is_a_worker_loss(
     error: Exception,
 ) -> None:
     class Well:
@@ -87,7 +87,7 @@ def started(starting: Starting, **how: bool) -> list[str]:
         return system._start_together(parts, starting.ranks, both, parts, Wait("starting"), **how)
 
 
-def test_ranks_compile_what_they_need_while_engines_start() -> None:
+def test_ranks_compile_while_engines_start() -> None:
     starting = Starting(waits_for="ranks warm up")
     warnings = started(starting, engines_first=False, warm=True)
     assert warnings == ["engines warn", "ranks warn"]
@@ -99,27 +99,13 @@ def test_ranks_compile_what_they_need_while_engines_start() -> None:
     ]
 
 
-def test_where_there_is_room_ranks_compile_all_of_it_while_engines_start() -> None:
-    starting = Starting(waits_for="ranks warm up for whole micro-batches")
-    assert started(starting, engines_first=False, warm=True, roomy=True)[0] == "engines warn"
-    assert starting.done[-1] == "engines are up"
-
-
-def test_ranks_take_no_memory_before_engines_that_measure_it_are_up() -> None:
+def test_engines_may_start_before_ranks() -> None:
     starting = Starting(waits_for="ranks have their libraries")
     started(starting, engines_first=True, warm=False)
     assert starting.done == ["ranks have their libraries", "engines are up", "ranks are up"]
 
 
-def test_engines_alone_are_waited_for() -> None:
-    starting: Any = Starting(waits_for="")
-    with ThreadPoolExecutor(2) as both:
-        how = {"engines_first": True, "warm": True}
-        warnings = system._start_together(starting, None, both, starting, Wait("starting"), **how)
-    assert warnings == ["engines warn"]
-
-
-def test_conversations_behind_an_endpoint_are_forgotten_when_the_last_of_a_prompt_is_over() -> None:
+def test_endpoint_conversations_end_with_their_last_group() -> None:
     groups: list[Future[Any]] = [Future(), Future(), Future()]
     left, forgotten = iter(groups), []
 

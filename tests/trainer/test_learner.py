@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
 from keel.configs.schema import Config, ConfigError, ModelConfig
@@ -114,7 +113,7 @@ SEND = "sending weights to the engines"
         ),
     ],
 )
-def test_who_is_lost_is_known_at_the_latest_when_ray_gives_up_a_node(
+def test_failures_name_the_lost_rank(
     answers: list[tuple[float, Any]],
     kind: type[Exception],
     said: str,
@@ -127,7 +126,7 @@ def test_who_is_lost_is_known_at_the_latest_when_ray_gives_up_a_node(
     assert type(info.value) is kind and ranks.now == after_s
 
 
-def test_what_comes_with_the_deadline_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_at_the_deadline_count(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, (1, "one"), (100, "other"))
     learner = ranks.learner(make_config(2, 1))
     assert ranks.ask(learner, 100.0) == ["one", "other"]
@@ -136,7 +135,7 @@ def test_what_comes_with_the_deadline_is_fetched(monkeypatch: pytest.MonkeyPatch
         ranks.ask(learner, 100.0)
 
 
-def test_a_rank_that_is_lost_while_it_sends_is_lost_for_all_who_wait(
+def test_lost_sender_fails_every_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = Ranks(monkeypatch, (1, PEER), (71, ActorDiedError()))
@@ -150,7 +149,7 @@ def test_a_rank_that_is_lost_while_it_sends_is_lost_for_all_who_wait(
     assert isinstance(two.exception(PATIENCE_S), EngineError)
 
 
-def test_no_thread_waits_for_a_ray_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_ends_sending_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, killed = Ranks(monkeypatch, (1, {0: 1})), threading.Event()
     learner = ranks.learner(make_config(1, 1), direct=True)
 
@@ -168,26 +167,12 @@ def test_no_thread_waits_for_a_ray_that_ends(monkeypatch: pytest.MonkeyPatch) ->
     assert sent.done() and not sender.is_alive()
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_a_step_may_have_to_wait_until_weights_are_sent(
-    direct: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(2, 1)
-    config = replace(config, trainer=replace(config.trainer, timeout_s=10_000.0))
-    learner = Ranks(monkeypatch).learner(config, direct=direct)
-    limits = learner._deadlines
-    limits.took("a step", 2, 40.0)
-    sending_s = config.sending_timeout_s if direct else 0
-    assert limits.likely("a step", 2).seconds == 400 + sending_s
-    assert limits.likely("another", 2).seconds == 10_000 + sending_s
-
-
 def one_batch() -> TrainBatch:
     pair = [trajectory(segment(s, 5), sibling=s) for s in (0, 1)]
     return pack([scored(pair, [0.0, 1.0])], ranks=1, micro_batch_tokens=64)[0]
 
 
-def test_steps_in_one_call_have_the_deadline_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(2, 1)
     waited: list[StepDeadline] = []
     learner = Ranks(monkeypatch, (1, StepReport(version=3, metrics={}))).learner(config)
@@ -208,7 +193,7 @@ def test_steps_in_one_call_have_the_deadline_of_each(monkeypatch: pytest.MonkeyP
     assert [limit.seconds for limit in waited] == [600, 2400]
 
 
-def test_a_step_that_did_not_fit_says_nothing_of_how_long_one_takes(
+def test_oom_step_does_not_count_as_timing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = make_config(1, 1)
@@ -223,9 +208,7 @@ def test_a_step_that_did_not_fit_says_nothing_of_how_long_one_takes(
     assert learner._deadlines.likely(STEP, 1) == before
 
 
-def test_ranks_that_do_not_see_the_runs_folder_are_found_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_must_see_the_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config = make_config(2, 1)
     config = replace(config, run=replace(config.run, dir="runs/mine"))
@@ -255,16 +238,6 @@ def test_ranks_that_do_not_see_the_runs_folder_are_found_at_the_start(
         assert asked[0].read_text() == said, "what other machines remember of it stays right"
 
 
-def test_a_step_of_more_work_is_waited_for_longer() -> None:
-    limits = StepDeadlines(10_000.0, 0.0)
-    limits.took("a step", 2, 40.0)
-    limits.took("a step", 1, 35.0)  # loading, the optimizer's step
-    assert limits.likely("a step", 1).seconds == 400
-    more = limits.likely("a step", 20)
-    assert more.seconds == 7_000 and "and this one likely 700 s" in more.knob
-    assert limits.likely("a step", 40) == limits.of("a step")
-
-
 def scored_first(config: Config) -> list[list[int]]:
     """Passes without gradient, of each group of ranks for each update."""
     pair = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
@@ -277,7 +250,7 @@ def scored_first(config: Config) -> list[list[int]]:
     return [[passes(batch) for batch in share] for share in pack_shares(groups, config)]
 
 
-def test_long_trajectories_are_scored_first_where_there_is_a_sequence_mask() -> None:
+def test_split_trajectories_are_scored_first() -> None:
     """Of two updates on two groups, the second has nothing that the mask could drop."""
     config = make_config(4, 1, tokens=10, sequence_parallel=2)
     config = replace(config, algorithm=replace(config.algorithm, updates_per_batch=2))
@@ -286,7 +259,7 @@ def test_long_trajectories_are_scored_first_where_there_is_a_sequence_mask() -> 
     assert scored_first(without) == [[0, 0], [0, 0]]
 
 
-def test_a_held_out_set_of_any_size_has_a_steps_deadline_for_each_micro_batch(
+def test_scoring_waits_per_micro_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dealt: list[list[tuple[str, int]]] = []
@@ -325,40 +298,8 @@ def test_a_held_out_set_of_any_size_has_a_steps_deadline_for_each_micro_batch(
     assert len(dealt) == 2
 
 
-def test_a_driver_that_was_stopped_has_not_waited_for_its_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As long as the ranks have work for, say, with all of the job."""
-    now, answers = 0.0, [[], ["rank 0"], [], ["rank 1"]]
-
-    def stopped(refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
-        nonlocal now
-        now += 3600.0
-        ready = answers.pop(0) if answers else []
-        return ready, [ref for ref in refs if ref not in ready]
-
-    class Deadline(ray_timeouts.Deadline):
-        def __init__(self, seconds: float) -> None:
-            super().__init__(seconds, clock=lambda: now)
-
-    monkeypatch.setattr(ray_timeouts, "Deadline", Deadline)
-    monkeypatch.setattr(ray_timeouts, "bounded", lambda call, seconds, what: call())
-    monkeypatch.setattr(ray, "wait", stopped)
-    monkeypatch.setattr(ray_timeouts, "get", lambda ref, seconds: f"{ref}'s")
-    learner = Learner.__new__(Learner)
-    learner._locations = []
-    limit = StepDeadline("a step", 20.0, "trainer.timeout_s")
-    assert learner._wait(["rank 0", "rank 1"], limit) == ["rank 0's", "rank 1's"]
-    with pytest.raises(
-        WorkerLost, match="waited 20 s for a step: no answer from trainer rank 0, 1 "
-    ):
-        learner._wait(["rank 0", "rank 1"], limit)
-
-
 @pytest.mark.parametrize("wanted", [False, True])
-def test_ranks_are_told_of_the_engines_kernels_before_they_import_anything(
-    wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_get_batch_invariant_variables(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Mapping[str, Any]] = []
 
     def create(kind: type, name: str, options: Mapping[str, Any], *_: Any, **__: Any) -> Any:

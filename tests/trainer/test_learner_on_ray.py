@@ -54,7 +54,7 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
+def test_run_save_resume_and_lost_rank(model: Path, tmp_path: Path) -> None:
     """Steps, publishing, saving and resuming; then a rank dies, and another does not answer."""
     config = make_config(2, 1, tokens=TIGHT)
     config = replace(config, algorithm=replace(config.algorithm, updates_per_batch=2))
@@ -116,7 +116,7 @@ def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
     first.shutdown()
 
 
-def test_a_failing_rank_says_why(model: Path, tmp_path: Path) -> None:
+def test_failing_rank_raises_its_cause(model: Path, tmp_path: Path) -> None:
     learner = Learner(
         str(tmp_path), make_config(1, 0), gpu=False, actor_options=lambda rank: {"num_cpus": 0}
     )
@@ -125,7 +125,7 @@ def test_a_failing_rank_says_why(model: Path, tmp_path: Path) -> None:
     learner.shutdown()
 
 
-def test_waiting_ends_with_the_deadline(model: Path) -> None:
+def test_start_times_out(model: Path) -> None:
     """Ranks that Ray cannot place: no GPU here."""
     learner = Learner(str(model), make_config(1, 0), gpu=True)
     with pytest.raises(

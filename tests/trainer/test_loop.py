@@ -190,7 +190,7 @@ def test_order_of_a_run() -> None:
     assert world.records[3]["eval/sums/pass@1"].value == 0.5
 
 
-def test_partial_credit_and_what_never_came_are_no_passes() -> None:
+def test_partial_and_missing_completions_are_no_passes() -> None:
     world = FakeRun()
     world.partial = (0.9999999, 0.5)  # of the two completions to each held-out prompt
     world.run(config(eval_every=2))
@@ -204,7 +204,7 @@ def test_partial_credit_and_what_never_came_are_no_passes() -> None:
     assert world.records[3]["eval/sums/unscored"].value == 2
 
 
-def test_a_step_reports_rewards_staleness_and_where_the_time_went() -> None:
+def test_step_metrics() -> None:
     world = FakeRun()
     world.run(config())
     metrics = world.records[2]
@@ -217,7 +217,7 @@ def test_a_step_reports_rewards_staleness_and_where_the_time_went() -> None:
     assert metrics["throughput/tokens_per_second"].value > 0
 
 
-def test_engines_may_lag_on_purpose_and_the_lag_is_seen() -> None:
+def test_publish_every_shows_staleness() -> None:
     world = FakeRun()
     world.run(config({"publish_every": 2}, steps=5))
     assert world.events == [
@@ -229,13 +229,7 @@ def test_engines_may_lag_on_purpose_and_the_lag_is_seen() -> None:
     assert "time/sync" not in world.records[1]
 
 
-def test_an_evaluation_is_of_the_newest_weights() -> None:
-    world = FakeRun()
-    world.run(config({"publish_every": 3}, eval_every=2))
-    assert world.events[3:6] == ["step@2", "update@2", "eval@2"]
-
-
-def test_stopping_finishes_the_step_and_saves() -> None:
+def test_stop_finishes_the_step_and_saves() -> None:
     world = FakeRun(stop_after=2)
     assert world.run(config()) == 2
     assert world.events[-3:] == ["update@2", "train@2", "save@2"]
@@ -243,31 +237,25 @@ def test_stopping_finishes_the_step_and_saves() -> None:
 
 
 @pytest.mark.parametrize("when", ["eval@1", "save@1"])
-def test_a_stop_during_an_evaluation_or_a_save_waits_for_no_other_step(when: str) -> None:
+def test_stop_during_evaluation_or_save(when: str) -> None:
     world = FakeRun()
     world.stop = lambda: when in world.events
     assert world.run(config(steps=9, eval_every=1, checkpoint_every=1)) == 1
     assert world.events[-1] == "save@1"
 
 
-def test_resuming_publishes_first_and_skips_the_first_evaluation() -> None:
+def test_resume_pushes_weights_first() -> None:
     world = FakeRun(version=2)
     assert world.run(config(), start=2) == 3
     assert world.events[:2] == ["update@2", "train@2"]
     assert sorted(world.records) == [3]
 
 
-def test_a_finished_run_does_nothing_more() -> None:
+def test_finished_run_does_nothing() -> None:
     world = FakeRun(version=3)
     world.records[3] = {"eval/h/pass@1": Mean(1.0, 1.0)}
     assert world.run(config(), start=3) == 3
     assert world.events == ["update@3"]
-
-
-def test_checkpoints_at_their_interval() -> None:
-    world = FakeRun()
-    world.run(config(checkpoint_every=2))
-    assert [event for event in world.events if event.startswith("save")] == ["save@2", "save@3"]
 
 
 def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +276,7 @@ def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not never.due(7)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_counted_and_tried_again() -> None:
+def test_unwritten_checkpoint_is_retried() -> None:
     """Even a run that is asked to stop meanwhile does another step, and saves that."""
     world = FakeRun()
     world.unwritable, world.stop = [2, 3], lambda: "save@2" in world.events
@@ -298,12 +286,12 @@ def test_a_checkpoint_that_cannot_be_written_is_counted_and_tried_again() -> Non
     assert [count and count.value for count in counts] == [None, 1, 2]
 
 
-def test_a_batch_without_answers_is_refused_with_the_reasons() -> None:
+def test_empty_batch_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"none of 2 groups.*late"):
         FakeRun(empty=True).run(config())
 
 
-def test_sampling_ahead_is_bounded_and_what_was_not_trained_is_saved() -> None:
+def test_max_lag_bounds_sampling() -> None:
     world = FakeRun(stop_after=2)
     assert world.run(config({"max_lag": 1}, steps=9)) == 2
     assert world.events == [
@@ -316,13 +304,7 @@ def test_sampling_ahead_is_bounded_and_what_was_not_trained_is_saved() -> None:
     assert world.records[2]["staleness/mean"].value == 1
 
 
-def test_nothing_is_sampled_that_no_step_will_train_on() -> None:
-    world = FakeRun()
-    assert world.run(config({"max_lag": 5})) == 3
-    assert world.asked == 6 and world.unfinished == []
-
-
-def test_groups_that_teach_nothing_are_replaced_and_still_seen() -> None:
+def test_filtered_groups_are_replaced_and_counted() -> None:
     world = FakeRun(easy=["p1", "p2"])
     world.run(config({"filter_groups": "correct"}, steps=1))
     assert world.asked == 4
@@ -331,7 +313,7 @@ def test_groups_that_teach_nothing_are_replaced_and_still_seen() -> None:
     assert metrics["reward/mean"].value == pytest.approx((0.5 + 1 + 1 + 0.5) / 4)
 
 
-def test_after_so_many_replacements_groups_are_taken_as_they_come() -> None:
+def test_max_refills_ends_filtering() -> None:
     world = FakeRun(easy=[f"p{i}" for i in range(99)])
     world.run(config({"filter_groups": "reward", "max_refills": 1.5}, steps=1))
     assert world.asked == 2 + 3
@@ -339,7 +321,7 @@ def test_after_so_many_replacements_groups_are_taken_as_they_come() -> None:
     assert world.records[1]["rollout/uniform_groups"].value == 5
 
 
-def test_the_clock_counts_no_second_twice() -> None:
+def test_nested_timings_count_once() -> None:
     clock = Clock()
     with clock.time("outer"), clock.time("inner"):
         pass
@@ -348,7 +330,7 @@ def test_the_clock_counts_no_second_twice() -> None:
     assert clock.metrics(10)["time/step"].value == pytest.approx(total)
 
 
-def test_a_batch_without_a_finite_gradient_is_kept_and_the_run_goes_on() -> None:
+def test_bad_batch_is_dumped() -> None:
     world = FakeRun()
     world.went_wrong = {"findings": ("a token", "another")}
     assert world.run(config(steps=2)) == 2
@@ -356,7 +338,7 @@ def test_a_batch_without_a_finite_gradient_is_kept_and_the_run_goes_on() -> None
     assert kept == ["keep@1 p0,p1: a token; another", "keep@2 p2,p3: a token; another"]
 
 
-def test_a_run_whose_learner_gives_up_ends_with_its_batch_kept_and_no_checkpoint() -> None:
+def test_giving_up_saves_no_checkpoint() -> None:
     """The step's numbers are written down: they say what led to it."""
     world = FakeRun()
     world.went_wrong = {"findings": ("a token",), "gave_up": "three in a row"}

@@ -49,9 +49,7 @@ class Hurried(FakeRun):
         ("train@2", ["save@2"], 2),  # saved already
     ],
 )
-def test_a_hurried_run_gives_up_what_is_sampled_and_saves_what_is_trained(
-    when: str, saved: list[str], reached: int
-) -> None:
+def test_abort_saves_what_is_trained(when: str, saved: list[str], reached: int) -> None:
     world = Hurried(when)
     assert world.run(config(steps=9, eval_every=2, checkpoint_every=2)) == reached
     assert [event for event in world.events if event.startswith("save")] == saved
@@ -60,12 +58,6 @@ def test_a_hurried_run_gives_up_what_is_sampled_and_saves_what_is_trained(
     if when == "train@1":
         assert world.unfinished == ["p2", "p3"]
     assert all(future.cancelled() for future in world.given_up)
-
-
-def test_a_resumed_run_that_is_hurried_before_a_step_saves_nothing() -> None:
-    world = Hurried("update@2", version=2)
-    assert world.run(config(steps=9), start=2) == 2
-    assert world.events == ["update@2"]
 
 
 class Asked(FakeRun):
@@ -108,27 +100,21 @@ class Slow(Asked):
 
 
 @pytest.mark.parametrize(("when", "saved"), [("eval@0", []), ("eval@2", ["save@2"])])
-def test_ctrl_c_cuts_an_evaluation_short(when: str, saved: list[str]) -> None:
+def test_stop_cuts_evaluations_short(when: str, saved: list[str]) -> None:
     world = Asked(when)
     assert world.run(config(steps=9, eval_every=2)) == int(when[-1])
     assert [event for event in world.events if event.startswith("save")] == saved
     assert not world.evaluated(int(when[-1]))
 
 
-def test_ctrl_c_does_not_cut_the_last_evaluation() -> None:
+def test_last_evaluation_is_not_cut() -> None:
     world = Slow("eval@2")
     assert world.run(config(steps=2, eval_every=2)) == 2
     assert world.evaluated(2) and world.events[-1] == "save@2"
 
 
-def test_ctrl_c_after_the_first_evaluation_ends_the_run() -> None:
-    world = FakeRun(stop_after=0)
-    assert world.run(config(steps=2)) == 0
-    assert world.events == ["eval@0"] and world.evaluated(0)
-
-
 @pytest.mark.parametrize("start", [2, 3])
-def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(start: int) -> None:
+def test_cut_evaluation_is_made_up_for(start: int) -> None:
     cut_off = Hurried(f"eval@{start}")
     changed = config(steps=3, eval_every=2)
     assert cut_off.run(changed) == start and not cut_off.evaluated(start)
@@ -140,7 +126,7 @@ def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(start: int)
     assert world.asked == (0 if start == 3 else world.asked)
 
 
-def test_an_evaluation_made_late_can_end_the_run() -> None:
+def test_late_evaluation_can_stop_the_run() -> None:
     world = FakeRun(version=2, stop_after=2)
     assert world.run(config(steps=3, eval_every=2), start=2) == 2
     assert world.events == ["update@2", "eval@2"] and world.evaluated(2)
@@ -183,9 +169,7 @@ def failed() -> Future[Any]:
         ("train@3", ["save@2", "save@3"], 3),
     ],
 )
-def test_a_run_whose_engines_or_rewards_end_it_leaves_a_checkpoint(
-    when: str, saved: list[str], recorded: int
-) -> None:
+def test_engine_errors_leave_a_checkpoint(when: str, saved: list[str], recorded: int) -> None:
     world = Failing(when)
     with pytest.raises(RuntimeError, match="all is over") as raised:
         world.run(config(steps=9, eval_every=2, checkpoint_every=2))
@@ -196,7 +180,7 @@ def test_a_run_whose_engines_or_rewards_end_it_leaves_a_checkpoint(
     assert len([event for event in world.events if event.startswith("asked")]) == 1
 
 
-def test_the_prompts_of_a_batch_without_a_completion_come_again() -> None:
+def test_prompts_of_an_empty_batch_repeat() -> None:
     class Empty(FakeRun):
         def step(self, groups: Any) -> Any:
             self.empty = True
@@ -209,7 +193,7 @@ def test_the_prompts_of_a_batch_without_a_completion_come_again() -> None:
     assert "resume from step 1" in raised.value.__notes__[0]
 
 
-def test_nothing_is_promised_where_the_last_checkpoint_could_not_be_written() -> None:
+def test_unwritten_final_checkpoint_promises_nothing() -> None:
     world = Failing("train@1")
     world.unwritable = [1]
     with pytest.raises(RuntimeError, match="all is over") as raised:
@@ -217,7 +201,7 @@ def test_nothing_is_promised_where_the_last_checkpoint_could_not_be_written() ->
     assert "save@1" in world.events and not getattr(raised.value, "__notes__", [])
 
 
-def test_a_run_that_has_lost_its_learner_saves_nothing() -> None:
+def test_lost_learner_saves_nothing() -> None:
     world = Failing("step@1", whole=False)
     with pytest.raises(RuntimeError, match="all is over"):
         world.run(config(steps=9))
@@ -225,7 +209,7 @@ def test_a_run_that_has_lost_its_learner_saves_nothing() -> None:
     assert not any(event.startswith("save") for event in world.events)
 
 
-def test_that_there_is_no_checkpoint_either_is_said_with_the_rest() -> None:
+def test_failed_final_checkpoint_is_noted() -> None:
     def full(*_: Any) -> bool:
         raise RuntimeError("the disk is full")
 

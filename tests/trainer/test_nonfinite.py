@@ -85,23 +85,23 @@ def _same(batch: MicroBatch, start: int, ids: np.ndarray) -> bool:
     return np.array_equal(batch.token_ids_N[start : start + len(ids)], ids)
 
 
-def test_a_token_whose_activations_are_not_finite_is_named_with_the_layer() -> None:
+def test_bad_activation_names_token_and_layer() -> None:
     assert looked(forward={9: math.inf}) == [(9, "not finite from the output of layer 1 on", True)]
 
 
-def test_what_the_head_and_the_loss_make_of_a_token() -> None:
+def test_bad_head_or_loss_names_the_token() -> None:
     row = int(SAMPLED[2])
     assert looked(logp={2: math.nan}) == [(row, "log-probability is nan", True)]
     assert looked(slope={2: math.inf})[0][:2] == (row, "slope of the loss is inf")
 
 
-def test_a_gradient_that_is_lost_inside_the_network() -> None:
+def test_bad_gradient_names_the_layer() -> None:
     row = int(SAMPLED[1])
     found = looked(backward={row: math.nan})
     assert found == [(row, "its gradient is not finite behind layer 0", True)]
 
 
-def test_where_nothing_is_infinite_the_steepest_is_named_and_gives_way_to_what_is() -> None:
+def test_certain_findings_replace_the_steepest() -> None:
     ((row, what, certain),) = looked(slope={3: 1e30})
     assert row == SAMPLED[3] and "slope of 1e+30" in what and not certain
     ((_, what, certain),) = looked(offset=math.inf)
@@ -117,7 +117,7 @@ def test_where_nothing_is_infinite_the_steepest_is_named_and_gives_way_to_what_i
     assert describe_findings(vague, GROUPS)[0].startswith("p, completion 1, token ")
 
 
-def test_a_loss_without_a_gradient_through_log_probabilities() -> None:
+def test_loss_without_logprob_gradient() -> None:
     """`trainer.attention: warm-up`: only indexers learn."""
     for value, certain in ((math.nan, True), (2.0, False)):
         look, indexers = NanTracer([]), torch.ones((), requires_grad=True)
@@ -129,7 +129,7 @@ def test_a_loss_without_a_gradient_through_log_probabilities() -> None:
         assert found.certain is certain
 
 
-def test_a_conversation_is_named() -> None:
+def test_conversation_is_named() -> None:
     ids = np.array([4, 5], np.int32)
     lesson = SftExample(
         prompt_id="chats/3", segments=(supervised_segment("c", ids, [False, True]),)
@@ -138,16 +138,14 @@ def test_a_conversation_is_named() -> None:
     assert describe_findings([finding], [lesson]) == ("conversation chats/3, token 1 (id 5): nan",)
 
 
-def test_a_loss_that_is_not_finite_spoils_every_gradient_and_one_that_is_leaves_it_as_it_was() -> (
-    None
-):
+def test_finite_factor_spoils_only_bad_losses() -> None:
     for value, expected in ((3e38, 1.0), (-0.0, 1.0), (math.inf, math.nan), (math.nan, math.nan)):
         factor = finite_factor(torch.tensor(value, requires_grad=True))
         assert not factor.requires_grad
         torch.testing.assert_close(factor, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
 
 
-def test_so_many_in_a_row_are_the_end_and_a_good_one_begins_anew() -> None:
+def test_skips_in_a_row_end_the_run() -> None:
     skips = SkipCounter(2)
     seen = [skips.count(norm, version) for version, norm in enumerate([1, math.nan, 2, math.inf])]
     assert seen == [False, True, False, True] and not skips.gave_up
@@ -156,7 +154,7 @@ def test_so_many_in_a_row_are_the_end_and_a_good_one_begins_anew() -> None:
     assert "run.max_skipped_steps" in skips.gave_up
 
 
-def test_a_token_of_a_shared_prompt_is_named_with_one_of_its_completions() -> None:
+def test_shared_prompt_token_names_a_completion() -> None:
     groups = prompted_groups(3, groups=1, size=3)
     batches = pack(groups, ranks=1, micro_batch_tokens=500, share_prompts=True)
     (batch,) = (one for step in batches for one in step.micro_batches)

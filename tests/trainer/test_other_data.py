@@ -21,7 +21,7 @@ def write(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_run_does_not_go_on_with_other_data_and_says_so_before_anything_starts(
+def test_resume_with_other_data_is_refused(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, run, recipe = tmp_path / "sums.jsonl", tmp_path / "run", tmp_path / "recipe.yaml"
@@ -48,7 +48,7 @@ def test_a_run_does_not_go_on_with_other_data_and_says_so_before_anything_starts
 
 
 @pytest.mark.parametrize("wrong", [10**6, -1])
-def test_what_was_sampled_has_ids_of_the_model_that_learns(wrong: int, tmp_path: Path) -> None:
+def test_foreign_token_ids_are_refused(wrong: int, tmp_path: Path) -> None:
     """Models of one tokenizer may have vocabularies of different sizes."""
     path, recipe = tmp_path / "step_000001.jsonl", tmp_path / "recipe.yaml"
     recipe.write_text(

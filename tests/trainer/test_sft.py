@@ -134,7 +134,7 @@ class Run:
         return sft.fit(parts, self.config, start=start)
 
 
-def test_a_run_measures_what_is_held_out_and_says_what_it_learned() -> None:
+def test_run_evaluates_and_reports() -> None:
     run = Run(lessons(*range(3, 13)), config_of(**{"sft.conversations_per_step": 4}))
     assert run.fit(lessons(5)) == 6
     assert [len(step) for step in run.ranks.learned] == [4] * 6
@@ -152,7 +152,7 @@ def test_a_run_measures_what_is_held_out_and_says_what_it_learned() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 25])
-def test_a_stopped_run_goes_on_with_the_conversations_that_it_would_have_had(tokens: int) -> None:
+def test_resume_repeats_the_same_order(tokens: int) -> None:
     given = lessons(*range(3, 13), 40)
     config = config_of(**{"sft.conversations_per_step": 4, "sft.tokens_per_step": tokens})
     whole, first, second = Run(given, config), Run(given, config, stop_after=2), Run(given, config)
@@ -168,13 +168,13 @@ def test_a_stopped_run_goes_on_with_the_conversations_that_it_would_have_had(tok
         assert all(fits) and len({len(step) for step in whole.ranks.learned}) > 1
 
 
-def test_a_stop_during_a_save_that_fails_waits_for_one_that_does_not() -> None:
+def test_stop_waits_for_a_written_checkpoint() -> None:
     run = Run(lessons(*range(3, 13)), config_of(), stop_after=1)
     run.failing = {2}
     assert run.fit() == 3 and list(run.saved) == [3]
 
 
-def test_a_signal_leaves_time_for_a_checkpoint_alone() -> None:
+def test_abort_only_saves() -> None:
     run = Run(lessons(*range(3, 13)), config_of(**{"run.eval_every": 1}))
     run.hurry_after = 2
     assert run.fit(lessons(5)) == 2 and list(run.saved) == [2]
@@ -187,7 +187,7 @@ def test_a_signal_leaves_time_for_a_checkpoint_alone() -> None:
     assert run.fit(lessons(5)) == 0 and not run.saved and not run.steps
 
 
-def test_a_signal_while_held_out_sets_are_measured_costs_no_step() -> None:
+def test_abort_during_evaluation_keeps_the_step() -> None:
     run = Run(lessons(*range(3, 13)), config_of(**{"run.eval_every": 2}))
 
     def scored(version: int) -> None:
@@ -205,7 +205,7 @@ def test_a_signal_while_held_out_sets_are_measured_costs_no_step() -> None:
     assert run.fit(lessons(5)) == 0 and not run.saved and not run.steps
 
 
-def test_what_made_a_gradient_infinite_is_said() -> None:
+def test_findings_are_printed() -> None:
     run = Run(lessons(*range(3, 13)), config_of(**{"run.steps": 1}))
     run.ranks.found = tuple("abcd")
     run.fit()
@@ -216,9 +216,7 @@ def test_what_made_a_gradient_infinite_is_said() -> None:
 @pytest.mark.parametrize(
     ("knobs", "steps"), [((4, 0, 3), 8), ((4, 25, 3), 12), ((64, 0, 1), 1), ((64, 0, 0.25), 1)]
 )
-def test_epochs_are_turned_into_steps_and_are_no_more(
-    knobs: tuple[int, int, float], steps: int
-) -> None:
+def test_epochs_become_steps(knobs: tuple[int, int, float], steps: int) -> None:
     """3 × 10 conversations, by fours; or 225 tokens by at most 25 of them; and fewer than a step
     would have."""
     given, (each, tokens, epochs) = lessons(*range(3, 13)), knobs
@@ -234,7 +232,7 @@ def test_epochs_are_turned_into_steps_and_are_no_more(
     assert len(batches.take()) > 0, "a run that goes on goes on"
 
 
-def test_a_step_that_did_not_fit_is_taken_once_more_in_smaller_micro_batches(
+def test_oom_step_repeats_with_smaller_batches(
     tmp_path: Path,
 ) -> None:
     run = Run(lessons(*range(3, 13)), config_of(**{"trainer.micro_batch_tokens": 512}))
@@ -286,12 +284,7 @@ def recipe(folder: Path, **source: Any) -> str:
     return str(path)
 
 
-def test_a_system_message_that_looks_like_a_template_is_told(tmp_path: Path) -> None:
-    (line,) = prepare_sft(recipe(tmp_path, system="Answer in {language}."), []).warnings
-    assert line.startswith("sft.sources[chats].system: {language}")
-
-
-def test_what_is_planned(tmp_path: Path) -> None:
+def test_plan(tmp_path: Path) -> None:
     task = prepare_sft(recipe(tmp_path), ["sft.epochs=2"])
     text = task.text()
     assert "chats: 10 conversations to learn from, 2 held out" in text
@@ -309,7 +302,7 @@ def test_what_is_planned(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_recipe_measures_its_conversations_do_not_teach(tmp_path: Path) -> None:
+def test_heldout_prompts_are_not_trained_on(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     asked = [{"prompt": f"What is  {i}?", "answer": str(i)} for i in range(12)]
     path.write_text("".join(json.dumps(line) + "\n" for line in asked))
@@ -346,24 +339,22 @@ def test_what_a_recipe_measures_its_conversations_do_not_teach(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("sft.sources=[]", "data.sources = []: add one"),
-        ("sft.sources.0.path=absent.jsonl", "no such file"),
-        ("sft.max_context_tokens=8", r"chats\.jsonl:1 has \d+ tokens, more than"),
-        ("sft.max_context_tokens=1000", "model.tiny.max_context = 512: too short for sft.max"),
-        ("sft.sources.0.sauce=x", "no such knob"),
+        ("sft.sources=[]", "data.sources = []"),
+        ("sft.sources.0.path=absent.jsonl", "absent.jsonl"),
+        ("sft.max_context_tokens=8", r"chats\.jsonl:1 has \d+ tokens"),
+        ("sft.max_context_tokens=1000", "model.tiny.max_context = 512"),
+        ("sft.sources.0.sauce=x", "sauce"),
         ("sft.sources.0.repeat=-1", r"sft\.sources\[chats\]\.repeat = -1"),
-        ("sft.sources.0.task=x", r"task = 'x': is for source: solutions alone"),
+        ("sft.sources.0.task=x", r"task = 'x'"),
         ("sft.epochs=-1", "sft.epochs = -1"),
     ],
 )
-def test_what_cannot_be_learned_is_refused_before_anything_starts(
-    tmp_path: Path, override: str, named: str
-) -> None:
+def test_invalid_sft_recipes_are_refused(tmp_path: Path, override: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named.replace("[]", r"\[\]")):
         prepare_sft(recipe(tmp_path), [override])
 
 
-def test_a_model_that_wants_its_experts_balanced_is_refused(tmp_path: Path) -> None:
+def test_balance_loss_is_refused(tmp_path: Path) -> None:
     """It would learn without, and nothing would say so."""
     folder = ensure_tiny_model(
         TinyModelConfig(cache_dir=str(tmp_path), cold_start=ColdStartConfig(steps=0)),
@@ -375,11 +366,11 @@ def test_a_model_that_wants_its_experts_balanced_is_refused(tmp_path: Path) -> N
     (folder / "config.json").write_text(json.dumps(asking | {"router_aux_loss_coef": 0.0}))
     prepare_sft(recipe(tmp_path), knobs)
     (folder / "config.json").write_text(json.dumps(asking))
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef: 0\.01.* does not add"):
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef: 0\.01"):
         prepare_sft(recipe(tmp_path), knobs)
 
 
-def test_a_supervised_run_leaves_measuring_to_others_where_it_is_told(
+def test_negative_eval_every_disables_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[set[str]] = []

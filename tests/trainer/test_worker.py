@@ -22,9 +22,7 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     ("ranks", "gpus", "threads"),
     [(1, 1, 32), (8, 8, 4), (16, 8, 4), (2, 8, 16), (64, 64, 1), (4, 0, 8)],
 )
-def test_ranks_with_their_optimizer_in_host_memory_share_a_machines_cores(
-    ranks: int, gpus: int, threads: int
-) -> None:
+def test_offloading_ranks_share_cores(ranks: int, gpus: int, threads: int) -> None:
     """Ray would have each do with one."""
     assert host_threads(ranks, gpus, cores=32) == threads
 
@@ -43,7 +41,7 @@ def test_ranks_with_their_optimizer_in_host_memory_share_a_machines_cores(
         ],
     ],
 )
-def test_pinned_memory_comes_by_several_threads_unless_somebody_has_said_how(
+def test_pinned_memory_settings_are_merged(
     monkeypatch: pytest.MonkeyPatch, there: dict[str, str], then: dict[str, str]
 ) -> None:
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **there}

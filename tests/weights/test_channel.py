@@ -45,9 +45,7 @@ def open_all(
     return list(side.map(end, range(size)))
 
 
-def test_buckets_arrive_whole_at_every_worker_of_an_engine(
-    side: ThreadPoolExecutor, rendezvous: Rendezvous
-) -> None:
+def test_buckets_reach_every_worker(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
     sender, *workers = open_all(side, rendezvous, "whole", size=3)
     tensors = [(str(i), torch.randn(50, i + 1)) for i in range(7)]
     sums = [Checksum() for _ in range(3)]
@@ -63,7 +61,7 @@ def test_buckets_arrive_whole_at_every_worker_of_an_engine(
     assert sender._used
 
 
-def test_a_checksum_notes_a_changed_byte_and_a_changed_order() -> None:
+def test_checksum_detects_bytes_and_order() -> None:
     buckets = [torch.arange(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)]
 
     def total(buckets: list[torch.Tensor]) -> int:
@@ -77,7 +75,7 @@ def test_a_checksum_notes_a_changed_byte_and_a_changed_order() -> None:
     assert len({total(buckets), total(buckets[::-1]), total([changed, buckets[1]])}) == 3
 
 
-def test_nobody_at_the_other_end(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
+def test_sending_without_peer_times_out(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
     def alone(limit_s: float) -> None:
         sender, _ = open_all(side, rendezvous, f"nobody {limit_s}", timeout_s=limit_s)
         with pytest.raises(TimeoutError, match=rf"{limit_s:g} s .*update_timeout_s"):
@@ -88,9 +86,7 @@ def test_nobody_at_the_other_end(side: ThreadPoolExecutor, rendezvous: Rendezvou
     within_some(alone, (0.2, 5.0, 60.0))
 
 
-def test_news_of_the_other_end_end_the_waiting(
-    side: ThreadPoolExecutor, rendezvous: Rendezvous
-) -> None:
+def test_failed_check_ends_sending(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
     def gone() -> None:
         raise ConnectionError("the engine has died")
 
@@ -104,7 +100,9 @@ def test_news_of_the_other_end_end_the_waiting(
     within_some(told, (2.0, 10.0, 60.0))
 
 
-def test_what_a_broken_channel_says(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
+def test_broken_channel_raises_connection_error(
+    side: ThreadPoolExecutor, rendezvous: Rendezvous
+) -> None:
     sender, worker = open_all(side, rendezvous, "broken")
     arriving = side.submit(worker.receive, ChannelData(2**26))
     time.sleep(0.05)  # as a rule it has begun
@@ -117,9 +115,7 @@ def test_what_a_broken_channel_says(side: ThreadPoolExecutor, rendezvous: Rendez
         end.close()  # again
 
 
-def test_after_any_error_a_channel_is_closed(
-    side: ThreadPoolExecutor, rendezvous: Rendezvous
-) -> None:
+def test_any_error_closes_the_channel(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
     def closed(limit_s: float) -> None:
         sender, _ = open_all(side, rendezvous, f"closed {limit_s}", timeout_s=limit_s)
         with pytest.raises(TimeoutError):
@@ -130,7 +126,7 @@ def test_after_any_error_a_channel_is_closed(
     within_some(closed, (0.2, 5.0, 60.0))
 
 
-def test_what_was_begun_when_the_channel_was_closed_is_ended_too(
+def test_closing_aborts_a_pending_broadcast(
     side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:
     """NCCL begins when the other end comes, which may be after the deadline."""
@@ -159,7 +155,7 @@ def test_what_was_begun_when_the_channel_was_closed_is_ended_too(
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_only_the_channels_own_group_is_without_a_watchdog(
+def test_only_channels_lack_the_watchdog(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     seen: list[str | None] = []

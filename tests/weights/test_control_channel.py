@@ -35,7 +35,7 @@ def nothing() -> None:
     pass
 
 
-def test_messages_come_in_order_and_leave_nothing_in_the_store(store: dist.TCPStore) -> None:
+def test_messages_arrive_in_order_and_are_removed(store: dist.TCPStore) -> None:
     outbox, inbox = ends(store)
     buckets = [
         Bucket(entries=ENTRIES, data=ChannelData(192)),
@@ -60,9 +60,7 @@ def test_messages_come_in_order_and_leave_nothing_in_the_store(store: dist.TCPSt
     assert store.num_keys() == keys
 
 
-def test_a_table_of_contents_travels_once(
-    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_travel_once(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     outbox, inbox = ends(store)
     many = tuple(TensorEntry(f"experts.{i}.weight", "bfloat16", (4,), 64 * i) for i in range(500))
     sizes: list[int] = []
@@ -89,7 +87,7 @@ class Recording:
         return self._store.check(keys)
 
 
-def test_the_next_update_may_begin_before_the_thread_of_the_last_one_is_done(
+def test_next_update_may_overlap_the_last_thread(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox, inbox = ends(store)
@@ -117,7 +115,7 @@ def test_the_next_update_may_begin_before_the_thread_of_the_last_one_is_done(
     assert taken == [Begin()]
 
 
-def test_an_engine_that_does_not_answer(store: dist.TCPStore) -> None:
+def test_unacknowledged_message_times_out(store: dist.TCPStore) -> None:
     outbox, _ = ends(store)
     outbox._timeout_s = 0.1
     outbox.put(Begin())
@@ -127,7 +125,7 @@ def test_an_engine_that_does_not_answer(store: dist.TCPStore) -> None:
     assert not outbox._store.check(["0"])
 
 
-def test_an_engine_that_has_failed_ends_the_waiting(store: dist.TCPStore) -> None:
+def test_failed_engine_ends_the_wait(store: dist.TCPStore) -> None:
     outbox, _ = ends(store)
     outbox.put(Begin())
 
@@ -138,7 +136,7 @@ def test_an_engine_that_has_failed_ends_the_waiting(store: dist.TCPStore) -> Non
         outbox.wait(failed)
 
 
-def test_a_trainer_that_says_nothing(store: dist.TCPStore) -> None:
+def test_silent_trainer_times_out(store: dist.TCPStore) -> None:
     def alone(limit_s: float) -> None:
         _, inbox = ends(store, timeout_s=limit_s)
         with pytest.raises(TimeoutError, match=rf"{limit_s:g} s for the trainer to send weights"):
@@ -147,7 +145,7 @@ def test_a_trainer_that_says_nothing(store: dist.TCPStore) -> None:
     within_some(alone, (0.2, 5.0, 60.0))
 
 
-def test_a_trainer_that_has_gone() -> None:
+def test_lost_trainer_raises_connection_error() -> None:
     held = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     _, inbox = ends(held[0])
     with ThreadPoolExecutor(1) as side:

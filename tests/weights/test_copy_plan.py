@@ -62,7 +62,7 @@ def experts(count: int, inner: int, hidden: int, *, rank: int = 0, ranks: int = 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("order", ["expert", "kind"])
-def test_a_layer_of_experts_is_two_copies(ranks: int, order: str) -> None:
+def test_experts_of_a_layer_are_two_copies(ranks: int, order: str) -> None:
     tensors, plan, right13, right2 = experts(6, 8, 16, rank=ranks - 1, ranks=ranks)
     if order == "kind":  # all gates, all ups, all downs
         tensors = dict(sorted(tensors.items(), key=lambda item: item[0].partition(".")[2]))
@@ -75,7 +75,7 @@ def test_a_layer_of_experts_is_two_copies(ranks: int, order: str) -> None:
     assert plan._programs[entries[0].name][1].copies == 2
 
 
-def test_joining_changes_nothing() -> None:
+def test_joined_copies_equal_single_ones() -> None:
     """Random partitions of a tensor, as views of every shape, from buckets in every order."""
     draw = random.Random(0)
     joined_any = 0
@@ -113,7 +113,7 @@ def test_joining_changes_nothing() -> None:
     assert joined_any > 3
 
 
-def test_equal_experts_in_any_order_of_dimensions_are_joined() -> None:
+def test_transposed_experts_are_joined() -> None:
     source = torch.arange(24.0).view(2, 3, 4)
     kernel = torch.zeros(4, 3, 2).permute(2, 1, 0)
     plan = CopyPlan([kernel], {"t": placed(source, (0, kernel, source))})
@@ -121,7 +121,7 @@ def test_equal_experts_in_any_order_of_dimensions_are_joined() -> None:
     assert torch.equal(kernel, source)
 
 
-def test_a_number_is_converted_as_copy_does() -> None:
+def test_conversion_equals_copy() -> None:
     bias = torch.randn(5, 7).to(BF16)
     kernel = torch.zeros(5, 7)
     plan = CopyPlan([kernel], {"bias": placed(bias, (0, kernel, bias))})
@@ -132,7 +132,7 @@ def test_a_number_is_converted_as_copy_does() -> None:
         assert torch.equal(kernel, bias.float())
 
 
-def test_not_a_number_and_bytes_are_kept() -> None:
+def test_nan_and_bytes_survive() -> None:
     odd = torch.tensor([float("nan"), -0.0, float("inf")])
     small = torch.arange(5, dtype=torch.uint8)
     kernels = [torch.zeros(3), torch.zeros(5, dtype=torch.uint8)]
@@ -145,14 +145,14 @@ def test_not_a_number_and_bytes_are_kept() -> None:
     assert torch.equal(kernels[1], small)
 
 
-def test_padding_is_filled_at_the_beginning() -> None:
+def test_padding_is_filled() -> None:
     kernel = torch.ones(4, 2)
     plan = CopyPlan([kernel], {}, [ConstantFill(kernel[3:], 0.0)])
     plan.begin()
     assert kernel.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
 
 
-def test_a_bucket_may_begin_anywhere() -> None:
+def test_unaligned_buckets_are_copied() -> None:
     tensors, plan, right13, right2 = experts(3, 4, 8)
     entries, data = bucket_of(tensors)
     for shift in (1, 8, 64):
@@ -163,7 +163,7 @@ def test_a_bucket_may_begin_anywhere() -> None:
         assert torch.equal(plan.kernels[0], right13) and torch.equal(plan.kernels[1], right2)
 
 
-def test_other_tensors_than_the_first_time_are_refused() -> None:
+def test_changed_tensors_are_refused() -> None:
     tensors, plan, *_ = experts(2, 4, 8)
     with pytest.raises(ValueError, match=r"'new'.*absent"):
         plan.load(*bucket_of({"new": torch.zeros(2)}))
@@ -174,7 +174,7 @@ def test_other_tensors_than_the_first_time_are_refused() -> None:
     plan.load(entries[:3], data[: entries[3].offset])  # another bucket that begins alike
 
 
-def test_a_wrong_join_is_noticed(
+def test_wrong_joins_are_detected(
     monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     tensors, plan, right13, right2 = experts(3, 4, 8)

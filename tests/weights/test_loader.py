@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
 
 
-def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
+def test_rejoining_closes_the_old_channel() -> None:
     from keel.weights.loader import WeightsExtension  # noqa: PLC0415
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -44,7 +44,7 @@ def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
     assert extension.keel_channel is second
 
 
-def test_a_slot_that_was_never_filed_has_no_route() -> None:
+def test_unfiled_slots_have_no_route() -> None:
     from keel.rollout.vllm_fast.routed_experts import SlotRoutes  # noqa: PLC0415
 
     captured = torch.zeros((4, 3, 2), dtype=torch.int32)
@@ -54,7 +54,7 @@ def test_a_slot_that_was_never_filed_has_no_route() -> None:
     assert (rows[:2] == 0).all() and (rows[2] == NO_ROUTE).all()
 
 
-def test_a_cache_is_no_larger_than_its_answers() -> None:
+def test_cache_is_bounded_by_completions() -> None:
     from vllm.v1.engine import core  # noqa: PLC0415
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
 

@@ -49,7 +49,7 @@ def assert_current(packed: list[FlatBucket], model: PreTrainedModel, dtype: torc
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_pass_has_the_weights_of_its_time(family: str, dtype: torch.dtype) -> None:
+def test_every_pass_has_current_weights(family: str, dtype: torch.dtype) -> None:
     model = make(family)
     packer = BucketPacker(model, dtype, SIZE)
     first = list(packer.buckets())
@@ -61,7 +61,7 @@ def test_every_pass_has_the_weights_of_its_time(family: str, dtype: torch.dtype)
         assert [entries for entries, _ in again] == [entries for entries, _ in first]
 
 
-def test_a_routing_bias_keeps_the_digits_that_choose_experts(tmp_path: Path) -> None:
+def test_routing_bias_keeps_its_precision(tmp_path: Path) -> None:
     make(DEEPSEEK).save_pretrained(tmp_path)
     model = load_policy(str(tmp_path), torch.bfloat16)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -75,9 +75,7 @@ def test_a_routing_bias_keeps_the_digits_that_choose_experts(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_later_passes_ask_transformers_for_nothing(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_passes_skip_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(family)
     packer = BucketPacker(model, torch.float32, 10**9)
     (first,) = packer.buckets()
@@ -91,7 +89,7 @@ def test_later_passes_ask_transformers_for_nothing(
 @pytest.mark.parametrize(
     "change_tensor", [Tensor.t, lambda tensor: 2 * tensor.t()], ids=["view", "product"]
 )
-def test_modules_that_transformers_computes_with_are_asked_again(
+def test_computed_modules_are_converted_every_pass(
     change_tensor: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, original = make(MOE), pack.as_checkpoint
@@ -113,7 +111,7 @@ def test_modules_that_transformers_computes_with_are_asked_again(
         change(model)
 
 
-def test_a_conversion_that_needs_contiguous_tensors_has_them(
+def test_conversions_may_need_contiguous_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, original = make(MOE), pack.as_checkpoint
@@ -132,7 +130,7 @@ def test_a_conversion_that_needs_contiguous_tensors_has_them(
         change(model)
 
 
-def test_every_pass_gathers_each_module_once_in_the_same_order() -> None:
+def test_modules_gather_once_in_the_same_order() -> None:
     """As ranks under ZeRO-3 must, which have empty tensors between two passes."""
     model = make(MOE)
     gathered: list[str] = []
@@ -156,7 +154,7 @@ def test_every_pass_gathers_each_module_once_in_the_same_order() -> None:
     assert sorted(passes[0]) == sorted(dict(model.named_parameters()))
 
 
-def test_a_bucket_that_nobody_holds_has_gone_when_the_next_one_is_made(
+def test_packing_holds_one_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packer = BucketPacker(make(MOE), torch.float32, SIZE)
@@ -177,7 +175,7 @@ def test_a_bucket_that_nobody_holds_has_gone_when_the_next_one_is_made(
     assert number > 3 and held == [0] * number
 
 
-def test_a_first_pass_that_was_given_up_is_begun_again() -> None:
+def test_abandoned_first_pass_starts_over() -> None:
     model = make(MOE)
     packer = BucketPacker(model, torch.float32, SIZE)
     next(packer.buckets())

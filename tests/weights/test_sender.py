@@ -131,7 +131,7 @@ def engines(*troubles: str) -> list[Receiver]:
     return [Receiver(index, actor) for index, actor in enumerate(actors)]
 
 
-def test_an_engine_begins_when_the_first_bucket_is_there(
+def test_engine_begins_at_the_first_bucket(
     sender: Callable[[float], Sender],
 ) -> None:
     """The rank makes room on its GPU before that, for an engine that wakes up there."""
@@ -149,7 +149,7 @@ def test_an_engine_begins_when_the_first_bucket_is_there(
     assert len(made) > 2 and made[0] < began < made[2]
 
 
-def test_the_trouble_of_one_engine_is_its_own(
+def test_one_failing_engine_does_not_stop_others(
     sender: Callable[[float], Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keel.weights.sender.GRACE_S", PATIENCE_S)  # Ray is slow
@@ -211,7 +211,7 @@ def test_the_trouble_of_one_engine_is_its_own(
     within_some(troubled, (6.0, 30.0, 60.0))
 
 
-def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> None:
+def test_unreachable_engine_names_the_transfer_knob(sender: Callable[[float], Sender]) -> None:
     huge = {"t": torch.zeros(2**24)}
 
     def unreached(limit_s: float) -> None:
@@ -224,7 +224,7 @@ def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> No
     within_some(unreached, (1.0, 10.0, 60.0))
 
 
-def test_an_engine_that_says_nothing(sender: Callable[[float], Sender]) -> None:
+def test_silent_engine_times_out(sender: Callable[[float], Sender]) -> None:
     (silent,) = engines("")
     silent.actor.busy.remote()
     outcome = sender(1).send(pack_flat(WEIGHTS.items(), BUCKET_BYTES), [silent], 1)[0]
@@ -232,7 +232,7 @@ def test_an_engine_that_says_nothing(sender: Callable[[float], Sender]) -> None:
     assert str(outcome).startswith("waited 1 s (rollout.update_timeout_s) for an engine")
 
 
-def test_a_bucket_has_gone_when_the_next_one_is_made(sender: Callable[[float], Sender]) -> None:
+def test_buckets_are_freed_one_by_one(sender: Callable[[float], Sender]) -> None:
     class Watched:
         """Blocks that are held nowhere else; whether one was still there at the next one's turn."""
 
@@ -255,7 +255,7 @@ def test_a_bucket_has_gone_when_the_next_one_is_made(sender: Callable[[float], S
     assert watched.held == [False] * 4
 
 
-def test_buckets_are_consumed_to_the_end_for_the_ranks_that_gather_along(
+def test_buckets_are_consumed_without_receivers(
     sender: Callable[[float], Sender],
 ) -> None:
     buckets = pack_flat(WEIGHTS.items(), BUCKET_BYTES)

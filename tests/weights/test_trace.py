@@ -179,9 +179,7 @@ def loaded(tensors: dict[str, Tensor], *extra: tuple[str, nn.Module]) -> dict[st
 
 
 @pytest.mark.parametrize("size", [900, 10**6])
-def test_later_updates_are_copies_and_give_what_the_loader_gives(
-    monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_copies_equal_the_loader(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     worker = Worker()
     addresses = {name: p.data_ptr() for name, p in worker.model.named_parameters()}
     assert worker.update(checkpoint(1), size=size) == "copies"
@@ -196,7 +194,7 @@ def test_later_updates_are_copies_and_give_what_the_loader_gives(
     assert {name: p.data_ptr() for name, p in worker.model.named_parameters()} == addresses
 
 
-def test_what_came_is_placed_and_what_is_tied_is_known_to_be_ignored() -> None:
+def test_tied_tensors_are_ignored() -> None:
     worker = Worker()
     worker.update(checkpoint(1))
     plan = worker.extension.keel_plan
@@ -204,7 +202,7 @@ def test_what_came_is_placed_and_what_is_tied_is_known_to_be_ignored() -> None:
     assert [name for name, placed in plan.placed.items() if not placed.pieces] == ["head.weight"]
 
 
-def test_an_update_may_come_in_other_buckets() -> None:
+def test_updates_may_use_other_buckets() -> None:
     worker = Worker()
     worker.update(checkpoint(1))
     for size in (300, 5000):
@@ -214,7 +212,7 @@ def test_an_update_may_come_in_other_buckets() -> None:
         assert_equal(worker.weights(), loaded(checkpoint(2)))
 
 
-def test_an_update_that_did_not_finish_leaves_no_plan() -> None:
+def test_unfinished_update_leaves_no_plan() -> None:
     worker = Worker()
     worker.extension.keel_begin_update()
     assert worker.update(checkpoint(1)) == "an earlier update did not finish"
@@ -292,7 +290,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_layer_that_does_more_than_copy_is_left_to_the_loader(kind: str) -> None:
+def test_derived_weights_are_left_to_the_loader(kind: str) -> None:
     after, rows, why = REFUSED[kind]
     worker = Worker(("single", Single(after, rows)))
     assert why in worker.update(single(1, rows))
@@ -305,14 +303,14 @@ def test_a_layer_that_does_more_than_copy_is_left_to_the_loader(kind: str) -> No
         assert_equal(found, right)
 
 
-def test_a_refusal_of_the_proof_leaves_the_weights_right() -> None:
+def test_failed_proof_leaves_weights_correct() -> None:
     worker = Worker(("single", Single(shuffles_unseen)))
     tensors = single(1)
     assert "not what was copied" in worker.update(tensors)
     assert torch.equal(worker.weights()["single.weight"], tensors["single.weight"].flip(0))
 
 
-def test_a_layer_that_copies_to_itself_is_no_obstacle() -> None:
+def test_self_copies_are_allowed() -> None:
     worker = Worker(("single", Single(does_nothing)))
     assert worker.update(single(1)) == "copies"
     worker.scribble()
@@ -322,7 +320,7 @@ def test_a_layer_that_copies_to_itself_is_no_obstacle() -> None:
 
 
 @pytest.mark.parametrize("change", ["views", "sums"])
-def test_loaders_that_look_at_the_checkpoint_tensor(change: str) -> None:
+def test_loaders_that_read_the_checkpoint_are_refused(change: str) -> None:
     layer = Single()
 
     def load(param: Tensor, tensor: Tensor) -> None:
@@ -333,7 +331,7 @@ def test_loaders_that_look_at_the_checkpoint_tensor(change: str) -> None:
     assert "reads a tensor of the checkpoint" in Worker(("single", layer)).update(single(1))
 
 
-def test_a_loader_without_a_name_is_given_one() -> None:
+def test_loaders_without_names_are_named() -> None:
     """MiniMax-M2's norms have such."""
     layer = Single()
     layer.weight.weight_loader = partial(layer.load_part)  # type: ignore[attr-defined]
@@ -367,7 +365,7 @@ def attention(source: Callable[[], nn.Module]) -> nn.Module:
     return Attention()
 
 
-def test_attention_derives_its_state_in_every_update() -> None:
+def test_attention_derives_state_in_every_update() -> None:
     latent = Single()
     worker = Worker(("single", latent), ("attention", attention(lambda: latent)))
     address = worker.model.get_parameter("attention.absorbed").data_ptr()
@@ -382,7 +380,7 @@ def test_attention_derives_its_state_in_every_update() -> None:
     assert "process_weights_after_loading" not in worker.model.attention.__dict__
 
 
-def test_wrong_bytes_are_noticed() -> None:
+def test_wrong_bytes_are_detected() -> None:
     """What the tests above compare with would show a piece in the wrong place."""
     worker = Worker()
     worker.update(checkpoint(1))

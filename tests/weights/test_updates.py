@@ -29,7 +29,7 @@ def test_updates_by_copies(tmp_path: Path, of: Model) -> None:
     check(tmp_path, of, sleeps=False, gpu=False, kind="plain")
 
 
-def test_a_tied_head_that_is_packed_follows_its_embedding(tmp_path: Path) -> None:
+def test_packed_tied_head_follows_its_embedding(tmp_path: Path) -> None:
     """Packed weights are left to the loader."""
     model = make(tmp_path, "dense")
     with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
@@ -53,7 +53,9 @@ def test_latent_attention_in_float32_on_any_cpu(tmp_path: Path, amx: bool) -> No
 
 
 @pytest.mark.parametrize("of", ["gpt_neox", "gpt2"])
-def test_checkpoints_as_the_hub_has_them(tmp_path: Path, of: Literal["gpt_neox", "gpt2"]) -> None:
+def test_hub_checkpoints_with_extra_tensors(
+    tmp_path: Path, of: Literal["gpt_neox", "gpt2"]
+) -> None:
     """With tensors that nobody loads, and without the decoder's name."""
     model = make_old(tmp_path, of)
     with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
