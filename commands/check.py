@@ -57,7 +57,7 @@ def _check_writable(task: Task | SftTask) -> list[str]:
 
 
 def _run_folder(tasks: Sequence[Task | SftTask]) -> RunFolder:
-    """The run folder, checked for the first task that can resume what it holds. Raises the first
+    """The run folder, checked for the first task that can resume it. Raises the first
     ConfigError if none can."""
     errors: list[ConfigError] = []
     for task in tasks:

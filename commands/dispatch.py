@@ -75,7 +75,7 @@ def run(command: str, *arguments: Any) -> int:
 
 
 def _saved(command: str, *arguments: Any) -> str:
-    """Say what an interrupted command leaves behind."""
+    """Describe the results of an interrupted command."""
     if command not in ("train", "sft", "pretrain"):
         return "finished results are saved"
     recipe, overrides, *_ = arguments

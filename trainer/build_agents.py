@@ -137,7 +137,7 @@ async def _try_source(
         names = [tool.name for tool in trial.tools]
         more = f" and {len(names) - SHOWN_TOOLS} more" if len(names) > SHOWN_TOOLS else ""
         later = f", then {trial.forked_s:.2f} s each, forked" if trial.forked_s else ""
-        later += f", each by itself: {trial.why_not}" if trial.why_not else ""
+        later += f", each alone: {trial.why_not}" if trial.why_not else ""
         own = config.budget(source.domain_name)
         room = own.window - (trial.opening_tokens or 0)
         little = ""

@@ -73,7 +73,7 @@ class Saver:
 class RunGuard:
     """Ends a run with a checkpoint when it is aborted, or when engines or rewards fail.
 
-    An abort (`Cancelled`) drops what is in flight. Errors after an optimizer step are deferred
+    An abort (`Cancelled`) drops in-flight rollouts. Errors after an optimizer step are deferred
     until the step is recorded. Errors of the learner itself pass through: its state is lost.
     """
 
@@ -133,7 +133,7 @@ class RunGuard:
             self._deferred = error
 
     def continues(self, result: StepResult) -> bool:
-        """Whether the step goes on to publish and evaluate what it trained."""
+        """Return True if the step proceeds to publish and evaluate its weights."""
         return not (result.gave_up or self._deferred or self._should_abort())
 
     def finish(

@@ -1,4 +1,4 @@
-"""Starts what a task needs, on Ray and next to each other, and ends all of it at exit.
+"""Starts engines, ranks and scorers of a task on Ray, in parallel, and ends them at exit.
 
 Cheap checks come first: whatever can be refused is refused before Ray starts.
 """

@@ -164,7 +164,7 @@ class Learner:
         examine: bool = False,
     ) -> StepResult:
         """Take an optimizer step on each batch. shares: the batches of each group of ranks; groups:
-        what they were packed from, to name findings."""
+        the groups or examples in them, to name findings."""
         updates = max(map(len, shares), default=1)
         reports: list[StepReport] = self._call_with_shares(
             "step", shares, STEP, updates, examine=examine
@@ -195,8 +195,8 @@ class Learner:
     ) -> dict[str, Metric]:
         """Return `<name>/nll` of named batches of conversations; nothing once `should_abort`.
 
-        Scores one micro-batch per rank at a time, since sets may be of any size and the timeout is
-        that of a step.
+        Scores one micro-batch per rank at a time, since sets may be of any size and each call
+        has the timeout of a step.
         """
         scored: list[dict[str, Metric]] = []
         for name in shares[0] if shares else ():
@@ -394,8 +394,8 @@ class Learner:
 
 
 def _may_follow_a_loss(error: RayError) -> bool:
-    """Whether a rank may have failed because another ended: collectives then raise RuntimeError,
-    sockets OSError."""
+    """Return True if the loss of another rank may have caused this failure: collectives then raise
+    RuntimeError, sockets OSError."""
     cause = ray_timeouts.cause(error)
     own = type(cause).__name__ in ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
     return isinstance(cause, RuntimeError | OSError) and not own

@@ -80,7 +80,7 @@ class Parts:
     should_stop: Callable[[], bool]
     """Return True to stop after the current step."""
     dump_bad_batch: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
-    """Save the batch of a step without a finite gradient, with what was found in it."""
+    """Save the batch of a step without a finite gradient, with its findings."""
     audit: Callable[[Batch, Mapping[str, Any], Sequence[Prompt]], Mapping[str, Metric]] = _no_audit
     """Called after each step with the batch, the data position and the prompts to be discarded."""
     should_abort: Callable[[], bool] = never
@@ -91,7 +91,7 @@ class Parts:
     decoding_steps: Callable[[], int] | None = None
     """Decoding steps of all engines so far; None if unknown."""
     can_checkpoint: Callable[[Exception], bool] = lambda _: True
-    """Whether the learner survived this error, so that a final checkpoint can be saved."""
+    """Return True if the learner survived this error, so that a final checkpoint can be saved."""
 
 
 def train(parts: Parts, config: Config, *, start: int = 0) -> int:
@@ -160,7 +160,7 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
 
 
 def _evaluation_missing(parts: Parts, run: RunConfig, start: int) -> bool:
-    """Whether a run must evaluate before its first step: it is new, or was cut off."""
+    """Return True if a run must evaluate before its first step: it is new, or was cut off."""
     due = bool(parts.heldout) and evaluation_due(run, start)
     return start == 0 or (due and not parts.journal.evaluated(start))
 

@@ -100,7 +100,7 @@ class PlannedModel:
     """A recipe's model with the plan for its hardware."""
 
     config: Config
-    """With every `auto` value resolved."""
+    """The config with every `auto` value resolved."""
     tokenizer: Any
     """From transformers."""
     facts: ModelFacts
@@ -116,7 +116,7 @@ class _Prepared:
     """A recipe that has passed every check."""
 
     config: Config
-    """With every `auto` value resolved."""
+    """The config with every `auto` value resolved."""
     facts: ModelFacts
     hardware: Hardware
     choice: Choice
@@ -321,7 +321,7 @@ def prepare_sft(
     whole, open_knobs = load_recipe(recipe, overrides)
     check_recipe(recipe, overrides, whole)
     if not whole.sft.sources:
-        raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
+        raise ConfigError("sft.sources is empty; add a source (docs/sft.md, docs/pretrain.md)")
     config = whole.supervised(whole.run.steps)
     chats = not config.sft.only_text or _has_chats(whole)
     model = plan_model(config, open_knobs, hardware, chats=chats)
@@ -384,7 +384,7 @@ def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
     config = load_config(recipe, overrides)
     others = [source.name for source in config.sft.sources if not source.is_text]
     if others or not config.sft.sources:
-        problem = f"{', '.join(others)}: no text" if others else "there is none"
+        problem = f"{', '.join(others)}: no text" if others else "it is empty"
         raise ConfigError(
             f"sft.sources: {problem}. `keel pretrain` learns from source: {' and '.join(TEXT)} "
             "(docs/pretrain.md), `keel sft` from conversations, and from both"
@@ -488,7 +488,7 @@ def require_prompts(config: Config) -> None:
     """Raise ConfigError for a recipe of supervised training alone."""
     if not config.data.sources:
         raise ConfigError(
-            "data.sources: there is none, so nothing to sample; sft.sources are for `keel sft` and "
+            "data.sources is empty: nothing to sample. sft.sources are for `keel sft` and "
             "`keel pretrain`"
         )
 

@@ -44,7 +44,7 @@ class SftLearner(Protocol):
     def train(
         self, shares: Sequence[Sequence[TrainBatch]], examples: Sequence[SftExample], /
     ) -> StepResult:
-        """Take an optimizer step; `examples` name what is found wrong in them."""
+        """Take an optimizer step; `examples` serve to name findings."""
         ...
 
     def score(

@@ -129,7 +129,7 @@ def _configure_pinned_memory() -> None:
 
 
 class TrainerWorker:
-    """One rank in a process of its own. Imports no GPU library until `prepare`."""
+    """One rank, alone in its process. Imports no GPU library until `prepare`."""
 
     def __init__(self, rank: int, world_size: int, *, gpu: bool) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each rank its own GPU only

@@ -54,7 +54,7 @@ class SharedData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A bucket as it is sent to an engine."""
+    """A bucket on its way to an engine."""
 
     entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8] | ChannelData | SharedData

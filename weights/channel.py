@@ -1,7 +1,7 @@
 """Moves bucket bytes from a trainer rank to one engine: NCCL between GPUs, gloo between CPUs, or in
 place on a GPU that both use.
 
-A channel is a process group of its own, so that an engine that dies breaks nothing else.
+Each channel is a separate process group, so that an engine that dies breaks nothing else.
 """
 
 from __future__ import annotations

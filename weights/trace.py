@@ -266,7 +266,7 @@ class LoadRecorder:
         target.proven = False
 
     def _move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
-        """Note that a loaded tensor was copied as a whole, with everything written to it."""
+        """Note that a loaded tensor was copied as a whole, including all writes to it."""
         target = self._target(to)
         like = (source.dtype, source.shape, source.stride())
         whole = source.untyped_storage().nbytes() == source.numel() * source.dtype.itemsize

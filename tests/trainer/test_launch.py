@@ -27,7 +27,7 @@ def test_failed_start_is_a_worker_loss(
     error: Exception,
 ) -> None:
     class Well:
-        def well(self) -> bool:
+        def should_stop_waiting(self) -> bool:
             return False
 
     engines: Future[tuple[str, ...]] = Future()
@@ -60,7 +60,7 @@ class Starting:
         self._did("engines are up")
         return ("engines warn",)
 
-    def well(self) -> bool:
+    def should_stop_waiting(self) -> bool:
         return False
 
     @property

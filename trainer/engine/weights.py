@@ -94,8 +94,8 @@ def read_once(
 
 
 def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
-    """Another model like that of `read_once`, with unset weights on `device`; loaded if there is no
-    outline."""
+    """Another model of the kind that `read_once` returns, with unset weights on `device`; loaded if
+    there is no outline."""
     return from_outline(data, device) if data else load()
 
 
