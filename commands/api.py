@@ -13,8 +13,8 @@
     )
     run.metrics[-1]["reward/mean"], run.model
 
-It is `keel train` in this process: the same checks, folder, checkpoints and view, and called again
-it goes on. What is passed is written into the run folder, prompts as JSONL.
+It is `keel train` in this process, with the same checks, folder, checkpoints and view. The same
+call resumes a run. Prompts are written into the run folder as JSONL.
 """
 
 from __future__ import annotations
@@ -57,29 +57,27 @@ from keel.trainer.run.signals import Preempted, preempted, stop_requested, watch
 from keel.trainer.run.view import View
 
 Callback = Callable[[int, Mapping[str, float]], object]
-"""Called after each step with its number, from 1 on, and its metrics, as they stand in
-`metrics.jsonl`, once they are written. The run ends with a checkpoint after a step for which one
-returned something true, or raised."""
+"""Called after each step with its number, from 1, and its metrics as written to `metrics.jsonl`. A
+true return value or an exception ends the run with a checkpoint."""
 PASSED = "passed"
-"""In the run folder: what a recipe and prompts from Python were written into."""
+"""Subfolder of the run for recipes and prompts passed from Python."""
 PROMPTS, SOURCES = "keel.train(prompts=…)", "data.sources"
 SOURCE = {"name": "prompts", "source": "jsonl"}
 HOLDOUT = re.compile(r"\bdata\.sources\[prompts\]\.holdout = (\d+)")
 AGAIN = "make the same call of keel.train again"
-GOES_ON = "what was saved is there, and the same call goes on"
+_RESUME = "progress is saved; the same call resumes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What came of it."""
+    """Result of a run."""
 
     folder: Path
     metrics: Sequence[Mapping[str, float]]
-    """One mapping a step, `step` and `time` (seconds since 1970) among them; step 0 has the
-    held-out sets as they were before."""
+    """One mapping per step, including `step` and `time` (seconds since 1970); step 0 has the
+    evaluation before training."""
     model: Path | None
-    """Folder of the trained model; None: the run has not come to its end, and goes on when it is
-    called again."""
+    """Folder of the trained model; None if the run was stopped early and can be resumed."""
 
 
 def train(
@@ -91,24 +89,26 @@ def train(
     knobs: Mapping[str, Any] | Sequence[str] = (),
     holdout: int = 0,
 ) -> Run:
-    """Run a recipe, or go on with it.
+    """Run or resume a recipe.
 
-    recipe: a file, the name of one that comes along, or what would stand in one (its `defaults` is
-    either of the two). prompts: in place of the recipe's, rows as the lines of a JSONL source have
-    them (docs/rewards.md): a list, a generator, a `datasets.Dataset`, a pandas table, or a text a
-    row; further columns reach reward functions as `prompt.reward["columns"]`, and None and NaN are
-    no columns; which column is what, the knob `data.sources[prompts].columns` says. holdout: how
-    many of them are set aside for evaluation. rewards: a function of a prompt and a trajectory (or
-    all of a group's: docs/rewards.md), several, or weights of functions and of Keel's own parts;
-    for all sources. knobs: as on the command line, `{"run.steps": 20}` or `["run.steps=20"]`, or
-    by their sections, `{"run": {"steps": 20}}`: the others of a section stay as the recipe has
-    them.
+    Args:
+        recipe: A file, the name of a recipe that comes with Keel, or its contents as a mapping.
+        prompts: Replaces the recipe's prompts: a list, a generator, a `datasets.Dataset` or a
+            pandas table of rows as in a JSONL source (docs/rewards.md), or texts. Further columns
+            reach reward functions as `prompt.reward["columns"]`; None and NaN are omitted. The knob
+            `data.sources[prompts].columns` renames columns.
+        holdout: Number of prompts to hold out for evaluation.
+        rewards: A function of a prompt and a trajectory (or of a group, docs/rewards.md), several,
+            or weights of functions and of Keel's reward parts. Applies to all sources.
+        callbacks: Functions to call after each step.
+        knobs: `{"run.steps": 20}`, `["run.steps=20"]` as on the command line, or
+            `{"run": {"steps": 20}}`, which leaves the other knobs of a section unchanged.
 
-    Raises ConfigError for what cannot be run, before anything starts; RuntimeError, ValueError or
-    OSError where the run fails; and what a callback raised. It does not return from a run that
-    Ctrl-C or a scheduler has ended, so that no script takes it for one that is done: after the
-    checkpoint it raises KeyboardInterrupt, which `keel.Preempted` is, too (SIGTERM, SIGHUP or
-    SIGUSR1). What was saved is there, whatever it was.
+    Raises:
+        ConfigError: The run is invalid; raised before anything starts.
+        RuntimeError, ValueError, OSError: The run failed.
+        KeyboardInterrupt: Ctrl-C, or as its subclass `keel.Preempted` SIGTERM, SIGHUP or SIGUSR1
+            stopped the run, after a checkpoint.
     """
     given = cast(object, recipe)
     if not isinstance(given, (str, Path, Mapping)) or (isinstance(given, str) and not given):
@@ -117,9 +117,9 @@ def train(
     holdout, weights = held_out(holdout), [] if rewards is None else weights_of(rewards)
     with ExitStack() as stack:
         stack.enter_context(watching())
-        # Knobs of sources may be of `prompts`, which are kept in the run folder.
+        # Knobs of sources may refer to `prompts`, which are written into the run folder.
         others = [one for one in overrides if prompts is None or not one.startswith(SOURCES)]
-        if prompts is not None:  # before they are a file; the recipe may have no source of its own
+        if prompts is not None:  # before the file exists; the recipe may have no source
             others.insert(0, f"{SOURCES}={quoted([{**SOURCE, 'path': PASSED}])}")
         path = recipe if not isinstance(recipe, Mapping) else _written(recipe, others)
         folder = Path(load_config(path, others).run.dir).expanduser()
@@ -131,29 +131,31 @@ def train(
             overrides.insert(0, f"{SOURCES}={as_value([source], 'holdout=…')}")
             stack.enter_context(_by_row(file))
         elif holdout:
-            raise ConfigError("keel.train(holdout=…): is for prompts=…; a recipe's sources say it")
+            raise ConfigError(
+                "keel.train(holdout=…): needs prompts=…; set it in the recipe's sources"
+            )
         if weights:
             try:
                 stack.enter_context(passing([part for part, _ in weights if callable(part)]))
                 names = {named(part) if callable(part) else part: of for part, of in weights}
             except ValueError as error:
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
-            said = as_value(names, "rewards=…")
+            weighted = as_value(names, "rewards=…")
             used = {source.name for source in load_config(path, overrides).data.sources}
             every = load_config(path, [*overrides, "data.only=[]"]).data.sources
             for index, source in enumerate(every):
                 if source.name in used:
-                    overrides.append(f"data.sources.{index}.rewards={said}")
+                    overrides.append(f"data.sources.{index}.rewards={weighted}")
         try:
             main.train(str(path), overrides, drive=partial(_driven, told=told), again=AGAIN)
         except KeyboardInterrupt as error:
-            if signal := preempted():  # of which Ray makes a mere KeyboardInterrupt
-                raise Preempted(f"stopped by {signal}; {GOES_ON}") from error
+            if signal := preempted():  # Ray turns it into a KeyboardInterrupt
+                raise Preempted(f"stopped by {signal}; {_RESUME}") from error
             raise
         if signal := preempted():
-            raise Preempted(f"stopped by {signal}; {GOES_ON}") from told.error
+            raise Preempted(f"stopped by {signal}; {_RESUME}") from told.error
         if stop_requested():
-            raise KeyboardInterrupt(f"stopped; {GOES_ON}") from told.error
+            raise KeyboardInterrupt(f"stopped; {_RESUME}") from told.error
         if told.error is not None:
             raise told.error
     config = load_config(path, overrides)
@@ -166,46 +168,45 @@ def train(
 
 
 def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
-    """A recipe that stands in Python, as a file of its run folder, named by what it says."""
+    """Write a recipe from Python into its run folder, named by its content."""
     tree = dict(recipe)
     if isinstance(base := tree.get("defaults"), (str, PurePath)):
         tree["defaults"] = _base(Path(os.path.expanduser(base)))
     tree = plain_data(tree, "recipe={…}")
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    with TemporaryDirectory() as there:  # where it is to lie, it says itself, or the overrides do
+    with TemporaryDirectory() as there:  # run.dir is in the recipe or the overrides
         path = Path(there, "recipe.yaml")
         path.write_text(text, encoding="utf-8")
         try:
             folder = Path(load_config(path, overrides).run.dir).expanduser()
         except ConfigError as error:
-            said = str(error).replace(str(path), "keel.train(recipe={…})")
-            raise ConfigError(said) from error
+            message = str(error).replace(str(path), "keel.train(recipe={…})")
+            raise ConfigError(message) from error
     return _kept(folder / PASSED, text, "recipe.yaml")
 
 
 def _base(path: Path) -> Path:
-    """What a recipe in Python builds on: a file of the working folder, or one that comes along."""
+    """Resolve `defaults` of a recipe from Python."""
     shipped = Path(configs.__file__).parent / f"{path.name.removesuffix('.yaml')}.yaml"
-    alone = path.name == str(path) and not path.exists() and shipped.is_file()
-    return shipped if alone else path.absolute()
+    bare = path.name == str(path) and not path.exists() and shipped.is_file()
+    return shipped if bare else path.absolute()
 
 
 @contextmanager
 def _by_row(file: Path) -> Iterator[None]:
-    """What is said of lines of `file` is said of the rows that were passed, and what of their
-    source's `holdout` of the argument."""
+    """Rewrite errors about lines of `file` to name the passed rows and arguments."""
     try:
         yield
     except ConfigError as error:
-        said = re.sub(rf"{re.escape(str(file))}:(\d+)", rf"{PROMPTS}: row \1", str(error))
-        said = HOLDOUT.sub(r"keel.train(holdout=\1)", said)
-        if said == str(error) and str(file) not in said:
+        message = re.sub(rf"{re.escape(str(file))}:(\d+)", rf"{PROMPTS}: row \1", str(error))
+        message = HOLDOUT.sub(r"keel.train(holdout=\1)", message)
+        if message == str(error) and str(file) not in message:
             raise
-        raise ConfigError(said.replace(str(file), PROMPTS)) from error
+        raise ConfigError(message.replace(str(file), PROMPTS)) from error
 
 
 def _passed(prompts: Any, folder: Path) -> Path:
-    """The rows of `prompts`, as a file."""
+    """Write the rows of `prompts` to a file."""
     lines: list[str] = []
     for number, row in enumerate(rows_of(prompts), start=1):
         try:
@@ -213,18 +214,18 @@ def _passed(prompts: Any, folder: Path) -> Path:
             lines[-1].encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"keel.train(prompts=…): row {number} holds half of a surrogate pair "
-                "(\\ud800 … \\udfff), which is no character; take it out"
+                f"keel.train(prompts=…): row {number} contains half of a surrogate pair "
+                "(\\ud800 … \\udfff). Remove it"
             ) from error
-        except (TypeError, ValueError) as error:  # keys that are no text, or what holds itself
+        except (TypeError, ValueError) as error:  # keys that are not text, or circular values
             raise ConfigError(f"keel.train(prompts=…): row {number}: {error}") from error
     if not lines:
-        raise ConfigError("keel.train(prompts=…): there is none")
+        raise ConfigError("keel.train(prompts=…): is empty")
     return _kept(folder / PASSED, "".join(lines), "prompts.jsonl")
 
 
 def _kept(folder: Path, text: str, name: str) -> Path:
-    """A file named by its content, so that the same again is the same run."""
+    """Write a file named by its content, so that an equal call resumes the same run."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = folder / f"{digest}-{name}"
     try:
@@ -239,56 +240,55 @@ def _kept(folder: Path, text: str, name: str) -> Path:
 
 
 class _Telling:
-    """Callbacks, and whether one has had enough."""
+    """Callbacks, and whether one has ended the run."""
 
     def __init__(self, callbacks: Callback | Sequence[Callback]) -> None:
-        given: object = [callbacks] if callable(callbacks) else callbacks
-        if not isinstance(given, Iterable):
-            raise ConfigError(f"keel.train(callbacks={given!r}): must be a list of functions")
-        self._callbacks = list(cast(Iterable[Callback], given))
+        functions: object = [callbacks] if callable(callbacks) else callbacks
+        if not isinstance(functions, Iterable):
+            raise ConfigError(f"keel.train(callbacks={functions!r}): must be a list of functions")
+        self._callbacks = list(cast(Iterable[Callback], functions))
         for one in self._callbacks:
             if wrong := _no_callback(one):
                 raise ConfigError(
-                    f"keel.train(callbacks=…): {one!r} {wrong}; it must be a plain function of "
-                    "step and metrics: def callback(step, metrics)"
+                    f"keel.train(callbacks=…): {one!r} {wrong}. Pass a plain function: "
+                    "def callback(step, metrics)"
                 )
         self.enough = False
         self.error: Exception | SystemExit | None = None
-        """What the first raised that did; the run is to be saved before it is heard of."""
+        """First exception of a callback, raised after the run has been saved."""
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         for callback in self._callbacks:
             try:
-                found = callback(step, numbers)
-                if found is not None and bool(found):  # True of numpy's is no `True`
+                result = callback(step, numbers)
+                if result is not None and bool(result):  # numpy's True is not `True`
                     self.enough = True
-            except (Exception, SystemExit) as error:  # it is anybody's
+            except (Exception, SystemExit) as error:  # any error of user code
                 self.enough, self.error = True, self.error or error
 
 
 def _no_callback(one: Any) -> str:
-    """Why it cannot be called after a step, or ""."""
+    """Return why it cannot be a callback, or ""."""
     if not callable(one):
-        return "is no function"
+        return "is not a function"
     if inspect.isclass(one):
         return "is a class"
     for called in (one, type(one).__call__):
         if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            return "is async, and nobody would await it"
+            return "is async"
         if inspect.isgeneratorfunction(called):
-            return "is a generator, and nobody would iterate over it"
+            return "is a generator"
     try:
         inspect.signature(one, follow_wrapped=False).bind(1, {})
     except TypeError as error:
         return f"cannot be called with a step and its metrics ({error})"
-    except ValueError:  # some built-in ones do not tell
+    except ValueError:  # some built-in functions have no signature
         pass
     return ""
 
 
 class _Heard:
-    """A view that tells callbacks of each step, too. (Of evaluations alone they do not hear: before
-    the first step, and of a last one that is made up for.)"""
+    """A view that also calls the callbacks after each step, but not for separate evaluations."""
 
     def __init__(self, view: View, told: _Telling) -> None:
         self._view, self._told = view, told

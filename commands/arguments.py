@@ -1,4 +1,4 @@
-"""What `keel.train` is handed, checked, and as a recipe has it."""
+"""Arguments of `keel.train`, checked and converted to a recipe's notation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ REWARDS = (
     '{"correct": 1.0, my_function: 0.2}'
 )
 SHOWN = 60
-"""Characters of a value that are shown."""
+"""Maximum length of a value in a message."""
 
 
 def overrides_of(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """As on the command line, a knob each. Raises ConfigError."""
+    """Convert to command-line overrides, one per knob. Raises ConfigError."""
     if isinstance(knobs, Mapping):
-        given = [f"{knob}={as_value(value, f'knobs={knob}')}" for knob, value in knobs.items()]
-        return split_overrides(given)
+        overrides = [f"{knob}={as_value(value, f'knobs={knob}')}" for knob, value in knobs.items()]
+        return split_overrides(overrides)
     several = isinstance(cast(object, knobs), Iterable) and not isinstance(knobs, str)
     listed = list(knobs) if several else []
     if not several or not all(isinstance(cast(object, one), str) for one in listed):
@@ -37,12 +37,12 @@ def overrides_of(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def as_value(value: Any, of: str) -> str:
-    """As it stands behind an override's `=`. of: an argument, for messages."""
+    """Write a value for an override. of: the argument, for messages."""
     return quoted(plain_data(value, of))
 
 
 def plain_data(value: Any, of: str) -> Any:
-    """A knob, or a recipe, in plain data."""
+    """Convert a knob or a recipe to plain data."""
 
     def plain(one: Any) -> Any:
         if hasattr(one, "tolist"):
@@ -51,39 +51,39 @@ def plain_data(value: Any, of: str) -> Any:
             return dict(cast(Mapping[Any, Any], one))
         if isinstance(one, PurePath):
             return str(one)
-        raise TypeError(f"a {type(one).__name__} is no value of a recipe")
+        raise TypeError(f"a {type(one).__name__} is not a value of a recipe")
 
     try:
         return json.loads(json.dumps(value, default=plain))
-    except (TypeError, ValueError) as error:  # also what holds itself
+    except (TypeError, ValueError) as error:  # also circular values
         raise ConfigError(f"keel.train({of}): {error}") from error
 
 
 def held_out(holdout: Any) -> int:
-    """How many prompts are set aside. Raises ConfigError."""
+    """Number of held-out prompts. Raises ConfigError."""
     number = holdout.item() if hasattr(holdout, "item") else holdout
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ConfigError(
-            f"keel.train(holdout={short(holdout)}): must be a whole number, 0 or more: how many of "
-            "the prompts are set aside for evaluation"
+            f"keel.train(holdout={short(holdout)}): must be a number of prompts to hold out, at "
+            "least 0"
         )
     return number
 
 
 def short(value: Any) -> str:
-    """As Python writes it, or the beginning of that."""
+    """Truncated `repr`."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
 def rows_of(prompts: Any) -> Iterator[dict[str, Any]]:
-    """As the lines of a JSONL source."""
-    if hasattr(prompts, "to_dict") and hasattr(prompts, "columns"):  # of pandas
+    """Yield rows in the form of a JSONL source."""
+    if hasattr(prompts, "to_dict") and hasattr(prompts, "columns"):  # pandas
         prompts = prompts.to_dict(orient="records")
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
         kind = type(cast(object, prompts)).__name__
         raise ConfigError(
-            f"keel.train(prompts=…): must be rows, is one {kind}; give a list of them, "
+            f"keel.train(prompts=…): must be rows, not one {kind}. Give a list, "
             '[{"prompt": "…", "answer": "…"}, …]. A file of prompts is a source of the recipe '
             "(data.sources, docs/data.md)"
         )
@@ -93,11 +93,11 @@ def rows_of(prompts: Any) -> Iterator[dict[str, Any]]:
         if not isinstance(row, Mapping):
             kind = type(row).__name__
             raise ConfigError(
-                f"keel.train(prompts=…): row {number} is a {kind}; a mapping of columns is wanted, "
-                "or a text"
+                f"keel.train(prompts=…): row {number} is a {kind}. Give a mapping of columns, or a "
+                "text"
             )
         columns = _filled(cast(Mapping[str, Any], row))
-        if isinstance(turns := columns.get("prompt"), (list, tuple)):  # as TRL has them
+        if isinstance(turns := columns.get("prompt"), (list, tuple)):  # TRL's format
             del columns["prompt"]
             columns["messages"] = list(cast(Sequence[Any], turns))
         if isinstance(turns := columns.get("messages"), (list, tuple)):
@@ -107,46 +107,46 @@ def rows_of(prompts: Any) -> Iterator[dict[str, Any]]:
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls, with which tables fill up what others of their rows have."""
+    """Remove nulls, with which tables fill missing columns."""
     columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
     return {key: one for key, one in columns.items() if not _null(one)}
 
 
 def _null(value: Any) -> bool:
-    """None, NaN, and those of pandas: NaT and NA."""
+    """None, NaN, and pandas' NaT and NA."""
     if isinstance(value, float):
         return isnan(value)
     return value is None or type(value).__name__ in ("NaTType", "NAType")
 
 
 def as_json(value: Any) -> Any:
-    """What JSON has no word for: numbers and arrays of numpy, times."""
+    """Convert numpy values and times for JSON."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def weights_of(rewards: Any) -> list[tuple[Any, float]]:
-    """Functions or names of parts, and their weights. (A function may be what cannot be hashed.)
-    Raises ConfigError."""
+    """Functions or names of parts with their weights, as a list because functions may be
+    unhashable. Raises ConfigError."""
     if isinstance(rewards, Mapping):
-        found = list(cast(Mapping[Any, Any], rewards).items())
+        pairs = list(cast(Mapping[Any, Any], rewards).items())
     elif callable(rewards):
-        found = [(rewards, 1.0)]
+        pairs = [(rewards, 1.0)]
     elif isinstance(rewards, str) or not isinstance(rewards, Iterable):
         raise ConfigError(f"keel.train(rewards={short(rewards)}): must be {REWARDS}")
     else:
-        found = [(one, 1.0) for one in cast(Iterable[Any], rewards)]
-    if not found:
+        pairs = [(one, 1.0) for one in cast(Iterable[Any], rewards)]
+    if not pairs:
         raise ConfigError(
-            f"keel.train(rewards={short(rewards)}): names none; leave it out for those of the "
-            f"recipe, or give {REWARDS}"
+            f"keel.train(rewards={short(rewards)}): is empty. Omit it to use the recipe's, or "
+            f"give {REWARDS}"
         )
-    return [(_part(part), _weight(part, weight)) for part, weight in found]
+    return [(_part(part), _weight(part, weight)) for part, weight in pairs]
 
 
 def _part(part: Any) -> Any:
     if not callable(part) and not isinstance(part, str):
         raise ConfigError(
-            f"keel.train(rewards=…): {short(part)} is no function and no name of a part; give "
+            f"keel.train(rewards=…): {short(part)} is not a function or a part's name. Give "
             f"{REWARDS}"
         )
     return part
@@ -155,10 +155,10 @@ def _part(part: Any) -> Any:
 def _weight(part: Any, weight: Any) -> float:
     number = weight.item() if hasattr(weight, "item") else weight
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not isfinite(number):
-        named = part if isinstance(part, str) else getattr(part, "__name__", short(part))
-        turned = ". The function stands before its weight" if callable(weight) else ""
+        name = part if isinstance(part, str) else getattr(part, "__name__", short(part))
+        swapped = ". The function comes before its weight" if callable(weight) else ""
         raise ConfigError(
-            f"keel.train(rewards=…): the weight of {named} is {short(weight)}: must be a finite "
-            f"number, such as 0.2{turned}"
+            f"keel.train(rewards=…): the weight of {name} is {short(weight)}: must be a finite "
+            f"number, such as 0.2{swapped}"
         )
     return number

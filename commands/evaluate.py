@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from keel.commands.recipes.variants import as_asked, as_in, check_room, check_variant
 from keel.commands.sampling import (
     PREEMPTED_FIRST,
     STOPPING,
@@ -21,6 +20,7 @@ from keel.commands.sampling import (
     thinking_of,
     to_be_retried,
 )
+from keel.commands.variants import as_asked, as_in, check_room, check_variant
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, EvalVariant
 from keel.data.eval_store import Asked, EvaluationFolder, asked_of, read_evaluation

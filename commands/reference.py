@@ -302,7 +302,7 @@ def normal(name: str) -> str:
 def describe(name: str = "") -> str:
     """Describe a section, knob or metric, or everything whose name contains `name`.
 
-    Raises ConfigError with a suggestion if there is none.
+    Raises ConfigError with a suggestion if nothing matches.
     """
     query = normal(name)
     if not query:
@@ -470,7 +470,7 @@ Under **resume**, *no* marks the knobs that the tasks in a folder depend on.
 _METRICS = """# Metrics
 
 Each line of `metrics.jsonl` in the run folder holds `step`, `time` (seconds since the epoch) and
-those of these metrics that apply; numbers that are not finite are left out. TensorBoard and `keel
+the applicable metrics of this page, without numbers that are not finite. TensorBoard and `keel
 report` use the same names. `<set>`, `<domain>` and `<part>` stand for names of a recipe.
 **Healthy** is empty if the value depends on the task. **Otherwise** lists what to check and
 change first; [troubleshooting](troubleshooting.md) starts from symptoms, and [alarms](alarms.md)

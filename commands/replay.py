@@ -1,7 +1,7 @@
-"""`keel replay`: a step without a finite gradient once more, from the nearest checkpoint.
+"""`keel replay`: repeat a step without a finite gradient, from the nearest checkpoint.
 
-The run folder may come from somebody else. Its config.yaml is read for the model and the trainer
-alone: the reward functions and environments that it names are neither imported nor started.
+The run folder may be untrusted, so the reward functions and environments that its config.yaml names
+are neither imported nor started.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from keel.trainer.run.manifest import join_problems
 
 
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
-    """Train on a kept batch again, and say what comes of it. Nothing is written."""
+    """Train on a saved batch again and print the findings. Writes nothing."""
     folder = Path(run).expanduser()
     path = chosen(folder, step)
     groups, findings = read_batch(path)
@@ -52,7 +52,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
         start_ray()
         stack.callback(stop_ray)
         seats = None
-        if gpu:  # nothing is sampled: engines need none
+        if gpu:  # no engines
             seats = stack.enter_context(reserve_gpus(config, timeout_s=deadline, only=RANK))
         stack.enter_context(start_watchdog(print, config.run.hang_timeout_s))
         learner = Learner(
@@ -76,19 +76,19 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
     if not numbers["train/skipped_steps"]:
         print("now: the gradient is finite")
     elif not result.findings:
-        print("now: the gradient is not finite, and nothing was found that made it so")
+        print("now: the gradient is not finite, and no cause was found")
 
 
 def base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
-    """The folder of the model that the run began with. Raises ConfigError if making the tiny
-    model takes code that the recipe names."""
+    """Folder of the run's initial model. Raises ConfigError if building the tiny model would run
+    code that the recipe names."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     for source in config.data.sources:
         if (code := source.environment.demonstrations) and not code.startswith("keel."):
             raise ConfigError(
-                f"{recipe}: the tiny model of this run learned from {code!r}, and `keel replay`"
-                " runs no code that a run folder names. Give the folder of that model: model.path="
+                f"{recipe}: the tiny model of this run learned from {code!r}, and `keel replay` "
+                "runs no code that a run folder names. Set model.path to the folder of that model"
             )
     return initial_model(
         config, load_prompts(config, model.tokenizer, model.facts), gpu=model.hardware.gpu
@@ -96,36 +96,34 @@ def base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
 
 
 def chosen(folder: Path, step: int | None) -> Path:
-    """The batch kept at `step`, or the newest. Raises ConfigError where there is none."""
-    kept = {step_of(path): path for path in list_batches(folder)}
+    """Batch saved at `step`, or the newest. Raises ConfigError if it does not exist."""
+    batches = {step_of(path): path for path in list_batches(folder)}
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder}: is no run folder (it has no config.yaml)")
-    if not kept:
+        raise ConfigError(f"{folder}: is not a run folder (no config.yaml)")
+    if not batches:
         raise ConfigError(
-            f"{folder}: no batch was kept there; a run keeps those without a finite gradient, in "
-            f"{FOLDER}/"
+            f"{folder}: no saved batch. A run saves batches without a finite gradient in {FOLDER}/"
         )
     if step is None:
-        return kept[max(kept)]
-    if step not in kept:
-        known = ", ".join(map(str, kept))
-        raise ConfigError(f"{folder}: no batch of step {step} was kept, but of: {known}")
-    return kept[step]
+        return batches[max(batches)]
+    if step not in batches:
+        known = ", ".join(map(str, batches))
+        raise ConfigError(f"{folder}: no saved batch of step {step}. There are: {known}")
+    return batches[step]
 
 
 def nearest(checkpoints: Path, step: int) -> tuple[Path | None, str]:
-    """The newest intact checkpoint from before `step`, or None for the base
-    model; and what lies between."""
-    found, after = None, 0
+    """Newest intact checkpoint before `step`, or None for the base model, with a description."""
+    newest, after = None, 0
     for path in reversed(checkpoint.finished(checkpoints)):
         if checkpoint.step_of(path) >= step:
             continue
         if problems := checkpoint.problems(path):
             print(f"warning: {path} is damaged ({join_problems(problems)})")
             continue
-        found, after = path, checkpoint.step_of(path)
+        newest, after = path, checkpoint.step_of(path)
         break
-    words = f"from {found.name if found else 'the base model'}"
+    words = f"from {newest.name if newest else 'the base model'}"
     if between := step - 1 - after:
-        return found, f"{words}; {between} steps lie between, so the numbers may differ"
-    return found, f"{words}, whose weights it was trained on"
+        return newest, f"{words}; {between} steps earlier, so the numbers may differ"
+    return newest, f"{words}, the weights of that step"

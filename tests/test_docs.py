@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from keel.commands import new as new_recipe
 from keel.commands.cli import main, parser
-from keel.commands.recipes import new as new_recipe
 from keel.commands.reference import all_knobs, find_metric, pages, sections
 from keel.configs.load import load_config
 from keel.configs.shipped import shipped

@@ -24,12 +24,12 @@ def loads(text: str | bytes) -> Any:
 
 
 def number(value: object) -> float | None:
-    """Return `value` as a finite float, or None if it is none."""
+    """Return `value` as a finite float, or None if it is not a number."""
     try:
-        found = float(value) if isinstance(value, int | float) else None
+        result = float(value) if isinstance(value, int | float) else None
     except OverflowError:  # of hundreds of digits
         return None
-    return found if found is not None and isfinite(found) else None
+    return result if result is not None and isfinite(result) else None
 
 
 def json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
@@ -43,11 +43,11 @@ def json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
         if isinstance(value, dict):
             yield cast(dict[str, Any], value)
         elif text.strip():
-            notes.append(f"{path}:{at}: not an object in JSON, and left out here")
+            notes.append(f"{path}:{at}: not a JSON object; skipped")
 
 
 def brief(error: BaseException) -> str:
-    """The first line of an error, its type if there is none, or the missing key."""
+    """The first line of an error, its type if it has no text, or the missing key."""
     if isinstance(error, KeyError):
         return f"missing {error}"
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -132,7 +132,7 @@ def read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
             text = f"{folder.parent}: read {done:,} of {len(paths):,} step files"
             print(text, file=sys.stderr, flush=True)
         if file.wrong:
-            run.notes.append(f"{path}: cannot be read, and is left out here ({file.wrong})")
+            run.notes.append(f"{path}: cannot be read ({file.wrong}); skipped")
             continue
         run.groups += file.groups
         read = path.read_bytes if file.as_is else partial(readable, path)

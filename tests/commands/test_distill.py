@@ -209,7 +209,7 @@ def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
     keel = Keel()
     keel.fails, keel.status = "specialists/walker", status
     assert distill(recipe(tmp_path), keel) == (status or 130)
-    assert "train walker is not done" in capsys.readouterr().out
+    assert "train walker has not finished" in capsys.readouterr().out
     assert [command for command, _ in keel.ran] == ["train", "eval", "eval", "train"]
     keel.fails = ""
     assert distill(recipe(tmp_path, select=SelectConfig(balance=2)), keel) == 0
@@ -241,7 +241,7 @@ def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
     before = len(keel.ran)
     same = recipe(tmp_path, select=SelectConfig(balance=2))
     assert distill(same, keel) == 0 and len(keel.ran) == before  # all is done
-    with pytest.raises(ConfigError, match=r"sample speller was done with other settings"):
+    with pytest.raises(ConfigError, match=r"sample speller has run"):
         distill(recipe(tmp_path, samples=8), keel)
 
 
@@ -301,7 +301,7 @@ def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
             ),
         )
     large = ("model.path=owner/model",)
-    with pytest.raises(ConfigError, match=r"trainer.lr = 0.0005 is for the tiny model, and"):
+    with pytest.raises(ConfigError, match=r"trainer.lr = 0.0005 is for the tiny model"):
         distill(recipe(tmp_path, overrides=large), keel)
     own = ("trainer={lr: 1e-5}",)
     assert _checked(recipe(tmp_path, overrides=large, sft_overrides=own))[0].trainer.lr == 1e-5

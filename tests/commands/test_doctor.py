@@ -46,7 +46,7 @@ def test_what_is_wrong_is_counted_and_a_look_that_fails_is_one_of_them(
     ]
     assert doctor.doctor((fails, well)) == 1
     out = capsys.readouterr().out
-    assert "fails     WRONG OSError: no such thing" in out and out.endswith("1 to mend\n")
+    assert "fails     WRONG OSError: no such thing" in out and out.endswith("1 to fix\n")
 
 
 def test_packages_that_are_missing_or_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,7 @@ KINDS = {"Mean", "Sum", "Max", "mean_of"}
 HELD_OUT = [*evaluation_metrics({f"a/{name}": Mean(1, 1) for name in MEASURED})]
 HOLES = {
     "judge/<>": [f"judge/{name}" for name in JUDGE_COUNTS],
+    "judge/<>_seconds": ["judge/call_seconds", "judge/queue_seconds"],
     "agents/<>_cuts": [f"agents/{name}_cuts" for name in CUTS],
     "eval/<>/<>": [f"eval/a/{name}" for name in evaluation([])],
     "eval/<><>": HELD_OUT,

@@ -97,7 +97,7 @@ def test_the_newest_batch_from_the_newest_checkpoint_before_it(
         saved(run, step)
     assert main(["replay", str(run)]) == 0
     said = capsys.readouterr().out
-    assert "step_000007.npz: 1 groups, 2 completions, from step_000006, whose weights it" in said
+    assert "step_000007.npz: 1 groups, 2 completions, from step_000006, the weights" in said
     assert "then: p, token 3: was nan\n" in said and "now: p, token 3: nan\n" in said
     assert "loss                             1.5\n" in said
     assert main(["replay", str(run), "3", "trainer.lr=2"]) == 0
@@ -133,7 +133,7 @@ def test_an_overflow_that_nothing_explains_is_not_called_finite(
     save_batch(run, 3, GROUPS, [])
     assert main(["replay", str(run)]) == 0
     said = capsys.readouterr().out
-    assert "now: the gradient is not finite, and nothing was found" in said
+    assert "now: the gradient is not finite, and no cause" in said
     assert "gradient is finite" not in said and asked == [module.RANK]
 
 
@@ -142,20 +142,20 @@ def test_what_lies_between_is_said_and_a_damaged_checkpoint_is_passed_over(
 ) -> None:
     assert nearest(run / "checkpoints", 1) == (
         None,
-        "from the base model, whose weights it was trained on",
+        "from the base model, the weights of that step",
     )
     saved(run, 2)
     (saved(run, 4) / "more").touch()
     found, words = nearest(run / "checkpoints", 7)
     assert found is not None and found.name == "step_000002"
-    assert words == "from step_000002; 4 steps lie between, so the numbers may differ"
+    assert words == "from step_000002; 4 steps earlier, so the numbers may differ"
     assert "step_000004 is damaged (more: extra" in capsys.readouterr().out
 
 
 def test_a_folder_without_such_a_batch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, words, why in (
-        (run / "elsewhere", (), "is no run folder"),
-        (run, (), "no batch was kept there"),
+        (run / "elsewhere", (), "is not a run folder"),
+        (run, (), "no saved batch"),
     ):
         assert main(["replay", str(folder), *words]) == 2
         assert why in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.commands.recipes.named import SOON, check_continued, check_named
+from keel.commands.preflight import SOON, check_continued, check_named
 from keel.configs.load import dump_config, load_config, load_recipe
 from keel.configs.schema import ConfigError
 
@@ -81,8 +81,8 @@ def test_a_run_that_cannot_be_continued_is_refused_before_libraries_load(tmp_pat
 
 def test_a_run_in_a_file_and_lessons_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    assert "is a file; choose another folder" in said(tmp_path, f"run.dir={tmp_path / 'taken'}")
-    assert said(tmp_path, command="sft").startswith("sft.sources: there is none")
+    assert "is a file" in said(tmp_path, f"run.dir={tmp_path / 'taken'}")
+    assert said(tmp_path, command="sft").startswith("sft.sources: ")
 
 
 def test_a_reward_of_a_module_that_nobody_has(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_reward_of_a_module_that_nobody_has(tmp_path: Path) -> None:
 
     assert "there is no module 'my_reward'" in weighed("my_reward.brief")
     assert weighed("my_rewards.brief") == weighed("random.random") == ""
-    assert "must be a module's name, a dot and a function's" in weighed("'./my_rewards.py:brief'")
+    assert "MODULE.FUNCTION" in weighed("'./my_rewards.py:brief'")
 
 
 def test_a_model_that_a_run_has_yet_to_export_is_the_runs_to_bring(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from keel.commands import new as module
 from keel.commands.cli import main, parser
-from keel.commands.recipes import new as module
-from keel.commands.recipes.new import context_of, gpus_here, new, scalar
+from keel.commands.new import context_of, gpus_here, new, scalar
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 
@@ -19,7 +19,7 @@ HARDWARE = (
     *("colocated", "ranks", "gpu_memory_utilization", "time_share"),
     *("zero_stage", "compile"),
 )
-"""Not a user's to decide."""
+"""Knobs that stay auto."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def written(*flags: str, status: int = 0) -> Config:
-    """The recipe, as it is read; the check is said to have come to `status`."""
+    """Write a recipe and load it. status: the result of the check."""
     checked: list[str] = []
 
     def check(path: str) -> int:
@@ -53,7 +53,7 @@ def written(*flags: str, status: int = 0) -> Config:
     return load_config(path)
 
 
-def test_flags_alone_make_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_make_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     config = written("--model", "a/b", "--data", "school.jsonl", "--gpus", "2", "--gpu-gib", "80")
     (source,) = config.data.sources
     assert (source.name, source.path, source.holdout) == ("school", "school.jsonl", 30)
@@ -61,35 +61,35 @@ def test_flags_alone_make_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert (source.template, source.thinking, source.rewards) == ("boxed", False, {"correct": 1})
     assert (config.run.gpus_per_node, config.run.gpu_gib, config.model.path) == (2, 80, "a/b")
     assert config.trainer.lr == 1e-6 and config.rollout.sampling.max_tokens == 1024
-    said = capsys.readouterr()
-    assert said.out.startswith("wrote school.yaml:") and not said.err
-    assert said.out.endswith("next: keel train school.yaml\n")
+    output = capsys.readouterr()
+    assert output.out.startswith("wrote school.yaml:") and not output.err
+    assert output.out.endswith("next: keel train school.yaml\n")
 
 
-def test_more_machines_rewards_of_ones_own_and_thinking(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_reward_functions_and_thinking(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--model", "a/b", "--data", "open.jsonl", "--reward", "mine.good", "--think")
     config = written("my.yaml", *flags, "--gpus", "8", "--nodes", "2", status=2)
     assert config.data.sources[0].rewards == {"mine.good": 1}
     assert (config.run.nodes, config.run.gpus_per_node, config.run.gpu_gib) == (2, 8, 80)
     assert config.data.sources[0].thinking and config.rollout.sampling.max_tokens == 4096
-    said = capsys.readouterr()
-    assert "next:" not in said.out and "keel check my.yaml" in said.err
+    output = capsys.readouterr()
+    assert "next:" not in output.out and "keel check my.yaml" in output.err
 
 
-def test_a_function_of_ones_own_stands_beside_the_answer() -> None:
+def test_reward_function_adds_to_the_answer() -> None:
     flags = ("--model", "a/b", "--gpus", "0", "--reward", "my_rewards.brief")
     (source,) = written("--data", "school.jsonl", *flags).data.sources
     assert source.rewards == {"correct": 1, "my_rewards.brief": 0.2}
     assert (source.template, source.columns) == ("boxed", {"prompt": "question"})
     (line,) = [line for line in Path("school.yaml").read_text().splitlines() if "rewards:" in line]
-    assert "answers are compared as mathematics; a function of yours" in line
+    assert "mathematics; your function" in line
     (source,) = written("--task", "chain_sum", *flags).data.sources
     assert source.rewards == {"correct": 1, "my_rewards.brief": 0.2}
     (source,) = written("x.yaml", "--data", "school.jsonl", *flags[:5], "correct").data.sources
     assert source.rewards == {"correct": 1}
 
 
-def test_an_environment_that_makes_its_tasks_needs_no_rows() -> None:
+def test_environment_needs_no_rows() -> None:
     flags = ("--model", "a/b", "--gpus", "0", "--environment", "tools/shop.py:Shop")
     (source,) = written(*flags).data.sources
     assert (source.name, source.source, source.holdout) == ("shop", "environment", 64)
@@ -100,13 +100,13 @@ def test_an_environment_that_makes_its_tasks_needs_no_rows() -> None:
     assert (source.source, source.environment.target) == ("reasoning_gym", "tools/shop.py:Shop")
 
 
-def test_a_short_context_is_shared_by_prompt_and_completion() -> None:
+def test_prompt_and_completion_share_a_short_context() -> None:
     Path("small").mkdir()
     Path("small", "config.json").write_text('{"max_position_embeddings": 512}')
     flags = ("--model", "./small", "--task", "chain_sum", "--gpus", "1", "--gpu-gib", "80")
     config = written(*flags)
     assert (config.data.max_prompt_tokens, config.rollout.sampling.max_tokens) == (256, 256)
-    with pytest.raises(ConfigError, match=r"--max-tokens 300: .* up to 256 of it; at most 256"):
+    with pytest.raises(ConfigError, match=r"--max-tokens 300: .* at most 256"):
         written("x.yaml", *flags, "--max-tokens", "300")
     assert written("x.yaml", *flags, "--max-tokens", "256").max_context == 512
 
@@ -127,13 +127,13 @@ def test_completions_fit_the_models_context(config: dict[str, dict[str, int]]) -
     assert context_of("nobody/nothing") == 0
 
 
-def test_the_tiny_model_may_have_any_task() -> None:
+def test_tiny_model_takes_any_task() -> None:
     config = written("--task", "chain_sum", "--yes", "--gpus", "0")
     assert config.max_context == config.model.tiny.max_context == 512
     assert config.rollout.sampling.max_tokens == 48
 
 
-def test_names_may_have_anything_in_them(here: Path) -> None:
+def test_odd_file_names_survive(here: Path) -> None:
     odd = "a b\nrun: {steps: 7}.jsonl"
     (here / "school.jsonl").rename(odd)
     config = written("my own.yaml", "--model", "a/b", "--gpus", "0", "--data", odd)
@@ -141,7 +141,7 @@ def test_names_may_have_anything_in_them(here: Path) -> None:
     assert "keel train 'my own.yaml'" in Path("my own.yaml").read_text()
 
 
-def test_rows_for_an_environment_get_one() -> None:
+def test_rows_for_an_environment() -> None:
     target = ("--environment", "shop:Shop")
     config = written("--model", "a/b", "--gpus", "0", "--data", "shop.jsonl", *target)
     assert config.data.sources[0].environment.target == "shop:Shop"
@@ -150,33 +150,31 @@ def test_rows_for_an_environment_get_one() -> None:
 
 REFUSED = {
     "--model a/b --gpus 0": "--data is missing",
-    "--gpus 0 --environment shop:Shop": "--environment shop:Shop: the tiny model has been",
-    "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has prompt. Name",
-    "--model a/b --gpus 0 --data shop.jsonl": "has a column `environment`; name what reads it",
+    "--gpus 0 --environment shop:Shop": "--environment shop:Shop",
+    "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has prompt",
+    "--model a/b --gpus 0 --data shop.jsonl": "has a column `environment`",
     "--model ./nope --gpus 0 --data school.jsonl": "'./nope' does not exist",
-    "--model tiny --data school.jsonl": "has been taught a few tasks of reasoning_gym",
+    "--model tiny --data school.jsonl": "--data school.jsonl: the tiny model",
     "--model a/b --gpus 0 --data school.jsonl --task chain_sum": "keep one",
     "--model a/b --gpus -1 --data school.jsonl": "must be at least 0 and 1",
     "nowhere/x.yaml --gpus 0 --task chain_sum": "no such folder as nowhere",
     "school.jsonl --gpus 0": "school.jsonl: exists already",
     "--gpus 0 --steps 0": "run.steps = 0",
-    "--model a/b --gpus 0 --data school.jsonl --subset main": "belongs to source: file, hub",
+    "--model a/b --gpus 0 --data school.jsonl --subset main": "subset",
 }
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_what_is_missing_is_named_and_nothing_written(
-    flags: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusal_writes_nothing(flags: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_text() for path in here.iterdir()}
     assert main(["new", "--yes", *flags.split()]) == 2
-    said = capsys.readouterr()
-    assert REFUSED[flags] in said.err and said.err.startswith("keel new: ") and not said.out
+    output = capsys.readouterr()
+    assert REFUSED[flags] in output.err and output.err.startswith("keel new: ") and not output.out
     assert {path: path.read_text() for path in here.iterdir()} == before
 
 
 class Terminal:
-    """Somebody who types."""
+    """Types the given replies."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *replies: str) -> None:
         self.asked: list[str] = []
@@ -193,7 +191,7 @@ class Terminal:
             raise EOFError from None
 
 
-def test_a_terminal_is_asked_for_what_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_is_asked_for_missing_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     replies = ("4", "", "open.jsonl", "", "y", "", "70", "its.yaml")
     terminal = Terminal(monkeypatch, *replies)
     config = written("--model", "a/b")
@@ -213,7 +211,7 @@ def test_a_terminal_is_asked_for_what_was_not_given(monkeypatch: pytest.MonkeyPa
     assert Path("its.yaml").exists()
 
 
-def test_a_reply_that_cannot_be_used_is_asked_for_again(
+def test_invalid_replies_are_asked_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slips = [
@@ -236,7 +234,7 @@ def test_a_reply_that_cannot_be_used_is_asked_for_again(
         assert part in shown
 
 
-def test_a_cpu_gets_short_completions_and_small_batches() -> None:
+def test_cpu_defaults_are_small() -> None:
     config = written("--model", "a/b", "--data", "school.jsonl", "--gpus", "0")
     algorithm = config.algorithm
     assert algorithm.prompts_per_step * algorithm.group_size <= 32
@@ -244,7 +242,7 @@ def test_a_cpu_gets_short_completions_and_small_batches() -> None:
     assert config.data.sources[0].holdout <= 16 and config.run.steps <= 50
 
 
-def test_an_evaluation_file_is_a_source_that_never_trains() -> None:
+def test_evaluation_file_never_trains() -> None:
     Path("test.jsonl").write_text(Path("school.jsonl").read_text().replace(" + ", " - "))
     flags = ("--model", "a/b", "--data", "school.jsonl", "--eval", "test.jsonl")
     train, test = written(*flags, "--gpus", "8").data.sources
@@ -258,7 +256,7 @@ def test_an_evaluation_file_is_a_source_that_never_trains() -> None:
     assert 0 < few.size < 300, "an evaluation takes long on a CPU"
 
 
-def test_who_stops_answering_gets_no_file(
+def test_end_of_input_writes_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Terminal(monkeypatch, "0")
@@ -267,14 +265,12 @@ def test_who_stops_answering_gets_no_file(
     assert not (here / "x.yaml").exists()
 
 
-def test_the_defaults_of_a_plain_machine_are_checked_at_once(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_defaults_are_checked_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "--yes", "--gpus", "0", "plain.yaml"]) == 0
-    said = capsys.readouterr().out
-    assert "tiny: 407,680 parameters" in said and "128 held out" in said
-    assert said.endswith("next: keel train plain.yaml\n")
-    assert (here / "plain.yaml").read_text() in said
+    shown = capsys.readouterr().out
+    assert "tiny: 407,680 parameters" in shown and "128 held out" in shown
+    assert shown.endswith("next: keel train plain.yaml\n")
+    assert (here / "plain.yaml").read_text() in shown
 
 
 def test_texts_survive_yaml() -> None:
@@ -286,7 +282,7 @@ def test_texts_survive_yaml() -> None:
 
 
 @pytest.mark.e2e
-def test_gpus_are_counted_by_nvidias_tool(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_by_nvidia_smi(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = here / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 81920\necho 24564\n")
     tool.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Another way of asking the same prompts (`eval.variants`)."""
+"""Variants of an evaluation (`eval.variants`): their checks, budgets and prompts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from keel.rl.types import Prompt
 
 
 def check_variant(config: Config, variant: EvalVariant) -> None:
-    """Raises ConfigError for one that the engines have no room for, or that asks nothing."""
+    """Raise ConfigError for a variant that exceeds the engines' limits or has no effect."""
     knob, most = f"eval.variants[{variant.name}]", config.rollout.sampling.max_tokens
     if variant.max_tokens > most:
         raise ConfigError(
-            f"{knob}.max_tokens = {variant.max_tokens}: the engines have room for "
-            f"rollout.sampling.max_tokens = {most}; raise that"
+            f"{knob}.max_tokens = {variant.max_tokens}: must be at most "
+            f"rollout.sampling.max_tokens = {most}"
         )
-    there, told = bool(config.endpoint.base_url), config.endpoint.tells_thinking
-    if there and not told and variant.thinking != "as-asked":
-        raise ConfigError(
-            f"{knob}.thinking = {variant.thinking}: the endpoint is not told; set "
-            "endpoint.tells_thinking, if it takes that"
-        )
+    endpoint = config.endpoint
+    if endpoint.base_url and not endpoint.tells_thinking and variant.thinking != "as-asked":
+        raise ConfigError(f"{knob}.thinking = {variant.thinking}: needs endpoint.tells_thinking")
     if variant.context != "as-in-training" and not config.with_agents:
         raise ConfigError(f"{knob}.context = {variant.context}: no source has an environment")
     try:
@@ -37,8 +34,8 @@ def check_room(
     sets: Mapping[str, Sequence[Prompt]],
     count_tokens: Callable[[Prompt], int],
 ) -> None:
-    """Raises ConfigError for the first prompt that in the variant's words, with its budget, is more
-    than the engines have room for. The recipe's own words have been counted already."""
+    """Raise ConfigError for the first prompt that with the variant's line and budget exceeds the
+    context. The recipe's prompts have been checked already."""
     if not variant.line and variant.thinking == "as-asked":
         return
     knob = f"eval.variants[{variant.name}]"
@@ -51,14 +48,13 @@ def check_room(
                 limit = config.data.max_prompt_tokens
                 raise ConfigError(
                     f"{knob}: prompt {prompt.prompt_id} of data.sources[{source}] has {tokens} "
-                    f"tokens in its words, and the engines have room for {room} beside a budget "
-                    f"of {budget}; raise data.max_prompt_tokens = {limit} by {tokens - room} or "
-                    "more"
+                    f"tokens, and a budget of {budget} leaves {room}. Raise data.max_prompt_tokens "
+                    f"= {limit} by at least {tokens - room}"
                 )
 
 
 def as_in(variant: EvalVariant, config: Config) -> Config:
-    """The budgets that it changes. Raises ConfigError where they do not go together."""
+    """Apply the variant's budgets. Raises ConfigError if they conflict."""
     if variant.max_tokens:
         config = config.with_max_tokens(variant.max_tokens)
     if variant.context != "as-in-training":
@@ -67,7 +63,7 @@ def as_in(variant: EvalVariant, config: Config) -> Config:
 
 
 def as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:
-    """The prompt in the variant's words."""
+    """Apply the variant's line and thinking mode."""
     thinking = prompt.thinking if variant.thinking == "as-asked" else variant.thinking == "with"
     messages = [dict(message) for message in prompt.messages]
     last = next((m for m in reversed(messages) if m.get("role") == "user"), None)

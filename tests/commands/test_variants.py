@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keel.commands.recipes.variants import as_asked, check_room
+from keel.commands.variants import as_asked, check_room
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, EvalVariant
 from keel.rl.types import Prompt
@@ -39,4 +39,4 @@ def test_a_variant_has_to_leave_room_for_its_budget() -> None:
         check(EvalVariant(name="v", ask="6789 and more"))
     said = str(caught.value)
     assert said.startswith("eval.variants[v]: prompt p of data.sources[s] has 19 tokens")
-    assert said.endswith("raise data.max_prompt_tokens = 10 by 9 or more")
+    assert said.endswith("Raise data.max_prompt_tokens = 10 by at least 9")

@@ -1,4 +1,4 @@
-"""Files, models and rewards that a recipe names and that are not there: said before torch loads."""
+"""Fast checks of files, models and rewards that a recipe names, made before torch loads."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ from keel.trainer.run.trackers.tracker import check_trackers
 
 FILES = ("jsonl", "file")
 SOON = 2**22
-"""Bytes of a file, or of all of a folder's, that are read here already: a tenth of a second."""
+"""Maximum bytes of a file or folder to read here, which takes a tenth of a second."""
 
 
 def check_named(config: Config, command: str, later: Collection[Path] = ()) -> None:
-    """Check what can be checked in a fraction of a second, before torch loads.
+    """Check what takes a fraction of a second. Raises ConfigError like the later checks.
 
-    The hub's models, the lines of large files and functions of one's own are checked later. later:
-    absolute paths of files and models that an earlier command of a chain will have written. Raises
-    ConfigError, with the message of the later check.
+    Models of the hub, large files and your reward functions are checked later. later: absolute
+    paths that an earlier command of a chain will write.
     """
     supervised = command in ("sft", "pretrain")
     if supervised and not config.sft.sources:
-        raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
+        raise ConfigError("sft.sources: needs at least one source (docs/sft.md, docs/pretrain.md)")
     folder = Path(config.run.dir).expanduser()
     if folder.is_file():
-        raise ConfigError(f"run.dir = {folder}: is a file; choose another folder")
+        raise ConfigError(f"run.dir = {folder}: is a file. Choose another folder")
     if (supervised or command == "train") and (why := unwritable(folder)):
-        raise ConfigError(f"run.dir = {folder}: cannot be written ({why}); choose another folder")
+        raise ConfigError(f"run.dir = {folder}: cannot be written ({why}). Choose another folder")
     if supervised or command in ("train", "check"):
         check_trackers(config.run.trackers)
     sampled = () if supervised else config.data.sources
@@ -67,9 +66,9 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
         for path in (model, config.model.tokenizer or model):
             if Path(path).absolute() in later:
                 continue
-            # `models/qwen4` may be a name of the hub; beside a folder `models` it hardly is.
-            beside = "/" in path and Path(path).parent.is_dir()
-            if not is_hub_name(path) or beside or Path(path).is_file():
+            # `models/qwen4` may be a hub name, but not if there is a folder `models`.
+            sibling = "/" in path and Path(path).parent.is_dir()
+            if not is_hub_name(path) or sibling or Path(path).is_file():
                 try:
                     check_path(path)
                 except ConfigError as error:
@@ -77,22 +76,22 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
                     raise ConfigError(f"{knob} = {error}{_exported_by(path)}") from error
 
 
-def check_continued(config: Config, left: Collection[str]) -> None:
-    """Raise ConfigError where `keel train` would continue the run in `run.dir` with knobs that must
-    not change. left: knobs that the hardware decides."""
+def check_continued(config: Config, auto: Collection[str]) -> None:
+    """Raise ConfigError if `keel train` would resume the run in `run.dir` with knobs that must not
+    change. auto: knobs that are chosen for the hardware."""
     folder = Path(config.run.dir).expanduser()
     saved = folder / "config.yaml"
     begun = saved.is_file() and any(folder.glob("checkpoints/step_*"))
     if not begun or config.run.resume == "never":
-        return  # nothing to continue, or refused later with a reason of its own
+        return  # nothing to resume, or refused later
     before = load_config(saved)
-    if DTYPE in left:
+    if DTYPE in auto:
         config = replace(config, model=replace(config.model, dtype=before.model.dtype))
     check_resumable(before, config, str(folder))
 
 
 def _exported_by(path: str) -> str:
-    """The command whose run exports that folder, where its recipe comes along."""
+    """Hint at the shipped recipe whose run exports this folder."""
     folder = Path(path)
     if folder.name != "model" or folder.exists():
         return ""
@@ -106,8 +105,8 @@ def _exported_by(path: str) -> str:
 
 
 def _soon_known(part: str) -> bool:
-    """Whether part of a reward is Keel's own, or of a module that nobody has: others are imported
-    later, with all that they need."""
+    """Return True if a reward part is Keel's or its module does not exist. Other modules are
+    imported later, with their dependencies."""
     module, dot, _ = part.partition(".")
     if not dot or not module.isidentifier():
         return True
@@ -116,7 +115,7 @@ def _soon_known(part: str) -> bool:
 
 
 def _soon_read(path: Path) -> bool:
-    """Whether to read it, or to say that it is not there."""
+    """Return True if the path is small enough to read now, or missing."""
     files = path.rglob("*") if path.is_dir() else (path,)
     size = 0
     for file in files:

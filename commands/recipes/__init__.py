@@ -1,1 +1,0 @@
-"""A recipe of one's own from a few questions: `keel new`."""
