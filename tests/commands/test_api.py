@@ -297,13 +297,9 @@ def listening(*callbacks: Any) -> tuple[api._Telling, api._Heard]:
 
 def test_callbacks_get_steps_and_may_end_the_run() -> None:
     steps, reached = list[int](), np.array([1.0, 2.0])
-    state, view = listening(
-        lambda step, _: steps.append(step), lambda step, _: reached.max() <= step
-    )
+    state, view = listening(lambda step, _: steps.append(step), lambda n, _: reached.max() <= n)
     view.record(0, {"eval/sums/pass@1": 0.5})
-    state, view = listening(
-        lambda step, _: steps.append(step), lambda step, _: reached.max() <= step
-    )
+    view.record(1, {"time/step": 2.0, "reward/mean": 0.5})
     assert not state.enough
     view.record(2, {"time/step": 2.0, "reward/mean": 0.5})
     view.record(2, {"eval/sums/pass@1": 0.5})  # a late evaluation of a resumed run

@@ -313,7 +313,7 @@ def test_what_the_first_links_lack_is_said_before_any_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     keel = Keel()
-    with pytest.raises(ConfigError, match=r"`python -m keel.examples.small small-tasks` makes it"):
+    with pytest.raises(ConfigError, match=r"keel.examples.small small-tasks"):
         distill(replace(load_distillation("specialists"), dir="chain"), keel)
     missing = recipe(
         tmp_path / "chain",

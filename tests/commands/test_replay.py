@@ -161,4 +161,4 @@ def test_a_folder_without_such_a_batch(run: Path, capsys: pytest.CaptureFixture[
         assert why in capsys.readouterr().err
     save_batch(run, 3, GROUPS, [])
     assert main(["replay", str(run), "4"]) == 2
-    assert "no batch of step 4 was kept, but of: 3" in capsys.readouterr().err
+    assert "There are: 3" in capsys.readouterr().err
