@@ -171,7 +171,7 @@ class EndpointCompletions:
         thinking: bool,
         within_s: float = inf,
     ) -> EndpointReply | str:
-        """Return a reply, or the reason why there is none.
+        """Return a reply, or the reason for its absence.
 
         Time counts from a free slot (`endpoint.max_concurrent`). Raises RuntimeError like the
         future of `submit`, and TimeoutError after `within_s`.
@@ -252,7 +252,7 @@ async def _on_response(response: Any) -> None:
 
 
 def read_reply(body: Any, *, seconds: float) -> EndpointReply | str:
-    """Read a reply of any shape, or return what is wrong with it."""
+    """Read a reply of any shape, or return its error."""
     try:
         choice, usage = body["choices"][0], body.get("usage")
         message = choice["message"]

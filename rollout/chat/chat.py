@@ -74,7 +74,7 @@ class TemplateChat:
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """See `Chat.opening`. Thinking before the last user message is left out."""
+        """See `Chat.opening`. Omits thinking before the last user message."""
         if tools:
             self.tool_modes.add(thinking)
         text, marks = self.text(messages, tools, thinking=thinking)

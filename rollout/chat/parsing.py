@@ -17,7 +17,7 @@ from keel.model.tiny.tokenizer import CHAT_TEMPLATE
 from keel.rl import strict_json
 from keel.rl.turns import THINK, ThinkingMarks, ToolSpec
 from keel.rollout.chat.encoding import Encoder
-from keel.rollout.chat.thinking import HARMONY, NO_CALLS, Bounds, split_thinking
+from keel.rollout.chat.thinking import HARMONY, NO_CALLS, CallBounds, split_thinking
 
 _KINDS: dict[type, set[str]] = {
     type(None): {"null"},
@@ -103,7 +103,7 @@ def _read_tagged(
     tools: Sequence[ToolSpec],
     *,
     find_calls: _FindCalls,
-    bounds: Bounds,
+    bounds: CallBounds,
     opened: bool,
     inside: bool,
     marks: ThinkingMarks = THINK,
@@ -399,14 +399,14 @@ def _tiny_call(line: str, tools: Sequence[ToolSpec]) -> _Item:
     return Written(name, {key: value for key, value in arguments.items() if value is not None})
 
 
-def _tagged(find_calls: _FindCalls, bounds: Bounds = NO_CALLS) -> Callable[..., ParsedTurn]:
+def _tagged(find_calls: _FindCalls, bounds: CallBounds = NO_CALLS) -> Callable[..., ParsedTurn]:
     return partial(_read_tagged, find_calls=find_calls, bounds=bounds)
 
 
 _FORMATS = {
     known.name: known
     for known in (
-        Format(name="tiny", read=_tagged(_tiny_calls, Bounds("^@", "\n"))),
+        Format(name="tiny", read=_tagged(_tiny_calls, CallBounds("^@", "\n"))),
         Format(
             name="harmony",
             read=read_harmony,
@@ -416,27 +416,27 @@ _FORMATS = {
         ),
         Format(
             name="deepseek-v3.2",
-            read=_tagged(_deepseek_v32_calls, Bounds("<｜DSML｜invoke", "</｜DSML｜invoke>")),
+            read=_tagged(_deepseek_v32_calls, CallBounds("<｜DSML｜invoke", "</｜DSML｜invoke>")),
         ),
         Format(
             name="deepseek-v3.1",
             read=_tagged(
-                _deepseek_v31_calls, Bounds("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+                _deepseek_v31_calls, CallBounds("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
             ),
         ),
         # The policy ends its turn with the mark that begins the next message.
         Format(
             name="glm",
-            read=_tagged(_glm_calls, Bounds("<tool_call>", "</tool_call>")),
+            read=_tagged(_glm_calls, CallBounds("<tool_call>", "</tool_call>")),
             ends=("<|user|>", "<|observation|>"),
         ),
         Format(
             name="llama3",
-            read=_tagged(_llama3_calls, Bounds(r"<\|python_tag\|>", whole=_LLAMA3_JSON)),
+            read=_tagged(_llama3_calls, CallBounds(r"<\|python_tag\|>", whole=_LLAMA3_JSON)),
             ends=("<|eot_id|>", "<|eom_id|>"),
             equal_ends=True,
         ),
-        Format(name="hermes", read=_tagged(_json_calls, Bounds("<tool_call>", "</tool_call>"))),
+        Format(name="hermes", read=_tagged(_json_calls, CallBounds("<tool_call>", "</tool_call>"))),
         Format(name="plain", read=_tagged(_no_calls), calls=False),
     )
 }

@@ -1,6 +1,6 @@
 """Tokenisation of given conversations, in the ids that the policy would have sampled.
 
-Each turn's context equals that of a rollout: an opening, the turns so far, and the text that
+Each turn has the context of a rollout: an opening, the turns so far, and the text that
 `Chat.extend` puts between them. A token is thus trained after the ids that it would be sampled
 after, and a conversation is split into several contexts where a rollout's would be (at a user
 message that ends thinking, `keel.agents.conversation`).

@@ -40,7 +40,7 @@ def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class CallBounds:
     """Start and end of a family's calls. Thinking marks inside a call are ordinary text."""
 
     start: str = ""
@@ -51,12 +51,12 @@ class Bounds:
     """Start of a turn, or of the text after its thinking, that consists of calls only."""
 
 
-NO_CALLS = Bounds()
+NO_CALLS = CallBounds()
 
 
 def split_thinking(
     text: str,
-    bounds: Bounds = NO_CALLS,
+    bounds: CallBounds = NO_CALLS,
     *,
     opened: bool,
     inside: bool = False,
@@ -87,7 +87,9 @@ def split_thinking(
 class _Scanner:
     """Finds a turn's thinking marks in one pass, skipping those inside calls."""
 
-    def __init__(self, text: str, bounds: Bounds, marks: ThinkingMarks, *, inside: bool) -> None:
+    def __init__(
+        self, text: str, bounds: CallBounds, marks: ThinkingMarks, *, inside: bool
+    ) -> None:
         self._text, self._bounds, self._marks = text, bounds, marks
         opening, closing = re.escape(marks.open), re.escape(marks.close)
         start = f"|{bounds.start}" if bounds.start else ""

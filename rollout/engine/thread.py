@@ -92,7 +92,7 @@ class EngineThread:
     ) -> Future[Group]:
         """Sample a group. Cancelling the future aborts it; `rollout.timeout_s` cuts it.
 
-        Without `record`, as for evaluation, routes and sampling masks are left out. The future
+        Without `record`, as for evaluation, routes and sampling masks are not recorded. The future
         fails with ValueError for a prompt that does not fit, RecordingError for a gap in the
         recording, and EngineError if the engine breaks or its last update failed.
         """
@@ -320,7 +320,7 @@ class EngineThread:
         return command.when == "now" or not engine.busy
 
     def _cut_overdue(self, engine: VllmEngine) -> Iterator[tuple[int, Result]]:
-        """Cut jobs at their deadline, and drop what is still unfinished `CUT_S` later."""
+        """Cut jobs at their deadline, and drop jobs still unfinished `CUT_S` later."""
         overdue = [
             (job, entry) for job, entry in self._in_flight.items() if entry.deadline <= self._busy_s
         ]

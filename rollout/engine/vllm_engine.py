@@ -148,7 +148,7 @@ class VllmEngine:
     ) -> None:
         """Start `group_size` completions, which `step` returns under the number `job`.
 
-        Without `record`, routes and sampling masks are left out. `draw`: see `sibling_seed`. Raises
+        Records routes and sampling masks only with `record`. draw: see `sibling_seed`. Raises
         ValueError for a prompt that does not fit.
         """
         self._check_weights(f"prompt {prompt.prompt_id}")
@@ -167,8 +167,8 @@ class VllmEngine:
     ) -> None:
         """Start a turn, which `step` returns under the number `job`.
 
-        The request's `max_tokens` replaces that of `sampling`. Raises ValueError if the turn does
-        not fit.
+        The request's `max_tokens` overrides `sampling`'s. Raises ValueError if the turn does not
+        fit.
         """
         self._check_weights(f"conversation {request.conversation}")
         context, limit = len(request.token_ids_T), self.spec.max_model_len

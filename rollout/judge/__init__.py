@@ -1,1 +1,1 @@
-"""The judge that a run serves itself: a vLLM server that ends with its owner."""
+"""The judge model that a run serves itself: a vLLM server that ends with the run."""

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server as a process that ends with its owner. Imports nothing heavy."""
+"""vLLM's OpenAI-compatible server as a child process. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -20,26 +20,24 @@ from keel.configs.schema import JudgeConfig
 from keel.rollout.judge import reaper
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
-"""What `vllm serve` runs for one server. The command itself fails on the CPU build, which looks
-for a distribution of the name `vllm`."""
+"""Module behind `vllm serve`. The command fails on the CPU build, which looks for a distribution
+named `vllm`."""
 GIB = 2**30
-ASK_S = 5.0
-"""Longest wait for one reply of `/health`."""
-PAUSE_S = 0.2
-STOP_S = 30.0
-"""Longest wait for the server to end."""
-LOG_LINES = 15
-LOG_BYTES = 262_144
+HEALTH_TIMEOUT_S = 5.0
+_POLL_S = 0.2
+STOP_TIMEOUT_S = 30.0
+_LOG_LINES = 15
+_LOG_BYTES = 262_144
 _ERROR = re.compile(
     r"^(?:\([^)]*\) )?(?:ERROR \S+ \S+ \[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: .+)"
 )
-"""An exception's own line, bare or as vLLM's processes log it."""
+"""An exception's line, bare or with vLLM's log prefix."""
 
 
 class VllmServer:
     """A vLLM server in a child process.
 
-    A guard (`keel.rollout.judge.reaper`) ends it when this process ends in any way."""
+    `keel.rollout.judge.reaper` ends it when this process ends or is killed."""
 
     def __init__(
         self,
@@ -52,29 +50,28 @@ class VllmServer:
         port: int = 0,
         key: str = "",
     ) -> None:
-        """Start it.
+        """Start the server.
 
-        name: the server's name in error messages. options: vLLM's, by their names there.
-        environment: variables added to this process's. host, port: address to listen at; port 0
-        takes a free one. log: receives the server's output. key: API key that clients have to send;
-        empty: `VLLM_API_KEY` of the environment, if set.
+        name: used in error messages. options: vLLM options. environment: added to this process's
+        environment. port: 0 takes a free one. log: receives the server's output. key: API key that
+        clients must send; empty keeps `VLLM_API_KEY` of the environment.
         Raises OSError if the address cannot be bound.
         """
         self._name, self._host, self._log = name, host, log
-        # Bound and not listening, it keeps others off the port until the server listens there.
-        self._port = socket.socket()
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Bound but not listening: reserves the port until the server listens on it.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._port.bind((host, port))
+            self._reserved.bind((host, port))
         except BaseException:
-            self._port.close()
+            self._reserved.close()
             raise
-        self._number = int(self._port.getsockname()[1])
-        address = {"host": host, "port": self._number}
+        self._port = int(self._reserved.getsockname()[1])
+        address = {"host": host, "port": self._port}
         command = [sys.executable, "-m", MODULE, *flags({**options, **address})]
         keys = {"VLLM_API_KEY": key} if key else {}
         with log.open("ab") as output:
-            self._guard = subprocess.Popen(
+            self._reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -85,52 +82,52 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self._host}:{self._number}/v1"
+        return f"http://{self._host}:{self._port}/v1"
 
     def wait(self, timeout_s: float, knob: str = "") -> None:
-        """Wait until the server answers. knob: the setting that `timeout_s` comes from. Raises
+        """Wait until the server answers. knob: name of the setting behind `timeout_s`. Raises
         RuntimeError with the end of the log if the server does not start."""
         end = time.monotonic() + timeout_s
         while not self._healthy():
-            why = self.ended()
-            if not why and time.monotonic() > end:
-                why = (
+            reason = self.ended()
+            if not reason and time.monotonic() > end:
+                reason = (
                     f"no answer within {f'{knob} = ' * bool(knob)}{timeout_s:g} s\n"
                     f"{log_excerpt(self._log)}"
                 )
-            if why:
+            if reason:
                 self.stop()
-                raise RuntimeError(f"{self._name}: its server did not start: {why}")
-            time.sleep(PAUSE_S)
-        self._port.close()
+                raise RuntimeError(f"{self._name}: the server did not start: {reason}")
+            time.sleep(_POLL_S)
+        self._reserved.close()
 
     def ended(self) -> str:
-        """Why it is no more, with the end of its log; "" while it runs."""
-        output = self._guard.stdout
+        """Why the server ended, with the end of its log; "" while it runs."""
+        output = self._reaper.stdout
         assert output is not None
         if output.closed:
             return "it was stopped"
         if not select.select([output], [], [], 0)[0]:
             return ""
-        status = output.read().decode().strip() or "none, its guard was killed"
+        status = output.read().decode().strip() or "unknown, its reaper was killed"
         output.close()
         return f"it ended (exit status {status})\n{log_excerpt(self._log)}"
 
     def stop(self) -> None:
-        """End it and everything it has started."""
-        output, order = self._guard.stdout, self._guard.stdin
-        assert output is not None and order is not None
-        self._port.close()
+        """End the server and its children."""
+        output, stop_pipe = self._reaper.stdout, self._reaper.stdin
+        assert output is not None and stop_pipe is not None
+        self._reserved.close()
         with contextlib.suppress(BrokenPipeError):
-            order.close()
+            stop_pipe.close()
         if not output.closed:
-            select.select([output], [], [], STOP_S)
+            select.select([output], [], [], STOP_TIMEOUT_S)
             output.close()
-        self._guard.wait()
+        self._reaper.wait()
 
     def _healthy(self) -> bool:
-        # http.client knows no proxies, and this request must not go to one.
-        connection = http.client.HTTPConnection(self._host, self._number, timeout=ASK_S)
+        # http.client ignores proxy settings, which must not apply here.
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=HEALTH_TIMEOUT_S)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -155,24 +152,28 @@ class JudgeProcess(VllmServer):
 
 
 def options(config: JudgeConfig, *, gpu: bool) -> dict[str, Any]:
-    """vLLM options of the judge's server, without its address."""
+    """vLLM options of the judge's server, except its address."""
     server = config.server
-    chosen: dict[str, Any] = {
+    vllm_options: dict[str, Any] = {
         "model": config.model,
         "served_model_name": config.model,
         "dtype": server.dtype,
         "max_num_seqs": config.max_concurrent,
-        # A weak judge would rather write white space for ever than the next brace.
+        # Weak judges otherwise emit endless white space.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
     if server.max_model_len:
-        chosen["max_model_len"] = server.max_model_len
+        vllm_options["max_model_len"] = server.max_model_len
     if gpu:
-        chosen |= {
+        vllm_options |= {
             "gpu_memory_utilization": server.gpu_memory_utilization,
             "tensor_parallel_size": server.tensor_parallel,
         }
-    return {**common_options(gpu=gpu, kv_cache_gib=server.kv_cache_gib), **chosen, **server.options}
+    return {
+        **common_options(gpu=gpu, kv_cache_gib=server.kv_cache_gib),
+        **vllm_options,
+        **server.options,
+    }
 
 
 def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
 
 def flags(options: Mapping[str, Any]) -> list[str]:
     """Command-line arguments of vLLM's server for `options`."""
-    return [word for name, value in options.items() for word in _flag(name, value)]
+    return [argument for name, value in options.items() for argument in _flag(name, value)]
 
 
 def _flag(name: str, value: Any) -> Iterator[str]:
@@ -210,7 +211,7 @@ def environment(*, gpu: bool, threads: int) -> dict[str, str]:
     return {
         **common,
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton
-        # Allows the engine to compute in its own process, in place of a third one.
+        # Saves one process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
@@ -219,13 +220,13 @@ def environment(*, gpu: bool, threads: int) -> dict[str, str]:
 
 
 def log_excerpt(log: Path) -> str:
-    """The first error in the log's last part, which is the cause of the others, and its end."""
+    """First error in the last part of the log (later ones follow from it), and the last lines."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
         file.seek(0, 2)
-        file.seek(max(0, file.tell() - LOG_BYTES))
+        file.seek(max(0, file.tell() - _LOG_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    cause = next((found[1] for line in lines if (found := _ERROR.search(line))), "")
-    last = [f"last lines of its log ({log}):", *lines[-LOG_LINES:]]
+    cause = next((match[1] for line in lines if (match := _ERROR.search(line))), "")
+    last = [f"last lines of its log ({log}):", *lines[-_LOG_LINES:]]
     return "\n".join([f"first error: {cause}", *last] if cause else last)

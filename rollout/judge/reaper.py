@@ -1,15 +1,13 @@
-"""Runs a command, and ends it with everything that it has started.
+"""Runs a command and ends it together with all its descendants.
 
     python reaper.py COMMAND …
 
-The end of the guard's standard input is the order to end: whoever holds the other end of that pipe
-may die in any way. When the command is gone, however that came, so is everything it left behind,
-and only then does the guard write its exit status to standard output and leave. A command that
-stands still (SIGSTOP) is ended, too. The command's own
-output goes to the guard's standard error.
+Ends the command when its own standard input closes, which also happens when the owner dies, or
+when the command is stopped (SIGSTOP). After the command and all its descendants have ended, prints
+the command's exit status and exits. The command's output goes to the reaper's standard error.
 
-vLLM's API server needs one: when it is killed, its engine goes on as an orphan and keeps the GPU.
-Runs as a script, of the standard library alone, so that it starts in milliseconds. Linux only.
+Without it, the engine of a killed vLLM API server keeps running and keeps the GPU. A script of the
+standard library alone, so that it starts in milliseconds. Linux only.
 """
 
 from __future__ import annotations
@@ -23,25 +21,24 @@ import sys
 from pathlib import Path
 
 GRACE_S = 5.0
-"""Between asking the command to end and ending it."""
-LOOK_S = 1.0
-STOPPED = 5
-"""Looks in a row, `LOOK_S` apart, that find the command stopped, after which it is ended."""
+"""Time between SIGTERM and SIGKILL."""
+POLL_S = 1.0
+MAX_STOPPED_POLLS = 5
+"""Consecutive polls that find the command stopped before it is killed."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(command: list[str]) -> None:
-    # A grandchild of whoever asked: Ray kills the children of an actor that ends, and the work of
-    # this one begins then.
+    # Become a grandchild: Ray kills the children of an actor that ends.
     if os.fork():
         os._exit(0)
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the command leaves behind becomes our child
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopt orphaned descendants
 
-    def begun() -> None:
-        # The second line of defence, should this process be killed itself.
+    def prepare_child() -> None:
+        # In case this process is killed.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        # Whoever asked may be deaf to it, and its children with it (a run's actors are).
+        # Ray actors block SIGTERM, and children inherit that.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
     server = subprocess.Popen(
@@ -49,13 +46,13 @@ def main(command: list[str]) -> None:
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
         start_new_session=True,
-        preexec_fn=begun,
+        preexec_fn=prepare_child,
     )
-    ended, looks = os.pidfd_open(server.pid), 0
-    while not select.select([sys.stdin.fileno(), ended], [], [], LOOK_S)[0]:
-        looks = looks + 1 if stopped(server.pid) else 0
-        if looks == STOPPED:  # it, or a process that it waits for
-            print(f"{looks} looks found it stopped (SIGSTOP): it is ended", file=sys.stderr)
+    ended, stopped_polls = os.pidfd_open(server.pid), 0
+    while not select.select([sys.stdin.fileno(), ended], [], [], POLL_S)[0]:
+        stopped_polls = stopped_polls + 1 if _stopped(server.pid) else 0
+        if stopped_polls == MAX_STOPPED_POLLS:
+            print(f"killed after {stopped_polls} polls in state stopped (SIGSTOP)", file=sys.stderr)
             server.kill()
             break
     server.terminate()
@@ -64,23 +61,23 @@ def main(command: list[str]) -> None:
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
-    end_children()
+    _end_children()
     print(server.returncode, flush=True)
 
 
-def stopped(pid: int) -> bool:
-    """Whether a process, or one below it, has been stopped."""
+def _stopped(pid: int) -> bool:
+    """Return True if a process or one of its descendants is stopped."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         tasks = [t / "children" for t in Path(f"/proc/{pid}/task").iterdir()]
-        below = [child for task in tasks for child in task.read_text().split()]
-    except OSError:  # it has just ended
+        children = [child for task in tasks for child in task.read_text().split()]
+    except OSError:  # just ended
         return False
-    return state == "T" or any(stopped(int(child)) for child in below)
+    return state == "T" or any(_stopped(int(child)) for child in children)
 
 
-def end_children() -> None:
-    """Kill all children of this process, and theirs, which become ours; wait until all are gone."""
+def _end_children() -> None:
+    """Kill all descendants of this process and wait for them."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in children.read_text().split():

@@ -1,7 +1,6 @@
-"""The judge that a run serves itself: one vLLM server on some node of the cluster.
+"""Judge model served by the run: one vLLM server on a node of the cluster.
 
-`JudgeServer` is what the driver holds; it gives the judge's client the URL and starts a server that
-died again. Importing this module does not import vLLM.
+The driver holds a `JudgeServer`, which restarts a server that died. Does not import vLLM.
 """
 
 from __future__ import annotations
@@ -22,42 +21,42 @@ from ray.util import get_node_ip_address
 
 from keel.configs.schema import JudgeConfig
 from keel.model import ray_timeouts
-from keel.rollout.judge.process import STOP_S, JudgeProcess
+from keel.rollout.judge.process import STOP_TIMEOUT_S, JudgeProcess
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
-"""Times within so many seconds that the server is started again before the run is given up."""
+"""Restarts allowed within `RECENT_S` seconds; the next death ends the run."""
 REPLY_S = 30.0
-"""Longest wait for the actor to say how its server is, and beyond the server's own deadline."""
+"""Timeout of a call to the actor, and the margin over the server's startup timeout."""
 PLACED_S = 1.0
-"""An actor that does not answer in this time has no place in the cluster yet, and no server."""
+"""An actor that does not answer within this time is not placed yet and has no server."""
 
 log = logging.getLogger(__name__)
 
 
 class JudgeActor:
-    """Owns the server's process; a Ray actor. It must not outlive the actor, and does not."""
+    """Ray actor that owns the server process, which ends with the actor."""
 
     def __init__(self, config: JudgeConfig, gpu: bool, key: str) -> None:
         stderr = Path("/proc/self/fd/2")
-        place = Path(os.readlink(stderr)).parent if stderr.exists() else Path()
-        if not place.is_dir() or not place.is_absolute() or place == Path("/dev"):
-            place = Path(tempfile.gettempdir())
+        folder = Path(os.readlink(stderr)).parent if stderr.exists() else Path()
+        if not folder.is_dir() or not folder.is_absolute() or folder == Path("/dev"):
+            folder = Path(tempfile.gettempdir())
         self._timeout_s = config.server.startup_timeout_s
         self._process = JudgeProcess(
             config,
             gpu=gpu,
             host=get_node_ip_address(),
             key=key,
-            log=place / f"judge-server-{os.getpid()}.log",  # among Ray's logs of this session
+            log=folder / f"judge-server-{os.getpid()}.log",  # among Ray's logs of this session
         )
 
     def start(self) -> str:
-        """The server's URL, when it answers."""
+        """Wait until the server answers and return its URL."""
         self._process.wait(self._timeout_s, "rewards.judge.server.startup_timeout_s")
         return self._process.url
 
     def ended(self) -> str:
-        """Why the server is no more; "" while it runs."""
+        """Why the server ended; "" while it runs."""
         return self._process.ended()
 
     def stop(self) -> None:
@@ -65,13 +64,13 @@ class JudgeActor:
 
 
 class JudgeServer:
-    """`keel.rewards.judge.results.ServedJudge`: a judge that belongs to this run."""
+    """Judge server of this run, as `keel.rewards.judge.results.ServedJudge`."""
 
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None
     ) -> None:
-        """Begins to start it; `url` waits for that. Needs Ray. `options`: Ray options of its actor,
-        over the defaults (GPUs of its own, where `gpu`)."""
+        """Start the server without waiting. Needs Ray. options: Ray options of its actor, over the
+        defaults."""
         self._config, self._gpu, self._options = config, gpu, options or {}
         self.key = secrets.token_hex(16)
         self._lock = threading.Lock()
@@ -82,44 +81,44 @@ class JudgeServer:
 
     @property
     def restarts(self) -> int:
-        """Times that it was started again in this run."""
+        """Number of restarts in this run."""
         return len(self._times)
 
     def url(self) -> str:
-        """Of a server that runs; one that died is started again first.
+        """URL of the running server; restarts one that died.
 
-        Raises RuntimeError, with the end of the server's log, when it cannot be had.
+        Raises RuntimeError with the end of the server's log if it cannot be started.
         """
         with self._lock:
             if self._url:
-                why = self._ended()
-                if not why:
+                reason = self._ended()
+                if not reason:
                     return self._url
                 now = time.monotonic()
                 recent = sum(now - at < RECENT_S for at in self._times)
                 if recent >= MAX_RESTARTS:
                     raise RuntimeError(
-                        f"the judge's server died {recent + 1} times within "
-                        f"{RECENT_S / 3600:g} hours; the last time: {why}"
+                        f"the judge server died {recent + 1} times within "
+                        f"{RECENT_S / 3600:g} hours; last reason: {reason}"
                     )
                 self._url = ""
                 self._times.append(now)
-                log.warning("the judge's server died and is started again: %s", why)
+                log.warning("judge server died and is restarted: %s", reason)
                 ray_timeouts.kill(self._actor)
                 self._launch()
             self._url = self._wait()
             return self._url
 
     def stop(self) -> None:
-        """End the server, also while another thread waits for it. Safe to call twice."""
+        """End the server, even while another thread waits for it. Safe to call twice."""
         if self._stopped:
             return
         self._stopped = True
-        # If that fails, the server has ended, or does with its actor.
+        # On failure the server has ended or ends with its actor.
         with contextlib.suppress(RayError, TimeoutError, ray_timeouts.RayLost):
-            asked = ray_timeouts.call(self._actor.__ray_ready__)
-            if ray_timeouts.wait([asked], seconds=PLACED_S)[0]:
-                ray_timeouts.get(ray_timeouts.call(self._actor.stop), seconds=STOP_S)
+            ready = ray_timeouts.call(self._actor.__ray_ready__)
+            if ray_timeouts.wait([ready], seconds=PLACED_S)[0]:
+                ray_timeouts.get(ray_timeouts.call(self._actor.stop), seconds=STOP_TIMEOUT_S)
         ray_timeouts.kill(self._actor)
 
     def _launch(self) -> None:
@@ -130,7 +129,7 @@ class JudgeServer:
             JudgeActor, "judge", {**options, **self._options}, self._config, self._gpu, self.key
         )
         self._starting = ray_timeouts.call(self._actor.start)
-        if self._stopped:  # meanwhile, by another thread
+        if self._stopped:  # by another thread
             ray_timeouts.kill(self._actor)
 
     def _wait(self) -> str:
@@ -140,12 +139,12 @@ class JudgeServer:
         except RayTaskError as error:
             raise RuntimeError(str(error.cause)) from error
         except RayActorError as error:
-            why = "it was stopped" if self._stopped else f"its actor died: {error}"
-            raise RuntimeError(f"the judge's server did not start: {why}") from error
+            reason = "it was stopped" if self._stopped else f"its actor died: {error}"
+            raise RuntimeError(f"the judge server did not start: {reason}") from error
         except GetTimeoutError as error:
             raise RuntimeError(
-                f"the judge's server did not start: waited {limit:.0f} s for it "
-                "(rewards.judge.server.startup_timeout_s); has the cluster room for it?"
+                f"the judge server did not start within {limit:.0f} s "
+                "(rewards.judge.server.startup_timeout_s); is there room in the cluster?"
             ) from error
 
     def _ended(self) -> str:
@@ -154,4 +153,4 @@ class JudgeServer:
         except RayActorError as error:
             return f"its actor died: {error}"
         except GetTimeoutError:
-            return ""  # busy, or cut off: Ray says so in time if it has died
+            return ""  # busy or unreachable; Ray reports a death eventually

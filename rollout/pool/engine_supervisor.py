@@ -35,8 +35,8 @@ _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
 class RolloutEngine(Protocol):
     """An engine as the pool sees it. Calls return at once; cancelling a future aborts the work.
 
-    Futures fail with `EngineError` if the engine died, which the pool repairs, and with any other
-    error for what it cannot repair.
+    Futures fail with `EngineError` if the engine died, which the pool repairs. Other errors cannot
+    be repaired.
     """
 
     def ready(self) -> Future[EngineStarted]:

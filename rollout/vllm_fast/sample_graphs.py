@@ -203,7 +203,7 @@ class SampleGraphs:
         return self._graphs[size, width]
 
     def _draw(self, size: int, width: int) -> SampledRows:
-        """Sample the first rows from the fixed buffers; this is what a graph captures."""
+        """Sample the first rows from the fixed buffers; graphs capture this call."""
         runner, rows, fixed = self._runner, self._rows.first(size), self._fixed()
         assert fixed is not None
         return draw(

@@ -6,7 +6,7 @@ as a `DecodeBatch`. When requests begin, vLLM's scheduler sees only these, with 
 the batch leaves, and its step is merged with the batch's; the requests join the batch once they
 only decode. For anything else (an abort, a preemption, a pause) the batch is flushed: it is written
 back into its requests, and vLLM schedules the whole step. Flushed tokens are delivered with the
-request's next one, like those of speculative decoding.
+request's next one, as in speculative decoding.
 
 A finished request is delivered at once while the batch continues, and so it does while others wait
 to begin. Both leave places unused. Waiting requests begin once the places lost equal the cost of

@@ -17,7 +17,7 @@ SIZE = {"prompts": 6, "group": 3, "prompt_tokens": 64, "tokens": 200, "gpu_memor
 
 
 def mismatch(folder: Path, family: str, *arms: str) -> dict[str, dict[str, Any]]:
-    """What the arms measure, one after the other."""
+    """Run the arms one by one and return their measurements."""
     write(folder / "model", family)
     module, out = "benchmarks.mismatch", folder / "out"
     model = ["--out", str(out), "--model", str(folder / "model"), "--size", json.dumps(SIZE)]

@@ -1,4 +1,4 @@
-"""vLLM's sampler and a step's batch by themselves, without an engine."""
+"""vLLM's sampler and batches without an engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ PROMPT = 5
 def make_runner(
     parameters: Sequence[SamplingParams], vocabulary: int, device: torch.device, *, record: bool
 ) -> Any:
-    """With a request for each of `parameters`; as much of vLLM's model runner as
-    `keel.rollout.vllm_fast.sampler.install` looks at."""
+    """Model runner with one request for each of `parameters`.
+
+    Has the fields that `keel.rollout.vllm_fast.sampler.install` reads.
+    """
     config: Any = SimpleNamespace(reasoning_config=None)
     states = RequestState(len(parameters), 64, 64, 0, vocabulary, device)
     states.prefill_len.np[:] = PROMPT
@@ -45,8 +47,10 @@ def make_runner(
 
 
 def make_batch(requests: NDArray[np.int64], lengths: Sequence[int], device: torch.device) -> Any:
-    """As much of vLLM's `InputBatch` as its sampler looks at: row r is about request `requests[r]`,
-    which has come to `lengths[r]` tokens."""
+    """Batch with the `InputBatch` fields that the sampler reads.
+
+    Row r belongs to request `requests[r]` with `lengths[r]` tokens.
+    """
     rows = len(requests)
     mapping = torch.from_numpy(requests).to(device)
     seq_lens = torch.tensor(lengths, dtype=torch.int32)

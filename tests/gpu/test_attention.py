@@ -70,7 +70,7 @@ def test_packed_equals_padded(
 
 
 @pytest.mark.parametrize("widths", [(128, 128), (192, 128), (256, 256)])
-def test_flash4_is_for_wide_heads_and_for_values_of_another_width(widths: tuple[int, int]) -> None:
+def test_flash4_covers_wide_and_unequal_heads(widths: tuple[int, int]) -> None:
     attend, given = kernels("flash4"), inputs(4, 4, *widths)
     assert fits(*widths, torch.device("cuda"))
     fused = trained(attend, given, torch.bfloat16, None)
@@ -79,7 +79,7 @@ def test_flash4_is_for_wide_heads_and_for_values_of_another_width(widths: tuple[
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
 
 
-def test_flash4_may_be_trusted_with_the_heads_of_known_models() -> None:
+def test_flash4_handles_heads_of_known_models() -> None:
     """Qwen3's, Qwen2.5's, DeepSeek's, and Gemma's with windows."""
     kernels("flash4")
     shapes = (

@@ -56,8 +56,7 @@ class Cache:
 
 
 def groups(*sizes: int, prompt: int = 6 * PAGE, common: int = 0) -> Cache:
-    """Groups of rows that share a prompt of so many tokens, of which all have the first in
-    common."""
+    """Groups of rows that share a prompt; all prompts share their first `common` tokens."""
     cache = Cache()
     first = cache.add(common) if common else []
     if common:
@@ -73,7 +72,7 @@ def groups(*sizes: int, prompt: int = 6 * PAGE, common: int = 0) -> Cache:
 
 
 def check(cache: Cache, queries: int = 4, keys: int = 2, size: int = 64, most: int = 0) -> None:
-    """All rows' attention is that of the tokens they have."""
+    """Check that every row attends to exactly its own tokens."""
     from keel.rollout.vllm_fast.cascade.kernels import Heads, Scratch, attend, plan
 
     torch.manual_seed(0)
@@ -114,7 +113,7 @@ def planned(cache: Cache, queries: int = 4, keys: int = 2) -> tuple[list[int], l
 @pytest.mark.skipif(
     INTERPRETED, reason="no NVIDIA GPU is visible (an interpreter compiles nothing)"
 )
-def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs() -> None:
+def test_steps_use_precompiled_kernels() -> None:
     from triton import knobs
 
     from keel.configs.schema import RolloutConfig
@@ -166,17 +165,17 @@ def test_rows_of_a_group_are_a_segment() -> None:
     assert shared == [96, 96, 96, 96, 0, 96, 96, 96]
 
 
-def test_segments_are_counted_from_the_first_row_of_a_group() -> None:
+def test_segments_start_at_the_groups_first_row() -> None:
     leaders, _ = planned(groups(3, 10, 6))
     assert leaders == [0] * 3 + [3] * 8 + [11] * 2 + [13] * 6
 
 
-def test_segments_end_with_the_rows_that_are_seen_together() -> None:
+def test_segments_end_with_their_rows() -> None:
     leaders, _ = planned(groups(40))
     assert leaders == [8 * (row // 8) for row in range(40)]
 
 
-def test_groups_that_share_less_with_each_other_stay_apart() -> None:
+def test_groups_sharing_less_stay_separate() -> None:
     leaders, shared = planned(groups(3, 3, common=5 * PAGE, prompt=12 * PAGE))
     assert leaders == [0, 0, 0, 3, 3, 3]
     assert shared == [192] * 6
@@ -192,14 +191,14 @@ def test_little_is_not_worth_a_segment() -> None:
     assert planned(groups(2, prompt=3 * PAGE))[1] == [0, 0]
 
 
-def test_a_row_keeps_the_token_that_it_decodes() -> None:
+def test_rows_keep_their_decoded_token() -> None:
     cache = Cache()
     shared = cache.add(6 * PAGE)
     cache.add(6 * PAGE, shared)
     assert planned(cache)[1] == [80, 80]
 
 
-def test_what_a_row_no_longer_has_is_not_compared() -> None:
+def test_stale_blocks_are_not_compared() -> None:
     cache = Cache()
     cache.rows, cache.lengths, cache.used = [[3] * 8, [3] * 8], [2 * PAGE, 8 * PAGE], 4
     assert planned(cache)[1] == [0, 0]
@@ -232,7 +231,7 @@ def test_heads(queries: int, keys: int) -> None:
     check(groups(5, 2), queries, keys)
 
 
-def test_a_group_of_more_rows_than_are_seen_together() -> None:
+def test_a_group_larger_than_a_tile() -> None:
     check(groups(21))
 
 

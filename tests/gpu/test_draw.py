@@ -116,12 +116,12 @@ def test_greedy_rows() -> None:
     check(truncated([8, 30, 8, 200]), top_k=100, temperatures=[0, 1, 1, 0])
 
 
-def test_rows_whose_prompt_is_not_read_have_none() -> None:
+def test_rows_in_prefill_have_no_sample() -> None:
     check(truncated([4, 6, 2]), top_k=8, unread=(1,))
     check(truncated([4, 6, 2]), top_k=8, unread=(0, 1, 2))
 
 
-def test_more_ids_than_travel_with_the_step_are_fetched() -> None:
+def test_extra_ids_are_fetched() -> None:
     check(truncated([300, 200, 250]), top_k=512)
 
 
@@ -130,7 +130,7 @@ def test_more_ids_than_the_widest_top_k(record: bool) -> None:
     check(truncated([9, 8, 3, 30, 5000]), top_k=8, record=record)
 
 
-def test_of_equal_logits_the_lowest_id_is_greedy() -> None:
+def test_greedy_ties_take_the_lowest_id() -> None:
     for top_k in (8, 200, 512):
         check(truncated([12, 190, 300], values=3), top_k=top_k, temperatures=[0, 0, 0])
         check(truncated([12, 190, 300], values=1), top_k=top_k)
@@ -142,7 +142,7 @@ def test_nothing_was_cut_off() -> None:
     check(logits.bfloat16(), top_k=VOCABULARY)
 
 
-def test_a_row_that_is_not_a_number_says_so() -> None:
+def test_nan_rows_are_flagged() -> None:
     from keel.rollout.vllm_fast.sample_kernels import draw
 
     logits = truncated([5, 5, 5])
@@ -187,8 +187,8 @@ def mixed_parameters() -> list[Any]:
         ([2, 0, 3, 1], True),  # nothing but temperature and truncation
         ([5, 1, 6, 9, 7], True),
         ([5], True),
-        ([7], False),  # nobody wants log-probabilities
-        ([0, 8, 4], False),  # one wants those of other ids
+        ([7], False),  # no log-probabilities
+        ([0, 8, 4], False),  # log-probabilities of other ids
     ],
 )
 @pytest.mark.parametrize("record", [True, False])
@@ -233,8 +233,8 @@ def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, recor
         assert got.token_ids.tolist() == wanted.token_ids.tolist()
 
 
-def test_masks_that_nobody_asks_for_stay_where_they_are() -> None:
-    """Those of an evaluation, which may be wide; not where another's are asked for."""
+def test_unrequested_masks_stay_on_the_gpu() -> None:
+    """Masks of evaluations, unless another row of the batch needs masks."""
     from vllm import SamplingParams
 
     from keel.rollout.vllm_fast import sampler as kept_sampler
@@ -261,7 +261,7 @@ def test_masks_that_nobody_asks_for_stay_where_they_are() -> None:
     assert sets_of([0]).counts.tolist() == [400]
 
 
-def test_a_request_in_the_place_of_another_samples_as_it_asks() -> None:
+def test_reused_slots_take_the_new_sampling() -> None:
     """Parameters go to the device when requests come, and not in each step."""
     from vllm import SamplingParams
 
@@ -310,9 +310,7 @@ def test_samplers_that_are_not_covered_stay_vllms() -> None:
     INTERPRETED, reason="no NVIDIA GPU is visible (an interpreter compiles nothing)"
 )
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(151_936, "float32"), (50_257, "bfloat16")])
-def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs(
-    vocabulary: int, dtype: str
-) -> None:
+def test_steps_use_precompiled_kernels(vocabulary: int, dtype: str) -> None:
     from triton import knobs
 
     from keel.configs.schema import RolloutConfig, SamplingConfig

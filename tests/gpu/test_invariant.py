@@ -1,5 +1,4 @@
-"""`model.batch_invariant` with vLLM's kernels: what an engine sampled token by token, in batches of
-changing size, the trainer scores in one pass with the same bits."""
+"""`model.batch_invariant`: the trainer equals the engine bit for bit, on a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The kernels beside vLLM's batch-invariant ones: the same numbers, and the gradients of plain
-formulas. They run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1); that
-their bits are vLLM's is shown on a GPU.
+"""Kernels against vLLM's batch-invariant kernels, and gradients against plain formulas.
+
+Run on a GPU or under Triton's interpreter (TRITON_INTERPRET=1); bits are compared on a GPU only.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_norms_have_vllms_bits(heads: int, d: int) -> None:
 
 
 @on_a_gpu
-def test_attention_and_its_gradients_are_those_of_the_plain_kernel() -> None:
+def test_attention_and_gradients_equal_the_plain_kernel() -> None:
     from keel.model.batch_invariant import gradients, vllm_kernels  # noqa: PLC0415
 
     lengths, half, scale = (37, 200, 1, 128), torch.bfloat16, 128**-0.5

@@ -32,7 +32,7 @@ def on_gpu(batch: LossInputs) -> LossInputs:
 
 
 @pytest.mark.parametrize("kl_coef", [None, 0.0, 0.1])
-def test_the_gpu_agrees_and_is_not_waited_for(kl_coef: float | None) -> None:
+def test_gpu_agrees_without_synchronizing(kl_coef: float | None) -> None:
     batch = LossInputs.random(0, [3, 1, 400, 20], drift=1.0)
     coef = {} if kl_coef is None else {"kl_coef": kl_coef}
     expected, expected_gradient = batch.loss(mask_delta=0.2, **coef)
@@ -44,7 +44,7 @@ def test_the_gpu_agrees_and_is_not_waited_for(kl_coef: float | None) -> None:
         assert output.metrics[name].value == pytest.approx(metric.value, nan_ok=True)
 
 
-def test_parts_of_sequences_with_their_gaps_are_the_whole_and_wait_for_nothing() -> None:
+def test_gapped_parts_sum_to_the_whole() -> None:
     batch = LossInputs.random(3, [3, 1, 40, 20], drift=1.0)
     expected, expected_gradient = batch.loss(mask_delta=0.2)
     assert 0 < expected.metrics["mask/sequence_fraction"].value < 1

@@ -1,8 +1,4 @@
-"""The recorders for GPUs, held to transformers in float32.
-
-`test_preemption` of the contract fills a small cache until sequences are preempted, and checks the
-routes and sampling masks of those that were resumed like all others.
-"""
+"""GPU recorders against the float32 reference."""
 
 from __future__ import annotations
 
@@ -71,7 +67,7 @@ def test_preempted_twice_and_resumed(
     watch = engine.watch()
     assert watch.preempted > 8, "hardly anything was preempted"
     assert (watch.fast_steps > 0) == (recorder == "packed")
-    assert (watch.steady_steps > 0) == (recorder == "packed")
+    assert (watch.reused_steps > 0) == (recorder == "packed")
 
 
 class TestRecorder(RecorderContract):

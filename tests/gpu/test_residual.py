@@ -46,7 +46,7 @@ def test_gradients_are_those_of_float32(dtype: torch.dtype, compiled: bool) -> N
 
 
 def test_engine_and_trainer_differ_less(tmp_path: Path) -> None:
-    """Engines one after the other, of which the second finds what the first has compiled."""
+    """The second engine reuses the compile cache of the first."""
     found = mismatch(tmp_path, "qwen3", "float16-compiled", "float16-residual")
     ours, plain = (found[name]["logp_abs"] for name in ("float16-residual", "float16-compiled"))
     assert ours < 0.9 * plain

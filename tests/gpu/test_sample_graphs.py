@@ -1,7 +1,6 @@
-"""Steps that are drawn by a CUDA graph, beside the same steps without one.
+"""Sampling by a CUDA graph against sampling without one.
 
-What the graph is given is checked anywhere under Triton's interpreter (TRITON_INTERPRET=1); graphs
-need a GPU.
+The inputs of graphs are also checked under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def parameters() -> list[Any]:
     ]
 
 
-def test_rows_are_gathered_and_the_rest_is_nobodys() -> None:
+def test_rows_are_gathered_and_the_rest_padded() -> None:
     from keel.rollout.vllm_fast.sample_graphs import SamplingRows, gather
 
     into = SamplingRows.of(7, DEVICE)
@@ -64,7 +63,7 @@ def test_rows_are_gathered_and_the_rest_is_nobodys() -> None:
 
 
 class Bench:
-    """As much of a model runner as sampling looks at."""
+    """Model runner with the fields that sampling reads."""
 
     def __init__(self, *, record: bool = True) -> None:
         from keel.rollout.vllm_fast import sampler
@@ -101,7 +100,7 @@ class Bench:
 
 
 def lists(output: Any) -> tuple[list[int], list[int], Any]:
-    """Tokens, how many were sampled, and sampling masks."""
+    """Return tokens, numbers of sampled tokens and sampling masks."""
     masks = output.sampling_mask_tensors
     found = masks.tolists() if masks is not None else None
     return (
@@ -116,21 +115,21 @@ def logp(output: Any) -> Any:
 
 
 def check(bench: Bench, graphs: Any, requests: list[int], size: int, *, at: int) -> None:
-    """A step by its graph is the step without one."""
+    """Check that a step by its graph equals the eager step."""
     batch = bench.step(requests, size, at)
     expected = bench.eagerly(bench.fixed[:size], batch, None)
     bench.eager = 0
     found = graphs.sample(bench.fixed[:size], batch, None)
     assert bench.eager == 0
     assert lists(found[0]) == lists(expected[0])
-    # The head adds up in another order.
+    # The head sums in another order.
     np.testing.assert_allclose(logp(found[0]), logp(expected[0]), atol=1e-4)
     for mine, theirs in zip(found[1:], expected[1:], strict=True):
         assert mine.tolist() == theirs.tolist()
 
 
 def without_graphs(bench: Bench, patch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[int, int]]]:
-    """`SampleGraphs` whose graphs are plain calls, and what was captured."""
+    """Return `SampleGraphs` with plain calls as graphs, and the list of captures."""
     from keel.rollout.vllm_fast import sample_graphs
 
     patch.setattr(torch.cuda, "Stream", lambda: None)
@@ -157,11 +156,8 @@ def without_graphs(bench: Bench, patch: pytest.MonkeyPatch) -> tuple[Any, list[t
 
 
 @pytest.mark.parametrize("record", [True, False])
-def test_what_a_graph_holds_draws_what_is_drawn_without(
-    record: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And is made for the rows of its own step: of earlier ones, with a larger top-k, its first
-    pass would keep more ids than there is room for."""
+def test_graphs_draw_like_eager_sampling(record: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing with rows of an earlier step with larger top-k would overflow the ids."""
     bench = Bench(record=record)
     graphs, made = without_graphs(bench, monkeypatch)
     steps = [([1, 3, 4], 4), ([0], 1), ([2, 0, 1], 4)]
@@ -171,8 +167,8 @@ def test_what_a_graph_holds_draws_what_is_drawn_without(
     assert made == [(8, 300), (4, 300), (1, 8)]  # the largest first
 
 
-def test_rows_of_the_step_before_are_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of another step are, in between as well."""
+def test_unchanged_rows_are_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of another step are gathered again, also in between."""
     from keel.rollout.vllm_fast import sample_graphs
 
     bench = Bench()
@@ -246,7 +242,7 @@ def test_steps_of_another_kind_go_vllms_way() -> None:
 
 
 @GRAPH
-def test_where_nothing_can_be_captured_steps_go_on_without(
+def test_failed_captures_fall_back_to_eager(
     logged: list[logging.LogRecord],
 ) -> None:
     from keel.rollout.vllm_fast.sample_graphs import SampleGraphs

@@ -24,7 +24,7 @@ def free() -> int:
 
 
 @pytest.mark.parametrize("recorder", ["native", "packed"])
-def test_it_wakes_up_with_the_weights_that_it_is_sent(tmp_path: Path, recorder: str) -> None:
+def test_it_wakes_with_the_sent_weights(tmp_path: Path, recorder: str) -> None:
     reference = Reference(make_model(tmp_path))
     spec = engine_spec(tmp_path, gpu_memory_utilization=0.1, recorder=recorder, time_share=True)
     asked = prompts(3, shared=70, own=9, tag="s")
@@ -34,7 +34,7 @@ def test_it_wakes_up_with_the_weights_that_it_is_sent(tmp_path: Path, recorder: 
         assert asleep - free() >= CACHE
         check_groups(engine.sample(asked, group_size=2), reference, TRUNCATED, TOLERANCE)
         for version in (1, 2):
-            awake = free()  # with what the first steps have compiled and captured
+            awake = free()  # includes compiled code and graphs
             engine.sleep()
             assert free() - awake >= CACHE
             engine.update(version, perturbed(reference.model, seed=version))

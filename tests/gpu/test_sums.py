@@ -21,7 +21,7 @@ def test_sums_are_those_of_float32(count: int, dtype: torch.dtype) -> None:
         interpreted.lend_triton()
     from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415
 
-    around = 5  # as in DeepSpeed's flat buffers, where neighbours must stay as they are
+    around = 5  # neighbours must not change, as in DeepSpeed's flat buffers
     flat = torch.randn(count + 2 * around, device=DEVICE)
     before, sums = flat.clone(), flat[around : around + count]
     gradients = torch.randn(count, device=DEVICE).to(dtype)

@@ -21,8 +21,8 @@ from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
 
 pytestmark = KERNELS
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3 if INTERPRETED else 4e-3}
-"""Of a gradient, as ‖x − exact‖ / ‖exact‖. Rounding to bfloat16 errs by up to 2^-9; the
-interpreter cuts off instead of rounding, so it errs by twice that."""
+"""Relative error ‖x − exact‖ / ‖exact‖ of gradients. Rounding to bfloat16 errs by up to 2^-9; the
+interpreter truncates, which doubles the error."""
 
 
 @dataclass

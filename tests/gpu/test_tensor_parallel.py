@@ -45,7 +45,5 @@ def tolerance() -> Tolerance:
 
 class TestOnTwoGpus:
     test_truncated = RecorderContract.test_truncated_sampling
-    test_turns = (
-        RecorderContract.test_turns_with_preemptions_and_weights_that_change_between_and_during_them
-    )
+    test_turns = RecorderContract.test_turns_across_weight_updates
     check = RecorderContract.check

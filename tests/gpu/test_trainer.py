@@ -44,7 +44,7 @@ CACHED = 1 << 30
 
 @pytest.fixture(autouse=True)
 def only_engine() -> None:
-    """What is small would live in large pieces of memory that an earlier test's engine left."""
+    """Free memory that an earlier engine left, which small tensors would otherwise occupy."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -77,9 +77,8 @@ def test_half_precision_follows_float32_under_every_stage(
             assert all(tensor.dtype == kind for tensor in result["after"].values())
 
 
-def test_after_a_warm_up_no_step_compiles_of_many_tokens_or_of_few(ranks: Ranks) -> None:
-    """Of a model that is wide enough for Inductor to sum the gradients of norms otherwise in a
-    micro-batch of thousands of tokens than in one of a hundred."""
+def test_no_step_compiles_after_warm_up(ranks: Ranks) -> None:
+    """Inductor sums norm gradients of this wide model differently for large micro-batches."""
     config = make_config(1, 1, dtype="bfloat16", compile=True, tokens=8192, kl_coef=0.1)
     engine = ranks.engine(config, "broad")
     for whole in (False, True):
@@ -94,7 +93,7 @@ def test_after_a_warm_up_no_step_compiles_of_many_tokens_or_of_few(ranks: Ranks)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_masses_that_are_held_in_bfloat16_follow_float32(ranks: Ranks, stage: int) -> None:
+def test_bfloat16_masses_follow_float32(ranks: Ranks, stage: int) -> None:
     held = {"kept_mass_coef": 1.0, "tokens": TIGHT, "warm": stage == 1}
     exact, plain, half = (
         values(training(stage, **changes)(ranks)["metrics"][0])
@@ -108,7 +107,7 @@ def test_masses_that_are_held_in_bfloat16_follow_float32(ranks: Ranks, stage: in
 
 @pytest.mark.parametrize("kernels", ["torch", "flash4"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_attention_is_compiled_and_kept_by_either_kernels(
+def test_both_attention_kernels_compile(
     ranks: Ranks, compiled: bool, kernels: Literal["torch", "flash4"]
 ) -> None:
     """Kept: `trainer.keep_attention`. Heads are such as FlashAttention-4 is right for."""
@@ -125,9 +124,7 @@ def test_attention_is_compiled_and_kept_by_either_kernels(
         assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.03)
 
 
-def test_a_scale_of_the_loss_that_is_too_large_is_halved_and_its_steps_skipped(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overflowing_loss_scales_are_halved(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(1, 1, dtype="float16")
     groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
     monkeypatch.setattr("keel.trainer.engine.zero.SCALE_POWER", 26)
@@ -145,7 +142,7 @@ def test_a_scale_of_the_loss_that_is_too_large_is_halved_and_its_steps_skipped(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_offloaded_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
+def test_offloading_changes_no_training(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     monkeypatch.setattr(offload, "room", lambda *_: 0.0)  # an engine wants all of the GPU
@@ -160,7 +157,7 @@ def test_an_offloaded_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
             before = torch.cuda.memory_allocated()
             count = sum(tensor.numel() for tensor in ranks.published(engine).values())
             freed = before - torch.cuda.memory_allocated()
-            # Master weights, two moments and weights; what is small stays.
+            # Master weights, two moments and weights; small tensors stay.
             assert (freed >= 13 * count) == sleep, f"{freed:,} bytes of {count:,} numbers"
             if step == 1:
                 saved = tmp_path / f"saved-{sleep}"
@@ -177,9 +174,7 @@ def test_an_offloaded_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_rank_that_never_has_room_for_everything_learns_the_same(
-    ranks: Ranks, stage: int
-) -> None:
+def test_constant_offloading_changes_no_training(ranks: Ranks, stage: int) -> None:
     results = crowding(stage)(ranks)
     for how in ("partly", "lacking", "crowded"):
         for asleep, awake in zip(results[how]["metrics"], results["awake"]["metrics"], strict=True):
@@ -191,7 +186,7 @@ def test_a_rank_that_never_has_room_for_everything_learns_the_same(
     assert all(away["reference"] for away in results["crowded"]["update"])
 
 
-def test_a_rank_that_stays_gives_back_its_gradients(ranks: Ranks) -> None:
+def test_resident_ranks_free_their_gradients(ranks: Ranks) -> None:
     config = make_config(
         1, 1, dtype="bfloat16", tokens=TIGHT, sleep=True, offload_while_sampling=False
     )
@@ -204,14 +199,14 @@ def test_a_rank_that_stays_gives_back_its_gradients(ranks: Ranks) -> None:
         before = torch.cuda.memory_allocated()
         count = sum(tensor.numel() for tensor in ranks.published(engine).values())
         freed = before - torch.cuda.memory_allocated()
-        # float32, but for a small group of its own (norms)
+        # float32, except a small group (norms)
         assert 0.95 * 4 * count <= freed < 5 * count
         reserved = torch.cuda.memory_reserved()
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() == reserved, "the allocator kept what it could give"
+        assert torch.cuda.memory_reserved() == reserved
 
 
-def test_buckets_of_an_offloaded_rank_are_the_weights_on_the_gpu(ranks: Ranks) -> None:
+def test_offloaded_buckets_equal_gpu_weights(ranks: Ranks) -> None:
     engine = ranks.engine(make_config(1, 1, dtype="bfloat16", sleep=True))
     first = ranks.published(engine)
     for entries, flat in engine.buckets(requested=True, bucket_bytes=50_000):  # an engine came back

@@ -20,7 +20,7 @@ pytestmark = KERNELS
 VOCABULARY = 10_001
 """Not a multiple of anything."""
 ROUNDING = 1e-6
-"""By so much a sum of probabilities may miss top_p."""
+"""Largest error of a sum of probabilities against top_p."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,7 +136,7 @@ def test_rows_of_other_parameters() -> None:
     check(normal(6), top_k, top_p, record=False)
 
 
-def test_rows_whose_prompt_is_not_read_keep_none() -> None:
+def test_rows_in_prefill_keep_none() -> None:
     check(normal(3), [8, 9, 10], [0.9] * 3, unread=(1,))
     check(normal(3), [8, 9, 10], [0.9] * 3, unread=(0, 1, 2))
 
@@ -187,7 +187,7 @@ def test_rows_with_few_finite_logits() -> None:
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_a_row_that_is_not_a_number_says_so(many: bool) -> None:
+def test_nan_rows_are_flagged(many: bool) -> None:
     from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
 
     logits = normal(5)
@@ -211,7 +211,7 @@ def test_a_row_that_is_not_a_number_says_so(many: bool) -> None:
 
 
 def test_tokens_come_as_often_as_they_should() -> None:
-    """Chi-square of 512 draws of one row, top-k and top-p of which leave 6 ids."""
+    """Chi-square test with 512 draws from 6 remaining ids."""
     from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
 
     draws, vocabulary = 512, 64

@@ -1,6 +1,6 @@
-"""Model Runner V2 on a CPU: Triton's kernels run by its interpreter, some 40 tokens a second.
+"""Model Runner V2 on a CPU with Triton's interpreter, about 40 tokens a second.
 
-Slow, but it is the code that runs on GPUs, up to CUDA graphs and asynchronous scheduling.
+Runs the GPU code except CUDA graphs and asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 def lend_triton() -> None:
-    """Let vLLM use Triton here. Call it before vLLM is imported."""
+    """Let vLLM use Triton on a CPU. Call before importing vLLM."""
     from triton.backends import backends  # noqa: PLC0415
 
     none: Any = SimpleNamespace(is_active=lambda: False)
     backends["cpu"] = SimpleNamespace(driver=none, compiler=None)  # type: ignore[assignment]
 
     import vllm.v1.sample.ops.topk_topp_sampler as truncation  # noqa: PLC0415
-    import vllm.v1.worker.cpu.shm  # noqa: F401, PLC0415  (vLLM's own stand-ins for what CUDA does)
+    import vllm.v1.worker.cpu.shm  # noqa: F401, PLC0415  (vLLM's stand-ins for CUDA)
 
-    truncation.HAS_TRITON = False  # calls a method of a number that the interpreter has as int
+    truncation.HAS_TRITON = False  # the interpreter lacks a method it calls
     _sort_by_numpy()
 
 
 def _sort_by_numpy() -> None:
-    """The interpreter takes seconds to sort a thousand numbers by Triton's network."""
+    """Sort by numpy; the interpreter takes seconds to sort a thousand numbers."""
     import numpy as np  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
     from triton.runtime.interpreter import TensorHandle  # noqa: PLC0415
@@ -41,8 +41,7 @@ def _sort_by_numpy() -> None:
 
 
 def install(recorder: str) -> None:
-    """Let vLLM use Triton here, and the engine want the recorder of that name.
-    Call it before vLLM is imported."""
+    """Let vLLM use Triton and the engine use `recorder`. Call before importing vLLM."""
     lend_triton()
 
     from keel.rollout.recording import base  # noqa: PLC0415
@@ -50,19 +49,18 @@ def install(recorder: str) -> None:
     from keel.rollout.vllm_fast.scheduler import FastScheduler  # noqa: PLC0415
 
     if recorder == "packed":
-        _steps_again_without_graphs()
+        _reuse_steps_without_graphs()
     base.recorder_name = lambda *_, **__: recorder  # type: ignore[assignment]
-    arguments = recorder_packed.PackedRecorder.engine_args
+    packed_args = recorder_packed.PackedRecorder.engine_args
 
-    def one_after_the_other(self: Any) -> dict[str, Any]:
-        return {**arguments(self), "scheduler_cls": FastScheduler, "async_scheduling": False}
+    def synchronous_args(self: Any) -> dict[str, Any]:
+        return {**packed_args(self), "scheduler_cls": FastScheduler, "async_scheduling": False}
 
-    recorder_packed.PackedRecorder.engine_args = one_after_the_other  # type: ignore[method-assign]
+    recorder_packed.PackedRecorder.engine_args = synchronous_args  # type: ignore[method-assign]
 
 
-def _steps_again_without_graphs() -> None:
-    """Let steps with the rows of the one before go Keel's way, with the model called where a GPU
-    replays a graph."""
+def _reuse_steps_without_graphs() -> None:
+    """Reuse steps by calling the model where a GPU replays a graph."""
     from vllm.config.compilation import CUDAGraphMode  # noqa: PLC0415
     from vllm.forward_context import set_forward_context  # noqa: PLC0415
 

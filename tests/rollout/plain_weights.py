@@ -1,6 +1,6 @@
-"""vLLM on a CPU with weights as they are on a GPU: in the tensors that they were loaded into.
+"""Makes vLLM on a CPU keep weights in the tensors that they were loaded into, as on a GPU.
 
-Its CPU build packs them for oneDNN and for its experts' kernel, which no copy refreshes. Slow.
+vLLM's CPU build otherwise packs them, and copies do not update packed weights. Slow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Call it before an engine is built."""
+    """Call before building an engine."""
     import vllm.model_executor.layers.utils as layers  # noqa: PLC0415
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: PLC0415
         CPUUnquantizedExperts,

@@ -1,5 +1,4 @@
-"""What every engine imports, once: `tests.rollout.remote_engine` forks them from the process that
-has loaded this."""
+"""Heavy imports of engines; `tests.rollout.remote_engine` forks engines after importing this."""
 
 from keel.model.imports import heavy_imports
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, and what it is asked."""
+"""Runs an engine in a separate process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPEN = SamplingConfig(temperature=1.3, max_tokens=24)
 
 
 def engine_spec(folder: Path, **changes: Any) -> EngineSpec:
-    """Chunks of 48 tokens, and a cache that overflows with more than a few sequences."""
+    """Prefill chunks of 48 tokens, and a KV cache that overflows with a few sequences."""
     config = {
         "sampling": TRUNCATED,
         "max_num_seqs": 16,
@@ -59,7 +59,7 @@ def engine_spec(folder: Path, **changes: Any) -> EngineSpec:
 
 
 def prompts(count: int, *, shared: int, own: int, tag: str = "p") -> list[Prompt]:
-    """`shared` characters in common (a prefix for the cache), then `own` different ones."""
+    """Prompts with a common prefix of `shared` characters and `own` individual ones."""
     common = ("The quick brown fox jumps over the lazy dog. " * 9)[:shared]
     return [
         Prompt(
@@ -71,10 +71,10 @@ def prompts(count: int, *, shared: int, own: int, tag: str = "p") -> list[Prompt
     ]
 
 
-# In the engine's process.
+# These run inside the engine process.
 
 
-class Heard(logging.Handler):
+class _WarningHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         _WARNINGS.append(record.getMessage())
 
@@ -93,16 +93,16 @@ def _start(
 ) -> tuple[str, ...]:
     global _ENGINE
     if amx is not None:
-        torch.cpu._is_amx_tile_supported = lambda: amx  # what vLLM asks
+        torch.cpu._is_amx_tile_supported = lambda: amx
     if kind in ("native", "packed"):
         interpreted.install(kind)
     if kind == "plain":
         plain_weights.install()
-    # vLLM stays out of pytest's process.
+    # Keeps vLLM out of the pytest process.
     from keel.rollout.engine import shims, vllm_engine  # noqa: PLC0415
     from keel.rollout.vllm_fast.scheduler import FastScheduler  # noqa: PLC0415
 
-    logging.getLogger(vllm_engine.__name__).addHandler(Heard())
+    logging.getLogger(vllm_engine.__name__).addHandler(_WarningHandler())
     if without:
         setattr(shims, without, lambda: False)
 
@@ -111,7 +111,7 @@ def _start(
             super().__init__(spec)
             scheduler = scheduler_of(self._llm)
             preempt, step = scheduler._preempt_request, self._llm.step
-            worker = getattr(self._llm.model_executor, "driver_worker", None)  # if it is here
+            worker = getattr(self._llm.model_executor, "driver_worker", None)  # if in this process
 
             def counted_preempt(*args: Any, **kwargs: Any) -> None:
                 _WATCH.preempted += 1
@@ -120,26 +120,26 @@ def _start(
             def counted_step() -> Any:
                 outputs = step()
                 _WATCH.steps += 1
-                _WATCH.look(scheduler, worker)
+                _WATCH.update(scheduler, worker)
                 _WATCH.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
                 lagging = (r.num_computed_tokens < r.num_tokens - 1 for r in scheduler.running)
-                _WATCH.thrown_away += sum(lagging)
-                if _WATCH.steps == _WATCH.stops_at:  # or all could be sampled meanwhile
-                    wait_for(lambda: not _ENGINE._commands.empty(), "what it was stopped for")
+                _WATCH.discarded += sum(lagging)
+                if _WATCH.steps == _WATCH.pause_at:  # otherwise sampling could finish first
+                    wait_for(lambda: not _ENGINE._commands.empty(), "the next command")
                 return outputs
 
             scheduler._preempt_request, self._llm.step = counted_preempt, counted_step
 
-    arguments = vllm_engine.engine_args
+    make_args = vllm_engine.engine_args
 
-    def few_blocks(*args: Any) -> Any:
-        built = arguments(*args)
-        built.num_gpu_blocks_override = blocks
+    def changed_args(*args: Any) -> Any:
+        changed = make_args(*args)
+        changed.num_gpu_blocks_override = blocks
         if kind == "fast":
-            built.scheduler_cls = FastScheduler
-        return built
+            changed.scheduler_cls = FastScheduler
+        return changed
 
-    vllm_engine.engine_args = few_blocks
+    vllm_engine.engine_args = changed_args
     _ENGINE = EngineThread(lambda: Watched(spec), spec.config)
     return shims.install()
 
@@ -148,7 +148,7 @@ def _warnings() -> list[str]:
     return _WARNINGS
 
 
-def _submitted(items: Sequence[Item]) -> list[Future[Any]]:
+def _submit(items: Sequence[Item]) -> list[Future[Any]]:
     return [
         _ENGINE.turn(item)
         if isinstance(item, TurnRequest)
@@ -158,11 +158,11 @@ def _submitted(items: Sequence[Item]) -> list[Future[Any]]:
 
 
 def _sample(items: Sequence[Item]) -> list[Any]:
-    return [future.result(timeout=DEADLINE_S) for future in _submitted(items)]
+    return [future.result(timeout=DEADLINE_S) for future in _submit(items)]
 
 
 def _cancel(items: Sequence[Item]) -> int:
-    return sum(future.cancel() for future in _submitted(items))
+    return sum(future.cancel() for future in _submit(items))
 
 
 def _update(version: int, buckets: Sequence[Any], checksum: int | None = None) -> None:
@@ -173,53 +173,53 @@ def _update(version: int, buckets: Sequence[Any], checksum: int | None = None) -
 
 
 def _updates() -> list[str]:
-    asked = _ENGINE._enqueue(lambda engine: engine._llm.collective_rpc("keel_way"))
-    return asked.result(timeout=DEADLINE_S)
+    future = _ENGINE._enqueue(lambda engine: engine._llm.collective_rpc("keel_way"))
+    return future.result(timeout=DEADLINE_S)
 
 
 def _stop_copying() -> None:
-    """As with `copy_weights: false` from the start."""
+    """Act as with `copy_weights: false`."""
 
-    def forget(wrapper: Any) -> None:
+    def reset(wrapper: Any) -> None:
         worker = wrapper.worker
         worker.keel_plan, worker.keel_recorder, worker.keel_decided = None, None, False
 
     def stop(engine: Any) -> None:
-        engine._no_copies = "it is switched off"
-        engine._llm.collective_rpc(forget)
+        engine._no_copies = "switched off"
+        engine._llm.collective_rpc(reset)
 
     _ENGINE._enqueue(stop).result(timeout=DEADLINE_S)
 
 
 def _fingerprint() -> dict[str, str]:
-    asked = _ENGINE._enqueue(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
-    return asked.result(timeout=DEADLINE_S)
+    future = _ENGINE._enqueue(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
+    return future.result(timeout=DEADLINE_S)
 
 
-def _begun(items: Sequence[Item]) -> list[Future[Any]]:
-    """Twenty steps of them are done, and the next waits for a command."""
-    _WATCH.stops_at = _WATCH.steps + 20
-    futures = _submitted(items)
-    wait_for(lambda: _WATCH.steps >= _WATCH.stops_at, "twenty steps")
+def _submit_and_pause(items: Sequence[Item]) -> list[Future[Any]]:
+    """Submit, run 20 steps, and pause until the next command."""
+    _WATCH.pause_at = _WATCH.steps + 20
+    futures = _submit(items)
+    wait_for(lambda: _WATCH.steps >= _WATCH.pause_at, "20 steps")
     return futures
 
 
-def _time_is_up() -> None:
-    def late(_: Any) -> None:
+def _expire_deadlines() -> None:
+    def expire(_: Any) -> None:
         for flight in _ENGINE._in_flight.values():
             flight.deadline = 0.0
 
-    _ENGINE._enqueue(late).result(timeout=DEADLINE_S)
+    _ENGINE._enqueue(expire).result(timeout=DEADLINE_S)
 
 
 def _sample_across(
     items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
 ) -> list[Any]:
-    """New weights come, and time may be up while they do."""
-    futures = _begun(items)
+    """Update the weights during sampling; `cut` expires deadlines during the update."""
+    futures = _submit_and_pause(items)
     _ENGINE.begin_update()
     if cut:
-        _time_is_up()
+        _expire_deadlines()
     for bucket in buckets:
         _ENGINE.load_bucket(bucket)
     _ENGINE.finish_update(version)
@@ -227,14 +227,14 @@ def _sample_across(
 
 
 def _sample_cut(items: Sequence[Item]) -> list[Group]:
-    futures = _begun(items)
-    _time_is_up()
+    futures = _submit_and_pause(items)
+    _expire_deadlines()
     return [future.result(timeout=DEADLINE_S) for future in futures]
 
 
 def _blocks() -> int:
-    asked = _ENGINE._enqueue(lambda engine: scheduler_of(engine._llm).kv_cache_manager.block_pool)
-    return asked.result(timeout=DEADLINE_S).num_gpu_blocks
+    future = _ENGINE._enqueue(lambda engine: scheduler_of(engine._llm).kv_cache_manager.block_pool)
+    return future.result(timeout=DEADLINE_S).num_gpu_blocks
 
 
 def _sleep() -> None:
@@ -247,21 +247,21 @@ def _stats() -> dict[str, float]:
 
 def _take_watch() -> Watch:
     global _WATCH
-    watch, _WATCH = _WATCH, _WATCH.onwards()
+    watch, _WATCH = _WATCH, _WATCH.fresh()
     return watch
 
 
-# In the test's process.
+# These run inside the test process.
 
 
 @dataclass(frozen=True)
 class RemoteEngine:
-    """An engine in another process."""
+    """Engine in another process."""
 
     process: ProcessPoolExecutor
     shims: tuple[str, ...]
     sleeps: bool
-    """Whether it can; on a GPU that takes an engine of its own (tests/gpu/test_sleep.py)."""
+    """True if the engine can sleep; tests/gpu/test_sleep.py covers GPUs."""
 
     def sample(
         self,
@@ -273,7 +273,7 @@ class RemoteEngine:
         return self.sample_items([(prompt, group_size, sampling, record) for prompt in prompts])
 
     def sample_items(self, items: Sequence[Item]) -> list[Any]:
-        """All at once."""
+        """Submit all items together."""
         return self.process.submit(_sample, items).result(timeout=DEADLINE_S)
 
     def cancel(self, prompts: Sequence[Prompt], group_size: int) -> int:
@@ -287,7 +287,7 @@ class RemoteEngine:
     def update_in_place(
         self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000
     ) -> None:
-        """From this process's memory of the GPU that the engine is on too."""
+        """Update from GPU memory of this process, on the engine's GPU."""
         on_gpu = ((name, tensor.cuda()) for name, tensor in tensors.items())
         checksum, buckets = Checksum(), list(pack_flat(on_gpu, bucket))
         for _, flat in buckets:
@@ -301,19 +301,19 @@ class RemoteEngine:
         done.result(timeout=DEADLINE_S)
 
     def warnings(self) -> list[str]:
-        """What the engine said that it does without."""
+        """Warnings that the engine logged."""
         return self.process.submit(_warnings).result(timeout=DEADLINE_S)
 
     def updates(self) -> list[str]:
-        """How each worker does updates; see `WeightsExtension.keel_way`."""
+        """Update method of each worker; see `WeightsExtension.keel_way`."""
         return self.process.submit(_updates).result(timeout=DEADLINE_S)
 
     def stop_copying(self) -> None:
-        """From now on vLLM's loader does every update, as if no other way had been known."""
+        """Do all later updates through vLLM's loader."""
         self.process.submit(_stop_copying).result(timeout=DEADLINE_S)
 
     def blocks(self) -> int:
-        """Of the KV cache."""
+        """Number of blocks in the KV cache."""
         return self.process.submit(_blocks).result(timeout=DEADLINE_S)
 
     def fingerprint(self) -> dict[str, str]:
@@ -332,7 +332,7 @@ class RemoteEngine:
         *,
         cut: bool = False,
     ) -> list[Group]:
-        """New weights come while the answers are being sampled, and `cut`: their deadline too."""
+        """Update the weights during sampling; `cut` also expires the deadlines."""
         items = [(prompt, group_size, None, True) for prompt in prompts]
         return self.items_across_update(items, version, tensors, cut=cut)
 
@@ -349,7 +349,7 @@ class RemoteEngine:
         return done.result(timeout=DEADLINE_S)
 
     def sample_cut(self, prompts: Sequence[Prompt], group_size: int) -> list[Group]:
-        """Their deadline comes while the answers are being sampled."""
+        """Expire the deadlines during sampling."""
         items = [(prompt, group_size, None, True) for prompt in prompts]
         return self.process.submit(_sample_cut, items).result(timeout=DEADLINE_S)
 
@@ -357,7 +357,7 @@ class RemoteEngine:
         return self.process.submit(_stats).result(timeout=DEADLINE_S)
 
     def watch(self) -> Watch:
-        """What happened since the last call."""
+        """Events since the last call."""
         return self.process.submit(_take_watch).result(timeout=DEADLINE_S)
 
 
@@ -372,19 +372,18 @@ def running_engine(
     kind: Kind = "",
     amx: bool | None = None,
 ) -> Iterator[RemoteEngine]:
-    """An engine in a process of its own.
+    """Run an engine in a separate process.
 
-    `without` names a shim to leave out, `blocks` bounds the KV cache (on a GPU), `variables` are
-    added to the environment. On a CPU, `kind` may be "fast" (the V1 recorder with the scheduler
-    of the packed one), the name of a recorder for GPUs, whose kernels are then interpreted, or
-    "plain" (tests/plain_weights.py). `amx`: whether vLLM is told that the CPU has AMX; None: the
-    truth.
+    without: shim to omit. blocks: size of the KV cache on a GPU. variables: added to the
+    environment. kind: on a CPU, "fast" (V1 recorder with the packed recorder's scheduler), a GPU
+    recorder with interpreted kernels, or "plain" (`plain_weights`). amx: overrides vLLM's AMX
+    detection.
     """
     saved = dict(os.environ)
-    # Read by torch and vLLM when they are imported there.
+    # torch and vLLM read these on import.
     special = interpreted.ENVIRONMENT if kind in ("native", "packed") else {}
     os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}) | special)
-    # On a CPU, from a process that has imported them: seconds less for each engine but the first.
+    # Forking from a process with the imports saves seconds for each engine.
     forked = not (gpu or variables or special)
     context = forked_from("tests.rollout.preloaded") if forked else get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:

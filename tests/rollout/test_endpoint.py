@@ -1,4 +1,4 @@
-"""Completions from an endpoint: measured by the commands, and what goes wrong."""
+"""Completions from an endpoint, and its errors."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ def test_a_completion(endpoint: Server) -> None:
         (replace(words("x"), delay_s=1000), "no reply within endpoint.timeout_s = 0.05"),
     ],
 )
-def test_what_is_no_completion_is_dropped_with_its_reason(
-    endpoint: Server, reply: Reply, reason: str
-) -> None:
+def test_malformed_completions_are_dropped(endpoint: Server, reply: Reply, reason: str) -> None:
     endpoint.behave = lambda _: reply
     found = group(endpoint, timeout_s=0.05 if reply.delay_s else PATIENCE_S)
     assert not found.trajectories and len(found.dropped) == 2
@@ -109,13 +107,13 @@ def test_what_is_no_completion_is_dropped_with_its_reason(
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
-def test_what_another_time_may_not_have_is_for_later(endpoint: Server, status: int) -> None:
+def test_transient_errors_are_postponed(endpoint: Server, status: int) -> None:
     endpoint.behave = lambda _: Reply('{"error": {"message": "full"}}', status=status)
     (reason,) = group(endpoint, size=1).dropped
     assert reason.startswith(f"{LATER}the endpoint returned HTTP {status}: ") and "full" in reason
 
 
-def test_a_busy_endpoint_that_wants_longer_than_there_is_is_for_later(endpoint: Server) -> None:
+def test_long_retry_after_is_postponed(endpoint: Server) -> None:
     endpoint.behave = lambda _: Reply("{}", status=429, headers={"Retry-After": "100"})
     said = "later: the endpoint returned HTTP 429 for {:g} s ({})".format
 
@@ -166,7 +164,7 @@ def test_what_every_request_would_meet_ends_it(
         ),
     ],
 )
-def test_what_may_be_about_a_prompt_is_dropped_once_others_were_answered(
+def test_prompt_errors_drop_after_other_successes(
     endpoint: Server, reply: Reply, dropped: str, ends: str
 ) -> None:
     endpoint.behave = lambda _: reply
@@ -227,10 +225,10 @@ def test_an_endpoint_is_evaluated_and_filters(
     assert {rate["pass_rate"] for rate in rates} <= {0, 1} and len(rates) >= 10
 
 
-def test_what_a_busy_endpoint_does_not_give_is_asked_for_again(
+def test_eval_resumes_after_a_busy_endpoint(
     endpoint: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the next start: it is not counted as wrong."""
+    """Missing completions are not counted as wrong; the next start fetches them."""
 
     def busy(request: dict[str, Any]) -> Reply:
         full = "a" in request["messages"][-1]["content"].rpartition(":")[2]
@@ -267,7 +265,7 @@ def test_endpoint_knobs_are_checked(
     assert re.search(r"(endpoint|eval)\.\w+", capsys.readouterr().err)
 
 
-def test_programs_of_their_own_are_not_for_an_endpoint(
+def test_endpoints_reject_program_environments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')

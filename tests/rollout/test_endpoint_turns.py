@@ -54,8 +54,10 @@ def called(arguments: str) -> Reply:
 
 @dataclass
 class Model:
-    """It calls what is no call, then the tool, and says what that returned; at the second sum it
-    guesses, and while it is busy it has no reply to the first."""
+    """Writes a malformed call, then a call, then its result. Guesses the second sum.
+
+    While `busy`, does not reply to the first.
+    """
 
     busy: bool = True
     sums: list[str] = field(default_factory=list[str])
@@ -77,7 +79,7 @@ class Model:
 
 
 @pytest.mark.e2e
-def test_tasks_with_tools_are_filtered_by_an_endpoint(
+def test_endpoints_filter_tasks_with_tools(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrap_of()
@@ -107,7 +109,7 @@ def test_tasks_with_tools_are_filtered_by_an_endpoint(
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
-def test_thinking_is_sent_back_until_the_user_speaks_and_ids_differ_after_a_rewrite(
+def test_thinking_is_returned_until_a_user_message(
     key: str,
 ) -> None:
     def thinks(request: dict[str, Any]) -> Reply:
@@ -142,9 +144,9 @@ def test_thinking_is_sent_back_until_the_user_speaks_and_ids_differ_after_a_rewr
     assert len({message["tool_calls"][0]["id"] for message in said[3]}) == 3
 
 
-def test_the_wait_for_a_slot_is_no_time_of_the_endpoints() -> None:
+def test_waiting_for_a_slot_is_not_counted() -> None:
     def queues(limit_s: float) -> None:
-        """Three turns, each of which takes more than half of its time."""
+        """Run three turns that each take more than half of their time limit."""
         slow = replace(words("Well."), delay_s=0.6 * limit_s)
         with (
             running(lambda _: slow) as server,
@@ -171,7 +173,7 @@ def test_the_wait_for_a_slot_is_no_time_of_the_endpoints() -> None:
 
 
 class Queued:
-    """Stands in for `EndpointCompletions`, whose loop does what is queued when it gets to it."""
+    """Fake `EndpointCompletions` that runs queued coroutines later."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
@@ -189,7 +191,7 @@ class Queued:
         return read_reply(json.loads(words("Well.").body), seconds=0.1)
 
 
-def test_what_is_over_is_forgotten_and_nothing_of_prompts_with_longer_names() -> None:
+def test_finished_prompts_are_forgotten() -> None:
     completions = Queued()
     turns = EndpointTurns(completions, {"eval": SamplingConfig()})  # pyright: ignore[reportArgumentType]
     prompts = [Prompt(prompt_id=name, domain="d", messages=(ASKED,)) for name in ("s/r", "s/r/1")]

@@ -1,4 +1,4 @@
-"""What an engine is told of its GPUs."""
+"""Engine options that depend on GPUs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from keel.model.batch_invariant import VARIABLE
 from keel.rollout.spec import EngineSpec, captured_sizes, environment, parallel_args
 
 
-def test_several_gpus_are_worked_by_the_engines_own_processes() -> None:
-    """vLLM's default inside a placement group is Ray, which would find no GPU left."""
+def test_several_gpus_use_worker_processes() -> None:
+    """vLLM's default inside a placement group is Ray, which finds no free GPU."""
     args = parallel_args(RolloutConfig(tensor_parallel=2))
     assert args == {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     assert parallel_args(RolloutConfig()) == {"tensor_parallel_size": 1}
@@ -27,18 +27,18 @@ def test_several_gpus_are_worked_by_the_engines_own_processes() -> None:
 
 @pytest.mark.parametrize("seqs", [1, 3, 16, 128, 256, 400, 1024])
 @pytest.mark.parametrize("most", [64, 700, 8192])
-def test_steps_that_begin_turns_beside_a_whole_batch_are_captured(seqs: int, most: int) -> None:
+def test_capture_sizes_cover_joining_turns(seqs: int, most: int) -> None:
     sizes = captured_sizes(seqs, most)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] <= most
-    own = min(2 * seqs, 512)  # of vLLM's release 0.32
+    own = min(2 * seqs, 512)  # vLLM 0.32
     theirs = {n for n in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if n <= min(own, most)}
     assert theirs <= set(sizes)
     if most == 8192:
         assert sizes[-1] == 4 * own and len(sizes) <= len(theirs) + 10
 
 
-def test_an_engines_share_is_of_what_the_run_may_take_of_a_gpu() -> None:
-    """So that a recipe planned for 40 GiB (`run.gpu_gib`) takes no more on a larger GPU."""
+def test_engine_memory_share() -> None:
+    """With `run.gpu_gib`, a larger GPU gives the engine no more memory."""
     source = SourceConfig(name="q", source="jsonl", path="q.jsonl", rewards={"correct": 1.0})
     config = Config(
         run=RunConfig(gpu_gib=40.0),
@@ -51,15 +51,15 @@ def test_an_engines_share_is_of_what_the_run_may_take_of_a_gpu() -> None:
     assert EngineSpec.of(whole, "model").gpu_share(160.0) == 0.5
 
 
-def test_engines_of_batch_invariant_runs_are_told_before_vllm_is_imported() -> None:
-    """On GPUs: nothing of it is for CPUs."""
+def test_batch_invariance_is_set_before_import() -> None:
+    """Only on GPUs."""
     config = RolloutConfig()
-    told = {
+    is_set = {
         (gpu, on): VARIABLE in environment(config, gpu=gpu, batch_invariant=on)
         for gpu in (False, True)
         for on in (False, True)
     }
-    assert told == {
+    assert is_set == {
         (False, False): False,
         (False, True): False,
         (True, False): False,

@@ -1,4 +1,4 @@
-"""Engines start on the pinned vLLM alone, and patches check what they replace."""
+"""Engines need the pinned vLLM, and patches check its signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny random mixture of experts, and new weights for it."""
+"""Tiny random mixture of experts and weight updates for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEMPLATE = (
 def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeForCausalLM:
     """Four layers, one of them dense, with a byte tokenizer; saved to `folder`.
 
-    Wide initial weights and a scaled-up head make the distributions peaked, as trained ones are.
+    Wide initial weights and a scaled head make distributions as peaked as in trained models.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((END, "<|im_start|>", *alphabet))}
@@ -64,7 +64,7 @@ def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeFo
 
 
 def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tensor]:
-    """New weights under checkpoint names; `model` takes them on as well."""
+    """Perturb `model` in place; return its weights under checkpoint names."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,7 +74,7 @@ def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tenso
 
 
 def checkpoint_tensors(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
-    """One tensor for each expert, as `save_pretrained` names them."""
+    """Return the weights with one tensor per expert, named like a checkpoint."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         stem, _, leaf = name.rpartition(".experts.")

@@ -1,4 +1,4 @@
-"""Tools that are called inside the thinking: read, gone on with, and replayed exactly."""
+"""Tool calls inside thinking: parsing, continuing and replaying them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.rollout.chat.test_conversations import CALLS, answers, say
 from tests.rollout.chat.test_parsing import ENDS, parse
 
 THINKING = ("tiny", "qwen3", "glm", "deepseek-v3.2")
-"""Families whose thinking has marks, and stays beside a call."""
+"""Families with marked thinking that calls do not remove."""
 
 
 def inside(name: str) -> Any:
@@ -29,18 +29,18 @@ def test_the_laws_hold(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "harmony"])
-def test_a_template_that_marks_no_thinking_is_refused(name: str) -> None:
+def test_templates_without_thinking_marks_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="tools_in_thinking"):
         check_calls_in_thinking(inside(name))
 
 
-def test_the_law_is_none_of_a_chat_that_reads_no_calls_there() -> None:
+def test_no_check_if_thinking_holds_no_calls() -> None:
     with pytest.raises(ValueError, match="tools_in_thinking"):
         check_calls_in_thinking(chat_of("qwen3"))
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_one_thinking_with_several_calls_then_an_answer_is_one_segment(name: str) -> None:
+def test_calls_in_one_thinking_share_a_segment(name: str) -> None:
     chat, call, end = inside(name), CALLS[name][0], ENDS.get(name, "<|im_end|>")
     last_end = {"glm": "<|user|>"}.get(name, end)
     opened = chat.opened(thinking=True)
@@ -55,7 +55,7 @@ def test_one_thinking_with_several_calls_then_an_answer_is_one_segment(name: str
     )
     turns = [
         f"{'' if opened else '<think>'}First.\n{call}{end}",
-        f"Second.\n{call}{end}",  # goes on in the thinking that the first has opened
+        f"Second.\n{call}{end}",  # in the thinking opened by the first
         f"Third.\n</think>\n\nRome.{last_end}",
     ]
     told: list[tuple[int, list[int]]] = []
@@ -74,9 +74,9 @@ def test_one_thinking_with_several_calls_then_an_answer_is_one_segment(name: str
     ids = segment.token_ids_T.tolist()
     trained = np.zeros(len(ids), np.bool_)
     for place, sampled in told:
-        assert ids[place : place + len(sampled)] == sampled, "it is not what was sampled"
+        assert ids[place : place + len(sampled)] == sampled
         trained[place : place + len(sampled)] = True
-    assert (segment.trainable_T == trained).all(), "each sampled token is trained, and no other"
+    assert (segment.trainable_T == trained).all()
     assert [m["role"] for m in conversation.transcript] == (
         ["user", "assistant", "tool", "assistant", "tool", "assistant"]
     )
@@ -88,7 +88,7 @@ def test_one_thinking_with_several_calls_then_an_answer_is_one_segment(name: str
     assert not any(word in shown for word in ("First.", "Second.", "Third."))
     assert shown.count("city") >= 3 and all(f"Result {turn}." in shown for turn in (0, 1))
     assert "Rome." in shown
-    # … and what follows it is a thinking of its own.
+    # Later text starts a new thinking.
     parsed = say(conversation, name, f"{call}{last_end}")
     assert [type(one) for one in parsed.calls] == [ToolCall if opened else Malformed]
 
@@ -102,7 +102,7 @@ def test_a_call_after_the_thinking_is_none(name: str) -> None:
     assert len(parse(name, text, thinking=True).calls) == 1
 
 
-def test_thinking_that_an_earlier_turn_opened_is_closed_where_a_turn_is_cut() -> None:
+def test_cut_turns_close_earlier_thinking() -> None:
     chat, encode = inside("qwen3"), tokenizer_of("qwen3").encode
     answer = {"role": "tool", "content": "1", "name": "city", "tool_call_id": "call_0"}
     ids = [*chat.opening([{"role": "user", "content": "?"}], [CITY], thinking=True)]
@@ -115,7 +115,7 @@ def test_thinking_that_an_earlier_turn_opened_is_closed_where_a_turn_is_cut() ->
     assert added.index("</think>") < added.index("<|im_end|>")
 
 
-def test_blank_thinking_that_was_never_closed_ends_at_a_users_message_too() -> None:
+def test_user_messages_end_blank_thinking() -> None:
     chat, encode = inside("qwen3"), tokenizer_of("qwen3").encode
     user = [{"role": "user", "content": "?"}]
     ids = [*chat.opening(user, [CITY], thinking=True), *encode("<think>\n<|im_end|>")]

@@ -63,7 +63,7 @@ def test_without_tools_no_call_format_is_needed(name: str, thinking: bool) -> No
         check_prefix_law(chat_of(name), modes=(thinking,))
 
 
-def test_a_template_that_shows_no_calls_says_so() -> None:
+def test_templates_without_calls_are_reported() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("llama3"))
     tokenizer.chat_template = tokenizer_of("llama3.0").chat_template
     with pytest.raises(ValueError, match="chat_template"):
@@ -100,7 +100,7 @@ def test_extensions_equal_one_render(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_THINKING])
-def test_a_user_message_ends_the_thinking_and_the_segment(name: str) -> None:
+def test_user_messages_end_thinking_and_segment(name: str) -> None:
     chat = chat_of(name)
     said = {"role": "assistant", "content": "There.", "reasoning_content": "hm"}
     if name == "deepseek-v3.1":
@@ -129,8 +129,8 @@ def test_without_thinking_a_user_message_extends(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm"])
-def test_thinking_cut_short_is_closed_before_the_turn_is(name: str) -> None:
-    """By a mark of the template, as context, so that the history reads like any other."""
+def test_cut_thinking_is_closed_first(name: str) -> None:
+    """The closing mark is untrained context."""
     chat, encode = chat_of(name), tokenizer_of(name).encode
     opening = chat.opening(USER, [CITY], thinking=True)
     begin = "\n<think>" if name == "glm" else "<think>\n"
@@ -142,7 +142,7 @@ def test_thinking_cut_short_is_closed_before_the_turn_is(name: str) -> None:
     assert added.index("</think>") < added.index(chat.end_before([answer], thinking=True))
 
 
-def test_thinking_that_the_policy_never_closed_ends_the_segment() -> None:
+def test_unclosed_thinking_ends_the_segment() -> None:
     chat, encode = chat_of("qwen3"), tokenizer_of("qwen3").encode
     ids = [*chat.opening(USER, [CITY], thinking=True), *encode("<think>\nhm<|im_end|>")]
     answer = {"role": "tool", "content": "1", "name": "city", "tool_call_id": "call_0"}
@@ -151,7 +151,7 @@ def test_thinking_that_the_policy_never_closed_ends_the_segment() -> None:
     assert inside is not None and inside[: len(ids)] == ids
 
 
-def test_an_end_that_the_template_would_not_write_ends_the_segment() -> None:
+def test_foreign_ends_end_the_segment() -> None:
     glm, llama = chat_of("glm"), chat_of("llama3")
     answer = {"role": "tool", "content": "1", "name": "city", "tool_call_id": "call_0"}
     opening = glm.opening(USER, [CITY], thinking=False)
@@ -164,7 +164,7 @@ def test_an_end_that_the_template_would_not_write_ends_the_segment() -> None:
     assert llama.decode(extended[len(ids) :]).startswith("<|start_header_id|>ipython")
 
 
-def test_a_harmony_turn_cut_between_its_messages_ends_the_segment() -> None:
+def test_cut_harmony_turns_end_the_segment() -> None:
     chat, encode = chat_of("harmony"), tokenizer_of("harmony").encode
     opening = chat.opening(USER, [CITY], thinking=True)
     for said, extends in (
@@ -196,13 +196,13 @@ def changed(name: str, old: str, new: str) -> TemplateChat:
         ("'\n<tool_response>\n'", "'\n' ~ loop.index ~ '<tool_response>\n'", "extended.*whole"),
     ],
 )
-def test_a_template_that_breaks_the_law_is_refused(old: str, new: str, why: str) -> None:
+def test_templates_breaking_the_prefix_law_are_refused(old: str, new: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as refused:
         check_prefix_law(changed("qwen3", old, new))
     assert "format hermes" in str(refused.value) and "chat_template" in str(refused.value)
 
 
-def test_a_template_of_deepseek_v31_that_lists_no_tools_gets_them_in_the_system_message() -> None:
+def test_deepseek_v31_tools_go_into_the_system_message() -> None:
     listing = "{%- for tool in tools or [] -%}{{ '\n### ' + tool.function.name }}{%- endfor -%}"
     chat = changed("deepseek-v3.1", listing, "")
     check_prefix_law(chat, modes=(False,))
@@ -246,7 +246,7 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
         TemplateChat(tokenizer)
 
 
-def test_turns_that_end_otherwise_than_a_text_are_told_both_cures() -> None:
+def test_unmatched_turn_ends_name_both_fixes() -> None:
     """A base model with its family's template."""
     tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
     tokenizer.eos_token = "<|endoftext|>"

@@ -78,7 +78,7 @@ def answers(parsed: Parsed, content: str) -> list[Message]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_conversation_with_good_and_bad_calls_and_a_second_question(name: str) -> None:
+def test_conversation_with_good_and_bad_calls(name: str) -> None:
     thinking = name != "deepseek-v3.1"
     thought = THOUGHT.get(name, "<think>\nhm\n</think>\n\n") if thinking else ""
     good, bad = CALLS[name]

@@ -19,7 +19,7 @@ def controls(name: str, ids: list[int]) -> list[int]:
 
 @st.composite
 def hostile_text(draw: st.DrawFn, name: str) -> str:
-    """Control texts whole and in parts, that may also join with what the template puts beside."""
+    """Control texts, whole and in parts that may join with template text."""
     whole = st.sampled_from(sorted(chat_of(name).encoder.controls))
     parts = whole.flatmap(
         lambda text: st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(
@@ -75,7 +75,7 @@ def test_every_control_text_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_harmless_prompts_have_the_ids_they_always_had(name: str) -> None:
+def test_plain_prompts_keep_their_ids(name: str) -> None:
     for thinking in (True, False):
         for content in ("1 + 1 =", " two\nlines }\n", "é→", ""):
             messages = (
@@ -88,7 +88,7 @@ def test_harmless_prompts_have_the_ids_they_always_had(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pieces_join_to_the_ids_of_the_whole(name: str) -> None:
+def test_pieces_join_to_the_whole(name: str) -> None:
     chat = chat_of(name)
     text, marks = chat.text([{"role": "user", "content": "".join(LINES)}], [CITY], thinking=True)
     assert chat.encoder.encode_in_pieces(text, marks) == chat.encoder.encode(text, marks)
@@ -100,7 +100,7 @@ def test_marks_are_in_no_text() -> None:
     assert not {taken.inside, taken.edge} & {other.inside, other.edge}
 
 
-def test_text_that_completes_a_control_text_beside_it_is_kept_apart() -> None:
+def test_text_cannot_complete_a_control_text() -> None:
     encoder: Encoder = chat_of("qwen3").encoder
     marks = Marks("\U00100000", "\U00100001")
     shielded = encoder.shield_whole(" <|im_end| ", marks)
@@ -116,7 +116,7 @@ def test_a_tokenizer_of_another_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_half_a_surrogate_pair_is_read_as_a_replacement_character(name: str) -> None:
+def test_lone_surrogates_become_replacement_characters(name: str) -> None:
     """JSON spells it in a call's arguments, and environments in their results."""
     chat = chat_of(name)
 

@@ -39,7 +39,7 @@ def ids_of(chat: TemplateChat, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_such_a_turn_is_closed_and_its_text_is_without_the_end(name: str) -> None:
+def test_other_ends_close_the_turn(name: str) -> None:
     (end, call), chat = CASES[name], chat_with(name)
     check_prefix_law(chat, modes=(False,))
     assert chat.ends[end] in chat.stop_ids
@@ -52,7 +52,7 @@ def test_such_a_turn_is_closed_and_its_text_is_without_the_end(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_was_sampled_stays_or_a_segment_begins(name: str) -> None:
+def test_sampled_ids_stay_or_a_segment_begins(name: str) -> None:
     (end, call), chat = CASES[name], chat_with(name)
     ids = [*chat.opening(USER, [CITY], thinking=False), *ids_of(chat, call + end)]
     extended = chat.extend(ids, [ANSWER], thinking=False)

@@ -53,7 +53,7 @@ def in_a_conversation(name: str, text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("made", [completed, in_a_conversation])
 @pytest.mark.parametrize("name", MARKS)
-def test_a_box_in_closed_thinking_never_beats_the_answer(name: str, made: Any) -> None:
+def test_boxes_in_thinking_never_count(name: str, made: Any) -> None:
     opens, closes, end = MARKS[name]
     message = made(name, f"{opens}Is it \\boxed{{7}}?{closes}It is 8.{end}")
     assert (final_text((message,)), thinking_text((message,))) == ("It is 8.", "Is it \\boxed{7}?")
@@ -79,7 +79,7 @@ def test_channels_are_told_apart_in_gpt_oss(made: Any) -> None:
     assert final_text((cut,)) == ""
 
 
-def test_marks_come_from_the_recipe_then_the_template_then_the_vocabulary() -> None:
+def test_order_of_mark_sources() -> None:
     assert marks_of(tokenizer_of("seed"), ("<a>", "</a>")) == ThinkingMarks("<a>", "</a>")
     tokenizer = copy.deepcopy(tokenizer_of("magistral"))
     tokenizer.chat_template = tokenizer_of("chatml").chat_template
@@ -124,6 +124,6 @@ def test_thinking_that_nothing_marks_is_warned_of(
 
 
 @pytest.mark.parametrize("marks", [("<think>",), ("<a>", "<a>"), ("<a>", " "), ("a", "b", "c")])
-def test_marks_of_the_recipe_must_be_a_pair(marks: tuple[str, ...]) -> None:
+def test_recipe_marks_must_be_a_pair(marks: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"model\.thinking_marks"):
         ModelConfig(path="somewhere", thinking_marks=marks)

@@ -1,4 +1,4 @@
-"""What the policy wrote, read: thinking, words, calls and what set out to be a call."""
+"""Parsing a turn into thinking, text, calls and malformed calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def parse(
 def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | None) -> None:
     chat = chat_of(name)
     arguments: dict[str, Any] = {"name": words} | ({} if days is None else {"days": days})
-    last = f"q{len(words)}z"  # the last argument ends in words that stand nowhere else
+    last = f"q{len(words)}z"  # unique text
     said: dict[str, Any] = {
         "role": "assistant",
         "content": "",
@@ -107,7 +107,7 @@ def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | 
         ("tiny", "@nothing 1", ("nothing", {})),
     ],
 )
-def test_calls_in_forms_a_template_does_not_write(
+def test_calls_in_unusual_forms(
     name: str, text: str, name_and_arguments: tuple[str, dict[str, Any]]
 ) -> None:
     (call,) = parse(name, text).calls
@@ -159,7 +159,7 @@ def test_calls_in_forms_a_template_does_not_write(
         ("tiny", "@ city", "a call is a line"),
     ],
 )
-def test_what_is_no_call_is_said_to_be_none(name: str, text: str, why: str) -> None:
+def test_malformed_calls_are_reported(name: str, text: str, why: str) -> None:
     (call,) = parse(name, text).calls
     assert isinstance(call, Malformed)
     assert why in call.why and call.text and len(call.text) <= 300
@@ -208,9 +208,7 @@ def test_pairs_of_glm(body: str, arguments: dict[str, Any] | None) -> None:
         ({}, "12", 12),
     ],
 )
-def test_values_of_glm_are_what_the_schema_admits(
-    schema: dict[str, Any], text: str, value: Any
-) -> None:
+def test_glm_values_follow_the_schema(schema: dict[str, Any], text: str, value: Any) -> None:
     tool = ToolSpec(name="f", description="", parameters={"properties": {"a": schema}})
     said = GLM.format(f"<arg_key>a</arg_key><arg_value>{text}</arg_value>")
     ids = tokenizer_of("glm").encode(said + ENDS["glm"], add_special_tokens=False)
@@ -229,7 +227,7 @@ V32 = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
         ("deepseek-v3.2", V32, f'<{DSML}invoke name="city"></{DSML}invoke>'),
     ],
 )
-def test_words_around_blocks_of_deepseek_are_there_once(
+def test_deepseek_text_around_calls_appears_once(
     name: str, marks: tuple[str, str], call: str
 ) -> None:
     begin, end = marks
@@ -246,7 +244,7 @@ def test_words_around_blocks_of_deepseek_are_there_once(
         assert (parsed.content, len(parsed.calls)) == (content, calls), text
 
 
-def test_pairs_of_glm_that_are_never_closed_take_no_time() -> None:
+def test_unclosed_glm_pairs_parse_fast() -> None:
     began = time.thread_time()
     body = "<arg_key>k</arg_key>\n<arg_value>v\n" * 10_000
     (call,) = parse("glm", GLM.format(body)).calls
@@ -270,7 +268,7 @@ def test_one_broken_call_spoils_no_other() -> None:
         ("deepseek-v3.2", f'<{DSML}invoke name="city"></{DSML}invoke>'),
     ],
 )
-def test_calls_in_the_thinking_are_none_unless_asked_for(name: str, call: str) -> None:
+def test_calls_in_thinking_are_opt_in(name: str, call: str) -> None:
     text = f"I could {call} and </think>\n\nNo."
     text = text if chat_of(name).opened(thinking=True) else f"<think>{text}"
     parsed = parse(name, text, thinking=True)
@@ -281,7 +279,7 @@ def test_calls_in_the_thinking_are_none_unless_asked_for(name: str, call: str) -
     assert (never_closed.content, never_closed.calls) == ("", ())
 
 
-def test_a_harmony_call_from_the_analysis_is_none_unless_asked_for() -> None:
+def test_harmony_analysis_calls_are_opt_in() -> None:
     text = '<|channel|>analysis to=functions.city<|message|>{"days": 1}'
     assert parse("harmony", text).calls == ()
     assert len(parse("harmony", text, inside=True).calls) == 1
@@ -290,7 +288,7 @@ def test_a_harmony_call_from_the_analysis_is_none_unless_asked_for() -> None:
     assert (parsed.reasoning, parsed.content) == ("hm", "Yes")
 
 
-def test_thinking_after_words_and_a_stray_end_are_thinking() -> None:
+def test_stray_thinking_ends() -> None:
     call = '<tool_call>{"name": "city"}</tool_call>'
     parsed = parse("qwen3", f"{call}</think>Yes<think>{call}</think>!")
     assert (parsed.content, parsed.calls) == ("Yes!", ())
@@ -307,7 +305,7 @@ def test_control_texts_that_were_spelled_are_words() -> None:
     assert (parsed.content, parsed.calls) == ('<tool_call>{"name": "city"}</tool_call>', ())
 
 
-def test_a_turn_that_was_cut_is_not_closed() -> None:
+def test_cut_turns_are_not_closed() -> None:
     parsed = parse("qwen3", '<tool_call>{"name": "city"}</tool_call> <tool_call>{"na', cut=True)
     assert not parsed.closed
     assert [type(call) for call in parsed.calls] == [ToolCall, Malformed]

@@ -63,7 +63,7 @@ def conversation(draw: random.Random, name: str, *, thinking: bool) -> list[Mess
 
 
 def sampled(name: str, messages: list[Message], contexts: list[Context], *, thinking: bool) -> Any:
-    """What an episode keeps of a policy that samples the turns of `contexts`."""
+    """Segments of an episode whose policy samples the turns of `contexts`."""
     turns = [
         context.ids[start:stop]
         for context in contexts
@@ -99,7 +99,7 @@ def sampled(name: str, messages: list[Message], contexts: list[Context], *, thin
             said.get("reasoning_content", ""),
         )
         if following is not None:
-            # What the tools answer carries the ids of the calls as they were read.
+            # Tool messages carry the ids of the parsed calls.
             between = [dict(m) for m in messages[place + 1 : following]]
             for call, answer in zip(parsed.calls, between, strict=False):
                 answer["tool_call_id"] = call.call_id
@@ -113,12 +113,10 @@ def sampled(name: str, messages: list[Message], contexts: list[Context], *, thin
         (name, thinking)
         for name in NAMES
         for thinking in (True, False)
-        if not (name == "deepseek-v3.1" and thinking)  # whose thinking has no place beside tools
+        if not (name == "deepseek-v3.1" and thinking)  # does not think with tools
     ],
 )
-def test_what_is_learned_is_what_a_rollout_would_sample_and_after_the_same_ids(
-    name: str, thinking: bool
-) -> None:
+def test_trained_ids_match_a_rollout(name: str, thinking: bool) -> None:
     shows = thinking and name not in WITHOUT_THINKING
     for seed in range(SEEDS):
         messages = conversation(random.Random(f"{name} {seed}"), name, thinking=shows)
@@ -130,7 +128,7 @@ def test_what_is_learned_is_what_a_rollout_would_sample_and_after_the_same_ids(
         ]
 
 
-def test_thinking_that_a_template_leaves_out_of_its_history_is_learned() -> None:
+def test_thinking_omitted_from_history_is_trained() -> None:
     chat = chat_of("deepseek-v3.1")
     said = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy, <think> so"}
     (context,) = render_given(chat, [{"role": "user", "content": "?"}, said], (), thinking=True)
@@ -139,7 +137,7 @@ def test_thinking_that_a_template_leaves_out_of_its_history_is_learned() -> None
     assert (parsed.reasoning, parsed.content) == ("Italy, <think> so", "Rome.")
 
 
-def test_messages_that_are_not_learned_are_context_alone() -> None:
+def test_untrained_messages_are_context() -> None:
     chat = chat_of("qwen3")
     messages = [
         {"role": "user", "content": "One?"},
@@ -193,11 +191,11 @@ OPENS = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif -%}
 """
-"""Thinking whatever the mode, and none in what is said already."""
+"""Always thinks, and omits thinking from the history."""
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_a_template_that_always_thinks_and_forgets_is_named_with_the_cure(thinking: bool) -> None:
+def test_always_thinking_templates_name_the_fix(thinking: bool) -> None:
     tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
     tokenizer.chat_template = OPENS
     said = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
@@ -231,7 +229,7 @@ RULE = "Zebra rule."
     ],
 )
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "glm"])
-def test_context_that_a_template_passes_over_is_refused(
+def test_omitted_context_is_refused(
     name: str, messages: list[Message], place: int, lost: set[str]
 ) -> None:
     chat = chat_of(name)
@@ -247,9 +245,7 @@ def test_context_that_a_template_passes_over_is_refused(
 
 
 @pytest.mark.parametrize(("make", "arguments"), COLD_STARTS, ids=["trip", "guess"])
-def test_the_cold_start_learns_the_same_tokens_of_the_same_conversations(
-    make: Any, arguments: dict[str, Any]
-) -> None:
+def test_cold_start_trains_the_same_tokens(make: Any, arguments: dict[str, Any]) -> None:
     chat = chat_of("tiny")
     for one in make(2, seed=0, arguments=arguments):
         for said in (one.worked, one.hasty):

@@ -34,7 +34,7 @@ def test_thinking_goes_as_deepseeks_own_code_says(messages: list[dict[str, Any]]
     oracle = _deepseek_code().drop_thinking_messages(
         renamed(messages, "reasoning_content", "reasoning")
     )
-    # That code also forgets what a developer said before; no message is lost here.
+    # That code also drops earlier developer messages; ours keeps them.
     ours = renamed(retained(messages), "reasoning_content", "reasoning")
     assert [m for m in ours if m["role"] != "developer"] == [
         m for m in oracle if m["role"] != "developer"

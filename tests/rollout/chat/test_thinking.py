@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.rl.turns import Malformed, ToolCall
-from keel.rollout.chat.thinking import Bounds, split_thinking
+from keel.rollout.chat.thinking import CallBounds, split_thinking
 from tests.rollout.chat.test_parsing import CODE, DSML, parse
 
 CALLS = {
@@ -36,7 +36,7 @@ def test_marks_in_a_calls_arguments_are_theirs(name: str, code: str, thought: st
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_marks_in_calls_within_the_thinking_are_theirs_too(code: str) -> None:
+def test_marks_inside_calls_in_thinking(code: str) -> None:
     call = CALLS["qwen3"].format(code)
     first = parse("qwen3", f"<think>so {call}", inside=True)
     assert first.inside and [one.arguments for one in first.calls if isinstance(one, ToolCall)] == [
@@ -52,12 +52,12 @@ def test_marks_in_calls_within_the_thinking_are_theirs_too(code: str) -> None:
     assert told.content == "Yes." and not told.inside
 
 
-def test_a_mention_of_a_call_is_no_border() -> None:
+def test_mentioned_calls_are_no_border() -> None:
     parsed = parse("hermes", "I need <tool_call> tags here.</think>Answer 4")
     assert parsed.content == "Answer 4" and parsed.reasoning.startswith("I need")
 
 
-def test_a_call_that_is_never_closed_is_told() -> None:
+def test_unclosed_calls_are_reported() -> None:
     parsed = parse("qwen3", '<tool_call>\n{"name": "python", "arguments": {"code": "<think>"')
     (call,) = parsed.calls
     assert isinstance(call, Malformed) and "no </tool_call> ends it" in call.why
@@ -68,7 +68,7 @@ def test_a_call_that_is_never_closed_is_told() -> None:
     st.lists(st.sampled_from(["<think>", "</think>", "<c>", "</c>", "a", " ", "\n"]), max_size=12),
     st.booleans(),
 )
-def test_without_calls_it_is_as_the_marks_say(parts: list[str], opened: bool) -> None:
+def test_marks_decide_without_calls(parts: list[str], opened: bool) -> None:
     """Held to a reading that looks at one mark after the other."""
     text = "".join(parts)
     first = next((part for part in parts if part in ("<think>", "</think>")), "")
@@ -89,8 +89,8 @@ def test_without_calls_it_is_as_the_marks_say(parts: list[str], opened: bool) ->
 
 @pytest.mark.parametrize("text", ["<think></think>", "<think>é</think>\n", "<c>", "<c></think>"])
 @pytest.mark.parametrize("inside", [False, True])
-def test_however_many_there_are_it_takes_no_time(text: str, inside: bool) -> None:
-    bounds = Bounds("<c>", "</c>")
+def test_many_marks_parse_fast(text: str, inside: bool) -> None:
+    bounds = CallBounds("<c>", "</c>")
     began = time.thread_time()
     split_thinking(text * 50_000, bounds, opened=True, inside=inside)
     assert time.thread_time() - began < 2

@@ -70,13 +70,13 @@ def test_empty_prompts_are_refused() -> None:
         render_prompt(FakeTokenizer(), prompt(messages=({"role": "user", "content": ""},)))
 
 
-def test_raw_prompts_start_but_do_not_end_a_text() -> None:
+def test_raw_prompts_start_a_text() -> None:
     rendered = render_prompt(FakeTokenizer(), prompt("Q: <think>", raw=True))
     assert rendered.token_ids == [1, *map(ord, "Q: <think>")] and rendered.thinking
     assert not render_prompt(FakeTokenizer(), prompt("Q:", raw=True)).thinking
 
 
-def test_a_prompt_must_leave_room_for_its_completion() -> None:
+def test_prompts_leave_room_for_completions() -> None:
     check_fits(prompt(), 40, 60, 100)
     with pytest.raises(ValueError, match="prompt p"):
         check_fits(prompt(), 41, 60, 100)

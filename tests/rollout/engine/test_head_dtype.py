@@ -1,4 +1,4 @@
-"""The engine's logits are those of a float32 head, as the trainer's are, whatever its dtype."""
+"""The engine computes logits with a float32 head, like the trainer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ pytestmark = pytest.mark.e2e
 
 
 def make_head_only(folder: Path, dtype: Dtype) -> Qwen3ForCausalLM:
-    """A model whose layer adds nothing, so that its hidden states are known to the last bit and the
-    head alone makes a difference."""
+    """Model whose layer adds nothing, so that only the head can differ."""
     vocabulary = make_model(folder).config.vocab_size
     torch.manual_seed(2)
     config = Qwen3Config(
@@ -47,7 +46,7 @@ def make_head_only(folder: Path, dtype: Dtype) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def largest_error(folder: Path, dtype: Dtype, head: Literal["float32", "model"]) -> float:
-    """Of the recorded log-probabilities, in nats, against a float32 head over the same states."""
+    """Largest error of recorded log-probabilities against a float32 head, in nats."""
     model = make_head_only(folder, dtype)
     spec = replace(engine_spec(folder, sampling=OPEN, head_dtype=head), dtype=dtype)
     worst = 0.0
@@ -70,5 +69,5 @@ def test_logits_are_not_rounded(tmp_path: Path, dtype: Dtype) -> None:
     assert largest_error(tmp_path, dtype, "float32") < 1e-4
 
 
-def test_the_engines_own_dtype_can_be_asked_for(tmp_path: Path) -> None:
+def test_head_dtype_may_follow_the_engine(tmp_path: Path) -> None:
     assert largest_error(tmp_path, "bfloat16", "model") > 1e-2

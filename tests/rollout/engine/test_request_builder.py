@@ -94,7 +94,7 @@ class Engine:
         self.added.append(request)
 
 
-def test_hashes_of_a_refused_request_do_not_leak() -> None:
+def test_refused_requests_leak_no_hashes() -> None:
     def refuse(request: Any) -> Any:
         raise ValueError("no such parameter")
 

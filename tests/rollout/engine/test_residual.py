@@ -1,4 +1,4 @@
-"""Engines add blocks' outputs up in float32 where the recipe says so (`model.residual_dtype`)."""
+"""`model.residual_dtype: float32` keeps block outputs in float32."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import (
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.rollout.remote_engine import OPEN, engine_spec, prompts, running_engine
 from tests.rollout.tiny_model import checkpoint_tensors, make_model
@@ -20,7 +17,7 @@ pytestmark = pytest.mark.e2e
 LAYERS = 16
 EXPERTS = {
     "num_experts": 4,
-    "num_experts_per_tok": 4,  # all, or engine and reference would choose others now and then
+    "num_experts_per_tok": 4,  # all, so that rounding changes no choice
     "moe_intermediate_size": 64,
     "mlp_only_layers": [*range(0, LAYERS, 2)],
 }
@@ -29,8 +26,8 @@ EXPERTS = {
 def make_faint(vocabulary: int, *, seed: int) -> Qwen3MoeForCausalLM:
     """Return a bfloat16 model whose blocks each add a thousandth of the stream.
 
-    The stream rounds such a sum away in bfloat16. As the layers share weights, what they add piles
-    up to several times the rounding of what the head is given. Every other layer is dense.
+    In bfloat16 the stream rounds such sums away. Layers share weights, so the sums accumulate to
+    several times the rounding error of the head's input. Every other layer is dense.
     """
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
@@ -90,12 +87,12 @@ def mean_error(folder: Path, residual: Literal["model", "float32"]) -> float:
     return float(torch.cat(errors).mean())
 
 
-def test_what_blocks_add_is_not_rounded_away(tmp_path: Path) -> None:
+def test_block_outputs_are_not_rounded_away(tmp_path: Path) -> None:
     kept, rounded = (mean_error(tmp_path, "float32"), mean_error(tmp_path, "model"))
     assert kept < rounded / 3
 
 
-def test_an_engine_whose_layers_were_not_set_up_is_refused() -> None:
+def test_engines_without_set_up_layers_are_refused() -> None:
     from vllm.model_executor.custom_op import op_registry_oot  # noqa: PLC0415
 
     from keel.rollout.engine.patches import check_residual, install_residual  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The actor around an engine's thread, without an engine."""
+"""Ray actor around an engine thread, without an engine."""
 
 from __future__ import annotations
 

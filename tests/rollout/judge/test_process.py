@@ -1,11 +1,16 @@
-"""What the judge's server is started with, and what is said when it does not start."""
+"""Options of the judge server, its log excerpt and its restart limit."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from keel.configs.schema import JudgeConfig, JudgeServerConfig
+from keel.rollout.judge import server
 from keel.rollout.judge.process import environment, flags, log_excerpt, options
+from keel.rollout.judge.server import MAX_RESTARTS, RECENT_S, JudgeServer
 
 SERVER = JudgeServerConfig(
     tensor_parallel=2,
@@ -19,8 +24,8 @@ def arguments(*, gpu: bool) -> list[str]:
     return " ".join(flags(options(CONFIG, gpu=gpu))).removeprefix("--").split(" --")
 
 
-def test_the_knobs_become_options_of_vllm() -> None:
-    found = arguments(gpu=True)
+def test_knobs_become_vllm_options() -> None:
+    given = arguments(gpu=True)
     for wanted in (
         "model a/judge",
         "served-model-name a/judge",
@@ -33,16 +38,16 @@ def test_the_knobs_become_options_of_vllm() -> None:
         "no-enforce-eager",
         'hf-overrides {"a": [1]}',
     ):
-        assert wanted in found
+        assert wanted in given
     assert "kv-cache-memory-bytes 536870912" in arguments(gpu=False)
 
 
-def test_a_server_on_a_cpu_has_its_threads() -> None:
+def test_cpu_server_threads() -> None:
     assert environment(gpu=False, threads=3)["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS" not in environment(gpu=True, threads=3)
 
 
-def test_the_cause_is_found_in_the_log(tmp_path: Path) -> None:
+def test_log_excerpt_starts_with_the_cause(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert log_excerpt(log) == ""
     log.write_text(
@@ -56,3 +61,24 @@ def test_the_cause_is_found_in_the_log(tmp_path: Path) -> None:
     assert lines[1] == f"last lines of its log ({log}):"
     assert lines[-1].startswith("RuntimeError: Engine core")
     assert len(lines) < 20
+
+
+def test_only_recent_restarts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, actor = [0.0], object()
+
+    def launch(self: Any) -> None:
+        self._actor = actor
+
+    monkeypatch.setattr(server.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(server.ray_timeouts, "kill", lambda _: None)
+    monkeypatch.setattr(JudgeServer, "_launch", launch)
+    monkeypatch.setattr(JudgeServer, "_wait", lambda _: "http://somewhere")
+    monkeypatch.setattr(JudgeServer, "_ended", lambda _: "it died")
+    judge = JudgeServer(JudgeConfig(model="m", serve=True), gpu=False)
+    for _ in range(3 * MAX_RESTARTS):
+        assert judge.url() == "http://somewhere"
+        now[0] += RECENT_S / MAX_RESTARTS + 1
+    assert judge.restarts == 3 * MAX_RESTARTS - 1
+    with pytest.raises(RuntimeError, match=f"{MAX_RESTARTS + 1} times"):
+        for _ in range(MAX_RESTARTS + 1):
+            judge.url()

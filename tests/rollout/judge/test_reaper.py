@@ -1,4 +1,4 @@
-"""Whatever happens to a command or to its owner, nothing that it started is left."""
+"""The reaper leaves no process behind, however the command or its owner ends."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def guarded(pids: Path, log: Path, program: str = STARTS_THREE) -> subprocess.Po
         )
 
 
-def test_an_owner_that_heeds_no_signal_has_a_command_that_does(tmp_path: Path) -> None:
-    """As Ray's actors are in a run, for which a guard and its command would be deaf as well."""
-    tells = (
+def test_command_receives_signals_its_owner_blocks(tmp_path: Path) -> None:
+    program = (
         "import os, signal, sys\n"
         "with open(sys.argv[1] + '.new', 'w') as file:\n"
         "    print(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []), file=file)\n"
@@ -47,64 +46,60 @@ def test_an_owner_that_heeds_no_signal_has_a_command_that_does(tmp_path: Path) -
     )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
-        owner = guarded(tmp_path / "deaf", tmp_path / "log", tells)
+        owner = guarded(tmp_path / "blocked", tmp_path / "log", program)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert owner.stdout
     assert owner.stdout.read().strip() == b"0"
-    assert (tmp_path / "deaf").read_text() == "False\n"
+    assert (tmp_path / "blocked").read_text() == "False\n"
 
 
-@pytest.mark.parametrize("whom", ["the command", "what it waits for"])
-def test_a_command_that_stands_still_is_ended_with_all_it_has_started(
-    tmp_path: Path, whom: str
-) -> None:
+@pytest.mark.parametrize("which", ["command", "child"])
+def test_a_stopped_command_is_killed(tmp_path: Path, which: str) -> None:
     pids = tmp_path / "pids"
     owner = guarded(pids, tmp_path / "log")
     first, second = map(int, wait_for(lambda: pids.exists() and pids.read_text()).split())
-    os.kill(parent(first) if whom == "the command" else second, signal.SIGSTOP)
+    os.kill(parent(first) if which == "command" else second, signal.SIGSTOP)
     assert owner.stdout
-    assert owner.stdout.read().strip() == b"-9", "its status, once everything is gone"
+    assert owner.stdout.read().strip() == b"-9"
     assert not alive(first) and not alive(second)
-    assert "looks found it stopped (SIGSTOP)" in (tmp_path / "log").read_text()
+    assert "SIGSTOP" in (tmp_path / "log").read_text()
 
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("how", ["owner", "command"])
-def test_nothing_is_left(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("ended_by", ["owner", "command"])
+def test_all_descendants_end(tmp_path: Path, ended_by: str) -> None:
     pids = tmp_path / "pids"
     owner = guarded(pids, tmp_path / "log")
     assert owner.stdin
     assert owner.stdout
-    wait_for(pids.exists, "the command's start")
-    # The guard is a grandchild, out of reach for who kills the children of its owner.
+    wait_for(pids.exists, "start of the command")
+    # The reaper is a grandchild: killing the owner's children does not reach it.
     owner.wait(PATIENCE_S)
     children = [int(pid) for pid in pids.read_text().split()]
     command = parent(children[0])
     assert all(alive(pid) for pid in [*children, command])
-    if how == "owner":
-        owner.stdin.close()  # as when it dies
+    if ended_by == "owner":
+        owner.stdin.close()
     else:
         os.kill(command, signal.SIGKILL)
-    status = owner.stdout.read()  # ends with the guard
-    # A busy machine may take longer over SIGTERM than it has.
-    assert status.strip() in ((b"-15", b"-9") if how == "owner" else (b"-9",))
+    status = owner.stdout.read()  # ends with the reaper
+    # On a busy machine SIGTERM may time out.
+    assert status.strip() in ((b"-15", b"-9") if ended_by == "owner" else (b"-9",))
     assert not any(alive(pid) for pid in [*children, command])
 
 
-def test_a_command_that_will_not_end_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
-    deaf = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    ignoring = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     owner = guarded(
-        ready, tmp_path / "log", f"{deaf}open(sys.argv[1], 'w').close(); time.sleep(1000)"
+        ready, tmp_path / "log", f"{ignoring}open(sys.argv[1], 'w').close(); time.sleep(1000)"
     )
     assert owner.stdin
     assert owner.stdout
-    wait_for(ready.exists, "the command's start")
+    wait_for(ready.exists, "start of the command")
     owner.stdin.close()
     assert owner.stdout.read().strip() == b"-9"

@@ -1,4 +1,4 @@
-"""The judge that a run serves itself: vLLM's own server with the tiny model behind it."""
+"""Judge server of a run: the vLLM server with the tiny model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BLUE, RED, GREEN = (f"<think></think>{answer}" for answer in ("Blue.", "Red, I t
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
-    """The tiny model with random weights: it writes nonsense, in due form."""
+    """Tiny model with random weights; the schema alone shapes its replies."""
     model = ensure_tiny_model(
         TinyModelConfig(
             max_context=6144,
@@ -54,7 +54,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
         serve=True,
         server=JudgeServerConfig(dtype="float32", startup_timeout_s=2 * PATIENCE_S),
         timeout_s=PATIENCE_S,
-        # So that its reasons come to an end; what holds the rest together is the schema alone.
+        # Lets its reasons end.
         temperature=1.0,
         extra={"logit_bias": {str(quote): 5}},
         max_reply_tokens=1500,
@@ -69,8 +69,8 @@ def cluster() -> Iterator[None]:
 
 
 def processes_of(model: str) -> list[int]:
-    """The guard, the server, and everything below them."""
-    found: list[int] = []
+    """The reaper, the server and their descendants."""
+    pids: list[int] = []
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -80,12 +80,12 @@ def processes_of(model: str) -> list[int]:
             continue
         parents[int(entry.name)] = int(stat[1])
         if stat[0] != "Z" and model in words.split("\0"):
-            found.append(int(entry.name))
-    for pid in found:  # grows while it is read
-        found.extend(
-            child for child, parent in parents.items() if parent == pid and child not in found
+            pids.append(int(entry.name))
+    for pid in pids:  # grows during the loop
+        pids.extend(
+            child for child, parent in parents.items() if parent == pid and child not in pids
         )
-    return found
+    return pids
 
 
 def gone(pids: list[int]) -> bool:
@@ -98,16 +98,14 @@ def gone(pids: list[int]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def doomed(config: JudgeConfig, tmp_path_factory: pytest.TempPathFactory) -> JudgeProcess:
-    """A server of a model that is not there. It starts beside the good one, to save time."""
-    folder = tmp_path_factory.mktemp("doomed")
+def failing(config: JudgeConfig, tmp_path_factory: pytest.TempPathFactory) -> JudgeProcess:
+    """Server of a missing model. Starts in parallel with the good one to save time."""
+    folder = tmp_path_factory.mktemp("failing")
     missing = replace(config, model=str(folder / "nowhere"))
     return JudgeProcess(missing, gpu=False, host="127.0.0.1", key="k", log=folder / "judge.log")
 
 
-def test_it_judges_and_ends_with_its_actor_and_is_started_again(
-    config: JudgeConfig, doomed: JudgeProcess
-) -> None:
+def test_server_judges_and_restarts(config: JudgeConfig, failing: JudgeProcess) -> None:
     server = JudgeServer(config, gpu=False)
     with (
         JudgeService(config, server=server) as judge,
@@ -118,10 +116,10 @@ def test_it_judges_and_ends_with_its_actor_and_is_started_again(
         assert scored.group.dropped == ()
         assert all(reward in (0, 0.25, 0.5, 0.75, 1) for reward in scored.rewards_G)
         before = processes_of(config.model)
-        assert len(before) >= 3, "guard, server, engine"
+        assert len(before) >= 3  # reaper, server, engine
 
         ray.kill(server._actor)
-        assert gone(before), "the server has outlived its actor"
+        assert gone(before)
 
         (scored,) = scorer.score([group(GREEN, prompt=PROMPT)])
         assert scored.group.dropped == ()
@@ -135,10 +133,8 @@ def test_it_judges_and_ends_with_its_actor_and_is_started_again(
         server.stop()
 
 
-def test_a_model_that_is_not_there(doomed: JudgeProcess) -> None:
+def test_a_missing_model(failing: JudgeProcess) -> None:
     with pytest.raises(RuntimeError) as caught:
-        doomed.wait(2 * PATIENCE_S)
+        failing.wait(2 * PATIENCE_S)
     text = str(caught.value)
-    assert "/nowhere': its server did not start: it ended (exit status 1)" in text
-    assert "first error: huggingface_hub.errors.HFValidationError: Repo id must be" in text
-    assert "last lines of its log" in text
+    assert "nowhere" in text and "exit status 1" in text and "HFValidationError" in text

@@ -129,7 +129,7 @@ def test_other_engines_continue_during_a_restart(when: str) -> None:
     assert world.run(4) == [f"p{i}" for i in range(4)]
 
 
-def test_an_engine_that_dies_during_an_update_is_replaced_once() -> None:
+def test_death_during_an_update_replaces_once() -> None:
     world = started(lambda engine, name: engine.name != "0.0" and engine.finish(name), engines=1)
     broken = Future[int]()
     world.update = lambda engine, *args: (
@@ -163,7 +163,7 @@ def test_restarts_far_apart_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert world.pool.restarts == 2 * MAX_RESTARTS + 1
 
 
-def test_errors_about_a_prompt_or_weights_are_not_retried() -> None:
+def test_prompt_and_weight_errors_are_final() -> None:
     error = ValueError("too long")
     world = World(lambda engine, name: engine.asked[name].set_exception(error), engines=1)
     with pytest.raises(ValueError, match="too long"):
@@ -287,7 +287,7 @@ def test_repeated_prompts_get_different_draws() -> None:
     assert world.lives[0].draws == [("p", 0), ("q", 0), ("p", 1)] * 2
 
 
-def test_a_queued_prompt_keeps_its_draw_across_an_update() -> None:
+def test_queued_prompts_keep_their_draw() -> None:
     world = started(never, engines=1, max_num_seqs=2)
     engine = world.lives[0]
     world.pool.submit(prompt("q"), group_size=2)

@@ -62,9 +62,9 @@ def actors(pool: RolloutPool) -> list[Any]:
 
 
 def stats(pool: RolloutPool, name: str) -> list[float]:
-    """Of each engine."""
-    told = ray.get([actor.stats.remote() for actor in actors(pool)], timeout=PATIENCE_S)
-    return [each[name] for each in told]
+    """Value of each engine."""
+    values = ray.get([actor.stats.remote() for actor in actors(pool)], timeout=PATIENCE_S)
+    return [each[name] for each in values]
 
 
 def all_work(pool: RolloutPool) -> None:
@@ -90,9 +90,7 @@ def test_groups_and_weights(pool: RolloutPool, buckets: list[Any]) -> None:
     assert {t.segments[0].version_T[-1] for t in group.trajectories} == {2}
 
 
-def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
-    pool: RolloutPool, buckets: list[Any]
-) -> None:
+def test_killed_engines_are_replaced(pool: RolloutPool, buckets: list[Any]) -> None:
     pool.update(3, stored(3, buckets)).result(timeout=2 * PATIENCE_S)
     victim = ray.get(actors(pool)[0].ready.remote(), timeout=PATIENCE_S).pid
     groups = generate(pool, prompts(12, shared=0, own=60, tag="k"), group_size=4)
@@ -109,7 +107,7 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
     wait_for(lambda: stats(pool, "version") == [4, 4], "the weights in the new engine")
 
 
-def test_an_engine_whose_step_hangs_is_replaced_while_its_process_runs_and_answers(
+def test_engines_with_a_hanging_step_are_replaced(
     pool: RolloutPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_work(pool)
@@ -180,6 +178,6 @@ def test_evaluation_is_not_recorded(pool: RolloutPool) -> None:
     assert np.isfinite(segment.logp_old_T).all()
 
 
-def test_a_prompt_that_does_not_fit_is_named(pool: RolloutPool) -> None:
+def test_too_long_prompts_are_named(pool: RolloutPool) -> None:
     with pytest.raises(ValueError, match=r"prompt q0: .* exceed the engine's context of 256"):
         list(generate(pool, prompts(1, shared=0, own=240, tag="q"), group_size=2))

@@ -1,4 +1,4 @@
-"""What should have been recorded, as transformers says in float32."""
+"""Expected recordings, computed by transformers in float32."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.rollout.tiny_model import DENSE_LAYER
 class Tolerance:
     logp: float = 1e-4
     tie: float = 1e-5
-    """Scores or probabilities this near to each other may be ordered either way."""
+    """Scores or probabilities closer than this may be in either order."""
     rare: float = 2e-3
-    """Largest share of decisions that may be such ties."""
+    """Largest share of ties."""
 
 
 @dataclass
 class Report:
-    """Decisions compared, and those that were ties."""
+    """Numbers of decisions and of ties."""
 
     routes: int = 0
     route_ties: int = 0
@@ -67,8 +67,10 @@ class Reference:
         report: Report,
         tolerance: Tolerance,
     ) -> None:
-        """Every sampled token's mask and log-probability, under the weights that sampled it,
-        and the routes of every token under those that sampled the first one after it."""
+        """Check masks and log-probabilities under the weights that sampled each token.
+
+        Routes are checked under the weights that sampled the next token.
+        """
         for segment in trajectory.segments:
             self._check_segment(segment, sampling, report, tolerance)
 
@@ -109,7 +111,7 @@ class Reference:
     def _check_routes(
         self, routes: np.ndarray, rows: np.ndarray, report: Report, tolerance: Tolerance
     ) -> None:
-        """`rows` of the routes, against the model that ran last."""
+        """Check `rows` of the routes against the last forward pass."""
         assert routes.shape[1] == len(self.scores)
         for row, layer in enumerate(sorted(self.scores)):
             scores = self.scores[layer][torch.from_numpy(rows)]
@@ -144,7 +146,7 @@ class Reference:
 
 
 def trajectory_of(segment: Segment) -> Trajectory:
-    """One of a single segment, whose turns are already in it."""
+    """Return a trajectory of a single segment."""
     return Trajectory(
         prompt_id=segment.prompt_id,
         sibling=0,
@@ -155,8 +157,11 @@ def trajectory_of(segment: Segment) -> Trajectory:
 
 
 def _truncate(row: torch.Tensor, top_k: int, top_p: float, slack: float) -> torch.Tensor:
-    """Which ids survive top-k and then top-p; `slack` widens (or narrows) both borders, and of ids
-    that are no further apart each may come first (or last)."""
+    """Return which ids survive top-k and then top-p.
+
+    A positive `slack` widens both bounds, a negative one narrows them. Ids closer than
+    `slack` count as ties.
+    """
     if top_k:
         row = row.masked_fill(row < row.topk(top_k).values[-1] - slack, -torch.inf)
     if top_p == 1:
@@ -178,7 +183,7 @@ def check_groups(
     sampling: SamplingConfig,
     tolerance: Tolerance,
 ) -> Report:
-    """Every trajectory of every group; ties must be rare."""
+    """Check all trajectories; ties must be rare."""
     report = Report()
     for group in groups:
         assert not group.dropped

@@ -20,7 +20,7 @@ NEITHER = RecordingOptions(routes=False, sampling_mask=False)
 
 
 def engine(*, v2: bool = True) -> Any:
-    """Four layers, of which 0 and 2 are mixtures of experts."""
+    """Engine with four layers; 0 and 2 are mixtures of experts."""
     return SimpleNamespace(
         vllm_config=SimpleNamespace(use_v2_model_runner=v2), collective_rpc=lambda _: [[0, 2]]
     )

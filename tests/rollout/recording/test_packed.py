@@ -1,8 +1,7 @@
-"""The packed recorder on Model Runner V2 with interpreted kernels, held to transformers in float32.
+"""Packed recorder on Model Runner V2 with interpreted kernels against the float32 reference.
 
-The parts of the contract that depend on where routes are filed and on how steps are scheduled; the
-whole of it runs on GPUs (`tests/gpu/test_recorders_native.py`). Takes minutes: asked for by
-TRITON_INTERPRET=1.
+Covers the parts of the contract that depend on route storage and scheduling; the GPU tests cover
+all of it. Takes minutes and runs only with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ import pytest
 
 from tests.rollout.recording.contract import RecorderContract
 from tests.rollout.recording.reference import Reference, Tolerance
-from tests.rollout.remote_engine import (
-    RemoteEngine,
-    engine_spec,
-    running_engine,
-)
+from tests.rollout.remote_engine import RemoteEngine, engine_spec, running_engine
 from tests.rollout.tiny_model import make_model
 
 pytestmark = [
@@ -46,7 +41,7 @@ def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
     with running_engine(engine_spec(folder), gpu=False, kind="packed") as engine:
         yield engine
         watch = engine.watch()
-        assert watch.fast_steps > 10 and watch.steady_steps > 10
+        assert watch.fast_steps > 10 and watch.reused_steps > 10
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +56,10 @@ class TestPackedRecorder:
     test_chunked_prefill = RecorderContract.test_chunked_prefill
     test_prefix_cache_hits = RecorderContract.test_prefix_cache_hits
     test_preemption = RecorderContract.test_preemption
-    test_evaluation = RecorderContract.test_evaluation_records_log_probabilities_alone
-    test_cut = RecorderContract.test_answers_that_are_cut_at_the_deadline
-    test_cut_waiting = RecorderContract.test_answers_that_are_cut_while_they_are_preempted_or_wait
-    test_weights_change = RecorderContract.test_weights_change_while_answers_are_sampled
-    test_cut_across = RecorderContract.test_answers_are_cut_while_weights_change
+    test_evaluation = RecorderContract.test_evaluation_records_only_logprobs
+    test_cut = RecorderContract.test_deadline_cuts
+    test_cut_waiting = RecorderContract.test_deadline_cuts_while_preempted_or_waiting
+    test_weights_change = RecorderContract.test_weight_update_during_sampling
+    test_cut_across = RecorderContract.test_deadline_cuts_during_a_weight_update
     test_weight_update = RecorderContract.test_weight_update
-    test_not_finite = RecorderContract.test_completions_that_are_not_finite_are_dropped
+    test_not_finite = RecorderContract.test_non_finite_completions_are_dropped

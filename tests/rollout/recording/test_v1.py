@@ -1,4 +1,4 @@
-"""The V1 recorder, on a CPU, held to transformers in float32."""
+"""V1 recorder on a CPU against the float32 reference."""
 
 from __future__ import annotations
 
@@ -53,13 +53,11 @@ def test_truncated_and_open_requests_in_one_batch(
 
 
 class TestV1Recorder(RecorderContract):
-    way = "reads a loaded tensor"  # packed weights are left to vLLM's loader
+    way = "reads a loaded tensor"  # vLLM's loader handles packed weights
 
 
-def test_without_the_expert_shim_the_engine_refuses_to_start(
-    folder: Path, reference: Reference
-) -> None:
-    """The reload check at start-up sees the defect; with the shim it passed in every test above."""
+def test_engine_needs_the_expert_shim(folder: Path, reference: Reference) -> None:
+    """The reload check at start-up detects the defect."""
     with (
         pytest.raises(RuntimeError, match="prepack_experts"),
         running_engine(engine_spec(folder), gpu=False, without="prepack_experts"),

@@ -1,4 +1,4 @@
-"""When steps go Keel's way in attention, and when vLLM's. Imports vLLM."""
+"""Checks of cascade attention: covered steps and layers. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -88,15 +88,15 @@ def step(**changes: Any) -> Any:
 
 
 def built(patch: Any, layers: dict[str, Any], made: Any, **of: Any) -> bool:
-    """Whether Keel's kernels are used for such a step."""
+    """Return True if the step uses Keel's kernels."""
     patch.setattr(backend, "get_layers_from_vllm_config", lambda *_: layers)
     patch.setattr(FlashAttentionMetadataBuilder, "build", lambda *_: "vLLM's")
-    found = made.build(0, step(**of))
-    assert found == "vLLM's" or isinstance(found.step, backend.CascadeStep)
-    return found != "vLLM's"
+    metadata = made.build(0, step(**of))
+    assert metadata == "vLLM's" or isinstance(metadata.step, backend.CascadeStep)
+    return metadata != "vLLM's"
 
 
-def only_steps_that_decode_go_keels_way(patch: Any) -> None:
+def only_decode_steps_use_cascade(patch: Any) -> None:
     layers = {"a": layer(), "b": layer()}
     made = builder(layers)
     assert built(patch, layers, made)
@@ -106,7 +106,7 @@ def only_steps_that_decode_go_keels_way(patch: Any) -> None:
     assert built(patch, layers, made)
 
 
-def layers_that_are_not_covered_stay_vllms(patch: Any) -> None:
+def uncovered_layers_keep_vllms_attention(patch: Any) -> None:
     plain = {"a": layer()}
     for changes in (
         {"headdim": 96},
@@ -134,8 +134,8 @@ def layers_that_are_not_covered_stay_vllms(patch: Any) -> None:
         assert not built(patch, layers, builder(layers)), changes
 
 
-def the_first_layer_of_a_step_plans_for_all(patch: Any) -> None:
-    """In a first pass and, as a graph is captured after it, in the next."""
+def first_layer_plans_the_step(patch: Any) -> None:
+    """Each pass plans again, also the captured one."""
     calls: list[Any] = []
     patch.setattr(backend, "plan", lambda *_: calls.append("plan"))
     patch.setattr(backend, "attend", lambda _, query, *rest: calls.append(query))
@@ -160,7 +160,7 @@ def the_first_layer_of_a_step_plans_for_all(patch: Any) -> None:
         run("b", metadata, torch.zeros(3, 4, 32, 256))
 
 
-def where_it_is_not_wanted_nothing_is_replaced(logged: list[logging.LogRecord]) -> None:
+def nothing_is_replaced_when_disabled(logged: list[logging.LogRecord]) -> None:
     theirs = AttentionBackendEnum.FLASH_ATTN.get_class()
     for changes in (
         {"cascade_attention": False},

@@ -1,7 +1,7 @@
-"""A scheduler, a model runner that checks what it is told, and requests that come and go.
+"""A scheduler, a model runner that checks its inputs, and random requests.
 
-The model is a function of a request's name and a token's place, so any two schedules that are right
-deliver the same answers with the same recordings.
+Tokens are a function of the request's name and the position, so all correct schedules give the same
+completions and recordings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def number(*parts: object) -> int:
 
 
 def token_of(name: str, place: int) -> int:
-    """The `place`th token of an answer; 0 ends it."""
+    """Token at `place` of a completion; 0 ends it."""
     value = number(name, place) % 251
     return END if value < 3 and place > 5 else value + 1
 
@@ -53,19 +53,19 @@ def logp_of(name: str, place: int) -> float:
 
 
 class Runner:
-    """What a model runner knows of the requests; checks what it is told."""
+    """Model runner that tracks requests and checks its inputs."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
-        """Tokens known of each request, prompt included."""
+        """Number of known tokens of each request, with its prompt."""
         self.prompts: dict[str, int] = {}
         self.blocks: dict[str, int] = {}
-        self.steady = 0
-        """Steps that `keel.rollout.vllm_fast.step_reuse` takes for those of the one before."""
+        self.reused = 0
+        """Steps that `keel.rollout.vllm_fast.step_reuse` would reuse."""
         self._last: tuple[Any, dict[str, int]] | None = None
 
     def _check_reuse(self, step: Any, computed: dict[str, int]) -> None:
-        """Count steps with the rows of the one before, and check that only lengths changed."""
+        """Count steps with unchanged rows and check that only lengths changed."""
         last, self._last = self._last, (step, computed)
         if last is None:
             return
@@ -77,7 +77,7 @@ class Runner:
             assert computed == {name: done + 1 for name, done in last[1].items()}
             assert list(computed) == list(step.num_scheduled_tokens) == list(last[1])
             assert not step.scheduled_new_reqs and not step.finished_req_ids
-            self.steady += 1
+            self.reused += 1
 
     def run(self, step: Any) -> ModelRunnerOutput:
         for name in (*step.finished_req_ids, *(step.preempted_req_ids or ())):
@@ -95,7 +95,7 @@ class Runner:
             self.blocks[name] += len(blocks[0]) if blocks else 0
             computed[name] = done
         self._check_reuse(step, computed)
-        names, sampled, logp = list(reversed(step.num_scheduled_tokens)), [], []  # in any order
+        names, sampled, logp = list(reversed(step.num_scheduled_tokens)), [], []  # arbitrary order
         ids: list[int] = []
         offsets, firsts = [0], [0]
         for name in names:
@@ -142,13 +142,13 @@ def make_config(folder: Path) -> Any:
 
 
 class Play:
-    """A scheduler under random events; the same ones for every kind of scheduler."""
+    """Scheduler under random events that are equal for every scheduler class."""
 
     def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
         config.scheduler_config.async_scheduling = ahead
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.enable_prefix_caching = True
-        # Model Runner V2: names of sequences and masks as it returns them.
+        # Results as in Model Runner V2.
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         cache = KVCacheConfig(
             num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
@@ -165,7 +165,7 @@ class Play:
         self.scheduler.return_sampling_mask = True
         self.recordings: dict[str, PackedRecording] = getattr(self.scheduler, "recordings", {})
         self.flushes = 0
-        """Runs that were written back."""
+        """Number of flushed decode batches."""
         if (flush := getattr(self.scheduler, "keel_flush", None)) is not None:
             self.scheduler.keel_flush = lambda: self.counted(flush)  # type: ignore[attr-defined]
         self.hasher = get_request_block_hasher(BLOCK, sha256)
@@ -176,11 +176,11 @@ class Play:
         self.ended: dict[str, str] = {}
         self.contexts: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
-        """Tokens of contexts that came from the prefix cache."""
+        """Context tokens from the prefix cache."""
         self.versions: dict[str, list[int]] = {}
         self.version = self.preempted = 0
         self.longest: dict[str, int] = {}
-        """Most tokens of those that were cut."""
+        """Largest allowed length of each cut completion."""
 
     def add(
         self,
@@ -189,15 +189,15 @@ class Play:
         limit: int,
         context: Sequence[int] | None = None,
         *,
-        read: bool = False,
+        detokenize: bool = False,
     ) -> None:
-        """`context`: what the prompt begins with; `read`: vLLM reads its text as it comes."""
+        """context: start of the prompt. detokenize: vLLM decodes the text while sampling."""
         ids = [number(name) % 100 + i for i in range(prompt)]
         self.contexts[name] = ids = [*(context or ()), *ids][:prompt]
         params = SamplingParams(
             max_tokens=limit,
             logprobs=0,
-            detokenize=read,
+            detokenize=detokenize,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         params._eos_token_id = END
@@ -218,7 +218,7 @@ class Play:
         flush()
 
     def step(self) -> None:
-        """As `EngineCore.step` and `step_with_batch_queue`."""
+        """Step like `EngineCore.step` or `step_with_batch_queue`."""
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             self.preempted += len(scheduled.preempted_req_ids or ())
@@ -237,7 +237,7 @@ class Play:
                     self.ended[output.request_id] = str(output.finish_reason)
 
     def pause_and_reset(self) -> None:
-        """As `VllmEngine.begin_update` and `finish_update`."""
+        """Act like `VllmEngine.begin_update` and `finish_update`."""
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         for _ in range(8):
             if not self.scheduler.has_requests() and not self.queue:
@@ -250,14 +250,14 @@ class Play:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def cut(self, name: str) -> None:
-        """As `VllmEngine.cut`: it ends with its next token, or with those in flight."""
+        """Act like `VllmEngine.cut`: end with the next token or with those in flight."""
         if name in self.answers and name not in self.ended:
             begun = end_at_next_token(self.scheduler, name)
             request = self.scheduler.requests[name]
-            flying = request.num_output_placeholders
-            assert begun == bool(request.num_output_tokens + flying)
+            in_flight = request.num_output_placeholders
+            assert begun == bool(request.num_output_tokens + in_flight)
             if begun:
-                self.longest[name] = request.num_output_tokens + max(1, flying)
+                self.longest[name] = request.num_output_tokens + max(1, in_flight)
 
     def run(self, seed: int, *, updates: bool, cuts: bool = False) -> None:
         draw = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Routes stay with the tokens that they were computed for, whatever the fast scheduler does."""
+"""Checks that routes stay with their tokens under the fast scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.rollout.vllm_fast.play import BLOCK, Play, Runner
 
 
 class RoutedRunner(Runner):
-    """Files (version of the weights, position) for each token where its keys are."""
+    """Stores (weight version, position) of each token in its KV slot."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def slots_of(blocks: Any, places: np.ndarray) -> np.ndarray:
 
 
 class RoutedPlay(Play):
-    """Reads the table as recorders do: at the end, and before a preemption."""
+    """Reads the table like a recorder: at the end and before preemptions."""
 
     def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
         super().__init__(config, kind, ahead=ahead, blocks=blocks)
@@ -61,7 +61,7 @@ class RoutedPlay(Play):
         return self.runner.table[slots_of(blocks, np.arange(first, tokens))]
 
     def add(self, name: str, prompt: int, limit: int) -> None:
-        # As of a second turn, for every other one.
+        # Every second request acts like a later turn.
         first = prompt // 2 if len(self.wanted) % 2 else 0
         self.wanted[name] = RecordingOptions(routes=True, sampling_mask=True, routes_from=first)
         super().add(name, prompt, limit)
@@ -82,10 +82,8 @@ class RoutedPlay(Play):
             self.checked += 1
 
 
-def every_row_is_of_the_weights_that_sampled_the_next_token(
-    config: Any, ahead: bool, blocks: int
-) -> None:
-    """Requests are preempted all the time, and weights change every 17 steps."""
+def routes_belong_to_the_sampling_weights(config: Any, ahead: bool, blocks: int) -> None:
+    """Many preemptions, and a weight update every 17 steps."""
     for seed in range(6):
         kind = AsyncFastScheduler if ahead else FastScheduler
         play = RoutedPlay(config, kind, ahead=ahead, blocks=blocks)
@@ -100,12 +98,11 @@ def every_row_is_of_the_weights_that_sampled_the_next_token(
         while play.scheduler.has_requests() or play.queue:
             play.step()
         assert play.checked == 40 and play.preempted > 20
-        assert not play.before._rows, "rows of finished requests are held"
+        assert not play.before._rows
 
 
-def of_a_completion_that_is_not_finite_nothing_else_is_looked_at(config: Any) -> None:
-    """It is dropped. A GPU finds no largest of logits that are no numbers, so that its token may
-    not be of its sampling mask."""
+def non_finite_completions_skip_route_checks(config: Any) -> None:
+    """With NaN logits, a sampled token may be outside its sampling mask."""
     scheduler = Play(config, AsyncFastScheduler, ahead=True, blocks=30).scheduler
     engine: Any = SimpleNamespace(
         vllm_config=SimpleNamespace(use_v2_model_runner=True),
@@ -120,8 +117,8 @@ def of_a_completion_that_is_not_finite_nothing_else_is_looked_at(config: Any) ->
         packed.logp.append(np.array([-1, value], np.float32))
         packed.ids.append(np.array([7, 8], np.int32))
         packed.sizes.append(np.array([1, 1]))
-        given: Any = SimpleNamespace(token_ids=[7, 0])
-        recording = recorder.take("r", 3, given)
+        completion: Any = SimpleNamespace(token_ids=[7, 0])
+        recording = recorder.take("r", 3, completion)
         assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
         assert recording.sampling_mask is None and recording.routes is None
         assert recorder.pending() == 0

@@ -1,4 +1,4 @@
-"""The fast scheduler makes the same decisions as vLLM's own, both ways of stepping."""
+"""Checks that the fast scheduler gives the same results as vLLM's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["make_config"]
 
 
 def check_whole(play: Play, names: Sequence[str]) -> None:
-    """The answers of these, what was recorded of them, and the cache."""
+    """Check completions, recordings and that all KV blocks are free."""
     for name in names:
         answer = play.answers[name]
         assert answer == [token_of(name, place) for place in range(len(answer))]
@@ -44,12 +44,10 @@ def check_whole(play: Play, names: Sequence[str]) -> None:
             kept_of(name, place) for place in places
         ]
     pool = play.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks were lost"
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
-def answers_and_recordings_are_whole(
-    config: Any, ahead: bool, blocks: int, updates: bool, cuts: bool
-) -> None:
+def outputs_equal_vllms(config: Any, ahead: bool, blocks: int, updates: bool, cuts: bool) -> None:
     plain_kind, fast_kind = (
         (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
     )
@@ -64,7 +62,7 @@ def answers_and_recordings_are_whole(
         assert short.scheduler.fast_steps > 50
         assert (short.preempted > 0) == (updates or blocks == 30)
         whole = [name for name, reason in short.ended.items() if reason != "aborted"]
-        # Requests may wait a few steps longer here, so that an abort or a cut finds them elsewhere.
+        # Requests may start later, so aborts and cuts hit other positions.
         alike = [n for n in whole if plain.ended[n] != "aborted"]
         alike = [n for n in alike if n not in short.longest and n not in plain.longest]
         assert len(short.ended) == len(plain.ended) and len(alike) > (5 if cuts else 20)
@@ -74,7 +72,7 @@ def answers_and_recordings_are_whole(
         check_whole(short, whole)
 
 
-def most_steps_of_a_quiet_engine_are_fast(config: Any) -> None:
+def most_steady_steps_are_fast(config: Any) -> None:
     play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
     for index in range(12):
         play.add(f"quiet{index}", 20, 120)
@@ -84,12 +82,14 @@ def most_steps_of_a_quiet_engine_are_fast(config: Any) -> None:
         steps += 1
     assert isinstance(play.scheduler, AsyncFastScheduler)
     assert play.scheduler.fast_steps > 0.5 * steps
-    assert play.runner.steady > 0.8 * play.scheduler.fast_steps
+    assert play.runner.reused > 0.8 * play.scheduler.fast_steps
 
 
 def most_steps_of_turns_are_fast(config: Any, waiting: int) -> None:
-    """A request ends and another begins every few steps, as turns of conversations do; each goes on
-    from what the one before it said. `waiting`: more of them than the batch has places."""
+    """Turns of conversations start and end every few steps.
+
+    waiting: number of conversations above the batch size.
+    """
     steps: list[int] = []
     for kind in (AsyncScheduler, AsyncFastScheduler):
         play = Play(config, kind, ahead=True, blocks=400)
@@ -112,16 +112,16 @@ def most_steps_of_turns_are_fast(config: Any, waiting: int) -> None:
         steps.append(index)
         assert len(play.ended) == 4 * (12 + waiting)
         for name, context in play.contexts.items():
-            # The last block may be full but for the last token, whose keys nobody has computed.
+            # The last token has no keys, so the last block may be missing.
             assert name.startswith("0.") or play.cached[name] >= (len(context) - 6) // BLOCK * BLOCK
     plain, short = steps
     assert isinstance(play.scheduler, AsyncFastScheduler)
     assert play.scheduler.fast_steps > 0.5 * short
-    assert short < 1.3 * plain, "places of the batch stay unused for too long"
-    assert play.flushes < len(play.ended) / 8, "turns begin beside a run, which goes on"
+    assert short < 1.3 * plain
+    assert play.flushes < len(play.ended) / 8
 
 
-def a_run_is_written_back_before_it_holds_too_much(config: Any, limit: str, most: int) -> None:
+def batches_flush_at_their_limits(config: Any, limit: str, most: int) -> None:
     before = getattr(decode_batch, limit)
     setattr(decode_batch, limit, most)
     try:
@@ -135,14 +135,14 @@ def a_run_is_written_back_before_it_holds_too_much(config: Any, limit: str, most
     check_whole(play, list(play.ended))
 
 
-def one_that_vllm_reads_goes_on_beside_the_run(config: Any, ahead: bool) -> None:
+def detokenized_requests_run_alongside(config: Any, ahead: bool) -> None:
     kind = AsyncFastScheduler if ahead else FastScheduler
     play = Play(config, kind, ahead=ahead, blocks=400)
     for index in range(10):
         play.add(f"quiet{index}", 20, 120)
     for _ in range(10):
         play.step()
-    play.add("read", 70, 60, read=True)
+    play.add("read", 70, 60, detokenize=True)
     while "read" not in play.ended:
         play.step()
     assert play.flushes == 0
@@ -151,8 +151,8 @@ def one_that_vllm_reads_goes_on_beside_the_run(config: Any, ahead: bool) -> None
     assert len(play.ended) == 11
 
 
-def nobody_waits_for_long(config: Any) -> None:
-    """One that comes while all others go on for long."""
+def waiting_requests_join_soon(config: Any) -> None:
+    """A request arrives while long ones run."""
     play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
     for index in range(11):
         play.add(f"quiet{index}", 20, 200)
@@ -165,11 +165,11 @@ def nobody_waits_for_long(config: Any) -> None:
             play.step()
     finally:
         fast.MAX_WAIT = before
-    assert play.answers["alone"], "it would wait for 22 steps"
+    assert play.answers["alone"]
 
 
-def nothing_waits_for_an_answer_to_end_while_there_is_room(config: Any, ahead: bool) -> None:
-    """A request comes while the prompt of another is read in parts, which may fill whole steps."""
+def free_slots_start_requests_at_once(config: Any, ahead: bool) -> None:
+    """A request arrives during another's chunked prefill."""
     kinds = (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
     for prompt in (64, 100, 128):
         for before in range(6):
@@ -186,11 +186,11 @@ def nothing_waits_for_an_answer_to_end_while_there_is_room(config: Any, ahead: b
                     steps += 1
                 waited.append(steps)
             plain, short = waited
-            assert plain <= short <= plain + JOIN_COST, f"{short} steps instead of {plain}"
+            assert plain <= short <= plain + JOIN_COST, (short, plain)
 
 
-def rows_that_begin_alike_stand_side_by_side(config: Any) -> None:
-    """Completions of four prompts, of which two begin alike, as they come and go in any order."""
+def rows_with_shared_prefixes_are_adjacent(config: Any) -> None:
+    """Two of four prompts share a prefix; completions start and end in any order."""
     play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
     common = list(range(3, 3 + 2 * BLOCK))
     prompts = {
@@ -211,7 +211,7 @@ def rows_that_begin_alike_stand_side_by_side(config: Any) -> None:
             continue
         seen += 1
         order = [name[0] for name, _ in groupby(run.ids, key=lambda name: name[0])]
-        assert len(order) == len(set(order)), f"a prompt's rows are apart: {run.ids}"
+        assert len(order) == len(set(order)), run.ids
         if {"a", "b"} <= set(order):
             assert abs(order.index("a") - order.index("b")) == 1
     assert seen > 20

@@ -1,5 +1,4 @@
-"""Which steps and layers attention reads prompts once for, by `cascade_checks.py`, which imports
-vLLM. The kernels have their tests in tests/gpu/test_cascade.py."""
+"""Runs `cascade_checks.py`, which imports vLLM. Kernel tests: tests/gpu/test_cascade.py."""
 
 from __future__ import annotations
 
@@ -18,18 +17,16 @@ def checks() -> Any:
 
 
 @pytest.mark.parametrize(
-    "what",
+    "check",
     [
-        "only_steps_that_decode_go_keels_way",
-        "layers_that_are_not_covered_stay_vllms",
-        "the_first_layer_of_a_step_plans_for_all",
+        "only_decode_steps_use_cascade",
+        "uncovered_layers_keep_vllms_attention",
+        "first_layer_plans_the_step",
     ],
 )
-def test_attention(checks: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    getattr(checks, what)(monkeypatch)
+def test_attention(checks: Any, monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+    getattr(checks, check)(monkeypatch)
 
 
-def test_where_it_is_not_wanted_nothing_is_replaced(
-    checks: Any, logged: list[logging.LogRecord]
-) -> None:
-    checks.where_it_is_not_wanted_nothing_is_replaced(logged)
+def test_nothing_is_replaced_when_disabled(checks: Any, logged: list[logging.LogRecord]) -> None:
+    checks.nothing_is_replaced_when_disabled(logged)

@@ -1,5 +1,4 @@
-"""Kernels of attention, and of what is done between steps, are compiled for Hopper, which needs no
-GPU: what only its compiler refuses is seen anywhere."""
+"""Kernels compile for Hopper, without a GPU."""
 
 from __future__ import annotations
 

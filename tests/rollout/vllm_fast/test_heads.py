@@ -1,4 +1,4 @@
-"""Which models' heads attention's kernels are for."""
+"""Attention heads covered by the cascade kernels."""
 
 from __future__ import annotations
 
@@ -36,15 +36,13 @@ def test_heads_are_those_of_the_configuration() -> None:
         (Heads(16, 8, 128, 24), False, 8),
     ],
 )
-def test_which_heads_are_covered_and_how_many_rows_are_read_together(
-    heads: Heads, covered: bool, rows: int
-) -> None:
+def test_covered_heads_and_tile_rows(heads: Heads, covered: bool, rows: int) -> None:
     assert heads.covered == covered
     assert heads.rows == rows
 
 
 @pytest.mark.parametrize("each", range(1, 9))
-def test_the_plan_knows_how_many_rows_are_read_together(each: int) -> None:
+def test_plan_tile_rows(each: int) -> None:
     heads = Heads(8 * each, 8, 128, 16)
     facts: Any = SimpleNamespace(
         head_size=128, attention_width=128 * 8 * each, kv_heads=8, full_attention=True

@@ -1,8 +1,7 @@
-"""Steps that are prepared by one kernel, beside vLLM's preparing of them.
+"""Steps prepared by one kernel against steps prepared by vLLM.
 
-The kernel runs on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1). Whole steps
-of a model are tests/rollout/recording/test_packed.py under the interpreter, and
-test_recorders_native.py on GPUs.
+Runs on a GPU or under Triton's interpreter (TRITON_INTERPRET=1). The recorder tests cover whole
+steps of a model.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def triton() -> None:
 
 
 class Fields:
-    """What vLLM has of its requests, and its places for a step's inputs."""
+    """vLLM's request state and input buffers."""
 
     def __init__(self) -> None:
         draw = torch.Generator().manual_seed(3)
@@ -68,7 +67,7 @@ class Fields:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 255, 257])
-def test_each_row_has_the_token_after_those_it_has_computed(rows: int) -> None:
+def test_each_row_gets_its_next_token(rows: int) -> None:
     made = Fields()
     requests = torch.randperm(REQUESTS)[:rows]
     made.advance(requests.to(DEVICE))
@@ -113,26 +112,26 @@ def test_it_is_what_vllm_prepares() -> None:
 
 
 def take_steps(take: bool) -> tuple[int, list[str]]:
-    """In the engine's process. Returns how many were taken so far, and of what kinds."""
+    """Switch step reuse on or off; return the number of reused steps and their kinds."""
     from tests.rollout import remote_engine
 
-    def told(engine: Any) -> tuple[int, list[str]]:
+    def switch(engine: Any) -> tuple[int, list[str]]:
         runner = engine._llm.model_executor.driver_worker.worker.model_runner
         if not STEPS:
             STEPS[""] = runner.execute_model.__self__
             again = STEPS[""]._again
 
-            def noted(known: Any, output: Any) -> Any:
+            def observed(known: Any, output: Any) -> Any:
                 batch, blocks = known.state.input_batch, output.scheduled_cached_reqs.new_block_ids
                 SEEN.add(f"padded {batch.num_reqs_after_padding > batch.num_reqs}")
                 SEEN.add(f"new blocks {any(it is not None for it in blocks)}")
                 return again(known, output)
 
-            STEPS[""]._again = noted
+            STEPS[""]._again = observed
         runner.execute_model = STEPS[""].execute_model if take else STEPS[""]._original
         return STEPS[""].reused, sorted(SEEN)
 
-    return remote_engine._ENGINE._enqueue(told).result(timeout=remote_engine.DEADLINE_S)
+    return remote_engine._ENGINE._enqueue(switch).result(timeout=remote_engine.DEADLINE_S)
 
 
 STEPS: dict[str, Any] = {}
@@ -143,11 +142,8 @@ SEEN: set[str] = set()
 @pytest.mark.parametrize(
     ("cascade", "routes"), [(True, True), (False, True), (True, False), (False, False)]
 )
-def test_an_engine_samples_the_same_with_and_without(
-    cascade: bool, routes: bool, tmp_path: Path
-) -> None:
-    """Completions of many lengths, from the same seeds: tokens, log-probabilities, routes and
-    sampling masks, to the last bit."""
+def test_step_reuse_changes_no_sample(cascade: bool, routes: bool, tmp_path: Path) -> None:
+    """Completions with the same seeds have equal tokens and recordings, bit for bit."""
     make_model(tmp_path, head_dim=64)
     sampling = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=90)
     spec = engine_spec(

@@ -1,4 +1,4 @@
-"""Which steps `steady_steps` takes. Imports vLLM."""
+"""Checks of step reuse. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def batch(**changes: Any) -> Any:
 
 
 class Runner:
-    """As much of vLLM's as is looked at."""
+    """Model runner with the fields that `StepReuse` reads."""
 
     def __init__(self) -> None:
         parallel = SimpleNamespace(world_size=1, data_parallel_size=1, enable_eplb=False)
@@ -127,8 +127,8 @@ def steps(patch: pytest.MonkeyPatch) -> tuple[Runner, StepReuse]:
     return runner, StepReuse(runner)
 
 
-def a_step_with_anything_else_in_it_is_another(patch: pytest.MonkeyPatch) -> None:
-    """Whatever vLLM may ask for in a step beside the rows; whose fields are all looked at here."""
+def steps_with_other_work_are_not_reused(patch: pytest.MonkeyPatch) -> None:
+    """Covers every field of `SchedulerOutput`."""
     usual = output()
     others: dict[str, Any] = {
         "num_scheduled_tokens": dict(EACH),
@@ -143,18 +143,18 @@ def a_step_with_anything_else_in_it_is_another(patch: pytest.MonkeyPatch) -> Non
     }
     without_effect = {
         "total_num_scheduled_tokens",  # follows from the rows
-        "scheduled_spec_decode_tokens",  # there is no speculation: `covers`
+        "scheduled_spec_decode_tokens",  # no speculation, see `covers`
         "num_spec_tokens_to_schedule",
         "num_invalid_spec_tokens",
-        "scheduled_encoder_inputs",  # nor an encoder
+        "scheduled_encoder_inputs",  # no encoder
         "scheduled_encoder_input_stats",
         "ec_connector_metadata",
         "ec_manager_metadata",
-        "kv_connector_metadata",  # nor a connector
+        "kv_connector_metadata",  # no connector
         "kv_connector_block_state",
         "has_sync_kv_loads",
-        "aux_output_connector_metadata",  # handed on
-        "pending_structured_output_tokens",  # with the above
+        "aux_output_connector_metadata",  # passed through
+        "pending_structured_output_tokens",  # as above
         "num_common_prefix_blocks",  # deprecated
     }
     known = {field.name for field in fields(SchedulerOutput)}
@@ -169,7 +169,7 @@ def a_step_with_anything_else_in_it_is_another(patch: pytest.MonkeyPatch) -> Non
         assert runner.done.count("vllm") == 2
 
 
-def models_and_layouts_that_are_not_covered_stay_vllms(_: pytest.MonkeyPatch) -> None:
+def uncovered_models_keep_vllms_steps(_: pytest.MonkeyPatch) -> None:
     plain: Any = Runner()
     assert covers(plain)
     for changes in (
@@ -206,13 +206,13 @@ def models_and_layouts_that_are_not_covered_stay_vllms(_: pytest.MonkeyPatch) ->
     assert not covers(other)
 
 
-def a_step_that_is_known_is_taken_once_and_leads_to_the_next(patch: pytest.MonkeyPatch) -> None:
+def known_steps_are_reused(patch: pytest.MonkeyPatch) -> None:
     runner, taken = steps(patch)
     taken.execute_model(output())
     first = runner.execute_model_state
     taken.execute_model(output())
     second = runner.execute_model_state
-    new_block = [(2, ([7],), False)]  # the second row's, where vLLM has its request
+    new_block = [(2, ([7],), False)]  # of the second row
     tables = ["tables", ("gathered", 4)]
     assert runner.done == ["vllm", *new_block, *tables, "sampler", "advance", "model"]
     assert runner.req_states.num_computed_tokens_np.tolist() == [0, 0, 11, 0, 12, 10, 0, 0]
@@ -221,7 +221,7 @@ def a_step_that_is_known_is_taken_once_and_leads_to_the_next(patch: pytest.Monke
     assert made.num_computed_tokens_np.tolist() == [10, 11, 12]
     assert made.seq_lens_cpu_upper_bound.tolist() == [11, 12, 13, 0]
     assert second.hidden_states is not first.hidden_states
-    runner.metadata = {"layer": SimpleNamespace(step=None)}  # that is made for every step
+    runner.metadata = {"layer": SimpleNamespace(step=None)}  # not reusable
     taken.execute_model(output(finished_req_ids={"z"}))
     taken.execute_model(output())
     assert runner.done[-3:] == ["advance", "attention", "model"]
@@ -230,7 +230,7 @@ def a_step_that_is_known_is_taken_once_and_leads_to_the_next(patch: pytest.Monke
     assert taken.reused == 2
 
 
-def whatever_is_not_a_decoding_step_by_a_graph_is_not_known(patch: pytest.MonkeyPatch) -> None:
+def only_graph_decode_steps_are_reused(patch: pytest.MonkeyPatch) -> None:
     for changes in (
         {"has_prefill": True},
         {"num_draft_tokens": 1},
@@ -256,14 +256,14 @@ def whatever_is_not_a_decoding_step_by_a_graph_is_not_known(patch: pytest.Monkey
     assert runner.done == ["vllm", "vllm"]
 
 
-def a_step_that_fails_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+def failed_steps_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     runner, taken = steps(patch)
     taken.execute_model(output())
 
-    def fails(_: Any) -> None:
+    def fail(_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    works, runner.cudagraph_manager.run_fullgraph = runner.cudagraph_manager.run_fullgraph, fails
+    works, runner.cudagraph_manager.run_fullgraph = runner.cudagraph_manager.run_fullgraph, fail
     with pytest.raises(RuntimeError, match="out of memory"):
         taken.execute_model(output())
     runner.cudagraph_manager.run_fullgraph = works
