@@ -55,8 +55,8 @@ _CPU_BLOCK = 32
 """Tokens per KV block on CPUs; vLLM's default of 128 rarely shares a prefix."""
 _GIB = 2**30
 _ROUTES_START = "routed_experts_prompt_start"
-NO_TOKEN = "late: had no token when the time of its group was up (rollout.timeout_s)"
-NOT_CUT = "late: had no further token after the time of its group was up (rollout.timeout_s)"
+_NO_TOKEN = "late: had no token when the time of its group was up (rollout.timeout_s)"
+_NOT_CUT = "late: had no further token after the time of its group was up (rollout.timeout_s)"
 
 
 class VllmEngine:
@@ -90,7 +90,7 @@ class VllmEngine:
         self._routes = spec.keep_routing and moe
         self._masks = spec.keep_sampling_mask
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
-        self._recorder = build_recorder(
+        self._recorder = _build_recorder(
             name, routes=self._routes, sampling_mask=self._masks and spec.config.sampling.truncated
         )
         self._no_copies = "" if spec.config.copy_weights else "it is switched off"
@@ -235,11 +235,11 @@ class VllmEngine:
         job.cut = True
         scheduler = scheduler_of(self._llm)
         begun = {name: end_at_next_token(scheduler, self._internal[name]) for name in job.requests}
-        return self._drop(number, [name for name in begun if not begun[name]], NO_TOKEN)
+        return self._drop(number, [name for name in begun if not begun[name]], _NO_TOKEN)
 
     def drop_unfinished(self, number: int) -> list[tuple[int, Result]]:
         """Drop a job's unfinished completions and return the job."""
-        return self._drop(number, list(self._jobs[number].requests), NOT_CUT)
+        return self._drop(number, list(self._jobs[number].requests), _NOT_CUT)
 
     def _drop(self, number: int, names: list[str], reason: str) -> list[tuple[int, Result]]:
         job = self._jobs[number]
@@ -362,7 +362,7 @@ class VllmEngine:
             )
 
 
-def build_recorder(name: RecorderName, *, routes: bool, sampling_mask: bool) -> Recorder:
+def _build_recorder(name: RecorderName, *, routes: bool, sampling_mask: bool) -> Recorder:
     """Build a recorder, importing only the parts of vLLM that it needs."""
     if name == "native":
         from keel.rollout.recording.native import NativeRecorder as Kind  # noqa: PLC0415

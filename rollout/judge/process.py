@@ -19,11 +19,11 @@ from typing import Any
 from keel.configs.schema import JudgeConfig
 from keel.rollout.judge import reaper
 
-MODULE = "vllm.entrypoints.launchers.api_server.entry"
+_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """Module behind `vllm serve`. The command fails on the CPU build, which looks for a distribution
 named `vllm`."""
 GIB = 2**30
-HEALTH_TIMEOUT_S = 5.0
+_HEALTH_TIMEOUT_S = 5.0
 _POLL_S = 0.2
 STOP_TIMEOUT_S = 30.0
 _LOG_LINES = 15
@@ -68,7 +68,7 @@ class VllmServer:
             raise
         self._port = int(self._reserved.getsockname()[1])
         address = {"host": host, "port": self._port}
-        command = [sys.executable, "-m", MODULE, *flags({**options, **address})]
+        command = [sys.executable, "-m", _MODULE, *flags({**options, **address})]
         keys = {"VLLM_API_KEY": key} if key else {}
         with log.open("ab") as output:
             self._reaper = subprocess.Popen(
@@ -127,7 +127,7 @@ class VllmServer:
 
     def _healthy(self) -> bool:
         # http.client ignores proxy settings, which must not apply here.
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=HEALTH_TIMEOUT_S)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=_HEALTH_TIMEOUT_S)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200

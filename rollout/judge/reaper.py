@@ -20,12 +20,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-GRACE_S = 5.0
+_GRACE_S = 5.0
 """Time between SIGTERM and SIGKILL."""
-POLL_S = 1.0
-MAX_STOPPED_POLLS = 5
+_POLL_S = 1.0
+_MAX_STOPPED_POLLS = 5
 """Consecutive polls that find the command stopped before it is killed."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(command: list[str]) -> None:
@@ -33,11 +33,11 @@ def main(command: list[str]) -> None:
     if os.fork():
         os._exit(0)
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopt orphaned descendants
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopt orphaned descendants
 
     def prepare_child() -> None:
         # In case this process is killed.
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         # Ray actors block SIGTERM, and children inherit that.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
@@ -49,15 +49,15 @@ def main(command: list[str]) -> None:
         preexec_fn=prepare_child,
     )
     ended, stopped_polls = os.pidfd_open(server.pid), 0
-    while not select.select([sys.stdin.fileno(), ended], [], [], POLL_S)[0]:
+    while not select.select([sys.stdin.fileno(), ended], [], [], _POLL_S)[0]:
         stopped_polls = stopped_polls + 1 if _stopped(server.pid) else 0
-        if stopped_polls == MAX_STOPPED_POLLS:
+        if stopped_polls == _MAX_STOPPED_POLLS:
             print(f"killed after {stopped_polls} polls in state stopped (SIGSTOP)", file=sys.stderr)
             server.kill()
             break
     server.terminate()
     try:
-        server.wait(GRACE_S)
+        server.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()

@@ -27,7 +27,7 @@ MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
 """Restarts allowed within `RECENT_S` seconds; the next death ends the run."""
 REPLY_S = 30.0
 """Timeout of a call to the actor, and the margin over the server's startup timeout."""
-PLACED_S = 1.0
+_PLACED_S = 1.0
 """An actor that does not answer within this time is not placed yet and has no server."""
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class JudgeServer:
         # On failure the server has ended or ends with its actor.
         with contextlib.suppress(RayError, TimeoutError, ray_timeouts.RayLost):
             ready = ray_timeouts.call(self._actor.__ray_ready__)
-            if ray_timeouts.wait([ready], seconds=PLACED_S)[0]:
+            if ray_timeouts.wait([ready], seconds=_PLACED_S)[0]:
                 ray_timeouts.get(ray_timeouts.call(self._actor.stop), seconds=STOP_TIMEOUT_S)
         ray_timeouts.kill(self._actor)
 

@@ -18,7 +18,7 @@ from keel.rollout.spec import EngineError, EngineProgress
 POLL_S = 2.0
 WARN_S, STUCK_S = 20.0, 60.0
 """Seconds without a finished step until a warning, and until the engine is replaced."""
-WARN_STEPS, STUCK_STEPS = 4.0, 10.0
+_WARN_STEPS, _STUCK_STEPS = 4.0, 10.0
 """Lower bounds on these times, in multiples of the longest step so far."""
 
 
@@ -88,10 +88,10 @@ class StallDetector:
                 f"has finished no step for {watch.stalled_s:.0f} s with {slot.sequences} "
                 f"completions to sample; its longest step took {watch.last.longest_s:.2g} s"
             )
-            if watch.exceeds(STUCK_S, STUCK_STEPS):
+            if watch.exceeds(STUCK_S, _STUCK_STEPS):
                 stuck.append((slot, EngineError(f"hangs: it {message}")))
-            elif watch.exceeds(WARN_S, WARN_STEPS) and not watch.warned:
+            elif watch.exceeds(WARN_S, _WARN_STEPS) and not watch.warned:
                 watch.warned = True
-                limit_s = max(STUCK_S, STUCK_STEPS * watch.last.longest_s)
+                limit_s = max(STUCK_S, _STUCK_STEPS * watch.last.longest_s)
                 warn(f"rollout engine {slot.index} {message}. It is restarted at {limit_s:.0f} s")
         return stuck

@@ -264,13 +264,3 @@ def test_it_can_be_sent_to_another_process() -> None:
     chat = chat_of("qwen3")
     opening = chat.opening(USER, [CITY], thinking=True)
     assert pickle.loads(pickle.dumps(chat)).opening(USER, [CITY], thinking=True) == opening
-
-
-def test_tools_cost_the_tiny_model_few_tokens() -> None:
-    chat = chat_of("tiny")
-    with_tools, without = (len(chat.opening(USER, tools, thinking=False)) for tools in ([CITY], []))
-    assert with_tools - without < 60
-    said = {**calling(0, 1)}
-    said["tool_calls"] = [call_message("a", "city", {"days": 3, "name": "Rome"})]
-    whole, _ = chat.text([*USER, said], [CITY], thinking=True, speak=False)
-    assert whole.endswith('<|im_start|>assistant\n@city "Rome", 3<|im_end|>\n')
