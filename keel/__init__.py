@@ -1,7 +1,7 @@
-"""Keel: RL post-training for language models. The sub-packages are the folders beside this one.
+"""Keel: RL post-training for language models.
 
-In a checkout they are links to the folders at its top; an installed package has them here.
-`keel.train` is a run from Python (`keel.commands.api`).
+In a checkout the sub-packages are links to the folders at its top. `keel.train` starts a run from
+Python (`keel.commands.api`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m keel`: the `keel` command, by whichever Python is to run it."""
+"""Run the `keel` command with this Python: `python -m keel`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Proofs: refined until they hold by their own account, and made into tasks for verifiers."""
+"""Proofs: revision by the policy, and tasks for verifiers."""

@@ -1,10 +1,9 @@
-"""`python -m keel.examples.proofs EVALUATION … --out FILE`: tasks for verifiers, from graded
-proofs.
+"""Make verifier tasks from graded proofs: `python -m keel.examples.proofs EVALUATION … --out FILE`.
 
-`keel eval` on prompts of kind `proof` leaves the proofs and what they are worth in a folder: the
-mean of `rewards.judge.samples` verifications, each counted as far as a meta-check confirms it
-(DeepSeekMath-V2 (2025), section 2.3, labels proofs so). A line of FILE shows the policy a problem
-and a proof, and rewards its evaluation of it by spec kind `verification`.
+`keel eval` on prompts of kind `proof` writes the proofs with their scores: the mean of
+`rewards.judge.samples` verifications, reduced by criticism that a meta-check rejects
+(DeepSeekMath-V2, 2025, section 2.3). Each line of FILE shows a problem and a proof, and rewards the
+evaluation by kind `verification`.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ gap with the passage it is in. End with the score of the solution: \boxed{1} if 
 correct, \boxed{0.5} if it is correct as a whole, with minor errors or with details left out, \
 \boxed{0} if it has a fatal error or a severe gap."""
 BANDS = ((0.25, "wrong"), (0.75, "partly right"), (2.0, "right"))
-"""Below which mean score a proof is counted as what."""
+"""Upper score of each quality band."""
 
 
 def graded(path: Path) -> Iterator[tuple[str, str, float]]:
-    """Problem, solution and score of each proof in a file of `keel eval`. Raises ValueError naming
-    the line."""
+    """Yield problem, solution and score of each proof in a file of `keel eval`. Raises ValueError
+    with the line."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             request: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
@@ -42,7 +41,7 @@ def graded(path: Path) -> Iterator[tuple[str, str, float]]:
                 proof = read_proof(final_text(sample["messages"]))
                 score = sample["parts"].get("proof")
                 if isinstance(score, float) and not isinstance(proof, str) and not sample["error"]:
-                    # Half a surrogate pair, which a policy may say, can be no part of a prompt.
+                    # Unpaired surrogates cannot be part of a prompt.
                     solution = proof.solution.encode(errors="replace").decode()
                     yield problem, solution, score
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -52,8 +51,10 @@ def graded(path: Path) -> Iterator[tuple[str, str, float]]:
 
 
 def tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
-    """A line of JSONL for each proof, none twice, at most `each` of a problem in a band of
-    scores: proofs that are all right, or all wrong, teach a verifier to say one thing."""
+    """Yield one JSONL line per distinct proof, at most `each` per problem and score band.
+
+    Without the limit a verifier would learn to give the same score to most proofs.
+    """
     seen: set[str] = set()
     taken: defaultdict[tuple[str, str], int] = defaultdict(int)
     for problem, solution, score in proofs:
@@ -79,7 +80,7 @@ def tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[
 
 
 def _problem(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the user asked. Raises ValueError."""
+    """Return the user's question. Raises ValueError."""
     request = [str(m["content"]) for m in messages if m.get("role") == "user"]
     if not request:
         raise ValueError("its prompt is not written down: evaluate again")

@@ -1,9 +1,8 @@
-"""Generate, verify, refine: an environment in which the policy revises its own proof.
+"""Environment in which the policy revises its own proof.
 
-DeepSeek-V3.2 does so at the IMO and the CMO (appendix D), as in DeepSeekMath-V2 (2025), section
-2.3: a proof with its self-evaluation is given back until the evaluation finds nothing left to
-mend, or the revisions are used up. The proof that stands at the end is graded by the prompt's
-reward spec, of kind `proof`; every revision is part of the trajectory, and trained on.
+A proof with its self-evaluation is returned until the evaluation finds no flaw or the revisions are
+used up (DeepSeek-V3.2, appendix D; DeepSeekMath-V2, section 2.3). The last proof is graded by the
+prompt's spec of kind `proof`, and every revision is trained on.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ for."""
 
 
 class Refine:
-    """Without tools. arguments: most, revisions."""
+    """Has no tools. Arguments: most, the number of revisions."""
 
     def __init__(self, most: int = 4) -> None:
         if most < 1:
@@ -29,7 +28,7 @@ class Refine:
         self.most, self.used, self.claimed = most, 0, 0.0
 
     def reply(self, text: str) -> str | None:
-        """What is asked of the policy next; None where its proof stands."""
+        """Return the next request, or None if the proof is final."""
         proof = read_proof(text.strip())
         self.claimed = 0.0 if isinstance(proof, str) else proof.score
         if self.claimed == 1 or self.used == self.most:

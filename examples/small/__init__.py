@@ -1,2 +1,2 @@
-"""Small tasks of the agents' families, made from a seed in seconds: for very small models, and to
-try a recipe out."""
+"""Small tasks of the agent families, generated from a seed in seconds, for very small models and
+for trying recipes."""

@@ -1,12 +1,12 @@
-"""`python -m keel.examples.small FOLDER`: small tasks of four families, in the forms of real ones.
+"""Generate small tasks in the format of real ones: `python -m keel.examples.small FOLDER`.
 
-    general/prices     an environment as `keel synthesize` writes them
-    search/corpus      documents, and search/tasks.jsonl the questions
-    code/tasks.jsonl   changes of a repository that is made here, through every gate
-    programs           tasks.jsonl: programs to be written, against hidden tests
-    lessons            conversations about all of these, to begin with (`keel sft`)
+    general/prices          an environment as `keel synthesize` makes them
+    search/corpus           documents; search/tasks.jsonl has the questions
+    code/tasks.jsonl        changes of a generated repository, passed through every gate
+    programs/tasks.jsonl    programs with hidden tests
+    lessons                 conversations about all of these for `keel sft`
 
-A code interpreter's tasks need no files: reasoning_gym makes them. No network, no model.
+Code-interpreter tasks come from reasoning_gym and need no files. Neither network nor model is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keel.examples.small import pace, prices, towers
 from keel.examples.small import programs as tests
 
 NOBODY = AuthorConfig(base_url="http://127.0.0.1:9/v1", model="none")
-"""Is never asked."""
+"""Placeholder; no model is called."""
 MOST = {"general": 1000, "search": 4000, "code": 1000, "programs": 270, "lessons": 100_000}
 
 
@@ -42,9 +42,8 @@ def make(
     lessons: int = 1200,
     seed: int,
 ) -> int:
-    """So many tasks of each, and lessons of each family in each mode; what is there already stays
-    as it is. Returns the exit status. Raises ConfigError, and OSError where nothing can be
-    written."""
+    """Make the tasks and conversations, and keep existing ones. Returns the exit status. Raises
+    ConfigError, OSError."""
     _made(folder / "general", lambda new: prices.write(new / "prices", general, seed))
     _made(folder / "search", lambda new: towers.write(new, search, seed))
     _made(folder / "programs", lambda new: tests.write(new, programs, seed))
@@ -61,7 +60,7 @@ def make(
 
 
 def _made(folder: Path, write: Callable[[Path], None]) -> None:
-    """Whole or not at all."""
+    """Create a folder completely or not at all."""
     if folder.exists():
         print(f"{folder} is there already")
         return

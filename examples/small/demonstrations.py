@@ -1,7 +1,8 @@
-"""Scripted conversations about the small tasks, for the tiny model's cold start: each task done
-by looking things up, and in haste without. `data.sources[].environment.demonstrations` names them.
+"""Scripted conversations about the small tasks for the tiny model's cold start.
 
-Names and numbers are drawn anew, so none is about a task that trains or is held out.
+Each task is worked out with tools once and guessed once. Named by
+`data.sources[].environment.demonstrations`. Names and numbers are drawn separately, so no
+conversation is about a training or held-out task.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from keel.rl.turns import Message
 from keel.synthesis.code.pipeline import PROMPT
 
 SUM = "State the final answer to the following arithmetic problem: {sum} ="
-"""As reasoning_gym's chain_sum asks."""
+"""The prompt of reasoning_gym's chain_sum."""
 
 
 class Stand:
-    """The tools of an environment as the policy is told of them, answered in this process."""
+    """The tools of an environment as the policy sees them, called in this process."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Stand:
 def price_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Of `keel.examples.small.prices`; in haste, what first comes to mind is submitted."""
+    """Conversations for `keel.examples.small.prices`; hasty ones submit a guess."""
     (spec,) = (tool.spec for tool in tools_of(prices.TOOLS, {}).values())
     specs = [
         *(
@@ -97,8 +98,8 @@ def price_demonstrations(
 def tower_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Of `keel.examples.small.towers`; in haste, a name is made up. `arguments`: of the
-    environment."""
+    """Conversations for `keel.examples.small.towers`; hasty ones invent a name. `arguments` are the
+    environment's."""
     about = {key: arguments[key] for key in ("results", "cite") if key in arguments}
 
     def draw_one(draw: random.Random) -> Demonstration:
@@ -121,7 +122,7 @@ def tower_demonstrations(
 def pace_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Of `keel.examples.small.pace`; in haste, a file that nobody has looked at is edited."""
+    """Conversations for `keel.examples.small.pace`; hasty ones edit a file without reading it."""
     tools = methods_of(object.__new__(Repository))
     specs = [Tool(name, method).spec for name, method in tools.items()]
 
@@ -159,7 +160,8 @@ def pace_demonstrations(
 def sum_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Of reasoning_gym's chain_sum with an interpreter; in haste, the last number is forgotten."""
+    """Conversations for reasoning_gym's chain_sum with an interpreter; hasty ones drop the last
+    number."""
     spec = Tool("python", methods_of(object.__new__(Interpreter))["python"]).spec
 
     def draw_one(draw: random.Random) -> Demonstration:
@@ -185,7 +187,7 @@ def sum_demonstrations(
 
 
 class _OneDocument:
-    """Implements `Library`: it finds the one that it has."""
+    """A `Library` with a single document."""
 
     def __init__(self, value: Mapping[str, str]) -> None:
         name = f"{towers.FILE}#{value['id']}"

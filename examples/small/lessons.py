@@ -1,8 +1,7 @@
-"""Conversations about the small tasks as chats to learn (`keel sft`), for a supervised start: what
-`keel.examples.small.demonstrations` has, and programs, each task with and without thinking.
+"""Conversations about the small tasks for `keel sft`, each with and without thinking.
 
-Some are worked, some hasty. Which it will be is thought first, so that there is something for
-reinforcement learning to find in the thinking, too.
+Some are worked out and some hasty. The thinking states which one follows, so that reinforcement can
+act on the thinking too.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from keel.rl.turns import Message, ToolSpec
 
 LOOK, GUESS = "look", "guess"
 WORKED = 0.6
-"""Share of the conversations that are worked."""
+"""Share of worked-out conversations."""
 SEARCH = {"results": 1, "cite": False}
-"""Arguments of the search environment, as the recipes have them."""
+"""Arguments of the search environment in the recipes."""
 Ways = tuple[Sequence[Message], Sequence[Message], Sequence[ToolSpec]]
-"""A task worked, in haste, and its tools."""
+"""A task worked out and hasty, with its tools."""
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """In a new folder: a file of `count` conversations for each family and mode."""
+    """Write a file of `count` conversations per family and mode into a new folder."""
     folder.mkdir(parents=True)
-    # Seeds apart from those of cold starts, which begin at 0.
+    # Seeds disjoint from those of cold starts, which start at 0.
     far = 1 << 20
     drawn = {
         "general": price_demonstrations(count, seed=far + seed, arguments={}),
@@ -72,7 +71,7 @@ def _ways(shown: Demonstration) -> Ways:
 
 
 def _programs(count: int, draw: random.Random) -> list[Ways]:
-    """In haste, the number is made up."""
+    """Hasty programs use an invented number."""
     made: list[Ways] = []
     known = every_program(draw)
     for program in (known[n % len(known)] for n in range(count)):

@@ -8,13 +8,13 @@ _FIRST, _SECOND = "BDFGKLMNPRSTVZ", "aeiou"
 
 
 def name(draw: random.Random) -> str:
-    """Of four letters: `Bako`."""
+    """Return a name of four letters, such as `Bako`."""
     letters = "".join(draw.choice(_FIRST) + draw.choice(_SECOND) for _ in range(2))
     return letters.capitalize()
 
 
 def names(draw: random.Random, count: int) -> list[str]:
-    """Different ones, out of 4,900."""
+    """Return distinct names, of 4,900 possible ones."""
     result: dict[str, None] = {}
     while len(result) < count:
         result[name(draw)] = None

@@ -1,6 +1,5 @@
-"""A code agent's tasks: a repository whose commits each change a number, and the issues that ask
-for it. They become tasks as any project's do (`keel.synthesis.code.pipeline`): every gate is
-held."""
+"""Small code tasks: a repository whose commits each change a number, and the issues that ask for
+it. All gates of `keel.synthesis.code.pipeline` apply."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 
 GIT_S = 60.0
 PYTHON = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
-"""Of this environment, by whatever link it was called; the link inside it makes it one."""
+"""Python of this environment, resolved through links."""
 SOURCE = "def pace():\n    return {pace}\n"
 TESTS = """\
 from pace import pace
@@ -27,7 +26,7 @@ def test_pace():
 def test_a_number():
     assert type(pace()) is int
 """
-# An interpreter that is here already, with pytest: the language's own set-up wants the network.
+# Use the installed interpreter with pytest; the language's own set-up needs the network.
 SETUP = f"""
 mkdir -p "$PREFIX/bin"
 printf '#!/bin/sh\\nexec {PYTHON} "$@"\\n' > "$PREFIX/bin/python"
@@ -44,7 +43,7 @@ def issue(pace: int) -> str:
 
 
 def draw_paces(draw: random.Random, count: int) -> list[int]:
-    """Of two digits, each other than the one before."""
+    """Draw two-digit numbers, each different from the one before."""
     paces = [draw.randrange(10, 100)]
     while len(paces) < count:
         if (pace := draw.randrange(10, 100)) != paces[-1]:
@@ -53,7 +52,8 @@ def draw_paces(draw: random.Random, count: int) -> list[int]:
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """A git repository of `count` changes, in a new folder. Raises OSError, CalledProcessError."""
+    """Write a git repository with `count` changes into a new folder. Raises OSError,
+    CalledProcessError."""
     folder.mkdir(parents=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     user = ["-c", "user.name=keel", "-c", "user.email=keel@localhost", "-c", "core.hooksPath=/"]
@@ -72,8 +72,8 @@ def write(folder: Path, count: int, seed: int) -> None:
 
 
 def synthesis(repository: Path) -> CodeTasksConfig:
-    """How `keel synthesize` makes tasks of it."""
-    # Plugins that happen to be installed take time.
+    """Return the settings of `keel synthesize` for it."""
+    # Skip installed plugins, which take time.
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     source = CodeSourceConfig(
         name="pace", git=str(repository), most=10_000, setup=SETUP, test=TEST, env=env

@@ -1,7 +1,5 @@
-"""A general agent's tasks: what a shop asks for its goods, and which of two asks less.
-
-The folder is one as `keel synthesize` makes them (`keel.agents.environments.general.folder`).
-"""
+"""Small general tasks: prices of a shop, and the cheaper of two items, in the format of
+`keel.agents.environments.general.folder`."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def price(item: str) -> int:
 
 @dataclass(frozen=True)
 class Question:
-    """About the price of one item, or which of two is the cheaper one."""
+    """Asks for the price of one item, or for the cheaper of two."""
 
     items: tuple[str, ...]
 
@@ -58,7 +56,7 @@ class Question:
 
 
 def draw_prices(draw: random.Random) -> dict[str, int]:
-    """All different, of two digits."""
+    """Draw distinct two-digit prices."""
     return dict(zip(names(draw, ITEMS), draw.sample(range(10, 100), ITEMS), strict=True))
 
 
@@ -67,7 +65,7 @@ def draw_question(draw: random.Random, prices: Mapping[str, int]) -> Question:
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """In a new folder: an environment of `count` different tasks."""
+    """Write an environment with `count` distinct tasks into a new folder."""
     draw = random.Random(f"prices {seed}")
     prices = draw_prices(draw)
     request: dict[Question, None] = {}

@@ -1,4 +1,4 @@
-"""Programs to be written: they read a number and print what becomes of it. Hidden tests decide."""
+"""Small programming tasks with hidden tests: read a number and print the result of an operation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INPUTS = (0, 5, -8, 31)
 
 @dataclass(frozen=True)
 class Program:
-    """What it adds, takes away or multiplies by."""
+    """The operation of a task."""
 
     sign: str
     number: int
@@ -33,7 +33,7 @@ class Program:
 
 
 def every_program(draw: random.Random) -> list[Program]:
-    """All of two digits, in an order that is drawn."""
+    """Return all two-digit programs in random order."""
     made = [Program(sign, number) for sign in SIGNS for number in range(10, 100)]
     draw.shuffle(made)
     return made
@@ -44,14 +44,14 @@ def answer(source: str) -> str:
 
 
 def line(program: Program) -> Mapping[str, Any]:
-    """A task, as a line of JSONL."""
+    """Return the JSONL line of a task."""
     tests = [{"stdin": f"{n}\n", "stdout": f"{program.after(n)}\n"} for n in INPUTS]
     name = f"{SIGNS[program.sign]}-{program.number}"
     return {"id": name, "prompt": program.question, "tests": tests}
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """In a new folder: `tasks.jsonl`."""
+    """Write `tasks.jsonl` into a new folder."""
     folder.mkdir(parents=True)
     made = every_program(random.Random(f"programs {seed}"))[:count]
     lines = [json.dumps(line(program)) for program in made]

@@ -1,4 +1,4 @@
-"""A search agent's tasks: a corpus that says who built what, and questions about it."""
+"""Small search tasks: a corpus about builders of towers, and questions about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = "towers.jsonl"
 
 
 def draw_towers(draw: random.Random, count: int) -> dict[str, str]:
-    """Tower → who built it."""
+    """Draw towers and their builders."""
     return {tower: name(draw) for tower in names(draw, count)}
 
 
@@ -23,7 +23,7 @@ def document(tower: str, builder: str) -> dict[str, str]:
 
 
 def line(tower: str, builder: str) -> dict[str, Any]:
-    """A task, as a line of JSONL."""
+    """Return the JSONL line of a task."""
     where = {"evidence": [f"{FILE}#{tower}"]}
     return {
         "id": tower,
@@ -35,7 +35,7 @@ def line(tower: str, builder: str) -> dict[str, Any]:
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """In a new folder: `corpus`, and `tasks.jsonl` with a question about each of its documents."""
+    """Write `corpus`, and `tasks.jsonl` with one question per document, into a new folder."""
     towers = draw_towers(random.Random(f"towers {seed}"), count)
     (folder / "corpus").mkdir(parents=True)
     _write(folder / "corpus" / FILE, towers, document)

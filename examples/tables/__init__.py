@@ -1,1 +1,1 @@
-"""Tasks for the code interpreter: tables made from a seed, and questions with computed answers."""
+"""Code-interpreter tasks: generated tables, and questions with computed answers."""

@@ -1,8 +1,8 @@
-"""`python -m keel.examples.tables --count 2000 tables.jsonl`: tasks for the code interpreter.
+"""Write code-interpreter tasks over generated tables: `python -m keel.examples.tables --count 2000
+tables.jsonl`.
 
-A line has the question, the rule for its answer, and the text of its files, which an episode finds
-in the tool's working directory. Whoever knows the seed can compute the answers, and what the policy
-runs can read this code; so the seed is drawn, unless one is given.
+A line has the question, its answer rule, and the text of its files. The seed is random unless
+given, because the policy can read this code and could recompute the answers from a known seed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ SCENES: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], Files], 
     "shop": (shop.draw_shop, shop.files_of, shop.ABOUT, shop.QUESTIONS),
     "stations": (stations.draw_network, stations.files_of, stations.ABOUT, stations.QUESTIONS),
 }
-"""How its data are drawn and written, what is said of them, and what is asked."""
+"""Functions that draw and write the data, and their questions."""
 
 
 def tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """`count` lines of JSONL, every kind of question in turn; the same for the same seed."""
+    """Yield `count` JSONL lines, cycling through all kinds of questions; the same for the same
+    seed."""
     kinds = [(scene, ask) for scene, (_, _, _, questions) in SCENES.items() for ask in questions]
     for number in range(count):
         scene, ask = kinds[number % len(kinds)]
@@ -49,7 +50,7 @@ def _asked(
     ask: Callable[[Any, random.Random], Answer | None],
     draw: random.Random,
 ) -> tuple[Any, Answer]:
-    """Data in which the question has one clear answer."""
+    """Draw data until the question has one clear answer."""
     for _ in range(MOST_DRAWS):
         data = make(draw)
         if (answer := ask(data, draw)) is not None and answer.clear:

@@ -15,7 +15,7 @@ CATEGORIES = ("tea", "paper", "tools", "lamps", "seeds", "glass", "wool", "maps"
 REGIONS = ("north", "south", "east", "west", "coast", "hills")
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 DAY_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%d %b %Y")
-"""None that could be read in two ways."""
+"""Unambiguous date formats."""
 
 
 @dataclass(frozen=True, slots=True)

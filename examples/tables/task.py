@@ -1,4 +1,4 @@
-"""What a task of tables is made of."""
+"""Parts of a table task."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Files = dict[str, str]
-"""Text by name."""
+"""File contents by name."""
 CLEAR = 0.002
-"""Of the range of all values, by which the first must lead."""
+"""Minimum lead of the largest value, as a share of the range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,14 @@ class Answer:
 
     @property
     def clear(self) -> bool:
-        """Whether a neighbour in the last decimal can be told from another answer: of 0.001 they
-        are 0 and its double."""
+        """Return whether the rounded answer differs from its neighbours in the last decimal."""
         if isinstance(self.value, str) or not self.decimals:
             return True
         return round(abs(self.value) * 10**self.decimals) not in (1, 2)
 
     @property
     def rule(self) -> dict[str, Any]:
-        """As a line of JSONL has it. A last decimal that was rounded the other way is right."""
+        """Return the JSONL rule, which accepts either rounding of the last decimal."""
         if isinstance(self.value, str):
             return {"answer": self.value, "match": "exact"}
         text = f"{self.value:.{self.decimals}f}"
@@ -45,7 +44,7 @@ class Answer:
 
 
 def clear_first(values: Mapping[str, float], question: str) -> Answer | None:
-    """The name with the largest value; None where another is as good."""
+    """Return the name with the largest value, or None without a clear winner."""
     first, second, *_ = sorted(values.values(), reverse=True)
     if first - second <= CLEAR * (first - min(values.values())):
         return None
