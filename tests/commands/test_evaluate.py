@@ -1,4 +1,4 @@
-"""`keel eval` and `keel compare` with engines that say what a test has them say."""
+"""`keel eval` and `keel compare` with scripted engines."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def test_variant_sets_budgets(
         return nullcontext("other episodes")
 
     monkeypatch.setattr("keel.commands.evaluate.run_episodes", episodes)
-    config = load_config("mixed-agents")  # `chat` has 32 tokens of its own, the others 48
+    config = load_config("mixed-agents")  # `chat` has 32 tokens, the others 48
     given: Any = {"task": Known(config), "pool": None, "ranks": None, "scorer": None}
     system = Runtime(**given)
     with variant_runtime(

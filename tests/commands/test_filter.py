@@ -42,7 +42,7 @@ CONFIG = Config(
 
 
 class Engines:
-    """Futures of everything that has been asked for, and what was recorded."""
+    """Records requests and results."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Prompt, int, Future[Group]]] = []
@@ -80,7 +80,7 @@ class Engines:
 
 
 class AtOnce(Engines):
-    """The group is sampled as soon as it is asked for."""
+    """Samples every group immediately."""
 
     def sample(self, prompt: Prompt, size: int) -> Future[Group]:
         group = Group(prompt=prompt, trajectories=(), dropped=("",) * size)
@@ -177,7 +177,7 @@ def test_endpoint_has_its_own_limits() -> None:
     there = replace(CONFIG, endpoint=endpoint)
     assert max_prompts_in_flight(there, 2) == 3  # 6 completions, for 3 at once
     timeout_s, told = group_timeout(there)
-    # A group of four, of which three are asked for at once.
+    # A group of four, three at a time.
     assert timeout_s > 2 * 2 * 7200 and "endpoint.timeout_s" in told
 
 
@@ -230,7 +230,7 @@ def test_filter_writes_pass_rates(
     assert main(["filter", *words]) == 0
     out = capsys.readouterr().out
     assert "prompts to sample, with model.path = tiny" in out and "pass@3" in out
-    assert "ESTIMATE" not in out, "of evaluations, and there is none"
+    assert "ESTIMATE" not in out, "no evaluation runs"
     table = tmp_path / "filter" / "pass_rates.jsonl"
     rates = {line["id"]: line["pass_rate"] for line in map(json.loads, table.open())}
     assert list(rates) == fake.asked and set(rates.values()) == {0, 1 / 3}

@@ -1,4 +1,4 @@
-"""What is refused before anything starts, and what `keel check` says."""
+"""Refusals before anything starts, and the output of `keel check`."""
 
 from __future__ import annotations
 
@@ -136,9 +136,7 @@ def test_check_shows_gpu_seats_and_time(
     assert "1 node(s) of 8 GPU(s), 80.0 GiB each: by rule, as no GPU is here" in out
     assert "node 0: engines 0–1 on GPUs 0–3 (2 each); trainer ranks 0–3 on GPUs 4–7" in out
     assert "ESTIMATE, not measured" in out and "KV cache holds all 64 sequences" in out
-    monkeypatch.setattr(
-        "keel.trainer.placement.suggestions.TRIED", 1
-    )  # a second for what is no cure
+    monkeypatch.setattr("keel.trainer.placement.suggestions.TRIED", 1)  # saves a second
     code, _, err = run(capsys, *recipe, *FEW, "run.gpu_gib=1")
     assert (code, "an engine's GPU needs" in err, "run.gpu_gib" in err) == (2, True, True)
 

@@ -125,7 +125,7 @@ def test_slow_group_blocks_nothing_else() -> None:
 
 
 def test_waits_only_for_the_batch() -> None:
-    """Not what is being sampled ahead of it."""
+    """Groups sampled ahead are not waited for."""
     world = FakeRequests(max_lag=1)
     world.feed.open()
     world.finish("p1")
@@ -136,7 +136,7 @@ def test_waits_only_for_the_batch() -> None:
 
 
 class Alarm(threading.Condition):
-    """A clock that stands still until someone waits; then the next group is there."""
+    """A clock that advances only during waits, each of which delivers the next group."""
 
     def __init__(self, world: FakeRequests, durations: Random) -> None:
         super().__init__(threading.RLock())

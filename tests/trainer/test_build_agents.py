@@ -1,4 +1,4 @@
-"""From a recipe's environments to what runs them, and what is said of them before a run."""
+"""Environments and programs built from a recipe, and their checks before a run."""
 
 from __future__ import annotations
 

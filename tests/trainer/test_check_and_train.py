@@ -47,7 +47,7 @@ def on(machine: Machine, dataset: Dataset, facts: ModelFacts) -> Iterator[None]:
     with at(machine) as patch:
         patch.setattr("keel.trainer.prepare.load_dataset", lambda *_, **__: dataset)
         patch.setattr("keel.trainer.prepare.facts_of", lambda config: facts)
-        # They have a test of their own, and take a second where nothing helps.
+        # Suggestions have separate tests and can take a second.
         patch.setattr("keel.trainer.placement.plan.suggest", lambda *_: "To make it fit: …")
         patch.setattr(
             "keel.trainer.placement.layouts.suggest", lambda *_, **__: "To make it fit: …"
@@ -56,7 +56,7 @@ def on(machine: Machine, dataset: Dataset, facts: ModelFacts) -> Iterator[None]:
 
 
 def verdict(command: str, path: Path, overrides: Sequence[str]) -> tuple[str, str]:
-    """How the command's refusal begins, or nothing; and what it printed."""
+    """Return the start of the command's error, if any, and its output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -1,4 +1,4 @@
-"""In which order engines and ranks start, and what comes of engines that do not come up."""
+"""Start order of engines and ranks, and failed starts."""
 
 from __future__ import annotations
 

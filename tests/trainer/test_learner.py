@@ -35,7 +35,7 @@ from tests.waiting import PATIENCE_S
 
 
 class Ranks:
-    """What two ranks answer to a call, and when: with no Ray, and a clock of their own."""
+    """Scripted answers of two ranks on a fake clock, without Ray."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *answers: tuple[float, Any]) -> None:
         """answers: of each rank, after how many seconds, and what."""
@@ -267,7 +267,7 @@ def test_scoring_waits_per_micro_batch(
     def deal(
         _: Learner, method: str, pieces: Sequence[Mapping[str, TrainBatch]], what: str
     ) -> list[dict[str, Mean]]:
-        """A wait of its own. A token costs its number in the set."""
+        """Counts as one wait. A token's loss is its number in the set."""
         assert method == "score"
         dealt.append([(name, len(b.micro_batches)) for p in pieces for name, b in p.items()])
         return [

@@ -277,7 +277,7 @@ def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unwritten_checkpoint_is_retried() -> None:
-    """Even a run that is asked to stop meanwhile does another step, and saves that."""
+    """A run stopped meanwhile does another step and saves that."""
     world = FakeRun()
     world.unwritable, world.stop = [2, 3], lambda: "save@2" in world.events
     assert world.run(config(steps=9, checkpoint_every=2)) == 4

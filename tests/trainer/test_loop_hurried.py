@@ -1,5 +1,4 @@
-"""The loop where there is no time, or no engine or reward any more: what is given up, what is
-saved, what is made up for later."""
+"""Aborts, stops and failures of the loop: what it cancels, saves and makes up for."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from tests.trainer.test_loop import FakeRun, config
 
 
 class Hurried(FakeRun):
-    """One that is preempted once `when` has happened; what is asked for then never comes."""
+    """Preempted once `when` has happened; later requests never finish."""
 
     def __init__(self, when: str, **changes: Any) -> None:
         super().__init__(**changes)
@@ -41,7 +40,7 @@ class Hurried(FakeRun):
     [
         ("eval@0", [], 0),
         ("train@0", [], 0),  # as long as nothing is trained there is nothing to save
-        ("step@1", ["save@1"], 1),  # done: it is saved, and nobody needs its weights
+        ("step@1", ["save@1"], 1),  # saved, without pushing its weights
         ("update@1", ["save@1"], 1),
         ("train@1", ["save@1"], 1),  # given up: the step before it is saved
         ("eval@2", ["save@2"], 2),
@@ -54,7 +53,7 @@ def test_abort_saves_what_is_trained(when: str, saved: list[str], reached: int) 
     assert world.run(config(steps=9, eval_every=2, checkpoint_every=2)) == reached
     assert [event for event in world.events if event.startswith("save")] == saved
     assert sorted(world.records) == list(range(reached + 1)) if when != "eval@0" else [0]
-    # Prompts whose completions were given up come again.
+    # Prompts of cancelled completions are repeated.
     if when == "train@1":
         assert world.unfinished == ["p2", "p3"]
     assert all(future.cancelled() for future in world.given_up)
@@ -162,7 +161,7 @@ def failed() -> Future[Any]:
     ("when", "saved", "recorded"),
     [
         ("train@0", [], 0),  # there is nothing to save
-        ("step@1", ["save@1"], 1),  # its weights reach nobody
+        ("step@1", ["save@1"], 1),  # its weights are not pushed
         ("train@1", ["save@1"], 1),
         ("eval@2", ["save@2"], 2),
         ("train@2", ["save@2"], 2),  # before step 2 is evaluated

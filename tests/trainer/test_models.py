@@ -26,7 +26,7 @@ ROWS = '{"problem": "1 + 1 =", "answer": "2", "level": 1}\n'
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """Of a base model."""
+    """A recipe for a base model."""
     shape = {"vocab_size": 288, "hidden_size": 64, "num_hidden_layers": 2}
     Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(tmp_path)
     stand_in(tmp_path)

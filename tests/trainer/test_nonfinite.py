@@ -22,7 +22,7 @@ from tests.rl.rollouts import prompted_groups, scored, segment, trajectory
 
 
 class Layer(nn.Module):
-    """Multiplies, and divides the gradient by, what is 0 or infinite for some rows."""
+    """Scales the output, and inversely the gradient, by 0 or infinity in some rows."""
 
     def __init__(self, forward: Tensor, backward: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The loop of supervised fine-tuning on fakes, and what is planned before it starts."""
+"""The loop of supervised fine-tuning on fakes, and its preparation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def config_of(**knobs: Any) -> Config:
 
 
 class Ranks:
-    """Remembers what it learns."""
+    """Records trained examples."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -82,7 +82,7 @@ class Ranks:
 
 
 class Run:
-    """A whole run, and what it wrote."""
+    """A run that records its output."""
 
     def __init__(
         self, given: Sequence[SftExample], config: Config, *, stop_after: int = 99
@@ -316,7 +316,7 @@ def test_heldout_prompts_are_not_trained_on(tmp_path: Path) -> None:
     framed = json.dumps({"sources": [{**prompts, "template": "boxed"}]})
     report = prepare_sft(recipe(tmp_path, holdout=0), [f"data={framed}"]).lessons.report["chats"]
     assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
-    # Of the same prompts, in the words of an environment.
+    # Trajectories of the same prompts, rendered by an environment.
     path = tmp_path / "sampled.jsonl"
     told = [
         {
@@ -377,7 +377,7 @@ def test_negative_eval_every_disables_evaluation(
 
     def fit(parts: sft.SftParts, *_: object, start: int) -> int:
         seen.append(set(parts.heldout))
-        watch.say("rank 0 stands still")
+        watch.say("rank 0 hangs")
         return 1
 
     monkeypatch.setattr(command, "fit", fit)

@@ -68,7 +68,7 @@ def test_unloaded_tensors_are_not_expected() -> None:
 
 
 def test_decoder_only_checkpoints_match() -> None:
-    """GPT-2's is, and its tensors are published as those of the whole model."""
+    """GPT-2's checkpoint is, while its tensors are published with the decoder's prefix."""
     manifest = Manifest(["wte.weight", "h.0.b"], layers=1, tied=True, decoder="transformer")
     update(manifest, "transformer.wte.weight", "transformer.h.0.b", "lm_head.weight")
     with pytest.raises(ValueError, match=r"no tensor 'transformer.h.0.c'"):

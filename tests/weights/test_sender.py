@@ -1,4 +1,4 @@
-"""The trainer's sender and engines of its own making, in processes of Ray: every way to fail."""
+"""The trainer's sender against fake engines in Ray processes, in every failure mode."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_one_failing_engine_does_not_stop_others(
             # Such an engine is replaced, as one that is late: the run goes on.
             assert isinstance(outcomes[4], TimeoutError) and "channel" in str(outcomes[4])
             # References in a traceback would keep the memory of buckets on a GPU.
-            # gloo holds what it could not send till its deadline.
+            # gloo holds unsent buffers until its timeout.
             until = time.monotonic() + 10 * limit_s
             while (
                 held := [1 for flat in buckets if flat() is not None]
@@ -244,7 +244,7 @@ def test_buckets_are_freed_one_by_one(sender: Callable[[float], Sender]) -> None
             return self
 
         def __next__(self) -> FlatBucket:
-            wait_for(lambda: self.last() is None)  # gloo lets go of it in a thread of its own
+            wait_for(lambda: self.last() is None)  # a gloo thread frees it
             self.held.append(self.last() is not None)
             bucket = next(self.buckets)
             self.last = weakref.ref(bucket[1])

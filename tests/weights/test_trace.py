@@ -83,7 +83,7 @@ class Experts(nn.Module):
 
 
 class Toy(nn.Module):
-    """Names of its checkpoint are those of modules, with shards and experts as parts of them."""
+    """A model whose shards and experts have separate checkpoint names."""
 
     def __init__(self, *extra: tuple[str, nn.Module]) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_copies_equal_the_loader(monkeypatch: pytest.MonkeyPatch, size: int) -> 
     assert_equal(worker.weights(), loaded(checkpoint(1)))
     rights = [loaded(checkpoint(seed)) for seed in (2, 3)]
     assert not torch.equal(rights[0]["experts.w2"], rights[1]["experts.w2"])
-    monkeypatch.setattr(Toy, "load_weights", None)  # nobody asks vLLM's loader any more
+    monkeypatch.setattr(Toy, "load_weights", None)  # vLLM's loader is not used any more
     for seed, right in zip((2, 3), rights, strict=True):
         worker.scribble()
         assert worker.update(checkpoint(seed), size=size) == "copies"
@@ -264,7 +264,7 @@ def shuffles(layer: Any) -> None:
 
 
 def shuffles_unseen(layer: Any) -> None:
-    """Not by an operation of PyTorch, as a kernel of one's own may."""
+    """Writes without an operation of PyTorch, as a custom kernel may."""
     rows = layer.weight.data.view(torch.int16).numpy()
     rows[:] = rows[::-1].copy()
 
@@ -381,7 +381,7 @@ def test_attention_derives_state_in_every_update() -> None:
 
 
 def test_wrong_bytes_are_detected() -> None:
-    """What the tests above compare with would show a piece in the wrong place."""
+    """The comparison of the tests above detects misplaced pieces."""
     worker = Worker()
     worker.update(checkpoint(1))
     plan = worker.extension.keel_plan

@@ -1,6 +1,6 @@
 """Updates by copies in real engines, whose weights are left as they would be on a GPU.
 
-On a CPU as it is, vLLM packs weights, and its loader does every update.
+Otherwise vLLM packs weights on a CPU, and its loader does every update.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_latent_attention_in_float32_on_any_cpu(tmp_path: Path, amx: bool) -> No
 def test_hub_checkpoints_with_extra_tensors(
     tmp_path: Path, of: Literal["gpt_neox", "gpt2"]
 ) -> None:
-    """With tensors that nobody loads, and without the decoder's name."""
+    """With tensors that are never loaded, and without the decoder's prefix."""
     model = make_old(tmp_path, of)
     with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
         engine.update(1, change(model, 1))

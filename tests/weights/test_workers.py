@@ -34,7 +34,7 @@ class InProcess:
 
 
 class InProcesses(InProcess):
-    """As vLLM's `MultiprocExecutor`: what comes back is pickled, and of an error its text."""
+    """Imitates vLLM's `MultiprocExecutor`, which pickles results and errors as text."""
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         answers = [self._answer(worker, method, args) for worker in self.workers]

@@ -32,7 +32,7 @@ from tests.rollout.tiny_model import make_model
 UPDATES = 3
 Model = Literal["experts", "dense", "latent"]
 CACHE_GIB = 1.0
-"""Of which an engine takes what 16 answers of 256 tokens can fill: at most 640 blocks of 16."""
+"""GiB; an engine uses at most 640 blocks of 16 tokens, for 16 answers of 256 tokens."""
 BLOCKS = 16 * 256 / 32, 641
 OFF = "it is switched off"
 
@@ -180,7 +180,7 @@ def check_against_loader(
     came: Sequence[dict[str, torch.Tensor]],
     held: Sequence[dict[str, str]],
 ) -> None:
-    """What vLLM's loader makes of these weights, one update after the other, is what was held."""
+    """Check that vLLM's loader produces the same weights, update by update."""
     for version, (tensors, fingerprint) in enumerate(zip(came, held, strict=True), UPDATES + 1):
         engine.update(version, tensors)
         assert engine.updates() == [OFF]
