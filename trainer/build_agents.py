@@ -43,11 +43,11 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.eos_ids import ends_of
 from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, turn_ids
 
-SHOWN_TOOLS = 8
+_SHOWN_TOOLS = 8
 """Tools that the notes before a run name."""
-CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
+_CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
 """`on_crash` → the phases in which a lost environment counts as the policy's failure."""
-MAX_STARTING = 8
+_MAX_STARTING = 8
 """Environments that start at a time; more would slow each other down."""
 
 
@@ -135,7 +135,7 @@ async def _try_source(
             prompt=system_prompt_of(config, source),
         )
         names = [tool.name for tool in trial.tools]
-        more = f" and {len(names) - SHOWN_TOOLS} more" if len(names) > SHOWN_TOOLS else ""
+        more = f" and {len(names) - _SHOWN_TOOLS} more" if len(names) > _SHOWN_TOOLS else ""
         later = f", then {trial.forked_s:.2f} s each, forked" if trial.forked_s else ""
         later += f", each alone: {trial.why_not}" if trial.why_not else ""
         own = config.budget(source.domain_name)
@@ -150,13 +150,13 @@ async def _try_source(
             little += f". WARNING: {odd}"
         notes[f"{source.name}, its environment"] = (
             f"opens in {trial.seconds:.1f} s{later}, with {trial.opening_tokens} tokens; tools: "
-            f"{', '.join(names[:SHOWN_TOOLS]) or 'none'}{more}{little}"
+            f"{', '.join(names[:_SHOWN_TOOLS]) or 'none'}{more}{little}"
         )
     if (driver := agent_program(config, source)) is not None:
         assert chat is not None
         tried = await try_program(
             driver,
-            maker(config, source)(),
+            _environment_factory(config, source)(),
             task=task,
             seed=seed,
             chat=chat,
@@ -185,7 +185,7 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
     if environment.program_only:
         return None
     try:
-        return program(config, source) if environment.target else mcp_server(config, source)
+        return program(config, source) if environment.target else _mcp_server(config, source)
     except ValueError as error:
         raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
 
@@ -193,7 +193,7 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
 def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRunner:
     """Build the episode runner. Raises ConfigError for an invalid environment."""
     agents = config.agents
-    starting = asyncio.Semaphore(MAX_STARTING)
+    starting = asyncio.Semaphore(_MAX_STARTING)
     sources = [source for source in config.data.sources if source.environment.enabled]
     programs = {source.name: agent_program(config, source) for source in sources}
     parents: list[ForkServer] = []
@@ -206,7 +206,9 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
             summary_tokens=agents.summary_tokens,
         )
 
-    environments = {source.name: maker(config, source, starting, parents) for source in sources}
+    environments = {
+        source.name: _environment_factory(config, source, starting, parents) for source in sources
+    }
     return EpisodeRunner(
         environments,
         programs={name: value for name, value in programs.items() if value is not None},
@@ -220,7 +222,7 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
         seed=config.run.seed,
         most_open=agents.max_concurrent_episodes,
         crash_is_failure={
-            source.name: CRASHES[source.environment.on_crash] for source in config.data.sources
+            source.name: _CRASHES[source.environment.on_crash] for source in config.data.sources
         },
     )
 
@@ -238,7 +240,7 @@ def budget(config: Config, source: SourceConfig) -> Budget:
     )
 
 
-def maker(
+def _environment_factory(
     config: Config,
     source: SourceConfig,
     starting: asyncio.Semaphore | None = None,
@@ -341,7 +343,7 @@ def agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
         raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
 
 
-def mcp_server(config: Config, source: SourceConfig) -> McpServer:
+def _mcp_server(config: Config, source: SourceConfig) -> McpServer:
     environment = source.environment
     return McpServer(
         command=environment.command,

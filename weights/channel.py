@@ -26,7 +26,7 @@ from keel.weights.buckets import ChannelData, SharedData
 POLL_S = 2e-4
 CHECK_S = 0.02
 """Interval for checking whether the other end has failed, which costs more than a poll."""
-NCCL_TIMEOUT = timedelta(days=1)
+_NCCL_TIMEOUT = timedelta(days=1)
 """Never expires: `send` keeps the timeout itself."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -62,8 +62,8 @@ class Channel:
         self._group: Any
         """None once the channel is closed."""
         if device.type == "cuda":
-            with nccl_watchdog_off():
-                self._group = dist.ProcessGroupNCCL(store, rank, size, nccl_options(NCCL_TIMEOUT))
+            with _nccl_watchdog_off():
+                self._group = dist.ProcessGroupNCCL(store, rank, size, nccl_options(_NCCL_TIMEOUT))
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
         self._options = dist.BroadcastOptions()
@@ -156,7 +156,7 @@ def _abort(last: list[Any]) -> None:
 
 
 @contextmanager
-def nccl_watchdog_off() -> Iterator[None]:
+def _nccl_watchdog_off() -> Iterator[None]:
     """Make every `ProcessGroupNCCL` created in this context without a watchdog.
 
     A watchdog ends its process when an operation of the group fails, and sets a flag in the store

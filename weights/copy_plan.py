@@ -70,7 +70,7 @@ class _CopyGroup:
     """Offset in the bucket, size, stride."""
 
 
-class CopyProgram:
+class _CopyProgram:
     """The copies of a bucket with a given table of contents."""
 
     def __init__(self, kernels: Sequence[Tensor], pieces: Iterable[CopyPiece]) -> None:
@@ -115,7 +115,7 @@ class CopyPlan:
         fills: Sequence[ConstantFill] = (),
     ) -> None:
         self.kernels, self.placed, self._fills = kernels, placed, fills
-        self._programs: dict[str, tuple[tuple[TensorEntry, ...], CopyProgram]] = {}
+        self._programs: dict[str, tuple[tuple[TensorEntry, ...], _CopyProgram]] = {}
         """Keyed by the name of the bucket's first tensor."""
 
     def begin(self) -> None:
@@ -138,11 +138,14 @@ class CopyPlan:
         else:
             program.run(flat)
 
-    def _checked(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> CopyProgram:
+    def _checked(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> _CopyProgram:
         """Build the program of a table of contents, run it, and compare it with copying the pieces
         one by one."""
         pieces = [piece for entry in entries for piece in self._pieces(entry)]
-        program, plain = CopyProgram(self.kernels, join(pieces)), CopyProgram(self.kernels, pieces)
+        program, plain = (
+            _CopyProgram(self.kernels, join(pieces)),
+            _CopyProgram(self.kernels, pieces),
+        )
         plain.run(flat)
         targets = [target for group in plain._groups for target in group.targets]
         expected = [target.clone() for target in targets]

@@ -32,7 +32,7 @@ from keel.weights.copy_plan import (
     window,
 )
 
-AFTER_LOADING = "process_weights_after_loading"
+_AFTER_LOADING = "process_weights_after_loading"
 _ATEN = torch.ops.aten
 _SHAPE_ONLY = (
     *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like),
@@ -131,13 +131,13 @@ class LoadRecorder:
             yield
             return
         for layer in self._deferred:
-            layer.__dict__[AFTER_LOADING] = self._unobserved(getattr(layer, AFTER_LOADING))
+            layer.__dict__[_AFTER_LOADING] = self._unobserved(getattr(layer, _AFTER_LOADING))
         try:
             with self._mode:
                 yield
         finally:
             for layer in self._deferred:
-                del layer.__dict__[AFTER_LOADING]
+                del layer.__dict__[_AFTER_LOADING]
             if self.refusal:
                 self._release()
 
