@@ -124,16 +124,13 @@ DOUBLES = (
     ("template", "reason"),
     [
         (LOOPS, "more than"),
-        ("{% if tools %}" + LOOPS + "{% endif %}", "more than"),
         ("{% if messages | length > 5 %}" + LOOPS + "{% endif %}", "more than"),
-        ("{% generation %}" + LOOPS + "{% endgeneration %}", "more than"),
         ("{{ 'a' * 10000000000 }}", "more than"),
-        ("{{ 'ab'.center(10000000000) }}", "more than"),
         (DOUBLES, "more than"),
         ("{{ 'a' * 5000000 }}", "characters"),
         ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", ""),
     ],
-    ids=range(9),
+    ids=range(6),
 )
 def test_endless_templates_are_refused(
     folder: Path, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -230,7 +227,7 @@ def test_8_bit_weights_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["gptq", "awq", "bitsandbytes", "fp8", "mxfp4", "compressed-tensors", "auto-round", "\x1b[2J"],
+    ["gptq", "compressed-tensors", "\x1b[2J"],
 )
 def test_quantised_models_are_refused(folder: Path, method: str) -> None:
     change(folder, {"quantization_config": {"quant_method": method, "bits": 4}})

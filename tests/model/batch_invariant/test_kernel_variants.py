@@ -141,16 +141,6 @@ def test_empty_inputs_are_not_remembered() -> None:
     assert not kernel_variants._CHOICES
 
 
-def test_trials_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
-    kernel_variants._stream.cache_clear()
-    try:
-        assert kernel_variants._stream(0) is kernel_variants._stream(0)
-        assert kernel_variants._stream(0) is not kernel_variants._stream(1)
-    finally:
-        kernel_variants._stream.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("capability", "dtype"), [((10, 0), torch.bfloat16), ((9, 0), torch.float32)]
 )

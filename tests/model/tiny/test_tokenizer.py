@@ -83,14 +83,6 @@ def test_a_saved_tokenizer_is_the_same(tmp_path: Path) -> None:
         assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 2)
 
 
-def test_generation_prompts() -> None:
-    opened = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
-    assert render(QUESTION, add_generation_prompt=True) == opened
-    assert render(QUESTION, add_generation_prompt=True, enable_thinking=True) == opened
-    closed = render(QUESTION, add_generation_prompt=True, enable_thinking=False)
-    assert closed == opened + "<think>\n\n</think>\n\n"
-
-
 def test_sampled_turns_stay_a_prefix() -> None:
     turn = {"role": "assistant", "content": "2", "reasoning_content": "1 + 1"}
     sampled = "<think>\n1 + 1\n</think>\n\n2<|im_end|>\n"
@@ -98,11 +90,6 @@ def test_sampled_turns_stay_a_prefix() -> None:
     assert render([*QUESTION, turn]) == prompt + sampled
     tool = [*QUESTION, turn, {"role": "tool", "content": "ok"}]
     assert render(tool).startswith(prompt + sampled)
-
-
-def test_user_messages_remove_earlier_thinking() -> None:
-    turn = {"role": "assistant", "content": "2", "reasoning_content": "secret"}
-    assert "secret" not in render([*QUESTION, turn, *QUESTION])
 
 
 def test_system_and_tools_share_a_turn() -> None:
