@@ -19,7 +19,7 @@ FOLDERS: Mapping[str, str] = {
     "distill/": "Recipes for keel distill",
 }
 """Subfolder → heading. A bare name finds the recipes of the command's folder, and for the first
-folder also those of `hardware/`."""
+folder also the recipes of `hardware/`."""
 _FOOTER = (
     "keel recipes NAME prints one. Base your own on it with `defaults: NAME`. Estimates are for "
     "H200s, by keel check."

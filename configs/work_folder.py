@@ -43,7 +43,7 @@ class WorkFolder:
         return ConfigError(f"{self._label}: {reason}")
 
     def changed(self, settings: Mapping[str, Any]) -> list[str]:
-        """Lines for the differences from the recorded settings, or [] if there are none yet.
+        """Lines for the differences from the recorded settings, or [] if nothing is recorded yet.
         Raises ConfigError if they cannot be read."""
         path = self.path / _SETTINGS
         if not path.exists():

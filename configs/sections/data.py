@@ -315,7 +315,7 @@ class DataConfig:
             "data.sources",
             names,
             "at least one source needs a weight above 0"
-            + " among those of data.train_on" * bool(self.train_on),
+            + " in data.train_on" * bool(self.train_on),
         )
         for source in self.sources:
             path, domain = f"data.sources[{source.name}]", source.domain_name

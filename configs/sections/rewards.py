@@ -42,9 +42,9 @@ class JudgeServerConfig:
     """The vLLM server that `rewards.judge.serve` starts."""
 
     tensor_parallel: int = knob(1, ge=1)
-    """Number of GPUs of the server, in addition to those of engines and trainer."""
+    """Number of GPUs of the server, in addition to the GPUs of engines and trainer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision. auto: that of the model's checkpoint."""
+    """Precision. auto: as in the model's checkpoint."""
     max_model_len: int = knob(0, ge=0)
     """Context length in tokens for task, completion and judgement. 0: the model's maximum."""
     gpu_memory_utilization: float = knob(0.85, gt=0, lt=1)
@@ -140,11 +140,11 @@ class JudgeConfig:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that the run's own server needs, if there are GPUs."""
+        """Number of GPUs that the run's server needs on a machine with GPUs."""
         return self.server.tensor_parallel if self.serve else 0
 
     def check_used(self, *, judged: bool, gpu: bool) -> None:
-        """Raise `ConfigError` if prompts need a judge and there is none, or the reverse.
+        """Raise `ConfigError` if prompts need a missing judge, or a served judge has no prompts.
 
         judged: some prompt has criteria or is a proof, or some rewards name `refusal`.
         gpu: the run has GPUs.

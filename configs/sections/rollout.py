@@ -100,7 +100,7 @@ class RolloutConfig:
     """GPU: disable CUDA graphs (slower, starts sooner)."""
     gpu_memory_utilization: float = knob(0.85, gt=0, lt=1)
     """GPU: fraction of its memory for weights, activations and KV cache. auto: enough that no
-    sequence waits, or what the trainer leaves on a shared GPU."""
+    sequence waits, or the rest that the trainer leaves on a shared GPU."""
     kv_cache_gib: float = knob(0.5, gt=0)
     """CPU: size of the KV cache in GiB."""
     threads: int = knob(1, ge=1)

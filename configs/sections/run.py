@@ -48,7 +48,7 @@ class RunConfig:
     """Save every trajectory of a step as a JSON line, for `keel sft`."""
     save_tokens: int = knob(32_768, ge=0)
     """Token budget per step for trajectories that are saved with per-token numbers for `keel
-    report`: first those of `save_trajectories`, then the rest of their groups. About 10 bytes per
+    report`: first the `save_trajectories` ones, then the rest of their groups. About 10 bytes per
     token. 0: none."""
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers to log to in addition to TensorBoard. Each needs the optional dependency

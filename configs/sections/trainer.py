@@ -17,7 +17,7 @@ class TrainerConfig:
 
     ranks: int = knob(1, ge=1)
     """Number of data-parallel trainer processes, one GPU each if there are GPUs. auto: the number
-    of GPUs if each is shared with an engine, otherwise what the time model predicts to be fastest;
+    of GPUs if each is shared with an engine, otherwise the fastest number by the time model;
     1 on a CPU."""
     min_ranks: int = knob(0, ge=0)
     """Minimum number of ranks to continue with when nodes are lost and not replaced within

@@ -1,4 +1,4 @@
-"""The chain of `keel distill`, with commands that only say what they would do."""
+"""`keel distill`: order of stages, resuming, and early checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`keel doctor`: what it says of machines that lack something, and of this one."""
+"""`keel doctor`: findings on good and bad machines."""
 
 from __future__ import annotations
 
@@ -123,7 +123,6 @@ def test_a_step_in_which_the_parts_disagree(name: str) -> None:
 
 @pytest.mark.e2e
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its step is `keel train` in a process of its own."""
     status = main(["doctor"])
     said = capsys.readouterr()
     assert status == 0, said.out + said.err

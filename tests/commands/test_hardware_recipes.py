@@ -1,4 +1,4 @@
-"""Each recipe of the shelf fits the machine in its name, and its estimate is that of the plan."""
+"""Recipes in `configs/hardware` fit their machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`keel new`: a recipe that loads, says what was asked for, and is checked at once."""
+"""`keel new`: recipes from flags and questions."""
 
 from __future__ import annotations
 

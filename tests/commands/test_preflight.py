@@ -1,4 +1,4 @@
-"""What a recipe names and is not there, or cannot be read, is said before anything heavy loads."""
+"""Checks of files, models and rewards before libraries load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from keel.configs.schema import ConfigError
 
 
 def said(folder: Path, *overrides: str, recipe: str = "quickstart", command: str = "check") -> str:
-    """Of what is wrong; nothing where it is found later, if at all."""
     try:
         check_named(load_config(recipe, [f"run.dir={folder / 'run'}", *overrides]), command)
     except ConfigError as error:
@@ -67,7 +66,7 @@ def test_a_run_that_cannot_be_continued_is_refused_before_libraries_load(tmp_pat
     run = tmp_path / "run"
     (run / "checkpoints" / "step_000002").mkdir(parents=True)
     own = f"run.dir={run}"
-    # As it was resolved for the CPU that the run began on.
+    # Resolved for the CPU of the first start.
     saved = dump_config(load_config("quickstart", [own, "model.dtype=float16"]))
     (run / "config.yaml").write_text(saved)
     quickstart = [own, "model.dtype=auto"]

@@ -1,4 +1,4 @@
-"""`keel replay`: which batch, from which checkpoint, and what is said."""
+"""`keel replay`: choice of batch and checkpoint, and its output."""
 
 from __future__ import annotations
 

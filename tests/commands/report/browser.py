@@ -79,7 +79,6 @@ class Browser:
                 return answer["result"]
 
     def js(self, expression: str) -> Any:
-        """The value of an expression, of what it promises too."""
         result = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -98,7 +97,6 @@ class Browser:
         self.wait("document.readyState === 'complete' && !!document.querySelector('#view')")
 
     def show(self, **asked: object) -> None:
-        """What the page's address asks for, once it is drawn."""
         wanted = "#" + "&".join(f"{name}={quote(str(value))}" for name, value in asked.items())
         self.js(f"location.hash = {json.dumps(wanted)}; 0")
         self.wait(f"document.querySelector('#view').dataset.drawn === {json.dumps(wanted)}")

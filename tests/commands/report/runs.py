@@ -48,7 +48,6 @@ class Bytes:
 
 
 def answer(sibling: int, prompt: str, *turns: str, messages: Sequence[Any] = ()) -> Trajectory:
-    """turns: what the context and the policy said, by turns; the last is the policy's."""
     parts = [list(turn.encode(errors="replace")) for turn in (prompt, *turns)]
     sampled = np.repeat([at % 2 == 1 for at in range(len(parts))], [len(part) for part in parts])
     ids = np.array([token for part in parts for token in part], np.int32)
@@ -114,7 +113,6 @@ def episode() -> ScoredGroup:
 
 
 def write_step(folder: Path, step: int, groups: Sequence[ScoredGroup], **metrics: float) -> None:
-    """As the journal does, which would load torch."""
     names = {"reward/mean": step / 100, "time/rollout": 2.0, "time/train": 1.0, **metrics}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -135,7 +133,6 @@ def write_step(folder: Path, step: int, groups: Sequence[ScoredGroup], **metrics
 
 
 def write_run(folder: Path, *overrides: str, steps: int = 3) -> Path:
-    """With every attack as a prompt, in answers, parts, notes and events."""
     write_step(folder, 0, [], **{"eval/sums/pass@1": 0.25})
     for step in range(1, steps + 1):
         groups = [group_of(text, [text, "short"], [0, 1]) for text in ATTACKS]

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws, and that nothing breaks out of it."""
+"""The report in a real browser."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(browser: Browser, folder: Path) -> Iterator[Browser]:
-    """With the report of `folder`; nothing in it may have run, or have become an element."""
     report([str(folder)], str(folder.parent / "report.html"))
     browser.errors.clear()
     browser.open((folder.parent / "report.html").as_uri())
@@ -218,7 +217,6 @@ def test_tokens_with_their_numbers(opened: Browser, folder: Path) -> None:
 
 
 def test_a_choice_shows_what_is_chosen(opened: Browser) -> None:
-    """Of a domain that another run has, say; and the steps begin with all of them."""
     opened.show(view="read", domain="another", step=2)
     assert opened.js("[...document.querySelectorAll('select')].map((one) => one.value)")[:2] == [
         "2",

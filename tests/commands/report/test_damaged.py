@@ -1,4 +1,4 @@
-"""What is damaged, or odd, or a stranger's, is left out and named: it ends nothing."""
+"""Damaged run folders: readable parts are shown, the rest is noted."""
 
 from __future__ import annotations
 

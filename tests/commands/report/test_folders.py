@@ -1,4 +1,4 @@
-"""What a page shows is what the folder holds, at any moment of a run and after any end of it."""
+"""Reading run and evaluation folders."""
 
 from __future__ import annotations
 

@@ -24,8 +24,6 @@ from tests.commands.report.runs import ATTACKS, BREAKS, write_evaluation, write_
 
 
 class Parsed(HTMLParser):
-    """Elements as a browser finds them, and what is in the scripts."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []

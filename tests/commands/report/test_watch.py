@@ -1,4 +1,4 @@
-"""The live page: to whoever has its address, on this machine; and never behind the run."""
+"""`keel watch`: access control and updates."""
 
 from __future__ import annotations
 
