@@ -1,1 +1,1 @@
-"""What a run will take: memory, time, placement, and what to change if it does not fit."""
+"""Memory, layouts and GPUs of a run, and the health of its processes and nodes."""

@@ -142,7 +142,7 @@ class _Reasons:
     @property
     def _beside(self) -> str:
         beside = self._best.shared and not self._config.rollout.time_share
-        return " beside the engine" if beside else ""
+        return " alongside the engine" if beside else ""
 
     def _ranks(self) -> str:
         ranks, options = self._trainer.ranks, self._search.options
@@ -158,7 +158,7 @@ class _Reasons:
         return f"of {options.gpus} GPUs, by the time that {what}"
 
     def _engines(self) -> str:
-        return "one beside each rank" if self._best.shared else "on the GPUs without a rank"
+        return "one per rank" if self._best.shared else "on the GPUs without a rank"
 
     def _colocated(self) -> str:
         if self._search.options.gpus == 1:
@@ -225,7 +225,7 @@ class _Reasons:
             }.get(stage, lone)
         if stage > 1 and not any(self._other(zero_stage=less) for less in range(stage)):
             return "the least that fits"
-        return "the fastest of those that fit"
+        return "the fastest that fits"
 
     def _micro_batch_tokens(self) -> str:
         larger = [n for n in self._sizes if n > self._trainer.micro_batch_tokens]
@@ -279,7 +279,7 @@ class _Reasons:
 
     def _share_prompts(self) -> str:
         if self._trainer.share_prompts:
-            return "a prompt is computed once for the completions beside it"
+            return "a prompt is computed once for its completions"
         return no_sharing(self._config, head_size=self._search.facts.head_size)
 
     def _offload_optimizer(self) -> str:
@@ -294,7 +294,7 @@ class SavedChoice:
 
     values: Values = field(default_factory=dict[str, Any])
     changed: str = ""
-    """How the hardware has changed, if it has."""
+    """Description of a hardware change, if any."""
 
 
 def load_choice(config: Config, signature: Mapping[str, Any]) -> SavedChoice:

@@ -27,7 +27,7 @@ SHARE = 0.8
 MEMORY_BYTES = 10e9
 """Nominal bytes per second that two or more cores read together."""
 LAYER_S = 3e-3
-"""Seconds that a decoding step takes per layer beside its GEMMs: kernel launches and attention."""
+"""Seconds of a decoding step per layer in addition to GEMMs: kernel launches and attention."""
 ADAM_BYTES = 28
 """Bytes read and written per parameter by an AdamW update in float32."""
 ROWS, WIDTH, MEASURE_S = 512, 1024, 0.3

@@ -21,7 +21,7 @@ from keel.trainer.run.progress import waiting
 
 _POLL_S = 1.0
 STALL_TIMEOUT_S = 600.0
-"""Give up if no node has received a byte for this long; the hub's client retries by itself."""
+"""Give up if no node has received a byte for this long; the hub's client retries on its own."""
 
 
 @dataclass(frozen=True, slots=True)

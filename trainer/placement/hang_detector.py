@@ -90,7 +90,7 @@ class ProcessHealth:
     def _has_run(self) -> bool:
         pid = self.process.pid
         if before := self._threads.get(self._active):
-            with suppress(*EXITED):  # one file instead of those of hundreds of threads
+            with suppress(*EXITED):  # one file instead of hundreds
                 now = self._threads[self._active] = thread_state(pid, self._active)
                 if now != before:
                     return True
@@ -166,7 +166,7 @@ class HangDetector:
             if not has_exited(health.process):
                 health.poll(elapsed_s)
                 timeout_s = min(self._timeout_s, RAY_HANG_S)
-                return self._check(health, subject, timeout_s, "Ray is given up", messages)
+                return self._check(health, subject, timeout_s, "Ray is abandoned", messages)
         return f"{subject} is gone"
 
     def _poll_actor(self, actor: ProcessHealth, elapsed_s: float, messages: list[str]) -> None:

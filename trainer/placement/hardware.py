@@ -159,7 +159,7 @@ class Node:
     free_gpus: int
     free_cpus: float
     in_use: bool = False
-    """Whether others use some of its GPUs; only Ray knows which."""
+    """True if others use some of its GPUs; only Ray knows which."""
     memory_gib: float = 0.0
     """Host memory; 0 if unknown."""
 
@@ -199,11 +199,11 @@ class Hardware:
     taken_gib: float = 0.0
     """Memory that other processes hold on the most used GPU."""
     found: bool = True
-    """Whether it was detected here or on the cluster."""
+    """True if detected here or on the cluster."""
     assumed: bool = False
-    """Whether the number of GPUs is unknown, and `nodes` are just enough for the recipe."""
+    """True if the number of GPUs is unknown, and `nodes` are just enough for the recipe."""
     note: str = ""
-    """Where the information comes from."""
+    """Source of the information."""
     missing: str = ""
     """Why the recipe does not fit yet: some of `nodes` are absent."""
 
@@ -260,7 +260,7 @@ class Seat:
     first: int | None
     """Id of its first GPU, the others follow; None if others use the node, too."""
     shared: bool = False
-    """Whether an actor of another kind with the same index has the same GPUs."""
+    """True if an actor of another kind with the same index has the same GPUs."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -286,7 +286,7 @@ class Placement:
         return [(node, count[key]) for key, node in nodes.items()]
 
     def owner(self, kind: str, index: int) -> Seat:
-        """The seat that holds an actor's GPUs: its own, or that of the rank it shares with."""
+        """The seat that holds an actor's GPUs, possibly of the rank that it shares them with."""
         seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
         if not seat.shared:
             return seat
@@ -301,7 +301,7 @@ class Placement:
 
 
 def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
-    """Assign GPUs to all actors, or to those of the kind `only`.
+    """Assign GPUs to all actors, or to actors of the kind `only`.
 
     Engines share GPUs with ranks under `rollout.colocated`, and if there is a single GPU. Raises
     ConfigError if there are too few free GPUs, or no node has enough for one actor.

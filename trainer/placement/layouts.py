@@ -59,7 +59,7 @@ _SHARE, _MAX_SHARE = 0.92, 0.95
 _HOST_POWER = 3
 """Norm that adds a rank's host and GPU time, fitted to micro-batches of 4,608 to 18,432 tokens."""
 _STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
-"""Slowdown by ZeRO stage beside traffic: measured 2 to 6 % for 2, and 3 to 12 % for 3."""
+"""Slowdown by ZeRO stage in addition to traffic: measured 2 to 6 % for 2, and 3 to 12 % for 3."""
 _MAX_TOKENS, _MIN_TOKENS = 65_536, 4_096
 """Micro-batches to choose: larger ones are no faster, and smaller ones idle the GPU."""
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
@@ -150,7 +150,7 @@ class Options:
 
     @property
     def rank_counts(self) -> list[int]:
-        """Numbers of ranks, largest first: all GPUs, sixteenths, and all but those of engines."""
+        """Numbers of ranks, largest first: all GPUs, sixteenths, and all but the engines'."""
         config, gpus = self.config, self.gpus
         trainer, wide = config.trainer, config.rollout.tensor_parallel
         if "trainer.ranks" not in self.open_knobs:
@@ -263,7 +263,7 @@ class Options:
 
     @property
     def compiles(self) -> bool:
-        """Whether compiled layers of such a model are known to be faster."""
+        """Return whether compiled layers of such a model are known to be faster."""
         model = self.config.model
         dense = not self.facts.moe_layers
         measured = model.dtype == "bfloat16" or (model.dtype == "float16" and dense)
@@ -406,15 +406,15 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Strictness:
-    """How a layout has to fit."""
+    """Safety margins of a layout."""
 
     spare: float = 1.0
     """Safety factor for a rank's memory."""
     max_share: float = _MAX_SHARE
     offload: bool = False
-    """Whether an optimizer may be in host memory."""
+    """Allow an optimizer in host memory."""
     fewer: bool = True
-    """Whether engines may sample fewer sequences at once than a quarter of a step."""
+    """Allow engines to sample fewer sequences at once than a quarter of a step."""
 
 
 STRICTNESSES = (
@@ -456,7 +456,7 @@ class Search:
 
     @property
     def tight(self) -> bool:
-        """Whether the candidates fit by less than the memory model's error."""
+        """Return whether the candidates fit by less than the memory model's error."""
         return self.strictness.spare == 1.0
 
     def fitting(self) -> Iterator[Layout]:
@@ -467,8 +467,8 @@ class Search:
             for sizes in self.options.learning(ranks):
                 if sizes[0].get("trainer.offload_optimizer") and not self.strictness.offload:
                     continue
-                # Smaller micro-batches train more slowly, but may leave an engine beside them the
-                # memory to sample faster.
+                # Smaller micro-batches train more slowly, but may leave an engine on the
+                # same GPU the memory to sample faster.
                 largest = bisect_left(sizes, True, key=partial(self._rank_fits, seats))
                 for learning in sizes[largest:]:
                     here = [*self._with_engine({**seats, **learning})]
@@ -493,19 +493,19 @@ class Search:
                         break
 
     def _unrestricted(self, layout: Layout) -> bool:
-        """Whether an engine samples all its sequences at once, and its cache holds them."""
+        """Return whether an engine samples all its sequences at once, and its cache holds them."""
         config = layout.config
         most = self.options.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
         sequences = engine_sequences(with_values(config, most))
         return engine_sequences(config) == sequences <= (layout.plan.cached or 0)
 
     def _squeezed(self, layout: Layout) -> bool:
-        """Whether the engine would gain if the rank needed less memory."""
+        """Return whether the engine would gain if the rank needed less memory."""
         turns = layout.config.rollout.time_share and "rollout.time_share" in self.open_knobs
         return layout.shared and (turns or not self._unrestricted(layout))
 
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
-        """Whether a rank fits a GPU alone, or by time-sharing if that is possible."""
+        """Return whether a rank fits a GPU alone, or by time-sharing if that is possible."""
         values = {**seats, **learning}
         try:
             rank, config = self._rank(values), self._config(values)
@@ -600,7 +600,7 @@ class Search:
         return self.hardware.gpu_gib - self.hardware.taken_gib
 
     def _share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
-        """The engine's share: what it needs, limited by what is free; None if there is no room."""
+        """The engine's share, limited by free memory; None if there is no room."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         needs, free = self.strictness.spare * rank.total / GIB, self.free_gib
         most = min(free, self.strictness.max_share * size)
@@ -645,7 +645,7 @@ class Search:
             self.config, facts, planned, decided=self.open_knobs, tried=SUGGESTIONS_TRIED
         )
         if text == no_suggestion() and (size := self._fitting_gpu_gib()):
-            return f"{text}; with {size} GiB each it fits as it is"
+            return f"{text}; with {size} GiB each it fits unchanged"
         return text
 
     def _fitting_gpu_gib(self) -> int:
@@ -660,7 +660,7 @@ class Search:
         return sizes[least] if least < len(sizes) else 0
 
     def _fits(self) -> bool:
-        """Whether the smallest layout of any placement fits."""
+        """Return whether the smallest layout of any placement fits."""
         self.strictness = STRICTNESSES[-1]
         return any(
             self.layout({**seats, **learning, **turns, **sampling}) is not None

@@ -32,7 +32,7 @@ ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
 ENGINE_BEYOND_GIB = 1.0
 """CUDA graphs and buffers beyond an engine's share: 0.6 to 1.0 in four of five drawn workloads."""
 TRAINER_UNUSED_GIB = 1.5
-"""PyTorch's allocator beside a step's tensors: 0.2 to 2.4 in measured steps."""
+"""PyTorch's allocator in addition to a step's tensors: 0.2 to 2.4 in measured steps."""
 _SAMPLER_BYTES = 20
 """Per vocabulary id and sequence: logits, probabilities, and both sorted with their ids."""
 _BUCKET_ELEMENTS, _LONE_BUCKET_ELEMENTS = 500_000_000, 50_000_000
@@ -175,7 +175,7 @@ def with_cache_within(memory: Memory, budget: float) -> Memory:
 def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
     """Bytes that an engine's share surely leaves for its KV cache.
 
-    0 if they do not hold all completions, so that vLLM has to measure what it can have.
+    0 if they do not hold all completions, so that vLLM has to measure its memory.
     """
     memory = engine_memory(config, facts, gpu=True)
     cache = memory.parts["KV cache"]
@@ -209,7 +209,7 @@ def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]
 
 
 def rank_tokens(config: Config) -> float:
-    """Tokens of a micro-batch on one rank; a longer trajectory is a micro-batch by itself."""
+    """Tokens of a micro-batch on one rank; a longer trajectory is a micro-batch on its own."""
     longest = max(config.trainer.micro_batch_tokens, config.max_context)
     return longest / config.trainer.sequence_parallel
 
@@ -217,7 +217,7 @@ def rank_tokens(config: Config) -> float:
 def learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
     """Trainable parameters, and how many of them are routed experts.
 
-    In an indexer's warm-up (`trainer.attention`) only the indexer is trained.
+    Only the indexer is trained in its warm-up (`trainer.attention`).
     """
     if config.trainer.attention == "warm-up":
         return facts.indexer_parameters, 0
@@ -277,7 +277,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     if stage == 3 and ranks > 1:
         parts["gathered"] = width * (max(min(held, _LIVE_ELEMENTS), largest) + largest)
     elif mixed:
-        # Of one layer, before they join the float32 sum.
+        # One layer's, before they join the float32 sum.
         parts["new gradients"] = width * min(own, largest)
     of_a_step = sum(parts.get(name, 0.0) for name in (*STEP_PARTS, "gathered"))
     parts[_JOINED] = max(0.0, update_copy_bytes(config, parts, gpu=gpu) - of_a_step)
@@ -341,9 +341,9 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
 def activation_elements(facts: ModelFacts, config: Config) -> float:
     """Peak elements per token of all layers, without the experts' tokens.
 
-    At the start of the backward pass: what each layer keeps (`layer_elements`), or with
-    checkpointing its input and possibly attention's output; all of the last layer's; and its
-    gradients, of which the MLP's two and the residual's exist at a time.
+    The peak is at the start of the backward pass: elements that each layer keeps
+    (`layer_elements`), or with checkpointing its input and possibly attention's output; all of the
+    last layer's; and its gradients (two of the MLP and the residual's).
     """
     trainer, residual = config.trainer, _residual_elements(facts, config)
     whole = layer_elements(facts, config)
@@ -477,7 +477,7 @@ def held_bytes(memory: Memory) -> float:
 def offload_plan(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> OffloadPlan:
-    """Plan what a rank offloads; everything if the GPU's memory is unknown (0)."""
+    """Plan the offloading of a rank; everything if the GPU's memory is unknown (0)."""
     if not offloads(config, shared=shared):
         return OffloadPlan()
     parts, state = memory.parts, memory.parts["optimizer"]
@@ -529,7 +529,7 @@ def _fixed_gib(config: Config) -> float:
 
 def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
     """Minimum host memory of a rank: an offloaded optimizer's master weights, moments, gradients
-    and outgoing weights, and what it offloads while it time-shares."""
+    and outgoing weights, and data offloaded for time-sharing."""
     trainer = config.trainer
     learned, _ = learned_parameters(config, facts)
     each = 20 if trainer.zero_stage == 3 else 18
@@ -540,7 +540,7 @@ def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
 def can_start_together(
     config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float, *, stepping: bool = False
 ) -> bool:
-    """Whether an engine and a rank that share a GPU fit while both start.
+    """Return whether an engine and a rank that share a GPU fit while both start.
 
     An engine wants all of its share free, and one that measures its KV cache may not be disturbed
     (`guaranteed_cache_bytes`). stepping: also while the rank computes a whole micro-batch.
@@ -577,7 +577,7 @@ def check_trainer_fits(
         return
     limit = f"a GPU has {gib(gpu_gib * GIB)} (run.gpu_gib)"
     if taken_gib:
-        limit += f", of which other processes hold {gib(taken_gib * GIB)}"
+        limit += f", and other processes hold {gib(taken_gib * GIB)} of it"
     if shared:
         limit += f", shared with an engine that takes {taken:.2g} of it"
     at_a_time = " at a time" if needs < memory.total else ""

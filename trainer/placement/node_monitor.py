@@ -141,7 +141,7 @@ class _NodeQuery:
         threading.Thread(target=self._run, args=(ask,), name="keel-nodes", daemon=True).start()
 
     def answer(self, elapsed_s: float) -> Mapping[str, str] | None:
-        """Return the answer, or None if there is none yet. Raises the query's error."""
+        """Return the answer, or None before it arrives. Raises the query's error."""
         wait([self._answer], GCS_ANSWER_S)
         if self._answer.done():
             return self._answer.result()

@@ -280,7 +280,7 @@ def detect_hardware(config: Config) -> Hardware:
         nodes=nodes,
         gpu_gib=size,
         gpu_name=gpu_name(),
-        taken_gib=max(0.0, taken - max(0.0, whole - size)),  # others may use what the run does not
+        taken_gib=max(0.0, taken - max(0.0, whole - size)),  # others may use the rest
         note=f"the cluster at {address}" if address else "this machine",
     )
 

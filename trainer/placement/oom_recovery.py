@@ -34,7 +34,7 @@ class OomRecovery:
     folder: Path
     times: int = 0
     fewer: bool = False
-    """Whether the run has fewer ranks or engines than its recipe (`elastic`)."""
+    """True if the run has fewer ranks or engines than its recipe (`elastic`)."""
 
     def after(self, error: OutOfMemory) -> str:
         """Reduce memory, save the change in the run folder, and return a message.

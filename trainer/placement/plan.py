@@ -101,8 +101,8 @@ def plan_on(
 def check_host_memory(
     config: Config, facts: ModelFacts, offload: OffloadPlan, placement: Placement
 ) -> None:
-    """Raise DoesNotFit if a machine cannot hold the copies of the model that its ranks read, or
-    what they offload."""
+    """Raise DoesNotFit if a machine cannot hold the models that its ranks read, or their offloaded
+    state."""
     each, reading = host_bytes(config, facts, offload), reading_ranks(config.trainer)
     whole = facts.parameters * BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:

@@ -171,7 +171,7 @@ def without_unused_processes() -> Iterator[None]:
 
 
 def lighter(command: Sequence[str]) -> list[str]:
-    """Replace the agent and the worker setup in a raylet's command by those of `programs`."""
+    """Replace the agent and the worker setup in a raylet's command by the ones in `programs`."""
     options = {name: value for name, _, value in (word.partition("=") for word in command)}
     agent, session, node = "--dashboard_agent_command", "--session_dir", "--node_id"
     runtime_agent, workers = "--runtime_env_agent_command", "--python_worker_command"

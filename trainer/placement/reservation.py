@@ -66,7 +66,7 @@ def _reserve(config: Config, timeout_s: float, only: str) -> Reservation:
         else:
             group = bounded(partial(_group, placement), CALL_S, "take a reservation")
             grant_s = max(0.0, min(_GRANT_S, end - time.monotonic()))
-            if bounded(partial(group.wait, grant_s), CALL_S, "report what is reserved"):
+            if bounded(partial(group.wait, grant_s), CALL_S, "report reservations"):
                 return Reservation(placement=placement, group=group)
             _release(group)
             reason = "Ray did not grant GPUs that looked free"

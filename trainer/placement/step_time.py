@@ -76,7 +76,7 @@ class Rates:
     prefill_mfu: float = 0.40
     """Assumed."""
     memory_share: float = 0.80
-    """Of the memory's rate, for weights in decoding; assumed."""
+    """Fraction of the memory's rate for weights in decoding; assumed."""
     cache_share: float = 0.68
     """The same for the KV cache, from a profile."""
     layer_step_s: float = 30e-6
@@ -89,7 +89,7 @@ class Rates:
     packed_step_s: float = 1.2e-3
     prepared_step_s: float = 2.2e-3
     packed_sequence_s: float = 3.2e-6
-    """With the packed recorder: a step that reuses the last one's rows, a new one, a sequence."""
+    """The same with the packed recorder: a step that reuses rows, a new step, a sequence."""
     invariant_step: float = 1.15
     invariant_pass: float = 1.09
     """Slowdown of a decoding step and of a compiled pass with `model.batch_invariant`."""

@@ -40,7 +40,6 @@ from keel.trainer.placement.nodes import (
     start_ray,
     with_missing_nodes,
 )
-from keel.trainer.placement.processes import available_cores
 from keel.trainer.placement.ray_internals import (
     _AGENT,
     _NODE,
@@ -362,14 +361,3 @@ def test_a_raylet_has_no_agent_of_the_dashboard_beside_it(monkeypatch: pytest.Mo
     assert lighter(["--session_dir=/s", agent, elsewhere, "--node_id=7"])[2] == elsewhere
     for other in (["gcs_server", "--session_dir=/s"], ["raylet", agent, "--node_id=7"]):
         assert lighter(other) == other, "another process, or another release of Ray"
-
-
-@pytest.mark.parametrize(
-    ("content", "most"),
-    [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None), ("", None)],
-)
-def test_a_containers_quota_of_cores_counts(tmp_path: Path, content: str, most: int | None) -> None:
-    quota = tmp_path / "cpu.max"
-    everything = available_cores(quota)
-    quota.write_text(content)
-    assert available_cores(quota) == (most or everything)

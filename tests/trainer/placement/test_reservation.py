@@ -182,7 +182,7 @@ def test_what_no_node_can_hold_is_refused_at_once_and_holds_nothing(two_nodes: s
 def test_gpus_that_others_use_are_waited_for_until_the_deadline(two_nodes: str) -> None:
     with reserve_gpus(config(ranks=5), timeout_s=PATIENCE_S):
         with (
-            pytest.raises(TimeoutError, match=r"waited 1 s \(run\.startup_timeout_s\) for GPUs"),
+            pytest.raises(TimeoutError, match="startup_timeout_s"),
             reserve_gpus(config(), timeout_s=1),
         ):
             pass
@@ -261,7 +261,7 @@ def test_check_plans_all_ranks_of_a_run_that_may_start_on_fewer(
     assert "missing" not in capsys.readouterr().out
     assert main([*recipe, *knobs, *apart, "trainer.min_ranks=2"]) == 0
     said = capsys.readouterr().out
-    assert "1 of these nodes not there now" in said and "missing node 0: " in said
+    assert "1 of these nodes absent now" in said and "missing node 0: " in said
     assert "warning      the recipe needs 8 GPU(s)" in said
     assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks); on a" in said
 
