@@ -100,7 +100,7 @@ def test_text_and_chats_mix(tmp_path: Path) -> None:
     assert len(prepare_sft(path, given).lessons.train.take(20)) == 20
     with pytest.raises(ConfigError, match=r"sources: chats: no text\. `keel pretrain` learns from"):
         prepare_pretraining(path, given)
-    with pytest.raises(ConfigError, match=r"nothing to sample; .* and `keel pretrain`"):
+    with pytest.raises(ConfigError, match=r"nothing to sample"):
         prepare(path, [])
 
 
