@@ -1,1 +1,1 @@
-"""Conversations over many turns: environments, tools, their host, and context management."""
+"""Multi-turn conversations: environments, tools, their processes, and context management."""

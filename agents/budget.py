@@ -1,4 +1,4 @@
-"""What a trajectory may take and has taken: the same whether Keel drives it or a program does."""
+"""Limits of a trajectory and their accounting, whether Keel or a program drives it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from math import inf
 from keel.rl.turns import TurnResult
 from keel.rl.types import FinishReason, Usage
 
-CHARACTERS_A_TOKEN = 16
-"""More than the tokens of any long text have on average: of prose and code they have about 4."""
-SHORT = 1 << 16
-"""Characters that are tokenised in any case: in a tenth of a second."""
+CHARACTERS_PER_TOKEN = 16
+"""Upper bound on a long text's average; prose and code have about 4."""
+_SHORT_TEXT = 1 << 16
+"""Characters that are always tokenized, which takes a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Of one trajectory."""
+    """Limits of one trajectory."""
 
     turns: int
     turn_tokens: int
-    """Sampled in one turn. A turn that is cut there ends an episode that Keel drives; a program is
-    told so."""
+    """Sampled tokens per turn. A turn cut there ends an episode that Keel drives; a program sees
+    the finish reason `length`."""
     tokens: int
-    """Sampled in all turns."""
+    """Sampled tokens in all turns."""
     window: int
-    """Tokens of a context with what is sampled after it."""
+    """Tokens of a context, including those sampled after it."""
     timeout_s: float = inf
-    """Seconds of the engine's time and of tools; of a program, of its own time between turns. Of a
-    turn that a program gave up, all of its time counts."""
+    """Seconds of engine time and tool time, or of a program's own time between turns. A turn that a
+    program cancelled counts in full."""
     call_s: float = 60.0
-    """Of one call of an environment's tool."""
+    """Seconds per call of an environment's tool."""
     calls: float = inf
-    """Calls of its environment's tools that are run; later ones are answered with an error."""
+    """Tool calls that are run; later ones get an error."""
 
     def __post_init__(self) -> None:
         for name in ("turns", "turn_tokens", "tokens", "window", "timeout_s", "call_s", "calls"):
@@ -41,30 +41,30 @@ class Budget:
 
     @property
     def characters(self) -> int:
-        """A text of more does not fit the window. To tokenise it, to see that, would hold up all
-        other trajectories: seconds for each MiB."""
-        return max(CHARACTERS_A_TOKEN * self.window, SHORT)
+        """Length above which a text cannot fit the window. Checking by tokenization would block
+        all other trajectories for seconds per MiB."""
+        return max(CHARACTERS_PER_TOKEN * self.window, _SHORT_TEXT)
 
-    def cut(self, text: str) -> str:
-        """No longer than that, but for a word on what is left out."""
-        more = len(text) - self.characters
-        return text if more <= 0 else f"{text[:-more]}\n[{more} characters left out]"
+    def truncate(self, text: str) -> str:
+        """Cut a text to `characters`, with a note of how many were removed."""
+        excess = len(text) - self.characters
+        return text if excess <= 0 else f"{text[:-excess]}\n[{excess} characters left out]"
 
     def refusal(self, calls: int) -> str:
-        """To a call after `calls` that were run; empty where it may be run, too."""
+        """Return the error for a call after `calls` others; "" if it may run."""
         if calls < self.calls:
             return ""
         return f"Nothing was run: {self.calls} calls have been, and no more will be."
 
-    def left_s(self, usage: Usage) -> float:
+    def remaining_s(self, usage: Usage) -> float:
         return self.timeout_s - usage.sampling_s - usage.tools_s
 
     def room(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
-        """The limit that the next turn meets first, and how many tokens it may sample until there;
-        below 1 it is met already. `context`: tokens of it; `sampled`: in all turns so far."""
+        """Return the limit that the next turn meets first and the tokens it may sample until then;
+        below 1, the limit is met already. context: its tokens. sampled: tokens in all turns."""
         if usage.turns >= self.turns:
             return "turns", 0
-        if self.left_s(usage) <= 0:
+        if self.remaining_s(usage) <= 0:
             return "deadline", 0
         limits: dict[FinishReason, int] = {
             "length": min(self.tokens - sampled, self.turn_tokens),
@@ -75,7 +75,7 @@ class Budget:
 
 
 def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
-    """After one more turn. `repeated`: tokens of its context that an earlier turn had computed."""
+    """Add a turn. repeated: tokens of its context that an earlier turn had computed."""
     return replace(
         usage,
         turns=usage.turns + 1,
@@ -86,6 +86,5 @@ def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
 
 
 def with_lost_turn(usage: Usage, seconds: float) -> Usage:
-    """After a turn that was given up. Its time counts, or a client that gives up each of its turns
-    and asks again would never reach its deadline."""
+    """Add a cancelled turn's time, or a client that cancels every turn would never time out."""
     return replace(usage, sampling_s=usage.sampling_s + seconds)

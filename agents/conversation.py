@@ -1,8 +1,8 @@
-"""A conversation that only grows: what was sampled, what stands between, and the segments of both.
+"""Conversations as segments: sampled tokens, the context between them, and their bookkeeping.
 
-One segment is one context that the engine continued turn by turn. Where the context changes, a new
-one begins, and what was said before stands in it as context only. So every sampled token is trained
-in one segment, under exactly the ids it was sampled after.
+A segment is one context that the engine continued turn by turn. When the context changes, a new
+segment begins, and earlier turns are context in it. Each sampled token is therefore trained in one
+segment, after exactly the ids it was sampled after.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 
 class SegmentRecord:
-    """One context and what was sampled in it.
+    """One context and the turns sampled in it.
 
-    Row t of the routes comes from the turn that first had token t as input: the last token that a
-    turn sampled, and whatever tools put after it, are inputs of the next turn only.
+    Row t of the routes comes from the turn that first had token t as input. The last token that a
+    turn sampled, and tool results after it, are inputs of the next turn only.
     """
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         if not context:
-            raise ValueError(f"conversation of {prompt_id}: a segment begins with some context")
+            raise ValueError(f"conversation of {prompt_id}: a segment needs a context")
         self._prompt_id = prompt_id
         self._ids = list(context)
         self._turns: list[tuple[int, TurnResult]] = []
         """(first sampled position, result) of each turn."""
         self._rows = 0
-        """Positions whose routes, if there are any, have come."""
+        """Number of positions whose routes have arrived."""
 
     @property
     def ids(self) -> Sequence[int]:
@@ -67,7 +67,7 @@ class SegmentRecord:
         timeout_s: float = inf,
         stop_ids: tuple[int, ...] = (),
     ) -> TurnRequest:
-        """The next turn."""
+        """Return the request for the next turn."""
         return TurnRequest(
             conversation=conversation,
             token_ids_T=np.array(self._ids, np.int32),
@@ -79,50 +79,44 @@ class SegmentRecord:
         )
 
     def append(self, request: TurnRequest, result: TurnResult) -> None:
-        """Record a turn. Raises `ValueError` if it is of another request or incomplete."""
+        """Record a turn. Raises ValueError if it is incomplete or answers another request."""
         context, sampled = len(self._ids), len(result.token_ids_N)
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
             raise ValueError(f"conversation {request.conversation}: a turn of an older context")
-        routes = result.routes_RLK
+        routes, mask = result.routes_RLK, result.sampling_mask
         rows = max(context + sampled - 1, self._rows)
-        for name, have, want in (
+        for name, entries, expected in (
             ("logp_old_N", len(result.logp_old_N), sampled),
             ("version_N", len(result.version_N), sampled),
-            (
-                "sampling_mask",
-                sampled if result.sampling_mask is None else len(result.sampling_mask),
-                sampled,
-            ),
-            ("routes_RLK", 0 if routes is None else len(routes), rows - self._rows),
+            ("sampling_mask", sampled if mask is None else len(mask), sampled),
+            ("routes_RLK", rows - self._rows if routes is None else len(routes), rows - self._rows),
         ):
-            if have != want and not (name == "routes_RLK" and routes is None):
+            if entries != expected:
                 raise ValueError(
-                    f"conversation {request.conversation}: {name} of a turn has {have} entries, "
-                    f"expected {want}"
+                    f"conversation {request.conversation}: {name} of a turn has {entries} entries, "
+                    f"expected {expected}"
                 )
         if self._turns and (routes is None) != (self._turns[0][1].routes_RLK is None):
             raise ValueError(
-                f"conversation {request.conversation}: some of its turns have routes, some have not"
+                f"conversation {request.conversation}: only some of its turns have routes"
             )
         self._turns.append((context, result))
         self._ids += result.token_ids_N.tolist()
         self._rows = rows
 
-    def take_back(self) -> None:
-        """Of the context, what came after the last turn: the next one is to begin in another."""
+    def drop_extension(self) -> None:
+        """Remove the context after the last turn."""
         start, result = self._turns[-1]
         del self._ids[start + len(result.token_ids_N) :]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Context after what was sampled. `ids`: the whole, which begins with what there is."""
+        """Add context. ids: the whole context, which must begin with the current ids."""
         if list(ids[: len(self._ids)]) != self._ids:
-            raise ValueError(
-                f"conversation of {self._prompt_id}: an extension changes ids that were there"
-            )
+            raise ValueError(f"conversation of {self._prompt_id}: an extension changes earlier ids")
         self._ids += ids[len(self._ids) :]
 
     def segment(self) -> Segment | None:
-        """Up to the last sampled token. None if nothing was sampled."""
+        """Return the segment up to the last sampled token; None if nothing was sampled."""
         spans = [(start, result) for start, result in self._turns if len(result.token_ids_N) > 0]
         if not spans:
             return None
@@ -140,7 +134,7 @@ class SegmentRecord:
             logp_old_T=logp,
             version_T=versions,
             routes_TLK=self._routes(tokens),
-            sampling_mask=_kept(spans),
+            sampling_mask=_sampling_masks(spans),
         )
 
     def _routes(self, tokens: int) -> NDArray[np.int16] | None:
@@ -151,37 +145,35 @@ class SegmentRecord:
         return np.concatenate([rows, np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)])
 
 
-def in_common(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
-    """Ids at the beginning that some record begins with, too."""
-    most = 0
+def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
+    """Return the length of the longest prefix of `ids` that some record begins with."""
+    longest = 0
     for record in records:
         other = record.ids
-        if ids[:most] == other[:most]:
-            more = zip(islice(ids, most, None), islice(other, most, None), strict=False)
-            most += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], more))
-    return most
+        if ids[:longest] == other[:longest]:
+            pairs = zip(islice(ids, longest, None), islice(other, longest, None), strict=False)
+            longest += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return longest
 
 
-def _kept(spans: Sequence[tuple[int, TurnResult]]) -> SamplingMasks | None:
-    """Of all turns, empty where nothing was sampled. None if no turn was truncated."""
+def _sampling_masks(spans: Sequence[tuple[int, TurnResult]]) -> SamplingMasks | None:
+    """Concatenate the turns' masks, empty for context. None if no turn has one."""
     if all(result.sampling_mask is None for _, result in spans):
         return None
     parts: list[SamplingMasks] = []
     end = 0
     for start, result in spans:
         sampled = len(result.token_ids_N)
-        parts += [
-            SamplingMasks.empty(start - end),
-            result.sampling_mask or SamplingMasks.empty(sampled),
-        ]
+        parts.append(SamplingMasks.empty(start - end))
+        parts.append(result.sampling_mask or SamplingMasks.empty(sampled))
         end = start + sampled
     return SamplingMasks.concat(parts)
 
 
 class Conversation:
-    """Messages on one side, segments on the other, and a chat format between them.
+    """Messages and their segments, related by a chat format.
 
-    Lives with who runs the episode: an engine that dies costs a turn, which is asked for again.
+    It lives with the episode, so an engine that dies costs one turn, which is requested again.
     """
 
     def __init__(
@@ -198,22 +190,22 @@ class Conversation:
         self.tools = tuple(tools)
         self.thinking = thinking
         self.opening = tuple(messages)
-        """What it began with; never left out of a context."""
+        """First messages, kept in every context."""
         self.view: list[Message] = list(messages)
-        """What the present context shows."""
+        """Messages in the current context."""
         self.transcript: list[Message] = list(messages)
-        """All that was ever said."""
+        """All messages, including those that were removed from the context."""
         self._chat = chat
         self._prompt_id = prompt_id
         self._records: list[SegmentRecord] = []
-        self._asked: TurnRequest | None = None
-        self._inside = False
-        """The last turn has left its thinking open for the next."""
-        self._begin()
+        self._pending: TurnRequest | None = None
+        self._in_thinking = False
+        """The last turn ended inside its thinking, which the next one continues."""
+        self._begin_segment()
 
     @property
     def ids(self) -> Sequence[int]:
-        """The present context."""
+        """Token ids of the current context."""
         return self._records[-1].ids
 
     @property
@@ -222,7 +214,7 @@ class Conversation:
 
     @property
     def forks(self) -> int:
-        """How often a new segment had to begin."""
+        """Number of times a new segment had to begin."""
         return len(self._records) - 1
 
     @property
@@ -230,89 +222,84 @@ class Conversation:
         return sum(record.sampled_tokens for record in self._records)
 
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
-        """The next turn. `seed`: of the trajectory; the turn's own is drawn from it. Asking again
-        for a turn whose engine died gives the same request."""
+        """Return the request for the next turn, the same again after an engine failure. seed: the
+        trajectory's, from which each turn's is derived."""
         if self.view[-1]["role"] == "assistant":
-            raise ValueError(
-                f"conversation {self.name}: the policy has spoken, and waits for words"
-            )
-        own = seed_of(seed, self.forks, self._records[-1].turns)
-        self._asked = self._records[-1].request(
+            raise ValueError(f"conversation {self.name}: the last message is the policy's own")
+        turn_seed = seed_of(seed, self.forks, self._records[-1].turns)
+        self._pending = self._records[-1].request(
             self.name,
             max_tokens=max_tokens,
-            seed=own,
+            seed=turn_seed,
             timeout_s=timeout_s,
             stop_ids=self._chat.stop_ids,
         )
-        return self._asked
+        return self._pending
 
     def append(self, result: TurnResult) -> Parsed:
-        """Record the turn that was asked for, and read it."""
-        if self._asked is None:
-            raise ValueError(f"conversation {self.name}: a turn that nobody asked for")
+        """Record the requested turn and parse it."""
+        if self._pending is None:
+            raise ValueError(f"conversation {self.name}: no turn was requested")
         turn = self.turns
-        self._records[-1].append(self._asked, result)
-        self._asked = None
+        self._records[-1].append(self._pending, result)
+        self._pending = None
         parsed = self._chat.parse(
             result.token_ids_N.tolist(),
             self.tools,
             thinking=self.thinking,
             turn=turn,
-            inside=self._inside,
+            inside=self._in_thinking,
         )
-        self._inside = parsed.inside
-        self._say([spoken(parsed)])
+        self._in_thinking = parsed.inside
+        self.add_messages([message_of(parsed)])
         return parsed
 
     def answer(self, messages: Sequence[Message]) -> None:
-        """Messages of tools or the user after a turn. After others, before the policy has spoken:
-        as if all had come at once, for a turn of no words is none that it took."""
+        """Append messages of tools or the user after a turn. If the policy has not spoken since the
+        last ones, both are rendered together, as a turn without words changes nothing."""
         record, extended = self._records[-1], None
-        others = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
+        unanswered = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
         if record.turns:
-            new = [*reversed([*others]), *messages]
-            record.take_back()
+            new = [*reversed([*unanswered]), *messages]
+            record.drop_extension()
             extended = self._chat.extend(record.ids, new, thinking=self.thinking)
-        self._say(messages)
+        self.add_messages(messages)
         if extended is None:
-            self._begin()
+            self._begin_segment()
         else:
             record.extend(extended)
 
-    def last_words(self, messages: Sequence[Message]) -> None:
-        """Messages that no turn follows."""
-        self._say(messages)
-
-    def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Go on from a context that shows `messages` alone, in a new segment. `added`: those of
-        them that nobody has said yet."""
-        if list(messages[: len(self.opening)]) != list(self.opening):
-            raise ValueError(f"conversation {self.name}: a rewrite left the opening out")
-        self.transcript += added
-        self.view = list(messages)
-        self._begin()
-
-    def segments(self) -> tuple[Segment, ...]:
-        """What the trainer gets; contexts in which nothing was sampled are left out."""
-        parts = (record.segment() for record in self._records)
-        return tuple(part for part in parts if part is not None)
-
-    def _say(self, messages: Sequence[Message]) -> None:
+    def add_messages(self, messages: Sequence[Message]) -> None:
+        """Append messages that no turn follows."""
         self.view += messages
         self.transcript += messages
 
-    def _begin(self) -> None:
-        self._asked = None
-        self._inside = False
+    def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
+        """Continue in a new segment whose context shows only `messages`. added: those of them that
+        are new to the conversation."""
+        if list(messages[: len(self.opening)]) != list(self.opening):
+            raise ValueError(f"conversation {self.name}: a rewrite removed the opening")
+        self.transcript += added
+        self.view = list(messages)
+        self._begin_segment()
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Return the segments for training, without contexts in which nothing was sampled."""
+        parts = (record.segment() for record in self._records)
+        return tuple(part for part in parts if part is not None)
+
+    def _begin_segment(self) -> None:
+        self._pending = None
+        self._in_thinking = False
         if self._records and not self._records[-1].turns:
             self._records.pop()
         ids = self._chat.opening(self.view, self.tools, thinking=self.thinking)
         self._records.append(SegmentRecord(self._prompt_id, ids))
 
 
-def spoken(parsed: Parsed) -> dict[str, Any]:
-    """A turn as a message. What was no call is one of the tool `MALFORMED`, so that its answer has
-    something to answer."""
+def message_of(parsed: Parsed) -> dict[str, Any]:
+    """Return a turn as a message. A malformed call becomes a call of the tool `MALFORMED`, which
+    its error message answers."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning

@@ -1,7 +1,7 @@
-"""One episode: a policy in an environment, turn by turn, until one of them or a budget ends it.
+"""One episode: a policy acts in an environment until one of them or a budget ends it.
 
-What was sampled is in the conversation's segments whatever happens, and is graded on what it did.
-An environment that is lost, or cannot grade, leaves its trajectory out with a reason.
+All sampled tokens stay in the conversation's segments, and the trajectory is graded on them. If the
+environment is lost or cannot grade, the trajectory is dropped with a reason.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from keel.rl.turns import (
 from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
-"""An engine, some engine."""
+"""Samples a turn on some engine."""
 BROKE = "the conversation broke: "
-NOTHING_SAID = "late: its time was up before it had sampled a token (rollout.timeout_s)"
-
-
+"""Prefix of the reason for a trajectory dropped over a broken conversation."""
+_NOTHING_SAMPLED = "late: its time was up before it had sampled a token (rollout.timeout_s)"
 POLICY_PHASES = ("call", "reply")
-"""During these an environment is lost over what the policy did: a call, or its words."""
+"""Phases in which the policy's behavior can bring an environment down."""
 
 
 def lost_to_the_policy(reason: str, during: Collection[str] = POLICY_PHASES) -> bool:
-    """Whether a trajectory is missing because its environment was lost during one of these."""
-    return reason.startswith(tuple(f"{LOST}{method}:" for method in during))
+    """Return True if a trajectory is missing because its environment was lost in these phases."""
+    return reason.startswith(tuple(f"{LOST}{phase}:" for phase in during))
 
 
 class EngineRefused(RuntimeError):
-    """An engine refused a turn, as it would any other of that length: a fault of the run's, where
-    every other ValueError here is one conversation's."""
+    """An engine rejected a turn, as it would any of this length. The run fails with `error`, while
+    any other ValueError only drops one conversation."""
 
     def __init__(self, error: ValueError) -> None:
         super().__init__(str(error))
@@ -53,7 +52,7 @@ class EngineRefused(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """Single use: `run` it."""
+    """An episode, to `run` once."""
 
     environment: Environment
     task: Prompt
@@ -62,38 +61,38 @@ class Episode:
     budget: Budget
     context: ContextManager
     name: str
-    """Of the conversation, unique in the run."""
+    """Name of the conversation, unique in the run."""
     sibling: int
     seed: int
-    """Of what is sampled."""
+    """Seed of the sampling."""
     environment_seed: int
-    """The same for all siblings: they meet the same task."""
+    """Seed of the environment, the same for all siblings, so that they get the same task."""
     crash_is_failure: Collection[str] = ()
-    """An environment that is lost during one of these (call, reply, verdict) leaves a trajectory
-    that has failed, and not none."""
+    """Phases (call, reply, verdict) in which losing the environment yields a failed trajectory
+    instead of none."""
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
-    _run_calls: int = 0
+    _calls_run: int = 0
     _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
-        """The trajectory, or why there is none. Raises what `sample` raises. The environment is
-        closed in any case."""
+        """Return the trajectory, or the reason why there is none, and close the environment. Raises
+        whatever `sample` raises."""
         try:
             return await self._run()
         except EngineRefused as refused:
             raise refused.error from refused
         except EnvironmentLost as error:
             return self._crashed(str(error)) or str(error)
-        except (ValueError, OSError) as error:  # one conversation is none that can go on
+        except (ValueError, OSError) as error:
             return f"{BROKE}{error}"
         finally:
-            # It has a deadline of its own, and is to end even where this is cancelled.
+            # Has its own deadline, and must finish even if this task is cancelled.
             await asyncio.shield(asyncio.ensure_future(self._close()))
 
     async def _close(self) -> None:
         try:
             await self.environment.close()
-        except Exception as error:  # what was sampled is whole all the same
+        except Exception as error:  # the trajectory is complete all the same
             logging.getLogger(__name__).warning(
                 "the environment of %s could not be closed: %r", self.name, error
             )
@@ -118,40 +117,40 @@ class Episode:
         while reason is None:
             reason = await self._turn(conversation)
         if not conversation.sampled_tokens:
-            return NOTHING_SAID
+            return _NOTHING_SAMPLED
         return await self._graded(reason)
 
-    def _so_far(self) -> tuple[tuple[Segment, ...], Sequence[Message], int]:
-        """Its segments, its messages, and how many of these are the opening."""
-        said = self._conversation
-        assert said is not None, "an environment is lost over what the policy did before it spoke"
-        return said.segments(), said.transcript, len(said.opening)
+    def _record(self) -> tuple[tuple[Segment, ...], Sequence[Message], int]:
+        """Return the segments, the messages, and how many of these are the opening."""
+        conversation = self._conversation
+        assert conversation is not None, "the policy has not spoken"
+        return conversation.segments(), conversation.transcript, len(conversation.opening)
 
     async def _graded(self, reason: FinishReason) -> Trajectory | str:
-        _, said, _ = self._so_far()
-        transcript = Transcript(messages=tuple(said), finish_reason=reason)
+        _, messages, _ = self._record()
+        transcript = Transcript(messages=tuple(messages), finish_reason=reason)
         verdict = await self.environment.verdict(transcript)
-        if isinstance(verdict, Unscored):
-            if verdict.fault not in (None, "raised") and (lost := self._crashed(verdict.reason)):
-                return lost
-            return f"the environment has no verdict: {verdict.reason}"
-        return self._trajectory(reason, verdict)
+        if not isinstance(verdict, Unscored):
+            return self._trajectory(reason, verdict)
+        if verdict.fault not in (None, "raised") and (failed := self._crashed(verdict.reason)):
+            return failed
+        return f"the environment has no verdict: {verdict.reason}"
 
-    def _crashed(self, why: str) -> Trajectory | None:
-        """A trajectory that has failed, where losing the environment so counts as that."""
-        if not lost_to_the_policy(why, self.crash_is_failure):
+    def _crashed(self, reason: str) -> Trajectory | None:
+        """Return a failed trajectory if `crash_is_failure` covers this loss."""
+        if not lost_to_the_policy(reason, self.crash_is_failure):
             return None
-        return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": why}))
+        return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": reason}))
 
     def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
-        segments, said, opening = self._so_far()
+        segments, messages, opening = self._record()
         tools = self._conversation.tools if self._conversation else ()
         return Trajectory(
             prompt_id=self.task.prompt_id,
             sibling=self.sibling,
             segments=segments,
             finish_reason=reason,
-            messages=tuple(said),
+            messages=tuple(messages),
             opening=opening,
             tools=tuple(tool.as_json() for tool in tools),
             verdict=verdict,
@@ -159,25 +158,25 @@ class Episode:
         )
 
     async def _turn(self, conversation: Conversation) -> FinishReason | None:
-        """The policy speaks, and is answered. Why the episode is over, if it is."""
-        if (over := await self._make_room(conversation)) is not None:
-            return over
-        said = await self._speak(conversation)
-        if isinstance(said, str):
-            return said
-        calls, message = said
+        """Sample a turn and answer it. Returns why the episode is over, or None."""
+        if (reason := await self._make_room(conversation)) is not None:
+            return reason
+        turn = await self._speak(conversation)
+        if isinstance(turn, str):
+            return turn
+        calls, message = turn
         if calls:
-            answers, over = await self._call_all(calls)
+            answers, reason = await self._call_all(calls)
         else:
             reply = await self.environment.reply(message)
             if reply is not None:
-                reply = {**reply, "content": self.budget.cut(reply["content"])}
-            answers, over = ([reply], None) if reply is not None else ([], "stop")
-        if over is not None:
-            conversation.last_words(answers)
+                reply = {**reply, "content": self.budget.truncate(reply["content"])}
+            answers, reason = ([reply], None) if reply is not None else ([], "stop")
+        if reason is not None:
+            conversation.add_messages(answers)
         else:
             conversation.answer(answers)
-        return over
+        return reason
 
     async def _make_room(self, conversation: Conversation) -> FinishReason | None:
         """Rewrite a context that fills its window."""
@@ -194,26 +193,26 @@ class Episode:
             if rewrite.before is not None:
                 conversation.rewrite(rewrite.before.messages, added=rewrite.before.added)
             conversation.answer(rewrite.messages)
-            said = await self._speak(conversation, self.context.summary_tokens)
-            if isinstance(said, str):
-                return said
-            rewrite = rewrite.rewritten_by(conversation.opening, str(said[1]["content"]))
+            turn = await self._speak(conversation, self.context.summary_tokens)
+            if isinstance(turn, str):
+                return turn
+            rewrite = rewrite.rewritten_by(conversation.opening, str(turn[1]["content"]))
         conversation.rewrite(rewrite.messages, added=rewrite.added)
         return None
 
     async def _speak(
-        self, conversation: Conversation, at_most: int | None = None
+        self, conversation: Conversation, max_tokens: int | None = None
     ) -> tuple[Sequence[ToolCall | Malformed], Message] | FinishReason:
-        """One turn: its calls and its message, or why the episode ends with it."""
+        """Sample one turn. Returns its calls and message, or why the episode ends with it."""
         nearest, room = self.budget.room(
             self.usage, context=len(conversation.ids), sampled=conversation.sampled_tokens
         )
         if room < 1:
             return nearest
         request = conversation.request(
-            max_tokens=min(room, at_most or room),
+            max_tokens=min(room, max_tokens or room),
             seed=self.seed,
-            timeout_s=self.budget.left_s(self.usage),
+            timeout_s=self.budget.remaining_s(self.usage),
         )
         result = await self._sampled(request)
         self.usage = with_turn(self.usage, result, repeated=request.routes_from)
@@ -222,8 +221,8 @@ class Episode:
         parsed = conversation.append(result)
         if result.finish_reason == "deadline":
             return "deadline"
-        if not parsed.closed and at_most is None:
-            # An end that the chat format does not know, or a limit.
+        if not parsed.closed and max_tokens is None:
+            # Either a limit, or an end of turn that the chat format does not know.
             return "stop" if result.finish_reason == "stop" else nearest
         return parsed.calls, conversation.view[-1]
 
@@ -236,20 +235,20 @@ class Episode:
     async def _call_all(
         self, calls: Sequence[ToolCall | Malformed]
     ) -> tuple[list[Message], FinishReason | None]:
-        """The results, in order, and why the episode is over with the last of them, if it is. A
-        call that was begun has its own time: what is left of the episode's is looked at before."""
+        """Run calls in order. Returns their results and why the episode is over, or None. The
+        episode's deadline is checked before each call, which then has its own."""
         answers: list[Message] = []
         for call in calls:
             if isinstance(call, Malformed):
                 failed, done, name = True, False, MALFORMED
                 text = f"This is not a tool call: {call.why}. Nothing was run."
                 self.usage = replace(self.usage, malformed_calls=self.usage.malformed_calls + 1)
-            elif text := self.budget.refusal(self._run_calls):
+            elif text := self.budget.refusal(self._calls_run):
                 failed, done, name = True, False, call.name
             else:
-                if self.budget.left_s(self.usage) <= 0:
+                if self.budget.remaining_s(self.usage) <= 0:
                     return answers, "deadline"
-                self._run_calls += 1
+                self._calls_run += 1
                 began = time.monotonic()
                 result = await self.environment.call(call, timeout_s=self.budget.call_s)
                 spent_s = time.monotonic() - began
@@ -260,7 +259,7 @@ class Episode:
                 calls=self.usage.calls + 1,
                 failed_calls=self.usage.failed_calls + failed,
             )
-            text = self.budget.cut(text)
+            text = self.budget.truncate(text)
             answers.append(
                 {"role": "tool", "content": text, "tool_call_id": call.call_id, "name": name}
             )

@@ -1,8 +1,8 @@
-"""Servers of the Model Context Protocol as environments: over stdio, a process for each episode, or
-over HTTP, a session for each.
+"""Model Context Protocol servers as environments: one process per episode over stdio, or one
+session per episode over HTTP.
 
-The kept client speaks the protocol; the processes are `LineProcess`es, so that deadlines, last
-words and the end of a server's children are as with every other environment.
+The `mcp` client speaks the protocol. Processes are `LineProcess`es, so deadlines, last output and
+clean-up are the same as for other environments.
 """
 
 from __future__ import annotations
@@ -17,38 +17,44 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.env_process.client import Deadlines
-from keel.agents.env_process.process import MOST_BYTES, LineProcess, Wrap, not_wrapped, within
+from keel.agents.env_process.process import (
+    MAX_MESSAGE_BYTES,
+    LineProcess,
+    Wrap,
+    not_wrapped,
+    with_deadline,
+)
 from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import EnvironmentLost, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 
-MOST_PAGES = 100
-"""Of a server's list of tools."""
+_MAX_PAGES = 100
+"""Pages of a server's list of tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """How to reach a server: either `command` or `url`."""
+    """Address of a server: either `command` or `url`."""
 
     command: Sequence[str] = ()
-    """Run once an episode; `{seed}` in it stands for the episode's seed."""
+    """Run once per episode; `{seed}` is replaced by the episode's seed."""
     url: str = ""
-    """Of a server that speaks Streamable HTTP, for all episodes."""
+    """URL of a Streamable HTTP server that all episodes share."""
     folder: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     offered: Sequence[str] | None = None
-    """The tools that the policy is told of. None: all that the server lists."""
+    """Tools offered to the policy. None: all that the server lists."""
     readable: Sequence[Path] = ()
-    """Files and folders that it reads in a sandbox, beside `folder` and its interpreter."""
+    """Files and folders that it may read in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     wrap: Wrap = not_wrapped
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
-            raise ValueError("MCP server: either command or url must be given")
+            raise ValueError("MCP server: set either command or url")
         if self.folder is not None and not self.folder.is_dir():
-            raise ValueError(f"MCP server {self.name}: there is no folder {self.folder}")
+            raise ValueError(f"MCP server {self.name}: folder {self.folder} does not exist")
         if find_spec("mcp") is None:
             raise ValueError(
                 f"MCP server {self.name}: the package mcp is not installed: "
@@ -61,15 +67,15 @@ class McpServer:
 
 
 class McpEpisode:
-    """One episode with a server. Implements `keel.agents.types.Environment`; the protocol knows no
-    user and no grader, so `reply` ends it and the verdict has no parts."""
+    """One episode with a server. Implements `keel.agents.types.Environment`. The protocol has no
+    user and no grader, so `reply` ends the episode and the verdict has no parts."""
 
     def __init__(self, server: McpServer, *, starting: asyncio.Semaphore | None = None) -> None:
         self._server = server
         self._starting = starting
         self._process: LineProcess | None = None
         self._wire: _Wire | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._session: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._client: Any = None
         self._arguments: Arguments | None = None
@@ -83,7 +89,7 @@ class McpEpisode:
             return await self._open(task, seed)
 
     async def _open(self, task: Prompt, seed: int) -> Opening:
-        if self._keeper is not None or self._closing.is_set():
+        if self._session is not None or self._closing.is_set():
             raise EnvironmentLost("closed", "open", "an environment serves one episode")
         server, timeout_s = self._server, self._server.deadlines.open_s
         transport: Any = server.url
@@ -98,41 +104,40 @@ class McpEpisode:
             self._wire = _Wire(self._process)
             transport = self._wire.streams()
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # Client and transport must be left by the task that entered them.
-        self._keeper = asyncio.create_task(self._keep(transport, ready))
+        # The client and its transport must be left by the task that entered them.
+        self._session = asyncio.create_task(self._run_session(transport, ready))
         try:
-            tools = await within(timeout_s, self._ready(ready, self._keeper))
+            tools = await with_deadline(timeout_s, self._connect(ready, self._session))
             self._arguments = arguments_of(tools)
         except TimeoutError as error:
-            why = f"did not open within {timeout_s:g} s"
-            raise await self._fail("hang", "open", why) from error
+            raise await self._fail(
+                "hang", "open", f"did not open within {timeout_s:g} s"
+            ) from error
         except asyncio.CancelledError:
             await self.close()
             raise
-        except Exception as error:  # the client's own, in groups, and what a server says
+        except Exception as error:  # the client raises groups of many kinds
             raise await self._broken("open", error) from error
         return Opening(messages=task.messages, tools=tuple(tools))
 
-    async def _keep(self, transport: Any, ready: asyncio.Future[Any]) -> None:
-        from mcp import Client  # noqa: PLC0415  (takes a second, and most runs have no such server)
+    async def _run_session(self, transport: Any, ready: asyncio.Future[Any]) -> None:
+        from mcp import Client  # noqa: PLC0415  (takes a second, and is rarely needed)
 
         async with Client(transport) as client:
             ready.set_result(client)
             await self._closing.wait()
 
-    async def _ready(
-        self, ready: asyncio.Future[Any], keeper: asyncio.Task[None]
+    async def _connect(
+        self, ready: asyncio.Future[Any], session: asyncio.Task[None]
     ) -> list[ToolSpec]:
-        await asyncio.wait({ready, keeper}, return_when=asyncio.FIRST_COMPLETED)
+        """Wait for the session and list its tools."""
+        await asyncio.wait({ready, session}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
-            keeper.result()
+            session.result()
         self._client = ready.result()
-        return await self._tools()
-
-    async def _tools(self) -> list[ToolSpec]:
         listed: list[Any] = []
         cursor: str | None = None
-        for _ in range(MOST_PAGES):
+        for _ in range(_MAX_PAGES):
             page = await self._client.list_tools(cursor=cursor)
             listed += page.tools
             cursor = page.next_cursor
@@ -151,47 +156,43 @@ class McpEpisode:
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         if self._lost is not None or self._arguments is None or self._closing.is_set():
-            why = f"lost before this: {self._lost}" if self._lost else "is not open"
-            raise EnvironmentLost("closed", "call", why)
+            reason = f"lost before this: {self._lost}" if self._lost else "is not open"
+            raise EnvironmentLost("closed", "call", reason)
         if complaint := self._arguments.complaint(call):
             return ToolResult(text=complaint, failed=True)
         from mcp import MCPError  # noqa: PLC0415
 
         try:
-            asked = self._client.call_tool(call.name, dict(call.arguments))
-            result = await within(timeout_s, asked)
+            request = self._client.call_tool(call.name, dict(call.arguments))
+            result = await with_deadline(timeout_s, request)
         except TimeoutError as error:
-            why = f"call of {call.name} did not end within {timeout_s:g} s"
-            raise await self._fail("hang", "call", why) from error
+            reason = f"call of {call.name} did not end within {timeout_s:g} s"
+            raise await self._fail("hang", "call", reason) from error
         except MCPError as error:
-            if await self._gone(error):
+            if await self._is_gone(error):
                 raise await self._broken("call", error) from error
             return ToolResult(text=f"{call.name}: {error}", failed=True)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             raise await self._broken("call", error) from error
         return ToolResult(text=_text_of(result), failed=result.is_error)
 
-    async def _gone(self, error: Any) -> bool:
-        """Whether the server has: a refusal of its own and what the client makes of a connection
-        that ended, or of a proxy's word, come as the same kind of error."""
+    async def _is_gone(self, error: Any) -> bool:
+        """Return True if the server is gone. The client raises the same kind of error for the
+        server's refusals, for a closed connection, and for a proxy's answer."""
         from mcp_types import CONNECTION_CLOSED  # noqa: PLC0415
 
         if self._wire is not None:
-            return self._wire.ended or self._wire.large
+            return self._wire.ended or self._wire.too_large
         if error.code == CONNECTION_CLOSED:
             return True
         try:
-            listed = self._client.list_tools(cache_mode="bypass")
-            await within(self._server.deadlines.reply_s, listed)
-        except asyncio.CancelledError:
-            raise
-        except Exception:  # the client's own: whoever refused the call is no server of tools
+            listing = self._client.list_tools(cache_mode="bypass")
+            await with_deadline(self._server.deadlines.reply_s, listing)
+        except Exception:  # the client's own kinds
             return True
         return False
 
-    async def reply(self, said: Message) -> Message | None:
+    async def reply(self, turn: Message) -> Message | None:
         return None
 
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
@@ -201,58 +202,58 @@ class McpEpisode:
 
     async def close(self) -> None:
         self._closing.set()
-        keeper = self._keeper
+        session = self._session
         try:
-            if keeper is not None and self._lost is None:
-                await asyncio.wait({keeper}, timeout=self._server.deadlines.close_s)
+            if session is not None and self._lost is None:
+                await asyncio.wait({session}, timeout=self._server.deadlines.close_s)
         finally:
             if self._process is not None:
                 await self._process.end()
-            if keeper is not None:
-                keeper.cancel()
-                with suppress(BaseException):  # whatever it ended with has been said, or is moot
-                    await asyncio.wait({keeper}, timeout=self._server.deadlines.close_s)
-                    keeper.exception()
+            if session is not None:
+                session.cancel()
+                with suppress(BaseException):  # reported before, or irrelevant now
+                    await asyncio.wait({session}, timeout=self._server.deadlines.close_s)
+                    session.exception()
 
     async def _broken(self, during: str, error: BaseException) -> EnvironmentLost:
-        if self._wire is not None and self._wire.large:
-            return await self._fail("large", during, f"a message over {MOST_BYTES >> 20} MiB")
+        if self._wire is not None and self._wire.too_large:
+            message = f"a message over {MAX_MESSAGE_BYTES >> 20} MiB"
+            return await self._fail("large", during, message)
         if self._wire is not None and self._wire.ended:
             return await self._fail("exit", during, "")
         fault = "start" if during == "open" else "crash"
-        return await self._fail(fault, during, _leaves(error))
+        return await self._fail(fault, during, _flatten(error))
 
     async def _fail(self, fault: Any, during: str, message: str) -> EnvironmentLost:
+        name = self._server.name
         if self._process is None:
-            self._lost = EnvironmentLost(fault, during, f"{self._server.name}: {message}")
+            self._lost = EnvironmentLost(fault, during, f"{name}: {message}")
         else:
-            # Named, because a server's own words need not say which it is.
             lost = await self._process.lost(fault, during, message)
-            said = lost.detail or message
-            name = self._server.name
-            self._lost = EnvironmentLost(lost.fault, during, f"{name}: {said}", lost.words)
+            detail = f"{name}: {lost.detail or message}"
+            self._lost = EnvironmentLost(lost.fault, during, detail, lost.output)
         await self.close()
         return self._lost
 
 
 class _Wire:
-    """A process's lines as the client's streams of messages."""
+    """Connects a process's lines to the client's message streams."""
 
     def __init__(self, process: LineProcess) -> None:
         self._process = process
         self.ended = False
-        self.large = False
+        self.too_large = False
 
     @asynccontextmanager
     async def streams(self) -> AsyncGenerator[Any]:
-        import anyio  # noqa: PLC0415  (the client's)
+        import anyio  # noqa: PLC0415  (a dependency of mcp)
         from mcp.shared.message import SessionMessage  # noqa: PLC0415
         from mcp_types import jsonrpc_message_adapter  # noqa: PLC0415
 
         to_client, from_server = anyio.create_memory_object_stream[Any](0)
         to_server, from_client = anyio.create_memory_object_stream[Any](0)
 
-        async def hear() -> None:
+        async def receive() -> None:
             async with to_client:
                 while True:
                     try:
@@ -261,10 +262,10 @@ class _Wire:
                         self.ended = True
                         return
                     except ValueError:
-                        self.large = True
+                        self.too_large = True
                         return
                     if isinstance(message, str):
-                        continue  # not of the protocol: many servers greet on standard output
+                        continue  # many servers print a greeting to standard output
                     try:
                         parsed = SessionMessage(jsonrpc_message_adapter.validate_python(message))
                     except ValueError as error:
@@ -272,7 +273,7 @@ class _Wire:
                     with suppress(anyio.BrokenResourceError):
                         await to_client.send(parsed)
 
-        async def say() -> None:
+        async def send() -> None:
             async with from_client:
                 async for one in from_client:
                     text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
@@ -284,8 +285,8 @@ class _Wire:
                         return
 
         async with anyio.create_task_group() as group:
-            group.start_soon(hear)
-            group.start_soon(say)
+            group.start_soon(receive)
+            group.start_soon(send)
             try:
                 yield from_server, to_server
             finally:
@@ -303,9 +304,9 @@ def _text_of(result: Any) -> str:
     return "\n".join(texts)
 
 
-def _leaves(error: BaseException) -> str:
-    """What a group of exceptions says, without the groups."""
+def _flatten(error: BaseException) -> str:
+    """Return the messages of all exceptions in nested groups."""
     if isinstance(error, BaseExceptionGroup):
-        said = [_leaves(one) for one in error.exceptions]  # pyright: ignore
-        return "; ".join(dict.fromkeys(said))
+        messages = [_flatten(one) for one in error.exceptions]  # pyright: ignore
+        return "; ".join(dict.fromkeys(messages))
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""An environment whose conversation begins with a system message that Keel puts there."""
+"""Adds a system prompt to an environment's opening."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from keel.rl.turns import Message, ToolCall
 from keel.rl.types import Prompt, Verdict
 
 SystemPrompt = Callable[[Sequence[str]], str]
-"""From the names of the tools on offer to the text; empty: none."""
+"""Returns the prompt for the names of the offered tools; "" for none."""
 
 
 class WithSystemPrompt:
-    """Implements `keel.agents.types.Environment`: as the one inside, but for its opening."""
+    """Delegates to another environment, with a system prompt added at the opening."""
 
-    def __init__(self, inside: Environment, prompt: SystemPrompt) -> None:
-        self._inside, self._prompt = inside, prompt
+    def __init__(self, environment: Environment, prompt: SystemPrompt) -> None:
+        self._environment, self._prompt = environment, prompt
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
-        opening = await self._inside.open(task, seed=seed)
+        opening = await self._environment.open(task, seed=seed)
         text = self._prompt([tool.name for tool in opening.tools])
         return replace(opening, messages=with_system(text, opening.messages))
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        return await self._inside.call(call, timeout_s=timeout_s)
+        return await self._environment.call(call, timeout_s=timeout_s)
 
-    async def reply(self, said: Message) -> Message | None:
-        return await self._inside.reply(said)
+    async def reply(self, turn: Message) -> Message | None:
+        return await self._environment.reply(turn)
 
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
-        return await self._inside.verdict(transcript)
+        return await self._environment.verdict(transcript)
 
     async def close(self) -> None:
-        await self._inside.close()
+        await self._environment.close()

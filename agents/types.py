@@ -1,8 +1,7 @@
-"""What an environment is: something to open, call, answer as the user, ask for a verdict, and
-close.
+"""Interface of an environment.
 
-An environment serves one trajectory and is then closed. Everything in it may be slow, crash or
-hang; who drives it gives every await a deadline.
+An environment serves one trajectory and is then closed. It may be slow, crash or hang, so its
+caller sets a deadline for every await.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from keel.rl.types import LOST, Prompt, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """Where a conversation begins."""
+    """First messages of a conversation, and its tools."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -25,74 +24,74 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a call came to."""
+    """Result of a tool call."""
 
     text: str
     failed: bool = False
-    """The call was refused or raised: `text` says why, and the policy may try again."""
+    """The call was refused or raised; `text` says why, and the policy may try again."""
     done: bool = False
     """The episode is over."""
 
 
 Fault = Literal["start", "raised", "exit", "crash", "hang", "garbage", "large", "memory", "closed"]
-"""Why an episode cannot go on: its environment cannot be imported or started; raised outside a tool
-call; ended itself; was ended by a signal; did not answer in time; said what is no answer; said too
-much; ran out of memory; was closed before."""
+"""Reason why an environment was lost: it could not be imported or started; raised outside a tool
+call; exited; was killed by a signal; missed a deadline; sent an invalid reply; sent too large a
+reply; ran out of memory; had been closed before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """No verdict: the sample is left out. Never the same as a score of 0."""
+    """No verdict: the trajectory is dropped, which differs from a score of 0."""
 
     reason: str
     fault: Fault | None = None
-    """Where the environment was lost over it."""
+    """Set if the environment was lost while it graded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """What there is to judge: every message, and how the trajectory ended."""
+    """All messages of a trajectory and how it ended, for the verdict."""
 
     messages: Sequence[Message]
     finish_reason: str
 
 
 class EnvironmentLost(RuntimeError):
-    """The episode cannot go on. Its environment has been ended, with all its processes."""
+    """The episode cannot continue; the environment and all its processes have been killed."""
 
-    def __init__(self, fault: Fault, during: str, message: str, words: str = "") -> None:
-        """during: the method that was awaited; words: the last that the environment printed."""
-        said = f"; its last words: {words}" if words else ""
-        super().__init__(f"{LOST}{during}: {message}{said}")
+    def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
+        """during: the awaited method. output: tail of the environment's standard error."""
+        tail = f"; its last words: {output}" if output else ""
+        super().__init__(f"{LOST}{during}: {message}{tail}")
         self.fault: Fault = fault
         self.during = during
         self.detail = message
-        self.words = words
+        self.output = output
 
 
 class Environment(Protocol):
-    """One episode. Single use. `open`, `call` and `reply` raise `EnvironmentLost` where the episode
-    cannot go on; a `verdict` that cannot be had is `Unscored`; `close` raises nothing."""
+    """One episode. `open`, `call` and `reply` raise `EnvironmentLost` if it cannot continue, a
+    missing `verdict` is `Unscored`, and `close` raises nothing."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        """Run a call. What does not fit a tool's schema is a failed result and is not run."""
+        """Run a call. A call that violates the tool's schema fails without running."""
         ...
 
-    async def reply(self, said: Message) -> Message | None:
-        """The user's next message to a turn without calls; None: the episode is over."""
+    async def reply(self, turn: Message) -> Message | None:
+        """Return the user's answer to a turn without calls, or None to end the episode."""
         ...
 
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored: ...
 
     async def close(self) -> None:
-        """Safe to call more than once, and after any failure."""
+        """Release everything. Safe to call more than once, and after any failure."""
         ...
 
 
 class NoEnvironment:
-    """A task as it stands: no tools, no user, no verdict. Of programs that bring all of that."""
+    """A task alone: no tools, no user, no verdict. For programs that bring their own."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         return Opening(messages=task.messages)
@@ -100,7 +99,7 @@ class NoEnvironment:
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         return ToolResult(text=f"there is no tool {call.name}", failed=True)
 
-    async def reply(self, said: Message) -> Message | None:
+    async def reply(self, turn: Message) -> Message | None:
         return None
 
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored:

@@ -91,7 +91,7 @@ class Looking:
         await asyncio.sleep(TOOL_S)
         return ToolResult(text=RESULT)
 
-    async def reply(self, said: Message) -> Message | None:
+    async def reply(self, turn: Message) -> Message | None:
         return None
 
     async def verdict(self, transcript: Transcript) -> Verdict:

@@ -14,7 +14,7 @@ from typing import Any
 
 from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
-from keel.agents.endpoint.probe import try_program
+from keel.agents.endpoint.driven import try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
 from keel.agents.env_process.client import KEEL, Deadlines, Hosted, Program, fork_server_for
 from keel.agents.env_process.fork_server import ForkServer
@@ -137,7 +137,7 @@ async def _try_source(
         names = [tool.name for tool in trial.tools]
         more = f" and {len(names) - _SHOWN_TOOLS} more" if len(names) > _SHOWN_TOOLS else ""
         later = f", then {trial.forked_s:.2f} s each, forked" if trial.forked_s else ""
-        later += f", each alone: {trial.why_not}" if trial.why_not else ""
+        later += f", each alone: {trial.fork_disabled_reason}" if trial.fork_disabled_reason else ""
         own = config.budget(source.domain_name)
         room = own.window - (trial.opening_tokens or 0)
         little = ""
@@ -196,7 +196,7 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
     starting = asyncio.Semaphore(_MAX_STARTING)
     sources = [source for source in config.data.sources if source.environment.enabled]
     programs = {source.name: agent_program(config, source) for source in sources}
-    parents: list[ForkServer] = []
+    fork_servers: list[ForkServer] = []
 
     def context(source: SourceConfig) -> ContextManager:
         return ContextManager(
@@ -207,12 +207,13 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
         )
 
     environments = {
-        source.name: _environment_factory(config, source, starting, parents) for source in sources
+        source.name: _environment_factory(config, source, starting, fork_servers)
+        for source in sources
     }
     return EpisodeRunner(
         environments,
         programs={name: value for name, value in programs.items() if value is not None},
-        closing=[parent.close for parent in parents],
+        closing=[server.close for server in fork_servers],
         chat=chat,
         turns=turns,
         limits={
@@ -244,19 +245,22 @@ def _environment_factory(
     config: Config,
     source: SourceConfig,
     starting: asyncio.Semaphore | None = None,
-    parents: list[ForkServer] | None = None,
+    fork_servers: list[ForkServer] | None = None,
 ) -> Callable[[], Environment]:
-    """Return a factory of environments, one per episode. Fork servers are added to `parents`; with
-    None, environments start as new processes. Raises as `environment_spec`."""
+    """Return a factory of environments, one per episode. Raises as `environment_spec`.
+
+    Args:
+        fork_servers: Collects the fork servers. None: environments start as new processes.
+    """
     made, prompt = environment_spec(config, source), system_prompt_of(config, source)
     if made is None:
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)
     if not isinstance(made, Program):
         return lambda: WithSystemPrompt(McpEpisode(made, starting=starting), prompt)
-    parent = fork_server_for(made) if parents is not None else None
-    if parents is not None and parent is not None:
-        parents.append(parent)
-    return lambda: WithSystemPrompt(Hosted(made, starting=starting, parent=parent), prompt)
+    server = fork_server_for(made) if fork_servers is not None else None
+    if fork_servers is not None and server is not None:
+        fork_servers.append(server)
+    return lambda: WithSystemPrompt(Hosted(made, starting=starting, fork_server=server), prompt)
 
 
 def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint per trajectory: an agent program drives, Keel keeps the tokens."""
+"""OpenAI-compatible endpoint per trajectory: an agent program drives, Keel records the tokens."""

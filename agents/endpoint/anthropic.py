@@ -1,7 +1,7 @@
-"""Anthropic's Messages API, as a chat completion request and its answer.
+"""Anthropic's Messages API, translated to and from chat completions.
 
-Served for programs that speak nothing else: text, tools and their results, streams. A request is
-rewritten as one of OpenAI's, so that both are read, recorded and refused alike.
+For programs that speak nothing else: text, tools and their results, streams. Requests become chat
+completion requests, so both APIs are read, recorded and refused in the same way.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from keel.agents.endpoint.errors import ApiError, wrong
 from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.requests import load_object
+from keel.agents.endpoint.requests import ApiError, invalid_field, load_object
 
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 _REWRITTEN = ("system", "messages", "tools", "tool_choice", "output_format")
@@ -27,7 +26,7 @@ def as_chat_request(body: bytes) -> bytes:
         messages.append({"role": "system", "content": _text("system", system)})
     for i, message in enumerate(_objects("messages", fields.get("messages"))):
         messages += _messages(f"messages[{i}]", message)
-    # What is not rewritten stays, for `read_request` to read, refuse or report as ignored.
+    # `read_request` reads, refuses or ignores the remaining fields.
     chat = {name: value for name, value in fields.items() if name not in _REWRITTEN}
     chat["messages"] = messages
     if fields.get("tools"):
@@ -42,7 +41,7 @@ def as_chat_request(body: bytes) -> bytes:
 
 
 def answer(reply: Reply, model: str) -> dict[str, Any]:
-    """Return a turn as the Messages API does."""
+    """Return a turn in the Messages API's format."""
     return {
         "id": reply.reply_id,
         "type": "message",
@@ -81,17 +80,17 @@ def events(reply: Reply, model: str) -> Iterator[bytes]:
 
 
 def error(refused: ApiError) -> dict[str, Any]:
-    """Return an error as the Messages API does."""
+    """Return an error in the Messages API's format."""
     kind: str = refused.body()["error"]["type"]
     kind = "api_error" if kind == "server_error" else kind
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
 def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message as OpenAI's API has it: tools' results are messages of their own there."""
+    """Yield OpenAI messages: there, tool results are separate messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
-        raise wrong(f"{at}.role", "must be user or assistant")
+        raise invalid_field(f"{at}.role", "must be user or assistant")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     texts: list[dict[str, Any]] = []
@@ -110,7 +109,7 @@ def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             result = _text(f"{here}.content", block.get("content") or "")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
         else:
-            raise wrong(f"{here}.type", "must be text, thinking, tool_use or tool_result")
+            raise invalid_field(f"{here}.type", "must be text, thinking, tool_use or tool_result")
     if role == "assistant":
         thought = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
         yield {"role": role, "content": texts, "tool_calls": calls, **thought}
@@ -120,7 +119,9 @@ def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _tool(at: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise wrong(f"{at}.type", "must be custom: give the tool a name and an input_schema")
+        raise invalid_field(
+            f"{at}.type", "must be custom: give the tool a name and an input_schema"
+        )
     function = {
         "name": tool.get("name"),
         "description": tool.get("description"),
@@ -147,7 +148,7 @@ def _text(at: str, content: Any) -> str:
         return content
     blocks = _objects(at, content)
     if any(block.get("type") != "text" for block in blocks):
-        raise wrong(at, "must be text: the policy reads nothing else")
+        raise invalid_field(at, "must be text, the only content the policy reads")
     return "\n".join(str(block.get("text")) for block in blocks)
 
 
@@ -155,7 +156,7 @@ def _objects(at: str, items: Any) -> list[dict[str, Any]]:
     if not isinstance(items, list) or not all(
         isinstance(item, dict) for item in cast(list[Any], items)
     ):
-        raise wrong(at, "must be a list of objects")
+        raise invalid_field(at, "must be a list of objects")
     return cast(list[dict[str, Any]], items)
 
 

@@ -1,18 +1,25 @@
-"""An episode that an agent program drives: started, recorded and graded on what it did."""
+"""Episodes that an agent program drives, and a trial of a program before a run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import numpy as np
+
+from keel.agents.budget import Budget
+from keel.agents.context import ContextManager
+from keel.agents.endpoint.mcp_tools import McpTools
 from keel.agents.endpoint.program import AgentProgram, ProgramResult, run_program
-from keel.agents.endpoint.record import Finished, TrajectoryRecorder
+from keel.agents.endpoint.recorder import Finished, TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint
-from keel.agents.endpoint.tools import Tools
 from keel.agents.episode import Episode
-from keel.agents.types import Unscored
-from keel.rl.turns import Message, TurnRequest, TurnResult
+from keel.agents.types import Environment, Unscored
+from keel.rl.turns import Chat, Message, TurnRequest, TurnResult
 from keel.rl.types import (
     ENVIRONMENT,
     PROGRAM,
@@ -27,10 +34,10 @@ from keel.rl.types import (
 @dataclass(slots=True, kw_only=True)
 class DrivenEpisode(Episode):
     """An `Episode` that an agent program drives. The environment (or `NoEnvironment`) opens the
-    task and has the verdict; context management is the program's.
+    task and gives the verdict; context management is the program's.
 
     A program that fails after a turn counts as a failure of the policy (finish reason `crash`),
-    unless a request of its got an error of 500 or more, which is the endpoint's fault.
+    unless one of its requests got an error of 500 or more, which is the endpoint's fault.
     """
 
     program: AgentProgram
@@ -41,52 +48,57 @@ class DrivenEpisode(Episode):
     finished: Finished | None = None
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
-    """The engines' error, which they have retried already. It ends the episode."""
+    """Error of the engines, which have retried already. It ends the episode."""
 
     async def _run(self) -> Trajectory | str:
         opening = await self.environment.open(self.task, seed=self.environment_seed)
-        tools = tuple(tool.as_json() for tool in opening.tools)
-        task = replace(self.task, messages=opening.messages, tools=tools or self.task.tools)
-        recording = TrajectoryRecorder(
+        specs = tuple(tool.as_json() for tool in opening.tools)
+        task = replace(self.task, messages=opening.messages, tools=specs or self.task.tools)
+        recorder = TrajectoryRecorder(
             name=self.name,
             prompt_id=self.task.prompt_id,
             chat=self.chat,
-            sample=self._asked,
+            sample=self._sample_turn,
             thinking=self.task.thinking,
             seed=self.seed,
             budget=self.budget,
         )
-        offered = Tools(self.environment, opening.tools, budget=self.budget)
-        address = self.endpoint.add(recording, offered if opening.tools else None)
-        begun_s = 0.0
+        tools = McpTools(self.environment, opening.tools, budget=self.budget)
+        address = self.endpoint.add(recorder, tools if opening.tools else None)
+        grace_s = 0.0
         try:
-            self.ended = ended = await self._driven(task, recording, address)
-            begun_s = 0.0 if self._error is not None else self.budget.call_s
+            self.ended = ended = await self._drive(task, recorder, address)
+            grace_s = 0.0 if self._error is not None else self.budget.call_s
         finally:
             self.finished = finished = await self.endpoint.finish(self.name)
-            await offered.finish(begun_s)
+            await tools.finish(grace_s)
         if self._error is not None:
             raise self._error
         self.usage = finished.usage
-        cut = finished.finish_reason != "stop" or offered.done
+        was_cut = finished.finish_reason != "stop" or tools.done
+        refusal = finished.failure or finished.refusal
+        refusal = f"; the endpoint had refused: {refusal}" if refusal else ""
         if not finished.segments:
-            return f"{ended.why(self.program)}; without a turn of the policy{_refusal(finished)}"
-        if offered.lost is not None:
-            raise offered.lost
-        if ended.failed and not cut:  # what it did counts, however it took the refusal
-            why = f"{ended.why(self.program)}{_refusal(finished)}"
+            return f"{ended.describe(self.program)}; without a turn of the policy{refusal}"
+        if tools.lost is not None:
+            raise tools.lost
+        if ended.failed and not was_cut:  # after a cut, its work counts however it took the error
+            reason = f"{ended.describe(self.program)}{refusal}"
             if finished.failure or self.program.drop_failures:
-                return why
-            return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": why}))
+                return reason
+            verdict = Verdict(parts={"correct": 0.0}, facts={"crash": reason})
+            return self._trajectory("crash", verdict)
         graded = await self._graded(finished.finish_reason)
-        return graded if isinstance(graded, str) else self._with_its_own(graded, ended)
+        return graded if isinstance(graded, str) else self._with_program_verdict(graded, ended)
 
-    def _so_far(self) -> tuple[tuple[Segment, ...], Sequence[Message], int]:
+    def _record(self) -> tuple[tuple[Segment, ...], Sequence[Message], int]:
         assert self.ended is not None and self.finished is not None
-        said = [*self.finished.opening, *self.finished.messages]
-        if (answer := self.ended.answer) is not None and answer != said[-1]["content"]:
-            said.append(answer_of(answer))
-        return self.finished.segments, said, len(self.finished.opening)
+        messages = [*self.finished.opening, *self.finished.messages]
+        answer = self.ended.answer
+        if answer is not None and answer != messages[-1]["content"]:
+            # The message that rewards grade.
+            messages.append({"role": "assistant", "content": answer, "name": PROGRAM})
+        return self.finished.segments, messages, len(self.finished.opening)
 
     def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
         trajectory = Episode._trajectory(self, reason, verdict)
@@ -94,28 +106,29 @@ class DrivenEpisode(Episode):
         dialogues = self.finished.dialogues
         return replace(trajectory, dialogues=dialogues, tools=dialogues[0].tools)
 
-    async def _driven(
-        self, task: Prompt, recording: TrajectoryRecorder, address: Address
+    async def _drive(
+        self, task: Prompt, recorder: TrajectoryRecorder, address: Address
     ) -> ProgramResult:
         if self.starting is not None:
             await self.starting.acquire()
-        begun = asyncio.create_task(recording.begun.wait())
+        begun = asyncio.create_task(recorder.begun.wait())
         if self.starting is not None:
-            begun.add_done_callback(lambda _, free=self.starting.release: free())
+            begun.add_done_callback(lambda _, release=self.starting.release: release())
         try:
             return await run_program(
                 self.program,
                 task,
                 address,
                 seed=self.environment_seed,
-                until=self._late(recording),
+                until=self._stop_reason(recorder),
             )
         finally:
             begun.cancel()
 
-    async def _late(self, recording: TrajectoryRecorder) -> str:
+    async def _stop_reason(self, recorder: TrajectoryRecorder) -> str:
+        """Wait until the program must end, and return why."""
         broken = asyncio.create_task(self._broken.wait())
-        late = asyncio.create_task(recording.overdue(self.program.open_s))
+        late = asyncio.create_task(recorder.overdue(self.program.open_s))
         try:
             await asyncio.wait({broken, late}, return_when=asyncio.FIRST_COMPLETED)
             return "was ended with the engines" if self._broken.is_set() else late.result()
@@ -123,7 +136,7 @@ class DrivenEpisode(Episode):
             broken.cancel()
             late.cancel()
 
-    async def _asked(self, request: TurnRequest) -> TurnResult:
+    async def _sample_turn(self, request: TurnRequest) -> TurnResult:
         try:
             return await self._sampled(request)
         except Exception as error:
@@ -131,27 +144,161 @@ class DrivenEpisode(Episode):
             self._broken.set()
             raise
 
-    def _with_its_own(self, trajectory: Trajectory, ended: ProgramResult) -> Trajectory | str:
+    def _with_program_verdict(
+        self, trajectory: Trajectory, ended: ProgramResult
+    ) -> Trajectory | str:
         """Merge the program's verdict with the environment's, which takes precedence."""
-        own, found = ended.verdict, trajectory.verdict or Verdict(parts={})
-        if isinstance(own, Unscored):
-            return f"agent program {self.program.name}: {own.reason}"
-        if own is not None:
-            parts, facts = {**own.parts, **found.parts}, {**own.facts, **found.facts}
-            found = Verdict(parts=parts, facts=facts)
-        if self.task.reward.get("kind") == ENVIRONMENT and "correct" not in found.parts:
+        verdict = trajectory.verdict or Verdict(parts={})
+        if isinstance(ended.verdict, Unscored):
+            return f"agent program {self.program.name}: {ended.verdict.reason}"
+        if ended.verdict is not None:
+            parts = {**ended.verdict.parts, **verdict.parts}
+            verdict = Verdict(parts=parts, facts={**ended.verdict.facts, **verdict.facts})
+        if self.task.reward.get("kind") == ENVIRONMENT and "correct" not in verdict.parts:
             return (
-                f"{ended.why(self.program)}; it gave no verdict with a part `correct` and nothing "
-                "else grades the task"
+                f"{ended.describe(self.program)}; it gave no verdict with a part `correct` and "
+                "nothing else grades the task"
             )
-        return replace(trajectory, verdict=found)
+        return replace(trajectory, verdict=verdict)
 
 
-def answer_of(text: str) -> Message:
-    """Return a program's answer as the message that rewards look at."""
-    return {"role": "assistant", "content": text, "name": PROGRAM}
+_SCRIPTED_TEXT = "\\boxed{0}"
+"""The scripted model's answer in every turn."""
+_TRIAL_TURNS = 3
+_TRIAL_S = 60.0
+"""Seconds of the program's own time in a trial."""
+_MAX_OUTPUT = 500
+_MISSING = re.compile(r"No module named '([\w.]+)'")
+_UNREACHED = re.compile(r"connect|api[_ ]?key|authentic|unauthorized|resol", re.IGNORECASE)
+"""Matches the output of a program that looked for the policy elsewhere."""
 
 
-def _refusal(finished: Finished) -> str:
-    words = finished.failure or finished.refusal
-    return f"; the endpoint had refused: {words}" if words else ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramTrial:
+    """Result of trying a program."""
+
+    turns: int
+    opening_tokens: int
+    """Tokens of its first request, tools included."""
+    seconds: float
+    ended: str
+    """Human-readable outcome."""
+
+
+async def try_program(
+    program: AgentProgram,
+    environment: Environment,
+    *,
+    task: Prompt,
+    seed: int,
+    chat: Chat,
+    speak: Callable[[str], Sequence[int]],
+    budget: Budget,
+) -> ProgramTrial:
+    """Let the program drive one episode of `task` with a scripted model. speak: returns the ids
+    that a policy samples for a text, with the end of its turn.
+
+    Raises ValueError if the program cannot be started, asks for no turn, lacks a package, fails
+    before its first turn, or nothing grades the task. The message has its output and a cure.
+    """
+    contexts: list[int] = []
+
+    async def sample(request: TurnRequest) -> TurnResult:
+        contexts.append(len(request.token_ids_T))
+        ids = np.array(speak(_SCRIPTED_TEXT), np.int32)
+        is_cut = len(ids) > request.max_tokens
+        ids = ids[: request.max_tokens]
+        return TurnResult(
+            token_ids_N=ids,
+            logp_old_N=np.zeros(len(ids), np.float32),
+            version_N=np.zeros(len(ids), np.int32),
+            finish_reason="length" if is_cut else "stop",
+        )
+
+    turns, timeout_s = min(budget.turns, _TRIAL_TURNS), min(budget.timeout_s, _TRIAL_S)
+    began = time.monotonic()
+    async with Endpoint() as endpoint:
+        episode = DrivenEpisode(
+            program=program,
+            endpoint=endpoint,
+            environment=environment,
+            task=task,
+            chat=chat,
+            sample=sample,
+            budget=replace(budget, turns=turns, timeout_s=timeout_s),
+            context=ContextManager(method="none", window=budget.window, most=0),
+            name="keel check",
+            sibling=0,
+            seed=seed,
+            environment_seed=seed,
+        )
+        outcome = await episode.run()
+    ended, finished = episode.ended, episode.finished
+    failed = ended is not None and bool(ended.failed)
+    missing = _MISSING.search(ended.output) if ended is not None and failed else None
+    limit = "" if isinstance(outcome, str) else outcome.finish_reason
+    was_cut = limit not in ("", "stop", "crash")
+    if not was_cut and (missing or not contexts or (isinstance(outcome, str) and not failed)):
+        reason = outcome
+        if not isinstance(reason, str):
+            assert ended is not None
+            reason = ended.describe(program)
+        raise ValueError(f"task {task.prompt_id}: {reason}{_cure(program, missing, episode)}")
+    if ended is None or not failed:
+        summary = "ended well"
+    elif was_cut:
+        summary = f"was stopped there ({limit})"
+    else:
+        effect = "is dropped" if program.drop_failures else "counts as a failure, reward 0"
+        summary = (
+            f"WARNING: it {ended.failed} after the model had answered {_SCRIPTED_TEXT!r}. In "
+            f"training, a failure {effect} (on_failure). Its last words: "
+            f"{ended.output[-_MAX_OUTPUT:]}"
+        )
+    if finished is not None and finished.counts.refused and finished.refusal and not was_cut:
+        summary += f". WARNING: the endpoint refused a request: {finished.refusal}"
+    return ProgramTrial(
+        turns=len(contexts),
+        opening_tokens=contexts[0],
+        seconds=time.monotonic() - began,
+        ended=summary,
+    )
+
+
+def _cure(program: AgentProgram, missing: re.Match[str] | None, episode: DrivenEpisode) -> str:
+    ended, finished = episode.ended, episode.finished
+    if missing is not None:
+        package = missing[1].partition(".")[0]
+        return (
+            f". Install the package: {_interpreter(program.command)} -m pip install {package} (for "
+            "a file of your own, set folder and readable to its folder)"
+        )
+    if finished is not None and finished.finish_reason == "window":
+        return ". Raise agents.window, or shorten its first request"
+    if ended is not None and ended.timed_out:
+        return ". Make it ask sooner, or raise open_s"
+    if finished is not None and not finished.segments and finished.refusal:
+        return ""  # the refusal has its own cure
+    if finished is not None and finished.segments:
+        return (
+            ". Have it write {'parts': {'correct': …}} as JSON to the file KEEL_VERDICT, or give "
+            "the prompts an answer, tests or criteria"
+        )
+    if (
+        ended is not None
+        and ended.failed
+        and not _UNREACHED.search(f"{ended.failed} {ended.output}")
+    ):
+        return ""  # its output says what to fix
+    return ". It must ask the policy at OPENAI_BASE_URL, with OPENAI_API_KEY"
+
+
+def _interpreter(command: Sequence[str]) -> str:
+    """Return the Python that a command runs: itself, or the one in its script's first line."""
+    path = Path(command[0])
+    if path.name.startswith("python"):
+        return str(path)
+    with path.open("rb") as file:
+        first = file.readline(512)
+    words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
+    return words[-1] if words else "python"

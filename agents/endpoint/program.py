@@ -13,22 +13,19 @@ import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 from typing import Any, cast
 
-import keel
 from keel.agents.endpoint.server import Address
 from keel.agents.env_process.client import ENVIRONMENT, READABLE, START, verdict_of
-from keel.agents.env_process.process import LineProcess, Wrap, line_of, not_wrapped
+from keel.agents.env_process.process import LineProcess, Wrap, encode_line, not_wrapped
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 
-DRIVE = (Path(keel.__file__).parent / "agents" / "env_runtime" / "drive.py").resolve()
-OURS = (
+_RESERVED_ENV = (
     *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
     *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
 )
-SENDING_S = 60.0
+_SEND_S = 60.0
 """Seconds for the process to start and receive its command."""
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
@@ -43,35 +40,35 @@ class AgentProgram:
     open_s: float = 60.0
     """Seconds until its first request."""
     python: str = sys.executable
-    """An interpreter (3.9 or later) that watches over it; a sandbox must have it. The program's own
-    is the one that `command` names."""
+    """Interpreter (3.9 or later) of the process that supervises it; a sandbox must have it. The
+    program's own is the one that `command` names."""
     folder: Path | None = None
-    """Where it runs. None: here."""
+    """Working directory. None: the current one."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables, added to the few that it gets. `OPENAI_MODEL` may be among them."""
     memory_mib: int | None = None
     """Address space of each of its processes. None: no limit."""
     wrap: Wrap = not_wrapped
-    """A sandbox. It need not have a network, and must let the program open sockets."""
+    """A sandbox. It need not have a network, and must allow the program to open sockets."""
     readable: Sequence[Path] = ()
-    """What the program needs in a sandbox beyond the system: its interpreter, its packages."""
+    """Paths that the program needs in a sandbox: its interpreter, its packages."""
     tells_reward: bool = False
-    """Whether KEEL_TASK holds what the reward is computed from, a reference answer among it. The
-    policy can read it wherever the program lets it run commands."""
+    """Include in KEEL_TASK what the reward is computed from, such as a reference answer. The policy
+    can read it wherever the program lets it run commands."""
     drop_failures: bool = False
-    """Leave out trajectories whose program fails after a turn of the policy, and not count them as
-    failures with the least reward."""
+    """Drop trajectories whose program fails after a turn of the policy, instead of counting them as
+    failures with the lowest reward."""
     judges: bool = True
-    """Whether the program's own verdict counts. Where the policy can run commands as the program's
-    user, it can write one, too."""
+    """Use the program's own verdict. If the policy can run commands as the program's user, it can
+    write one, too."""
 
     def __post_init__(self) -> None:
         if not self.command:
             raise ValueError("agent program: command is empty")
-        if own := [name for name in self.env if name in OURS]:
-            raise ValueError(f"agent program: env sets {own[0]}, which names its trajectory")
+        if reserved := [name for name in self.env if name in _RESERVED_ENV]:
+            raise ValueError(f"agent program: env must not set {reserved[0]}, which Keel sets")
         if self.folder is not None and not self.folder.is_dir():
-            raise ValueError(f"agent program {self.name}: there is no folder {self.folder}")
+            raise ValueError(f"agent program {self.name}: folder {self.folder} does not exist")
 
     @property
     def is_function(self) -> bool:
@@ -83,20 +80,19 @@ class AgentProgram:
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
-    """Return the command line of a recipe's `program`: a command line itself, whose first word is
-    looked up in `folder`, beside the interpreter `python` and on the PATH; or `module:function`,
-    which that interpreter calls. Raises ValueError where there is nothing of that name."""
+    """Return the command line of a recipe's `program`: a command line, whose first word is looked
+    up in `folder`, next to the interpreter `python` and on the PATH; or `module:function`, which
+    that interpreter calls. Raises ValueError if it is not found."""
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]
     first, *rest = shlex.split(program)
-    beside = Path(shutil.which(python) or python).parent
-    path = os.pathsep.join([str(folder), str(beside), os.environ.get("PATH", os.defpath)])
+    scripts = Path(shutil.which(python) or python).parent
+    path = os.pathsep.join([str(folder), str(scripts), os.environ.get("PATH", os.defpath)])
     place = shutil.which(folder / first if os.sep in first else first, path=path)
     if place is None:
         raise ValueError(
-            f"agent program: there is no command {first} in {folder}, beside {python} or on the "
-            "PATH that can be run; name it by its path, or set python to the interpreter beside "
-            "which it is installed"
+            f"agent program: no executable {first} in {folder}, next to {python} or on the PATH. "
+            "Give its path, or set python to the interpreter next to which it is installed"
         )
     return [os.path.abspath(place), *rest]
 
@@ -106,20 +102,19 @@ class ProgramResult:
     """How a program ended, and its verdict on its trajectory."""
 
     failed: str = ""
-    """Why it did not end well; empty if it exited with status 0."""
-    words: str = ""
-    """The last of its output."""
-    took_s: float
+    """Why it failed; "" if it exited with status 0."""
+    output: str = ""
+    """Tail of its output."""
     timed_out: bool = False
-    """Whether it was ended because its time was up."""
+    """It was killed because its time was up."""
     verdict: Verdict | Unscored | None = None
     """None: it gave none, or its verdict does not count."""
     answer: str | None = None
     """Its answer to the task, if it gave one."""
 
-    def why(self, program: AgentProgram) -> str:
-        said = f"; its last words: {self.words}" if self.words else ""
-        return f"agent program {program.name} {self.failed or 'ended'}{said}"
+    def describe(self, program: AgentProgram) -> str:
+        tail = f"; its last words: {self.output}" if self.output else ""
+        return f"agent program {program.name} {self.failed or 'ended'}{tail}"
 
 
 async def run_program(
@@ -133,14 +128,22 @@ async def run_program(
     """Run a program to its end, or until `until` returns why its time is up. All its processes are
     gone afterwards.
 
-    What it says is what it writes to the file `KEEL_VERDICT`, or else the last line that a command
+    Its result is the content of the file `KEEL_VERDICT`, or else the last line that a command
     prints if that is such an object: `{"parts": {"correct": 1.0}, "facts": {…}}`, its own verdict;
-    `{"answer": "…"}`, for whoever grades; or both.
+    `{"answer": "…"}`, for another grader; or both.
     """
-    started = monotonic()
-    wrapped = program.wrap is not not_wrapped
+    is_wrapped = program.wrap is not not_wrapped
     folder = program.folder or Path.cwd()
-    scratch = "" if wrapped else tempfile.mkdtemp(prefix="keel-")  # a sandbox has its own
+    scratch = "" if is_wrapped else tempfile.mkdtemp(prefix="keel-")  # a sandbox has its own
+    described: dict[str, Any] = {
+        "prompt_id": task.prompt_id,
+        "domain": task.domain,
+        "messages": [dict(message) for message in task.messages],
+        "tools": [dict(tool) for tool in task.tools],
+    }
+    if program.tells_reward:
+        described["reward"] = dict(task.reward)
+    prompts = [message["content"] for message in task.messages if message["role"] == "user"]
     request = {
         "command": list(program.command),
         "env": {
@@ -152,106 +155,89 @@ async def run_program(
             **address.env,
             **program.env,
         },
-        "prompt": _prompt_of(task),
-        "task": _told(task, reward=program.tells_reward),
-        "socket": str(address.socket) if wrapped else None,
+        "prompt": str(prompts[-1] if prompts else task.messages[-1]["content"]),
+        "task": described,
+        "socket": str(address.socket) if is_wrapped else None,
         "memory_mib": program.memory_mib,
     }
     process: LineProcess | None = None
     late = asyncio.ensure_future(until)
-    answer: dict[str, Any] | str | None = None
+    reply: dict[str, Any] | str | None = None
     try:
-        line = line_of(request)
+        line = encode_line(request)
         process = await LineProcess.start(
-            [program.python, str(DRIVE)],
+            [program.python, str(START), "drive"],
             env={"TMPDIR": scratch} if scratch else {},
             folder=folder,
             wrap=program.wrap,
-            readable=(DRIVE, *READABLE, folder, address.socket, *program.readable),
+            readable=(*READABLE, folder, address.socket, *program.readable),
         )
-        async with asyncio.timeout(SENDING_S):
+        async with asyncio.timeout(_SEND_S):
             await process.send(line)
-        heard = asyncio.ensure_future(process.receive())
+        received = asyncio.ensure_future(process.receive())
         try:
-            await asyncio.wait({heard, late}, return_when=asyncio.FIRST_COMPLETED)
-            answer = heard.result() if heard.done() else None
+            await asyncio.wait({received, late}, return_when=asyncio.FIRST_COMPLETED)
+            reply = received.result() if received.done() else None
         finally:
-            heard.cancel()
-        failed = late.result() if answer is None else _failure(answer)
-    except EOFError:  # with all that was in the sandbox: its memory was too much, as a rule
+            received.cancel()
+        failed = late.result() if reply is None else _failure(reply)
+    except EOFError:  # the whole sandbox is gone, usually over its memory
         assert process is not None
-        answer, failed = "", (await process.lost("exit", "run", "")).detail
+        reply, failed = "", (await process.lost("exit", "run", "")).detail
     except (TimeoutError, OSError, ValueError, EnvironmentLost) as error:
-        answer, failed = "", f"could not be run: {error}"
+        reply, failed = "", f"could not be run: {error}"
     finally:
         late.cancel()
-        # To its end even where this is cancelled meanwhile.
-        await asyncio.shield(asyncio.ensure_future(_tidy(process, scratch)))
-    if isinstance(answer, dict) and program.is_function:
-        answer.pop("last", None)  # what it prints may be the policy's words
-    verdict, said = _given(answer, judges=program.judges)
+        # Must finish even if this task is cancelled.
+        await asyncio.shield(asyncio.ensure_future(_clean_up(process, scratch)))
+    if isinstance(reply, dict) and program.is_function:
+        reply.pop("last", None)  # a function's prints may be the policy's words
+    verdict, answer = _parse_result(reply, judges=program.judges)
     return ProgramResult(
         failed=failed,
-        words=process.words if process is not None else "",
-        took_s=monotonic() - started,
-        timed_out=answer is None,
+        output=process.output if process is not None else "",
+        timed_out=reply is None,
         verdict=verdict,
-        answer=said,
+        answer=answer,
     )
 
 
-async def _tidy(process: LineProcess | None, scratch: str) -> None:
+async def _clean_up(process: LineProcess | None, scratch: str) -> None:
     if process is not None:
         await process.end()
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _failure(answer: dict[str, Any] | str) -> str:
-    if isinstance(answer, str) or "cannot" in answer:
-        said = answer if isinstance(answer, str) else str(answer["cannot"])
-        return f"could not be run: {said[:500]}"
-    code = answer.get("exit")
+def _failure(reply: dict[str, Any] | str) -> str:
+    if isinstance(reply, str) or "cannot" in reply:
+        text = reply if isinstance(reply, str) else str(reply["cannot"])
+        return f"could not be run: {text[:500]}"
+    code = reply.get("exit")
     if isinstance(code, int) and code < 0:
         return f"was ended by signal {-code}"
     return "" if code == 0 else f"exited with status {code}"
 
 
-def _given(
-    answer: dict[str, Any] | str | None, *, judges: bool
+def _parse_result(
+    reply: dict[str, Any] | str | None, *, judges: bool
 ) -> tuple[Verdict | Unscored | None, str | None]:
     """Return the verdict and the answer that a program gave."""
-    if not isinstance(answer, dict):
+    if not isinstance(reply, dict):
         return None, None
-    written = answer.get("verdict")
+    written = reply.get("verdict")
     try:
-        given = json.loads(written if isinstance(written, str) else str(answer.get("last", "")))
+        value = json.loads(written if isinstance(written, str) else str(reply.get("last", "")))
     except (ValueError, RecursionError):
-        given = None
-    found = cast(dict[str, Any], given) if isinstance(given, dict) else {}
-    said = str(found["answer"]) if "answer" in found else None
-    if not judges or ("parts" not in found and (written is None or said is not None)):
-        return None, said
-    if "parts" not in found:
-        return Unscored(
-            reason=f"it wrote no verdict to KEEL_VERDICT but {str(written)[:200]!r}"
-        ), said
+        value = None
+    fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    answer = str(fields["answer"]) if "answer" in fields else None
+    if not judges or ("parts" not in fields and (written is None or answer is not None)):
+        return None, answer
+    if "parts" not in fields:
+        reason = f"it wrote no verdict to KEEL_VERDICT but {str(written)[:200]!r}"
+        return Unscored(reason=reason), answer
     try:
-        return verdict_of(found), said
+        return verdict_of(fields), answer
     except ValueError as error:
-        return Unscored(reason=str(error)), said
-
-
-def _prompt_of(task: Prompt) -> str:
-    said = [message["content"] for message in task.messages if message["role"] == "user"]
-    return str(said[-1]) if said else str(task.messages[-1]["content"])
-
-
-def _told(task: Prompt, *, reward: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "prompt_id": task.prompt_id,
-        "domain": task.domain,
-        "messages": [dict(message) for message in task.messages],
-        "tools": [dict(tool) for tool in task.tools],
-    }
-    return told | ({"reward": dict(task.reward)} if reward else {})
+        return Unscored(reason=str(error)), answer

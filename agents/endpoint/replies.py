@@ -1,4 +1,4 @@
-"""A turn as OpenAI's answer to a request, whole or as a stream."""
+"""Formats a turn as OpenAI's answer to a request, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.agents.conversation import spoken
-from keel.agents.endpoint.requests import sound
+from keel.agents.conversation import message_of
+from keel.agents.endpoint.requests import replace_surrogates
 from keel.rl.turns import Message, Parsed
 from keel.rl.types import FinishReason
 
-PIECE = 24
+_CHUNK = 24
 """Characters in one chunk of a stream."""
 MODEL = "policy"
 """The only model listed. Requests may name any other."""
@@ -25,7 +25,7 @@ class Reply:
 
     reply_id: str
     message: Message
-    """The message for the client; arguments are objects."""
+    """Message for the client; arguments are objects."""
     ended: FinishReason
     """`stop`, or the limit that cut the turn."""
     prompt_tokens: int
@@ -39,10 +39,10 @@ class Reply:
         return "tool_calls" if self.message.get("tool_calls") else "stop"
 
 
-def handed_out(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
-    """Return a turn as the client gets it. Calls of a turn that was cut are left out, since clients
-    run calls without looking at the finish reason."""
-    message = sound(spoken(parsed))
+def client_message(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
+    """Return a turn as the client gets it, without the calls of a turn that was cut: clients run
+    calls without looking at the finish reason."""
+    message = replace_surrogates(message_of(parsed))
     if cut or not may_call:
         message.pop("tool_calls", None)
     return message
@@ -50,15 +50,14 @@ def handed_out(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
     """Return the answer to a request without `stream`."""
-    said = reply.message
-    calls = _calls(said)
+    calls = _calls(reply.message)
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": said["content"] or (None if calls else ""),
+        "content": reply.message["content"] or (None if calls else ""),
         "refusal": None,
     }
-    if said.get("reasoning_content"):
-        message["reasoning_content"] = said["reasoning_content"]
+    if reply.message.get("reasoning_content"):
+        message["reasoning_content"] = reply.message["reasoning_content"]
     if calls:
         message["tool_calls"] = calls
     choice = {
@@ -76,37 +75,40 @@ def events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
     head = _head(reply, model, "chat.completion.chunk")
     if include_usage:
         head["usage"] = None
+
+    def event(choices: list[dict[str, Any]], **fields: Any) -> bytes:
+        return b"data: " + json.dumps({**head, "choices": choices, **fields}).encode() + b"\n\n"
+
+    def choice(delta: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        return {"index": 0, "delta": dict(delta), "logprobs": None, "finish_reason": finish_reason}
+
     for delta in _deltas(reply.message):
-        yield _event({**head, "choices": [_choice(delta, None)]})
-    yield _event({**head, "choices": [_choice({}, reply.finish_reason)]})
+        yield event([choice(delta, None)])
+    yield event([choice({}, reply.finish_reason)])
     if include_usage:
-        yield _event({**head, "choices": [], "usage": _usage(reply)})
+        yield event([], usage=_usage(reply))
     yield b"data: [DONE]\n\n"
-
-
-def models() -> dict[str, Any]:
-    return {"object": "list", "data": [model(MODEL)]}
 
 
 def model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "keel"}
 
 
-def _deltas(said: Message) -> Iterator[dict[str, Any]]:
-    yield {"role": "assistant", "content": "" if said["content"] else None}
-    for piece in _pieces(said.get("reasoning_content") or ""):
+def _deltas(message: Message) -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": "" if message["content"] else None}
+    for piece in _pieces(message.get("reasoning_content") or ""):
         yield {"reasoning_content": piece}
-    for piece in _pieces(said["content"]):
+    for piece in _pieces(message["content"]):
         yield {"content": piece}
-    for index, call in enumerate(_calls(said)):
+    for index, call in enumerate(_calls(message)):
         function = {"name": call["function"]["name"], "arguments": ""}
         yield {"tool_calls": [{**call, "index": index, "function": function}]}
         for piece in _pieces(call["function"]["arguments"]):
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
 
 
-def _calls(said: Message) -> Sequence[dict[str, Any]]:
-    calls: Sequence[Mapping[str, Any]] = said.get("tool_calls") or ()
+def _calls(message: Message) -> Sequence[dict[str, Any]]:
+    calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     return [
         {
             "id": call["id"],
@@ -121,17 +123,13 @@ def _calls(said: Message) -> Sequence[dict[str, Any]]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), PIECE):
-        yield text[start : start + PIECE]
-
-
-def _choice(delta: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "delta": dict(delta), "logprobs": None, "finish_reason": finish_reason}
+    for start in range(0, len(text), _CHUNK):
+        yield text[start : start + _CHUNK]
 
 
 def _head(reply: Reply, model: str, kind: str) -> dict[str, Any]:
-    made = int(time.time())
-    return {"id": reply.reply_id, "object": kind, "created": made, "model": model or MODEL}
+    created = int(time.time())
+    return {"id": reply.reply_id, "object": kind, "created": created, "model": model or MODEL}
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
@@ -141,7 +139,3 @@ def _usage(reply: Reply) -> dict[str, Any]:
         "total_tokens": reply.prompt_tokens + reply.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
     }
-
-
-def _event(chunk: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk).encode() + b"\n\n"

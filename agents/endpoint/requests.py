@@ -1,4 +1,5 @@
-"""Chat completion requests: OpenAI's fields, read into the messages and tools of a chat format."""
+"""Reads chat completion requests into the messages and tools of a chat format, and defines errors
+in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -11,38 +12,94 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
-from keel.agents.budget import CHARACTERS_A_TOKEN
-from keel.agents.endpoint.errors import ApiError, wrong
+from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget
 from keel.agents.schemas import arguments_of
 from keel.rl import strict_json
 from keel.rl.turns import Message, ToolSpec
+from keel.rl.types import FinishReason
 
 _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
 )
-"""Fields that are ignored silently: they would not change what is sampled."""
+"""Fields that are ignored silently, since they would not change the sampling."""
 _UNSUPPORTED = {
     "functions": "use tools",
     "function_call": "use tool_choice",
     "audio": "the policy writes text",
     "web_search_options": "the endpoint has no search; give the policy a tool",
 }
-MOST_TOOLS = 256 << 10
-"""Characters of a request's tools as JSON. Checking schemas takes a second for each 30,000."""
-MOST_DEEP = 120
+MAX_TOOL_CHARACTERS = 256 << 10
+"""Characters of a request's tools as JSON. Checking schemas takes a second per 30,000."""
+_MAX_DEPTH = 120
 """Levels of nesting in a request."""
-MOST_VALUES = 1 << 20
+MAX_VALUES = 1 << 20
 """Commas and brackets in a request. More would not fit a window of a million tokens, and parsing
 them would block all other trajectories for seconds."""
-MOST_WARNINGS = 50
-_DISTRIBUTION = (
-    "it would change the distribution that is sampled from, and what is recorded is trained on"
-)
+_MAX_WARNINGS = 50
+_DISTRIBUTION = "it would change the sampling distribution, and the samples are trained on"
 _STRUCTURED = (
-    "structured output is not supported: tokens are sampled without a grammar, since the grammar's "
-    "masks are not recorded. Ask for the format in the prompt and read the text"
+    "structured output is not supported, since a grammar's masks are not recorded. Ask for the "
+    "format in the prompt and parse the text"
 )
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+class ApiError(Exception):
+    """An error that answers a request in place of a turn."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        limit: FinishReason | None = None,
+    ) -> None:
+        """status: HTTP status. param: the wrong field. limit: the budget's limit that was met."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.limit: FinishReason | None = limit
+
+    @property
+    def is_internal(self) -> bool:
+        """True if the endpoint or an engine failed or was too busy; False if the program erred."""
+        return self.status >= 500 or self.status in (408, 429)
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": _ERROR_TYPES.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def invalid_field(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def budget_spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
+    """Return the error for a spent budget, with a status that clients do not retry, unlike 429 and
+    5xx. context: tokens of the request's messages."""
+    if limit == "window":  # OpenAI's wording, which programs recognize and then shorten the context
+        return ApiError(
+            400,
+            f"This model's maximum context length is {budget.window} tokens. However, your "
+            f"messages resulted in {context} tokens; one at least must be left to sample",
+            param="messages",
+            code="context_length_exceeded",
+            limit=limit,
+        )
+    amount, code = {
+        "turns": (f"{budget.turns} turns", "turns_spent"),
+        "deadline": (f"{budget.timeout_s:g} s", "time_spent"),
+    }.get(limit, (f"{budget.tokens} sampled tokens", "tokens_spent"))
+    return ApiError(403, f"the trajectory's budget of {amount} is spent", code=code, limit=limit)
 
 
 def _as_parts(content: Any) -> Any:
@@ -58,7 +115,7 @@ def _as_calls(calls: Any) -> Any:
 def _as_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments or {}
-    return load(arguments or "{}")
+    return load_json(arguments or "{}")
 
 
 class _Model(BaseModel):
@@ -109,7 +166,7 @@ class _StreamOptions(_Model):
 
 
 class _Request(_Model):
-    """A request's fields. Null counts as missing; fields that are not here are `model_extra`."""
+    """Fields of a request. Null counts as missing; unknown fields are in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -154,56 +211,58 @@ class ChatRequest:
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
-        written = [message["tool_calls"] for message in self.messages if "tool_calls" in message]
-        offered = [tool.as_json() for tool in self.tools]
+        calls = [message["tool_calls"] for message in self.messages if "tool_calls" in message]
+        tools = [tool.as_json() for tool in self.tools]
         return (
-            sum(len(message["content"]) + CHARACTERS_A_TOKEN for message in self.messages)
+            sum(len(message["content"]) + CHARACTERS_PER_TOKEN for message in self.messages)
             + sum(map(len, thoughts))
-            + sum(len(json.dumps(one, ensure_ascii=False)) for one in (*written, *offered))
+            + sum(len(json.dumps(one, ensure_ascii=False)) for one in (*calls, *tools))
         )
 
     async def check_tools(self) -> None:
         """Raise ApiError for tools that could not be called. Runs on a thread, since large schemas
         take seconds."""
-        if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > MOST_TOOLS:
-            raise wrong("tools", f"must have at most {MOST_TOOLS:,} characters as JSON")
+        if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > MAX_TOOL_CHARACTERS:
+            limit = f"must have at most {MAX_TOOL_CHARACTERS:,} characters as JSON"
+            raise invalid_field("tools", limit)
         try:
             await asyncio.to_thread(arguments_of, self.tools)
         except ValueError as error:
-            raise wrong("tools", str(error)) from error
+            raise invalid_field("tools", str(error)) from error
 
 
-class Warnings:
-    """Logs each setting that is ignored once."""
+class IgnoredFields:
+    """Logs each ignored field once."""
 
     def __init__(self) -> None:
-        self._named: set[str] = set()
+        self._names: set[str] = set()
 
-    def ignored(self, name: str, why: str) -> None:
-        if name not in self._named and len(self._named) < MOST_WARNINGS:
-            self._named.add(name)
+    def warn(self, name: str, reason: str) -> None:
+        if name not in self._names and len(self._names) < _MAX_WARNINGS:
+            self._names.add(name)
             logging.getLogger(__name__).warning(
-                "a program's request sets %s, which is ignored: %s", name[:64], why
+                "a program's request sets %s, which is ignored: %s", name[:64], reason
             )
 
 
-def read_request(body: bytes, warnings: Warnings, *, is_retry: bool = False) -> ChatRequest:
+def read_request(body: bytes, ignored: IgnoredFields, *, is_retry: bool = False) -> ChatRequest:
     """Parse a request. Raises ApiError that names the wrong field."""
     fields = {name: value for name, value in load_object(body).items() if value is not None}
     try:
         request = _Request.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise wrong(_path(first["loc"]), first["msg"]) from error
+        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
+        raise invalid_field("".join(parts).removeprefix("."), first["msg"]) from error
     _refuse_unsupported(request)
     for name in request.model_extra or ():
         if name not in _WITHOUT_EFFECT:
-            warnings.ignored(name, "the policy is sampled as the recipe says")
+            ignored.warn(name, "the recipe decides how the policy is sampled")
     if any(tool.function.strict for tool in request.tools):
-        warnings.ignored("tools[].function.strict", _DISTRIBUTION)
+        ignored.warn("tools[].function.strict", _DISTRIBUTION)
     limits = (request.max_tokens, request.max_completion_tokens)
     return ChatRequest(
-        messages=tuple(_messages(request.messages)),
+        messages=tuple(_convert_messages(request.messages)),
         tools=tuple(
             ToolSpec(
                 name=tool.function.name,
@@ -221,121 +280,113 @@ def read_request(body: bytes, warnings: Warnings, *, is_retry: bool = False) -> 
     )
 
 
-def _path(location: Sequence[int | str]) -> str:
-    """Write a field's place as `messages[0].content`."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
-    return "".join(parts).removeprefix(".")
-
-
 def _refuse_unsupported(request: _Request) -> None:
     extra = request.model_extra or {}
     for name, cure in _UNSUPPORTED.items():
         if name in extra:
-            raise wrong(name, f"is not supported: {cure}")
+            raise invalid_field(name, f"is not supported: {cure}")
     structured = [name for name in extra if name.startswith(("guided_", "structured_outputs"))]
     if request.response_format.get("type", "text") != "text":
         structured.append("response_format")
     for name in structured:
-        raise wrong(name, _STRUCTURED)
+        raise invalid_field(name, _STRUCTURED)
     if request.logit_bias:
-        raise wrong("logit_bias", f"is not supported: {_DISTRIBUTION}")
+        raise invalid_field("logit_bias", f"is not supported: {_DISTRIBUTION}")
     if request.logprobs or request.top_logprobs:
-        raise wrong("logprobs", "are recorded and not returned")
+        raise invalid_field("logprobs", "are recorded and not returned")
     if request.modalities not in (None, ["text"]):
-        raise wrong("modalities", "the policy writes text")
+        raise invalid_field("modalities", "the policy writes text")
     if request.tool_choice not in ("auto", "none"):
         message = f"must be auto or none; a forced call is refused: {_DISTRIBUTION}"
-        raise wrong("tool_choice", message)
+        raise invalid_field("tool_choice", message)
 
 
-def _messages(given: Sequence[_Message]) -> list[dict[str, Any]]:
+def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
     """Convert messages, and check that each call has its result before the next turn."""
-    messages: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     calls: dict[str, str] = {}
     """Tool names of the last assistant message's calls, by id and in their order."""
     results: dict[str, dict[str, Any]] = {}
-    for i, message in enumerate(given):
+    for i, message in enumerate(messages):
         at = f"messages[{i}]"
-        content = "\n".join(part.text for part in message.content)  # one a line, as vLLM has it
+        content = "\n".join(part.text for part in message.content)  # joined as in vLLM
         if message.role == "tool":
             call_id = message.tool_call_id
             if call_id is None:
-                raise wrong(f"{at}.tool_call_id", "must be a string, is missing")
+                raise invalid_field(f"{at}.tool_call_id", "must be a string, is missing")
             if call_id not in calls:
-                raise wrong(f"{at}.tool_call_id", f"no call {call_id!r} in the turn before it")
+                raise invalid_field(f"{at}.tool_call_id", f"no call {call_id!r} in the turn before")
             if call_id in results:
-                raise wrong(f"{at}.tool_call_id", f"the call {call_id!r} is answered twice")
-            name = calls[call_id]
+                raise invalid_field(f"{at}.tool_call_id", f"call {call_id!r} is answered twice")
             results[call_id] = {
                 **{"role": "tool", "content": content},
-                **{"tool_call_id": call_id, "name": name},
+                **{"tool_call_id": call_id, "name": calls[call_id]},
             }
             continue
-        messages += _in_order(at, calls, results)
+        converted += _in_call_order(at, calls, results)
         calls, results = {}, {}
         role = "system" if message.role == "developer" else message.role
-        converted: dict[str, Any] = {"role": role, "content": content}
+        fields: dict[str, Any] = {"role": role, "content": content}
         if role == "assistant":
             if message.function_call is not None:
-                raise wrong(f"{at}.function_call", "is not supported: use tool_calls")
+                raise invalid_field(f"{at}.function_call", "is not supported: use tool_calls")
             reasoning = message.reasoning_content or message.reasoning
             if isinstance(reasoning, str):
-                converted["reasoning_content"] = reasoning
+                fields["reasoning_content"] = reasoning
             if message.tool_calls:
-                written = [
+                fields["tool_calls"] = [
                     {"id": call.id, "type": "function", "function": call.function.model_dump()}
                     for call in message.tool_calls
                 ]
-                converted["tool_calls"] = written
                 calls = {call.id: call.function.name for call in message.tool_calls}
-                if len(calls) < len(written):
-                    raise wrong(f"{at}.tool_calls", "two of the calls have the same id")
-        messages.append(converted)
-    messages += _in_order("messages", calls, results)
-    if messages[-1]["role"] == "assistant":
-        last = f"messages[{len(messages) - 1}]"
-        raise wrong(last, "is the policy's own, which speaks next: a turn cannot be continued")
-    return messages
+                if len(calls) < len(message.tool_calls):
+                    raise invalid_field(f"{at}.tool_calls", "two of the calls have the same id")
+        converted.append(fields)
+    converted += _in_call_order("messages", calls, results)
+    if converted[-1]["role"] == "assistant":
+        last = f"messages[{len(converted) - 1}]"
+        raise invalid_field(last, "is the policy's own: a turn cannot be continued")
+    return converted
 
 
-def _in_order(
+def _in_call_order(
     at: str, calls: dict[str, str], results: dict[str, dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """Yield results in the order of their calls: templates that show no ids rely on it."""
     for call_id in calls:
         if call_id not in results:
-            raise wrong(at, f"the call {call_id!r} has no message of the role tool")
+            raise invalid_field(at, f"the call {call_id!r} has no message of the role tool")
         yield results[call_id]
 
 
-class TooMuch(ValueError):
+class _TooManyValues(ValueError):
     """A text has too many values to be parsed."""
 
 
-def load(text: bytes | str) -> Any:
+def load_json(text: bytes | str) -> Any:
     """Parse JSON that a program sent. Raises ValueError."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text
-    if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        raise TooMuch(f"more than {MOST_VALUES:,} values do not fit the model's context")
-    return sound(strict_json.load(text, max_depth=MOST_DEEP))
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise _TooManyValues(f"more than {MAX_VALUES:,} values do not fit the model's context")
+    return replace_surrogates(strict_json.load(text, max_depth=_MAX_DEPTH))
 
 
 def load_object(body: bytes) -> dict[str, Any]:
     """Parse a request's body. Raises ApiError."""
     try:
-        value = load(body)
-    except TooMuch as error:
-        code = "context_length_exceeded"  # by which programs know that they may shorten it
+        value = load_json(body)
+    except _TooManyValues as error:
+        code = "context_length_exceeded"  # which programs recognize and then shorten the context
         raise ApiError(400, str(error), param="messages", code=code, limit="window") from error
     except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return cast(dict[str, Any], value)
 
 
-def sound(value: Any) -> Any:
-    """Replace halves of surrogate pairs, which JSON may spell and no tokenizer reads."""
+def replace_surrogates(value: Any) -> Any:
+    """Replace unpaired surrogates, which JSON may contain and no tokenizer accepts."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -343,6 +394,8 @@ def sound(value: Any) -> Any:
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return value
     if isinstance(value, dict):
-        items = cast(dict[str, Any], value)
-        return {sound(key): sound(item) for key, item in items.items()}
-    return [sound(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
+        items = cast(dict[str, Any], value).items()
+        return {replace_surrogates(key): replace_surrogates(item) for key, item in items}
+    if isinstance(value, list):
+        return [replace_surrogates(item) for item in cast(list[Any], value)]
+    return value

@@ -1,4 +1,4 @@
-"""The server: one port for all trajectories of a process, a base URL and a key for each."""
+"""HTTP server for all trajectories of a process: one port, and a base URL and key for each."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from keel.agents.endpoint import anthropic, replies
-from keel.agents.endpoint.errors import ApiError
-from keel.agents.endpoint.record import Finished, TrajectoryRecorder
-from keel.agents.endpoint.requests import ChatRequest, Warnings, read_request
-from keel.agents.endpoint.tools import Tools
-from keel.agents.env_runtime.sockets import socket_folder
+from keel.agents.endpoint.mcp_tools import McpTools
+from keel.agents.endpoint.recorder import Finished, TrajectoryRecorder
+from keel.agents.endpoint.requests import ApiError, ChatRequest, IgnoredFields, read_request
+from keel.agents.env_runtime.socket_folder import socket_folder
 
-MOST_BYTES = 16 << 20
-"""Bytes of one request: twelve are enough for a window of 131,072 tokens, however it is escaped."""
-MOST_OF_ONE, MOST_OF_ALL = 2 * MOST_BYTES, 16 * MOST_BYTES
-"""Bytes of requests that are being received at once, of one trajectory and of all."""
-READ_S = 60.0
+MAX_REQUEST_BYTES = 16 << 20
+"""Size limit of a request: twelve MiB suffice for 131,072 tokens, however they are escaped."""
+_MAX_TRAJECTORY_BYTES, _MAX_TOTAL_BYTES = 2 * MAX_REQUEST_BYTES, 16 * MAX_REQUEST_BYTES
+"""Size limits of all requests being received at once."""
+_READ_S = 60.0
 """Seconds to wait for the rest of a request, and for a client to read an answer."""
-ENDING_S = 5.0
-ROUNDS = 4
+_SHUTDOWN_S = 5.0
+_DISCONNECT_ROUNDS = 4
 """Iterations of the event loop after which a closed connection has cancelled its request."""
-SOCKET = "keel.sock"
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_SOCKET = "keel.sock"
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The address and key of one trajectory's endpoint."""
+    """Address and key of one trajectory's endpoint."""
 
     base_url: str
     api_key: str
     socket: Path
-    """Unix socket of the same server, for a sandbox that has no network."""
+    """Unix socket of the same server, for a sandbox without a network."""
     tools_url: str = ""
-    """URL of the environment's tools for an MCP client. Empty: there are none."""
+    """URL of the environment's tools for an MCP client. "" if it has none."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -60,52 +59,52 @@ class Address:
         }
 
 
-class Connections:
-    """Limits a server's connections to what this process has files for, whatever one program opens:
-    a new connection beyond `most` closes another. `accept` is the listening sockets' factory.
-    on_abort: called with the trajectory of each request whose connection was closed."""
+class _Connections:
+    """Bounds a server's connections by the descriptors of this process: a new one beyond `most`
+    closes another. `accept` is the listening sockets' factory. on_abort: called with the trajectory
+    of each request whose connection was closed."""
 
     def __init__(self, server: web.Server, most: int, on_abort: Callable[[str], None]) -> None:
         self._server, self._most, self._on_abort = server, most, on_abort
-        self._coming = 0
+        self._accepting = 0
         """Accepted connections that the server does not list yet."""
         self._busy: dict[web.RequestHandler, str] = {}
         """Connections with a request in flight, oldest first, and their trajectories."""
 
     def accept(self) -> web.RequestHandler:
-        open_ = [one for one in self._server.connections if one.transport is not None]
-        while open_ and len(open_) + self._coming >= self._most:
-            open_.remove(gone := self._least_needed(open_))
-            if (whose := self._busy.pop(gone, None)) is not None:
-                self._on_abort(whose)
-            assert gone.transport is not None
-            gone.transport.abort()  # `close` waits for a client to read what it was sent
-            gone.force_close()
-        self._coming += 1
-        asyncio.get_running_loop().call_soon(self._has_come)
+        connections = [one for one in self._server.connections if one.transport is not None]
+        while connections and len(connections) + self._accepting >= self._most:
+            connections.remove(victim := self._victim(connections))
+            if (trajectory := self._busy.pop(victim, None)) is not None:
+                self._on_abort(trajectory)
+            assert victim.transport is not None
+            victim.transport.abort()  # `close` would wait for the client to read
+            victim.force_close()
+        self._accepting += 1
+        asyncio.get_running_loop().call_soon(self._accepted)
         return self._server()
 
-    def _has_come(self) -> None:
-        self._coming -= 1
+    def _accepted(self) -> None:
+        self._accepting -= 1
 
     @contextmanager
-    def request(self, connection: web.RequestHandler, whose: str) -> Generator[None]:
+    def request(self, connection: web.RequestHandler, trajectory: str) -> Generator[None]:
         """Mark a connection as having a request in flight."""
-        self._busy[connection] = whose
+        self._busy[connection] = trajectory
         try:
             yield
         finally:
             self._busy.pop(connection, None)
 
-    def _least_needed(self, open_: list[web.RequestHandler]) -> web.RequestHandler:
-        """Return the oldest idle connection, which its client will open again; else the newest of
-        the trajectory with the most, whose turn is then cancelled."""
-        for connection in open_:
+    def _victim(self, connections: list[web.RequestHandler]) -> web.RequestHandler:
+        """Return the oldest idle connection, which its client will reopen; else the newest of the
+        trajectory with the most, whose turn is then cancelled."""
+        for connection in connections:
             if connection not in self._busy:
                 return connection
-        busy = {one: whose for one, whose in self._busy.items() if one.transport is not None}
-        (most, _), *_ = Counter(busy.values()).most_common(1)
-        return next(one for one, whose in reversed(busy.items()) if whose == most)
+        busy = {one: name for one, name in self._busy.items() if one.transport is not None}
+        (largest, _), *_ = Counter(busy.values()).most_common(1)
+        return next(one for one, name in reversed(busy.items()) if name == largest)
 
 
 class Endpoint:
@@ -117,27 +116,28 @@ class Endpoint:
     def __init__(self, *, port: int = 0, most: int = 1024) -> None:
         """port: 0 lets the system choose. most: connections at once, over all trajectories."""
         self._port, self._most = port, most
-        self._open: dict[str, tuple[str, TrajectoryRecorder, Tools | None]] = {}
-        self._warnings = Warnings()
+        self._open: dict[str, tuple[str, TrajectoryRecorder, McpTools | None]] = {}
+        """Key, recorder and tools of each trajectory, by its place in the URL."""
+        self._ignored = IgnoredFields()
         self._receiving: Counter[str] = Counter()
-        """Bytes of requests on their way, by trajectory."""
+        """Bytes of requests being received, by trajectory."""
         self._runner: web.AppRunner | None = None
-        self._connections: Connections | None = None
-        self._listening: list[asyncio.Server] = []
+        self._connections: _Connections | None = None
+        self._listeners: list[asyncio.Server] = []
         self._folder = ""
 
     async def __aenter__(self) -> Endpoint:
-        app = web.Application(middlewares=[self._counted, self._in_their_format])
+        app = web.Application(middlewares=[self._track_connection, self._format_errors])
         app.router.add_get("/t/{name}/v1/models", self._models)
         app.router.add_get("/t/{name}/v1/models/{model:.+}", self._model)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
         app.router.add_post("/t/{name}/v1/messages", self._chat)
         app.router.add_post("/t/{name}/mcp/{key}", self._tools)
-        app.router.add_route("*", "/t/{name}/mcp/{key}", _no_stream)
+        app.router.add_route("*", "/t/{name}/mcp/{key}", _post_only)
         app.router.add_route("*", "/t/{name}/{path:.*}", self._unknown)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         logger = logging.getLogger(f"{__name__}.http")
-        logger.addFilter(_of_ours)
+        logger.addFilter(_is_our_fault)
         # A client that disconnects cancels its turn. Bodies are not decompressed: a small one may
         # hold gigabytes.
         self._runner = web.AppRunner(
@@ -146,22 +146,22 @@ class Endpoint:
             auto_decompress=False,
             access_log=None,
             logger=logger,
-            shutdown_timeout=ENDING_S,
+            shutdown_timeout=_SHUTDOWN_S,
         )
-        self._folder = socket_folder("keel-endpoint-", SOCKET)
+        self._folder = socket_folder("keel-endpoint-", _SOCKET)
         try:
             await self._runner.setup()
             assert self._runner.server is not None
-            self._connections = Connections(self._runner.server, self._most, self._aborted)
-            made, loop = self._connections.accept, asyncio.get_running_loop()
-            port = await loop.create_server(made, "127.0.0.1", self._port)
-            self._listening.append(port)
-            self._port = port.sockets[0].getsockname()[1]
-            path = str(Path(self._folder) / SOCKET)
-            self._listening.append(await loop.create_unix_server(made, path))
-            # As open as the port is: a sandbox's user may be another. Each trajectory has its key.
+            self._connections = _Connections(self._runner.server, self._most, self._aborted)
+            accept, loop = self._connections.accept, asyncio.get_running_loop()
+            listener = await loop.create_server(accept, "127.0.0.1", self._port)
+            self._listeners.append(listener)
+            self._port = listener.sockets[0].getsockname()[1]
+            path = str(Path(self._folder) / _SOCKET)
+            self._listeners.append(await loop.create_unix_server(accept, path))
+            # As open as the port, since a sandbox's user may be another. The keys protect it.
             Path(self._folder).chmod(0o711)
-            (Path(self._folder) / SOCKET).chmod(0o666)
+            (Path(self._folder) / _SOCKET).chmod(0o666)
         except BaseException:
             await self.__aexit__()
             raise
@@ -170,8 +170,8 @@ class Endpoint:
     async def __aexit__(self, *exception: object) -> None:
         for name in list(self._open):
             await self.finish(name)
-        for listening in self._listening:
-            listening.close()
+        for listener in self._listeners:
+            listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self.remove_folder()
@@ -180,77 +180,79 @@ class Endpoint:
         """Remove the socket's folder. Safe from any thread, even while `__aexit__` hangs."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def add(self, recording: TrajectoryRecorder, tools: Tools | None = None) -> Address:
-        """Open the endpoint of a trajectory, and its tools. Raises ValueError if the name is open
-        already."""
-        if any(open_.name == recording.name for _, open_, _ in self._open.values()):
-            raise ValueError(f"endpoint: {recording.name} is open already")
+    def add(self, recorder: TrajectoryRecorder, tools: McpTools | None = None) -> Address:
+        """Open a trajectory's endpoint and its tools. Raises ValueError if its name is open."""
+        if any(other.name == recorder.name for _, other, _ in self._open.values()):
+            raise ValueError(f"endpoint: {recorder.name} is open already")
         place, key = secrets.token_urlsafe(12), f"keel-{secrets.token_urlsafe(24)}"
-        self._open[place] = (key, recording, tools)
+        self._open[place] = (key, recorder, tools)
         here = f"http://127.0.0.1:{self._port}/t/{place}"
         return Address(
             base_url=f"{here}/v1",
             api_key=key,
-            socket=Path(self._folder) / SOCKET,
+            socket=Path(self._folder) / _SOCKET,
             tools_url=f"{here}/mcp/{key}" if tools is not None else "",
         )
 
     async def finish(self, name: str) -> Finished:
         """Close the endpoint of the trajectory `name`. Raises KeyError if it is not open."""
-        for place, (_, recording, _) in self._open.items():
-            if name in (place, recording.name):
+        for place, (_, recorder, _) in self._open.items():
+            if name in (place, recorder.name):
                 del self._open[place]
-                return await recording.finish()
+                return await recorder.finish()
         raise KeyError(name)
 
     def _aborted(self, place: str) -> None:
         if place in self._open:
-            _, recording, _ = self._open[place]
-            recording.failure = (
-                f"the endpoint had more than {self._most} connections, and closed one"
-            )
+            _, recorder, _ = self._open[place]
+            recorder.failure = f"the endpoint closed one of more than {self._most} connections"
 
     @web.middleware
-    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _track_connection(
+        self, request: web.Request, handler: _Handler
+    ) -> web.StreamResponse:
         assert self._connections is not None
         with self._connections.request(request.protocol, request.match_info.get("name", "")):
             return await handler(request)
 
     @web.middleware
-    async def _in_their_format(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return errors as OpenAI or Anthropic does."""
+    async def _format_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Return errors in OpenAI's or Anthropic's format."""
         try:
             return await handler(request)
         except ApiError as error:
-            refused = error
+            failure = error
         except web.HTTPException as error:
-            refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+            failure = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
         except Exception as error:
             logging.getLogger(__name__).exception("%s %s failed", request.method, request.path)
-            refused = ApiError(500, f"the endpoint failed: {error!r}", code="internal_error")
-            if trajectory := self._open.get(request.match_info.get("name", "")):
-                trajectory[1].refused(refused)
-        body = anthropic.error(refused) if _is_anthropics(request) else refused.body()
-        return web.json_response(body, status=refused.status)
+            failure = ApiError(500, f"the endpoint failed: {error!r}", code="internal_error")
+            self._record_error(request, failure)
+        body = anthropic.error(failure) if _is_anthropic(request) else failure.body()
+        return web.json_response(body, status=failure.status)
+
+    def _record_error(self, request: web.Request, error: ApiError) -> None:
+        if trajectory := self._open.get(request.match_info.get("name", "")):
+            trajectory[1].record_error(error)
 
     @asynccontextmanager
     async def _body_of(self, request: web.Request) -> AsyncGenerator[bytes]:
-        """Receive a request; its bytes count as being received until they have been read. Raises
+        """Receive a request, whose bytes count towards the limits until the context is left. Raises
         ApiError for one that is too large, too slow, compressed, or one of too many."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
-            message = f"Content-Encoding {encoding[:50]} is not supported: send the body as it is"
+            message = f"Content-Encoding {encoding[:50]} is not supported: send the body unencoded"
             raise ApiError(400, message, code="unsupported_encoding")
         place, chunks, size = request.match_info["name"], list[bytes](), 0
         try:
             try:
-                async with asyncio.timeout(READ_S):
+                async with asyncio.timeout(_READ_S):
                     async for chunk in request.content.iter_any():
                         chunks.append(chunk)
                         size += len(chunk)
                         self._receiving[place] += len(chunk)
                         self._check_size(place, max(size, request.content_length or 0))
             except TimeoutError as error:
-                message = f"the request did not come within {READ_S:g} s"
+                message = f"the request did not arrive within {_READ_S:g} s"
                 raise ApiError(408, message, code="too_slow") from error
             except (HttpProcessingError, web.RequestPayloadError, OSError) as error:
                 message = f"the request's body is malformed: {error}"
@@ -262,127 +264,128 @@ class Endpoint:
                 del self._receiving[place]
 
     def _check_size(self, place: str, size: int) -> None:
-        """Raise ApiError for a request of `size` bytes, or for one beside too many others."""
-        if size > MOST_BYTES:
-            raise ApiError(413, f"a request may have {MOST_BYTES >> 20} MiB", code="too_large")
-        if self._receiving[place] > MOST_OF_ONE or self._receiving.total() > MOST_OF_ALL:
+        if size > MAX_REQUEST_BYTES:
+            limit = f"a request may have {MAX_REQUEST_BYTES >> 20} MiB"
+            raise ApiError(413, limit, code="too_large")
+        total = self._receiving.total()
+        if self._receiving[place] > _MAX_TRAJECTORY_BYTES or total > _MAX_TOTAL_BYTES:
             message = "too many large requests at once; ask again later"
             raise ApiError(429, message, code="too_many_bytes")
 
-    def _recording(self, request: web.Request) -> TrajectoryRecorder:
+    def _recorder(self, request: web.Request) -> TrajectoryRecorder:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = request.headers.get("x-api-key", "")  # Anthropic's
-        return self._found(request, key.strip())[0]
+        return self._authenticate(request, key.strip())[0]
 
-    def _found(self, request: web.Request, given: str) -> tuple[TrajectoryRecorder, Tools | None]:
+    def _authenticate(
+        self, request: web.Request, api_key: str
+    ) -> tuple[TrajectoryRecorder, McpTools | None]:
         place = request.match_info["name"]
         if place not in self._open:
-            raise ApiError(
-                404, "there is no such trajectory, or it is over", code="trajectory_over"
-            )
-        key, recording, tools = self._open[place]
-        if not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
-            raise ApiError(
-                401, "wrong API key: send the trajectory's OPENAI_API_KEY", code="invalid_api_key"
-            )
-        recording.over = tools is not None and tools.over  # a client may not have waited for it
-        return recording, tools
+            message = "there is no such trajectory, or it is over"
+            raise ApiError(404, message, code="trajectory_over")
+        key, recorder, tools = self._open[place]
+        if not hmac.compare_digest(api_key.encode(errors="replace"), key.encode()):
+            message = "wrong API key: send the trajectory's OPENAI_API_KEY"
+            raise ApiError(401, message, code="invalid_api_key")
+        recorder.over = tools is not None and tools.over  # a client may not wait for its call
+        return recorder, tools
 
     async def _tools(self, request: web.Request) -> web.StreamResponse:
-        """Answer a JSON-RPC message. The key is in the URL, since MCP clients have nothing else."""
-        recording, tools = self._found(request, request.match_info["key"])
+        """Answer a JSON-RPC message. The key is in the URL, since MCP clients send no other."""
+        recorder, tools = self._authenticate(request, request.match_info["key"])
         if tools is None:
             raise ApiError(404, "there are no tools", code="unknown_url")
         async with self._body_of(request) as body:
             try:
                 answer = await tools.answer(body)
             except (ValueError, RecursionError) as error:
-                raise ApiError(400, f"no JSON-RPC message: {error}") from error
-        recording.over = tools.over
+                raise ApiError(400, f"not a JSON-RPC message: {error}") from error
+        recorder.over = tools.over
         if answer is None:
             return web.Response(status=202)
         return web.json_response(answer)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._recording(request)
-        return web.json_response(replies.models())
+        self._recorder(request)
+        return web.json_response({"object": "list", "data": [replies.model(replies.MODEL)]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
-        self._recording(request)
+        self._recorder(request)
         return web.json_response(replies.model(request.match_info["model"]))
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
-        refused = ApiError(
+        error = ApiError(
             404,
             f"{request.method} {request.path.rpartition('/v1/')[2]}: the endpoint serves "
             "chat/completions, messages and models. Set the program's client to chat completions",
             code="unknown_url",
         )
-        if trajectory := self._open.get(request.match_info.get("name", "")):
-            trajectory[1].refused(refused)
-        raise refused
+        self._record_error(request, error)
+        raise error
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        recording = self._recording(request)
-        # OpenAI's and Anthropic's own clients count.
+        recorder = self._recorder(request)
+        # OpenAI's and Anthropic's own clients count their retries.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
             async with self._body_of(request) as body:
-                chat = anthropic.as_chat_request(body) if _is_anthropics(request) else body
-                asked = read_request(chat, self._warnings, is_retry=is_retry)
+                chat = anthropic.as_chat_request(body) if _is_anthropic(request) else body
+                chat_request = read_request(chat, self._ignored, is_retry=is_retry)
         except ApiError as error:
-            recording.refused(error)
+            recorder.record_error(error)
             raise
-        reply = await recording.turn(asked)
+        reply = await recorder.turn(chat_request)
         try:
-            for _ in range(ROUNDS):  # a client that went meanwhile is heard of now
+            for _ in range(_DISCONNECT_ROUNDS):  # lets a disconnect cancel this request
                 await asyncio.sleep(0)
-            async with asyncio.timeout(READ_S):
-                return await _answer(request, asked, reply)
+            async with asyncio.timeout(_READ_S):
+                return await _send(request, chat_request, reply)
         except (TimeoutError, ConnectionError):
-            recording.lose(reply)
+            recorder.mark_lost(reply)
             if request.transport is not None:
                 request.transport.abort()
-            return web.Response()  # the client has gone
+            return web.Response()  # the client is gone
         except asyncio.CancelledError:
-            recording.lose(reply)
+            recorder.mark_lost(reply)
             raise
 
 
-async def _answer(
-    request: web.Request, asked: ChatRequest, reply: replies.Reply
+async def _send(
+    request: web.Request, chat_request: ChatRequest, reply: replies.Reply
 ) -> web.StreamResponse:
     """Send an answer. Returns once the connection has taken all of it."""
-    if asked.stream:
+    model = chat_request.model
+    if chat_request.stream:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
         events = (
-            anthropic.events(reply, asked.model)
-            if _is_anthropics(request)
-            else replies.events(reply, asked.model, include_usage=asked.include_usage)
+            anthropic.events(reply, model)
+            if _is_anthropic(request)
+            else replies.events(reply, model, include_usage=chat_request.include_usage)
         )
         for event in events:
             await response.write(event)
     else:
-        answer = anthropic.answer if _is_anthropics(request) else replies.completion
-        response = web.json_response(answer(reply, asked.model))
+        answer = anthropic.answer if _is_anthropic(request) else replies.completion
+        response = web.json_response(answer(reply, model))
         await response.prepare(request)
     await response.write_eof()
     return response
 
 
-def _is_anthropics(request: web.Request) -> bool:
+def _is_anthropic(request: web.Request) -> bool:
     return request.path.endswith("/v1/messages")
 
 
-def _of_ours(record: logging.LogRecord) -> bool:
+def _is_our_fault(record: logging.LogRecord) -> bool:
     """Return False for aiohttp's log messages about a client's malformed HTTP."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
 
 
-async def _no_stream(request: web.Request) -> web.StreamResponse:
+async def _post_only(request: web.Request) -> web.StreamResponse:
     raise web.HTTPMethodNotAllowed(request.method, ["POST"])

@@ -1,1 +1,1 @@
-"""Environments in processes of their own, one for each live episode."""
+"""Runs each episode's environment in a separate process."""

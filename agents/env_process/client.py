@@ -1,10 +1,9 @@
-"""An environment in a process of its own, seen from Keel."""
+"""Keel's side of an environment that runs in a separate process."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -16,12 +15,12 @@ from typing import Any, Literal, cast
 import keel
 from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.env_process.process import (
-    MOST_BYTES,
+    MAX_MESSAGE_BYTES,
     LineProcess,
     Wrap,
-    line_of,
+    encode_line,
     not_wrapped,
-    within,
+    with_deadline,
 )
 from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult, Transcript, Unscored
@@ -31,13 +30,17 @@ from keel.rl.types import Prompt, Verdict
 KEEL = Path(keel.__file__).resolve().parent  # not through a link: the sandbox has the folder
 START = KEEL / "agents" / "env_runtime" / "start.py"
 READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
-"""What any interpreter needs of Keel: in a checkout, `agents` is a link out of `keel`."""
-ANSWERS = ("open", "reply", "verdict")
-"""What has a deadline of its own among a source's `environment` knobs."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Of messages. Many chat templates leave out those of others."""
-MOST_S = 1e9
-"""JSON has no infinity."""
+"""Parts of Keel that an environment reads. In a checkout, `agents` is a link out of `keel`."""
+_TIMEOUT_KNOBS = {
+    "open": "environment.open_s",
+    "call": "agents.call_s",
+    "reply": "environment.reply_s",
+    "verdict": "environment.verdict_s",
+}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Message roles that chat templates render."""
+_MAX_S = 1e9
+"""Stands for infinity, which JSON lacks."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -50,10 +53,10 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds. A call's own comes with the call."""
+    """Seconds for each method; a call brings its own."""
 
     open_s: float = 60.0
-    """Starting the process, importing, setting up."""
+    """Includes starting the process and importing the module."""
     reply_s: float = 30.0
     verdict_s: float = 60.0
     close_s: float = 5.0
@@ -66,29 +69,29 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What an environment is made from, the same for every episode."""
+    """Specification of an environment, the same for every episode."""
 
     target: str
-    """`my_env:Shop`, `my_tools` (a module of functions), or `/path/to/file.py:Shop`; of OpenEnv's
-    servers, `http://…`."""
+    """`my_env:Shop`, `my_tools` (a module of functions), `/path/to/file.py:Shop`, or the address
+    `http://…` of an OpenEnv server."""
     kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
-    """auto: a server's address or a class of OpenEnv's is openenv, a class with `reset` and `step`
-    a game, any other class has its public methods as tools, and what is left are functions."""
+    """auto: an address or a class of OpenEnv is openenv, a class with `reset` and `step` a game,
+    any other class has its public methods as tools, and anything else is functions."""
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of the class, by name; a game's also `play_by`, `scale`, `rules` and `score`
-    (`keel.agents.env_runtime.games`, `keel.agents.env_runtime.openenv`)."""
+    """Arguments of the class, by name. A game's may include `play_by`, `scale`, `rules` and `score`
+    (`keel.agents.env_runtime.games`)."""
     python: str = sys.executable
-    """The interpreter, 3.9 or later. Needs nothing of Keel's."""
+    """An interpreter, 3.9 or later, that need not have Keel."""
     folder: Path | None = None
-    """Where it runs and where its modules are looked for first. None: here."""
+    """Working directory, and where modules are looked up first. None: the current one."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables, added to the few that every environment gets."""
     preload: bool = True
-    """Whether `parent_of` may load it once and fork a process for each episode."""
+    """Import the module once and fork a process for each episode, if that is safe."""
     memory_mib: int | None = 4096
     """Address space of each of its processes. None: no limit."""
     readable: Sequence[Path] = ()
-    """Files and folders that it reads in a sandbox, beside `folder` and its interpreter."""
+    """Files and folders that it may read in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     wrap: Wrap = not_wrapped
 
@@ -96,15 +99,15 @@ class Program:
         if not self.target or self.target.startswith(":"):
             raise ValueError(f"environment: target = {self.target!r}; write module:name")
         if self.folder is not None and not self.folder.is_dir():
-            raise ValueError(f"environment {self.target}: there is no folder {self.folder}")
+            raise ValueError(f"environment {self.target}: folder {self.folder} does not exist")
         try:
-            line_of(self.arguments)
+            encode_line(self.arguments)
         except ValueError as error:
             raise ValueError(f"environment {self.target}: arguments: {error}") from error
         if self.memory_mib is not None and self.memory_mib < 64:
             raise ValueError(
-                f"environment {self.target}: memory_mib = {self.memory_mib} must be at least 64; "
-                "an interpreter alone takes that"
+                f"environment {self.target}: memory_mib = {self.memory_mib} must be at least 64, "
+                "which an interpreter alone takes"
             )
 
     @property
@@ -113,12 +116,15 @@ class Program:
 
     @property
     def needed(self) -> tuple[Path, ...]:
-        """What it reads in a sandbox beside its interpreter."""
-        return (*READABLE, self.where, *_file_of(self.target, self.where), *self.readable)
+        """Paths that it reads in a sandbox, besides its interpreter."""
+        file = self.where / self.target.partition(":")[0]
+        files = [file] if file.name.endswith(".py") and file.is_file() else []
+        return (*READABLE, self.where, *files, *self.readable)
 
 
 def fork_server_for(program: Program) -> ForkServer | None:
-    """What forks the program's episodes; None where they are not to be forked. To be closed."""
+    """Return a fork server for the program's episodes, to be closed by the caller; None if
+    `preload` is off."""
     if not program.preload:
         return None
     load = {
@@ -129,7 +135,7 @@ def fork_server_for(program: Program) -> ForkServer | None:
         "memory_mib": program.memory_mib,
     }
     return ForkServer(
-        [program.python, str(START), "parent"],
+        [program.python, str(START), "fork-server"],
         load,
         env={**ENVIRONMENT, **program.env},
         folder=program.where,
@@ -142,8 +148,8 @@ def fork_server_for(program: Program) -> ForkServer | None:
 class Hosted:
     """One episode of a `Program`. Implements `keel.agents.types.Environment`.
 
-    starting: held while a process starts, so that hundreds of them do not take each other's time.
-    parent: of the program, forks its process. None: it is started by itself.
+    starting: held while the process starts, to bound how many start at once. fork_server: forks its
+    process; None starts one instead.
     """
 
     def __init__(
@@ -151,17 +157,17 @@ class Hosted:
         program: Program,
         *,
         starting: asyncio.Semaphore | None = None,
-        parent: ForkServer | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self._program = program
         self._starting = starting
-        self._parent = parent
+        self._fork_server = fork_server
         self._process: LineProcess | None = None
         self._arguments: Arguments | None = None
         self._lost: EnvironmentLost | None = None
         self._closed = False
         self.grades = True
-        """Whether it has a verdict of its own, known once it is open."""
+        """False if the environment has no verdict; known once open."""
         self._scratch = ""
         self._requests = 0
         self._turn = asyncio.Lock()
@@ -176,16 +182,16 @@ class Hosted:
         if self._process is not None or self._closed:
             raise EnvironmentLost("closed", "open", "an environment serves one episode")
         program = self._program
-        own: dict[str, str] = {}
+        extra_env: dict[str, str] = {}
         if program.wrap is not_wrapped:  # a sandbox has a private one
             self._scratch = tempfile.mkdtemp(prefix="keel-")
-            own = {"TMPDIR": self._scratch, **program.env}
-        if self._parent is not None:
-            self._process = await self._parent.fork(own)
+            extra_env = {"TMPDIR": self._scratch, **program.env}
+        if self._fork_server is not None:
+            self._process = await self._fork_server.fork(extra_env)
         if self._process is None:
             self._process = await LineProcess.start(
                 [program.python, str(START)],
-                env={**ENVIRONMENT, **own, **program.env},
+                env={**ENVIRONMENT, **extra_env, **program.env},
                 folder=program.where,
                 wrap=program.wrap,
                 readable=program.needed,
@@ -209,14 +215,16 @@ class Hosted:
         }
         reply = await self._ask("open", request, program.deadlines.open_s)
         try:
-            tools = tuple(map(_tool, _list_of(reply, "tools")))
+            if not isinstance(tools := reply.get("tools"), list):
+                raise ValueError(f"tools must be a list, is {str(tools)[:200]!r}")
+            specs = tuple(map(_tool, cast(list[Any], tools)))
             messages = reply.get("messages")
             messages = task.messages if messages is None else _messages(messages)
-            self._arguments = arguments_of(tools)
+            self._arguments = arguments_of(specs)
             self.grades = reply.get("grades") is not False
         except ValueError as error:
             raise await self._fail("start", "open", f"{program.target}: {error}") from error
-        return Opening(messages=tuple(messages), tools=tools)
+        return Opening(messages=tuple(messages), tools=specs)
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         if self._arguments is None:
@@ -227,12 +235,12 @@ class Hosted:
             "do": "call",
             "name": call.name,
             "arguments": dict(call.arguments),
-            "call_s": min(timeout_s, MOST_S),
+            "call_s": min(timeout_s, _MAX_S),
         }
         try:
             reply = await self._ask("call", request, timeout_s, name=f"call of {call.name}")
-        except ValueError as error:  # NaN is no JSON
-            return ToolResult(text=f"{call.name}: the call {error}", failed=True)
+        except ValueError as error:  # such as NaN
+            return ToolResult(text=f"{call.name}: the call is {error}", failed=True)
         text = reply.get("text")
         if not isinstance(text, str):
             raise await self._fail("garbage", "call", f"{call.name} returned no text")
@@ -240,8 +248,8 @@ class Hosted:
             text=text, failed=reply.get("failed") is True, done=reply.get("done") is True
         )
 
-    async def reply(self, said: Message) -> Message | None:
-        request = {"do": "reply", "said": dict(said)}
+    async def reply(self, turn: Message) -> Message | None:
+        request = {"do": "reply", "turn": dict(turn)}
         reply = await self._ask("reply", request, self._program.deadlines.reply_s)
         message = reply.get("message")
         if message is None:
@@ -276,22 +284,15 @@ class Hosted:
         finally:
             if process is not None:
                 await process.end()
-            self._tidy()
-
-    def _tidy(self) -> None:
-        scratch, self._scratch = self._scratch, ""
-        if not scratch:
-            return
-        try:
-            os.rmdir(scratch)
-        except OSError:  # it left something there
-            shutil.rmtree(scratch, ignore_errors=True)
+            scratch, self._scratch = self._scratch, ""
+            if scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
 
     async def _ask(
         self, during: str, request: Mapping[str, Any], timeout_s: float, *, name: str = ""
     ) -> dict[str, Any]:
-        """One exchange. Whatever goes wrong ends the process, and EnvironmentLost is raised.
-        Raises ValueError for a request that is no JSON, which is not sent."""
+        """Send a request and return its reply. Any failure ends the process and raises
+        EnvironmentLost, except a request that is not JSON: it is not sent and raises ValueError."""
         async with self._turn:
             process = self._process
             if self._lost is not None:
@@ -300,34 +301,34 @@ class Hosted:
                 raise EnvironmentLost("closed", during, "is not open")
             self._requests += 1
             number = self._requests
-            line = line_of({"id": number, **request})
+            line = encode_line({"id": number, **request})
             try:
-                reply = await within(timeout_s, _exchange(process, line))
+                reply = await with_deadline(timeout_s, _exchange(process, line))
             except TimeoutError as error:
-                knob = f" (environment.{during}_s)" if during in ANSWERS else ""
-                knob = " (agents.call_s)" if during == "call" else knob
-                why = f"{name or during} did not end within {timeout_s:g} s{knob}"
-                raise await self._fail("hang", during, why) from error
+                knob = f" ({_TIMEOUT_KNOBS[during]})" if during in _TIMEOUT_KNOBS else ""
+                reason = f"{name or during} did not end within {timeout_s:g} s{knob}"
+                raise await self._fail("hang", during, reason) from error
             except asyncio.CancelledError:
-                # Its reply may come later, as if to the next request.
-                self._lost = await process.lost("closed", during, "was given up by the caller")
+                # A late reply would be taken for the next request's.
+                self._lost = await process.lost("closed", during, "was cancelled by the caller")
                 raise
             except (EOFError, OSError) as error:
                 raise await self._fail("exit", during, "") from error
             except ValueError as error:
-                why = f"a message of more than {MOST_BYTES >> 20} MiB"
-                raise await self._fail("large", during, why) from error
+                reason = f"a message of more than {MAX_MESSAGE_BYTES >> 20} MiB"
+                raise await self._fail("large", during, reason) from error
         if isinstance(reply, str) or reply.get("id") != number:
-            why = f"said what is no reply: {str(reply)[:200]!r}"
-            raise await self._fail("garbage", during, why)
+            raise await self._fail(
+                "garbage", during, f"sent an invalid reply: {str(reply)[:200]!r}"
+            )
         if "memory" in reply:
-            most = self._program.memory_mib
-            raise await self._fail("memory", during, f"out of memory (memory_mib = {most})")
+            limit = self._program.memory_mib
+            raise await self._fail("memory", during, f"out of memory (memory_mib = {limit})")
         if "refused" in reply:
             raise await self._fail("start", during, str(reply["refused"]))
         if "raised" in reply:
-            at = f" ({reply['at']})" if reply.get("at") else ""
-            raise await self._fail("raised", during, f"{reply['raised']}{at}")
+            location = f" ({reply['at']})" if reply.get("at") else ""
+            raise await self._fail("raised", during, f"{reply['raised']}{location}")
         if not isinstance(reply.get("is"), dict):
             raise await self._fail("garbage", during, f"replied {str(reply)[:200]!r}")
         return reply["is"]
@@ -345,48 +346,36 @@ async def _exchange(process: LineProcess, line: bytes) -> dict[str, Any] | str:
     return await process.receive()
 
 
-def _file_of(target: str, folder: Path) -> list[Path]:
-    """Where a target is given by its file."""
-    name = target.partition(":")[0]
-    return [folder / name] if name.endswith(".py") and (folder / name).is_file() else []
-
-
-def _tool(given: Any) -> ToolSpec:
-    if not isinstance(given, dict):
-        raise ValueError(f"a tool must be an object, is {str(given)[:200]!r}")
-    tool = cast(dict[str, Any], given)
+def _tool(value: Any) -> ToolSpec:
+    if not isinstance(value, dict):
+        raise ValueError(f"a tool must be an object, is {str(value)[:200]!r}")
+    tool = cast(dict[str, Any], value)
     name, parameters = str(tool.get("name", "")), tool.get("parameters", {})
     if not isinstance(parameters, dict):
         raise ValueError(f"tool {name}: parameters must be an object, is {parameters!r:.200}")
-    about = str(tool.get("description") or "")
-    return ToolSpec(name=name, description=about, parameters=cast(dict[str, Any], parameters))
+    description = str(tool.get("description") or "")
+    return ToolSpec(name=name, description=description, parameters=cast(dict[str, Any], parameters))
 
 
-def _list_of(reply: Mapping[str, Any], name: str) -> list[Any]:
-    if not isinstance(found := reply.get(name), list):
-        raise ValueError(f"{name} must be a list, is {str(found)[:200]!r}")
-    return cast(list[Any], found)
-
-
-def _messages(given: Any) -> tuple[Message, ...]:
-    messages = cast(list[Any], given) if isinstance(given, list) else []
+def _messages(value: Any) -> tuple[Message, ...]:
+    messages = cast(list[Any], value) if isinstance(value, list) else []
     if not messages:
-        raise ValueError(f"messages must be a list of them, is {str(cast(Any, given))[:200]!r}")
+        raise ValueError(f"messages must be a non-empty list, is {str(cast(Any, value))[:200]!r}")
     for message in messages:
         fields = cast(dict[str, Any], message) if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
-            said = str(cast(Any, message))[:200]
-            raise ValueError(f"a message has a role and a content, not {said!r}")
-        if fields["role"] not in ROLES:
-            raise ValueError(f"a role is one of {', '.join(ROLES)}, not {fields['role']!r:.50}")
+            text = str(cast(Any, message))[:200]
+            raise ValueError(f"a message needs a role and a content as text, is {text!r}")
+        if fields["role"] not in _ROLES:
+            raise ValueError(f"role {fields['role']!r:.50} is unknown; use {', '.join(_ROLES)}")
     return tuple(messages)
 
 
 def verdict_of(reply: Mapping[str, Any]) -> Verdict:
-    """`parts` and `facts`. Raises ValueError for what is no verdict."""
+    """Read `parts` and `facts`. Raises ValueError if they are no verdict."""
     parts, facts = reply.get("parts"), reply.get("facts", {})
     if not isinstance(parts, dict) or not isinstance(facts, dict):
-        raise ValueError(f"the verdict is {str(reply)[:200]!r}; numbers by name are wanted")
+        raise ValueError(f"the verdict must be numbers by name, is {str(reply)[:200]!r}")
     numbers: dict[str, float] = {}
     for name, value in cast(dict[str, Any], parts).items():
         if not isinstance(value, int | float) or not 0 <= value <= 1:

@@ -1,8 +1,7 @@
-"""A process that has loaded a program and forks a process for each of its episodes, seen from Keel.
+"""Client of a process that imports an environment once and forks a process for each episode.
 
-What takes most of an episode's start, importing, is done once. Where forking is not safe (importing
-the module starts threads, opens files) or the sandbox cannot be had for a forked process, each
-episode has a process of its own from the start, as without a parent.
+Importing dominates an episode's start. If forking is unsafe (the import starts threads or opens
+files) or the sandbox cannot isolate a forked process, each episode starts an interpreter instead.
 """
 
 from __future__ import annotations
@@ -18,26 +17,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from keel.agents.env_process.children import REAPING_S, Forked, Started
 from keel.agents.env_process.process import (
-    ENDING_S,
+    EXIT_S,
+    REAP_S,
+    ForkedChild,
     ForkingWrap,
+    LimitCheck,
     LineProcess,
-    Words,
+    OutputTail,
+    StartedChild,
     Wrap,
-    how_it_ended,
+    end_child,
     launch,
     not_wrapped,
-    within,
+    with_deadline,
 )
 from keel.agents.types import EnvironmentLost, Fault
 
-MOST_REPLY = 1 << 16
-Reply = dict[str, Any]
+_REPLY_BYTES = 1 << 16
+_Reply = dict[str, Any]
 
 
 class ForkServer:
-    """For one event loop. Starts with the first fork, anew where it was lost, and ends by `close`.
+    """Forks episodes of one program, for one event loop. Starts at the first fork, restarts after a
+    loss, and ends with `close`.
 
     load: request that loads the program (`keel.agents.env_runtime.fork_server`). timeout_s: for
     loading, and for each fork.
@@ -46,7 +49,7 @@ class ForkServer:
     def __init__(
         self,
         command: Sequence[str],
-        load: Reply,
+        load: _Reply,
         *,
         env: Mapping[str, str],
         folder: Path,
@@ -54,157 +57,158 @@ class ForkServer:
         readable: Sequence[Path],
         timeout_s: float,
     ) -> None:
-        self._command, self._load, self._env = command, load, env
-        self._folder, self._readable, self._timeout_s = folder, readable, timeout_s
-        self._wrap: Wrap = wrap
+        self._load, self._timeout_s = load, timeout_s
         self._inner: Mapping[str, Any] | None = None
         self._sandbox: ForkingWrap | None = None
-        self.why_not = ""
-        """Why episodes are not forked; "" while nothing is against it."""
+        self.disabled_reason = ""
+        """Why episodes are not forked; "" while they are."""
         if wrap is not not_wrapped:
             self._inner = getattr(wrap, "inner", None)
             if self._inner is None:
-                self.why_not = "the sandbox cannot be had for a forked process on this machine"
+                self.disabled_reason = "this machine cannot sandbox a forked process"
             else:
                 self._sandbox = cast(ForkingWrap, wrap)
-                self._wrap = self._sandbox.parent
-        self._running: _Running | None = None
-        self._not_loaded: EnvironmentLost | None = None
-        """What the last try to load it came to, of which all learn who waited for it meanwhile."""
+                wrap = self._sandbox.parent
+        self._start_server = partial(
+            _Server.start,
+            command,
+            env=env,
+            folder=folder,
+            wrap=wrap,
+            readable=readable,
+            timeout_s=timeout_s,
+        )
+        self._server: _Server | None = None
+        self._load_error: EnvironmentLost | None = None
+        """Error of the last load, raised in every fork that waited for it."""
         self._gate = asyncio.Lock()
-        self._ends: set[asyncio.Task[Any]] = set()
+        self._cleanups: set[asyncio.Task[Any]] = set()
 
     async def fork(self, env: Mapping[str, str]) -> LineProcess | None:
-        """A process in which the program is loaded; None where it must be started by itself. env:
-        added to its environment variables. Raises EnvironmentLost where loading fails."""
+        """Fork a process with `env` added to its environment. Returns None if the caller must start
+        one instead. Raises EnvironmentLost if loading fails."""
         task = asyncio.create_task(self._fork(env))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            end = asyncio.create_task(_given_up(task))
-            self._ends.add(end)
-            end.add_done_callback(self._ends.discard)
+            cleanup = asyncio.create_task(_end_result(task))
+            self._cleanups.add(cleanup)
+            cleanup.add_done_callback(self._cleanups.discard)
             raise
 
     async def _fork(self, env: Mapping[str, str]) -> LineProcess | None:
-        if self.why_not:
+        if self.disabled_reason:
             return None
-        before = self._not_loaded
+        previous = self._load_error
         async with self._gate:
-            if self.why_not:  # meanwhile
+            if self.disabled_reason:  # set while this fork waited
                 return None
-            if self._running is None:
-                if (told := self._not_loaded) is not None and told is not before:
-                    raise EnvironmentLost(told.fault, told.during, told.detail, told.words)
+            if self._server is None:
+                if (error := self._load_error) is not None and error is not previous:
+                    raise EnvironmentLost(error.fault, error.during, error.detail, error.output)
                 await self._start()
-            if self._running is None:
+            if self._server is None:
                 return None
+            watch = None if self._sandbox is None else partial(self._sandbox.hold, inside=True)
             try:
-                made = await self._running.fork(self._inner, env, self._hold())
-            except _Cannot as error:  # the machine was out of something; the next may be luckier
-                raise _not_forked(error) from error
+                forked = await self._server.fork(self._inner, env, watch)
+            except _CannotFork as error:  # the machine lacked a resource; the next fork may succeed
+                raise _fork_failed(error) from error
             except (TimeoutError, OSError, EOFError, ValueError) as error:
                 raise await self._lost(error) from error
-        return await LineProcess.of(*made)
-
-    def _hold(self) -> Callable[[int], Callable[[], str]] | None:
-        return None if self._sandbox is None else partial(self._sandbox.hold, inside=True)
+        return await LineProcess.attach(*forked)
 
     async def _start(self) -> None:
-        self._running = running = await _Running.start(
-            self._command,
-            env=self._env,
-            folder=self._folder,
-            wrap=self._wrap,
-            readable=self._readable,
-            timeout_s=self._timeout_s,
-        )
+        self._server = server = await self._start_server()
         try:
             if self._sandbox is not None:
-                await self._try_out(running, self._sandbox)
-                running.limit(self._sandbox)
-            await running.ask(self._load)
-            running.loaded()
-        except _Cannot as error:
-            self.why_not = str(error)
-            self._running = None
-            await running.end()
+                await self._check_isolation(server, self._sandbox)
+                server.child.limit = self._sandbox.hold(server.child.pid, inside=False)
+            await server.ask(self._load)
+            if server.child.limit is not None:
+                server.child.limit()  # each forked process has its own memory limit
+        except _CannotFork as error:
+            self.disabled_reason = str(error)
+            self._server = None
+            await server.end()
         except (TimeoutError, OSError, EOFError, ValueError) as error:
-            self._not_loaded = await self._lost(error)
-            raise self._not_loaded from error
+            self._load_error = await self._lost(error)
+            raise self._load_error from error
         except BaseException:
-            self._running = None
-            await running.end()
+            self._server = None
+            await server.end()
             raise
 
-    async def _try_out(self, running: _Running, sandbox: ForkingWrap) -> None:
-        """Raises _Cannot where what it forks is not isolated."""
+    async def _check_isolation(self, server: _Server, sandbox: ForkingWrap) -> None:
+        """Run the escape probe in a forked process. Raises _CannotFork unless it is isolated."""
         try:
-            made = await running.fork(self._inner, {}, None, run=sandbox.probe)
-            tried = await LineProcess.of(*made)
-            ended = await tried.end(within_s=self._timeout_s)
-            said = tried.words or ended
-        except _Cannot as error:
-            said = str(error)
+            forked = await server.fork(self._inner, {}, None, run=sandbox.probe)
+            process = await LineProcess.attach(*forked)
+            ending = await process.end(within_s=self._timeout_s)
+            result = process.output or ending
+        except _CannotFork as error:
+            result = str(error)
         except (EOFError, OSError) as error:
-            said = f"{await running.end(ENDING_S)}: {running.words or error}"
-        if said != "isolated":
-            raise _Cannot(f"a sandbox for a forked process does not work here: {said}")
+            result = f"{await server.end(EXIT_S)}: {server.output.text() or error}"
+        if result != "isolated":
+            raise _CannotFork(f"a sandbox for a forked process does not work here: {result}")
 
     async def _lost(self, error: BaseException) -> EnvironmentLost:
-        """It is of no more use, and its children end with it."""
-        running, self._running = self._running, None
-        assert running is not None
-        fault: Fault = "hang" if isinstance(error, TimeoutError) else "exit"
-        message = f"open did not end within {self._timeout_s:g} s" if fault == "hang" else ""
-        if isinstance(error, _Refused):
+        """End the server, and with it all its children."""
+        server, self._server = self._server, None
+        assert server is not None
+        fault: Fault = "exit"
+        message = ""
+        if isinstance(error, TimeoutError):
+            fault, message = "hang", f"open did not end within {self._timeout_s:g} s"
+        elif isinstance(error, _LoadFailed):
             fault, message = error.fault, str(error)
-        if fault == "memory":
-            message += f" (memory_mib = {self._load['memory_mib']})"
-        ended = await running.end(ENDING_S if fault == "exit" else 0.0)
+            if fault == "memory":
+                message += f" (memory_mib = {self._load['memory_mib']})"
+        ending = await server.end(EXIT_S if fault == "exit" else 0.0)
         if fault == "exit":
-            fault = "crash" if ended.startswith("was ended") else "exit"
-            message = ended
-        if running.over:
-            fault, message = "memory", running.over
+            fault = "crash" if ending.startswith("was ended") else "exit"
+            message = ending
+        if server.child.limit_hit:
+            fault, message = "memory", server.child.limit_hit
         target = self._load["target"]
-        return EnvironmentLost(fault, "open", f"{target}: {message}", running.words)
+        return EnvironmentLost(fault, "open", f"{target}: {message}", server.output.text())
 
     async def close(self) -> None:
-        """With all that it has forked."""
-        self.why_not = self.why_not or "closed"
+        """End the server and every process that it forked."""
+        self.disabled_reason = self.disabled_reason or "closed"
         async with self._gate:
-            running, self._running = self._running, None
-            if running is not None:
-                await running.end()
-        await asyncio.gather(*self._ends, return_exceptions=True)
+            server, self._server = self._server, None
+            if server is not None:
+                await server.end()
+        await asyncio.gather(*self._cleanups, return_exceptions=True)
 
 
-async def _given_up(task: asyncio.Task[LineProcess | None]) -> None:
-    made = (await asyncio.gather(task, return_exceptions=True))[0]
-    if isinstance(made, LineProcess):
-        await made.end()
+async def _end_result(task: asyncio.Task[LineProcess | None]) -> None:
+    process = (await asyncio.gather(task, return_exceptions=True))[0]
+    if isinstance(process, LineProcess):
+        await process.end()
 
 
-class _Cannot(Exception):
-    """Not by forking. Says why."""
+class _CannotFork(Exception):
+    """Forking is not possible; the message says why."""
 
 
-class _Refused(ValueError):
+class _LoadFailed(ValueError):
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
         self.fault: Fault = fault
 
 
-class _Running:
-    """The process, and one exchange with it at a time."""
+class _Server:
+    """The process itself, with one exchange at a time."""
 
     def __init__(
-        self, child: Started, control: socket.socket, words: Words, timeout_s: float
+        self, child: StartedChild, control: socket.socket, output: OutputTail, timeout_s: float
     ) -> None:
-        self._child, self._control, self._words = child, control, words
-        self._timeout_s = timeout_s
-        self._number = 0
+        self.child, self.output = child, output
+        self._control, self._timeout_s = control, timeout_s
+        self._request_id = 0
         self._gate = asyncio.Lock()
         self._end: asyncio.Task[str] | None = None
 
@@ -217,56 +221,40 @@ class _Running:
         wrap: Wrap,
         readable: Sequence[Path],
         timeout_s: float,
-    ) -> _Running:
+    ) -> _Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                child, read_words = launch(
+                child, stderr = launch(
                     command, theirs, env=env, folder=folder, wrap=wrap, readable=readable
                 )
         except BaseException:
             ours.close()
             raise
         ours.setblocking(False)
-        return _Running(child, ours, Words(read_words), timeout_s)
-
-    @property
-    def words(self) -> str:
-        return self._words.text()
-
-    @property
-    def over(self) -> str:
-        return self._child.over
-
-    def limit(self, sandbox: ForkingWrap) -> None:
-        """Of the memory that loading takes."""
-        self._child.limit(sandbox.hold(self._child.pid, inside=False))
-
-    def loaded(self) -> None:
-        """What it forks has its own limit of memory."""
-        self._child.release()
+        return _Server(child, ours, OutputTail(stderr), timeout_s)
 
     async def ask(
-        self, request: Reply, *fds: int, timeout_s: float | None = None
-    ) -> tuple[Reply, list[int]]:
-        """Raises _Cannot, _Refused, TimeoutError, EOFError, OSError."""
+        self, request: _Reply, *fds: int, timeout_s: float | None = None
+    ) -> tuple[_Reply, list[int]]:
+        """Send a request. Raises _CannotFork, _LoadFailed, TimeoutError, EOFError, OSError."""
         async with self._gate:
-            self._number += 1
-            line = json.dumps({"id": self._number, **request}).encode()
+            self._request_id += 1
+            line = json.dumps({"id": self._request_id, **request}).encode()
             socket.send_fds(self._control, [line], fds)
-            reply, given = await within(timeout_s or self._timeout_s, self._heard())
+            reply, fds_back = await with_deadline(timeout_s or self._timeout_s, self._receive())
         if "cannot" in reply:
-            raise _Cannot(str(reply["cannot"]))
+            raise _CannotFork(str(reply["cannot"]))
         if "memory" in reply:
-            raise _Refused("memory", "out of memory")
+            raise _LoadFailed("memory", "out of memory")
         if "refused" in reply:
-            raise _Refused("start", str(reply["refused"]))
+            raise _LoadFailed("start", str(reply["refused"]))
         if "raised" in reply:
-            at = f" ({reply['at']})" if reply.get("at") else ""
-            raise _Refused("raised", f"{reply['raised']}{at}")
-        return reply["is"], given
+            location = f" ({reply['at']})" if reply.get("at") else ""
+            raise _LoadFailed("raised", f"{reply['raised']}{location}")
+        return reply["is"], fds_back
 
-    async def _heard(self) -> tuple[Reply, list[int]]:
+    async def _receive(self) -> tuple[_Reply, list[int]]:
         loop = asyncio.get_running_loop()
         while True:
             ready = loop.create_future()
@@ -275,77 +263,71 @@ class _Running:
                 await ready
             finally:
                 loop.remove_reader(self._control)
-            line, fds, _, _ = socket.recv_fds(self._control, MOST_REPLY, 1)
+            line, fds, _, _ = socket.recv_fds(self._control, _REPLY_BYTES, 1)
             if not line:
                 raise EOFError
             reply = json.loads(line)
-            if reply["id"] == self._number:
+            if reply["id"] == self._request_id:
                 return reply, fds
-            for fd in fds:  # what somebody did not wait for
+            for fd in fds:  # reply to a cancelled request
                 os.close(fd)
 
     async def fork(
         self,
         inner: Mapping[str, Any] | None,
         env: Mapping[str, str],
-        hold: Callable[[int], Callable[[], str]] | None,
+        watch: Callable[[int], LimitCheck] | None,
         *,
         run: str | None = None,
-    ) -> tuple[Forked, socket.socket, int]:
-        """What `LineProcess.of` takes. Raises as `ask`, and EnvironmentLost where this process is
-        out of files, which is nothing against the one that forks."""
-        ours, theirs, read_words, write_words = _channel()
+    ) -> tuple[ForkedChild, socket.socket, int]:
+        """Fork a process and return the arguments of `LineProcess.attach`. Raises like `ask`, and
+        EnvironmentLost if this process, not the server, is out of descriptors."""
+        ours, theirs, stderr, write_end = _open_channel()
         request = {"do": "fork", "inner": inner, "env": dict(env), "run": run}
         try:
-            made, fds = await self.ask(request, theirs.fileno(), write_words)
+            forked, fds = await self.ask(request, theirs.fileno(), write_end)
         except BaseException:
             ours.close()
-            os.close(read_words)
+            os.close(stderr)
             raise
         finally:
             theirs.close()
-            os.close(write_words)
-        reap = partial(self._reap, made["pid"])
+            os.close(write_end)
+        reap = partial(self._reap, forked["pid"])
         try:
-            if not fds:  # the system leaves out what there is no room for
+            if not fds:  # the kernel drops descriptors that do not fit
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            fd = fds[0]
-            pid = _number_here(fd)
-            limit = hold(pid) if hold is not None else None
+            pid = _local_pid(fds[0])
+            limit = watch(pid) if watch is not None else None
         except OSError as error:
-            ours.close()  # with which it ends
-            for end in (read_words, *fds):
-                os.close(end)
+            ours.close()  # which ends the process
+            for fd in (stderr, *fds):
+                os.close(fd)
             await reap()
-            raise _not_forked(error) from error
-        return Forked(fd, pid, reap, limit), ours, read_words
+            raise _fork_failed(error) from error
+        return ForkedChild(fds[0], pid, reap, limit), ours, stderr
 
     async def _reap(self, pid: int) -> int | None:
         try:
-            reply, _ = await self.ask({"do": "reap", "pid": pid}, timeout_s=REAPING_S)
-        except (_Cannot, TimeoutError, EOFError, OSError, ValueError):  # gone itself
+            reply, _ = await self.ask({"do": "reap", "pid": pid}, timeout_s=REAP_S)
+        except (_CannotFork, TimeoutError, EOFError, OSError, ValueError):  # the server has ended
             return None
         return reply["status"]
 
     async def end(self, within_s: float = 0.0) -> str:
-        """With all that it has forked. Says how it ended, if by itself within `within_s`."""
+        """Kill the server and its children. Returns how it ended, if within `within_s`."""
         if self._end is None:
-            self._end = asyncio.create_task(self._ending(within_s))
+            self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
 
-    async def _ending(self, within_s: float) -> str:
-        by_itself = await self._child.gone(within_s)
-        self._child.kill()
-        code = await self._child.reap()
-        await self._words.heard(0.2)
-        self._words.close()
+    async def _shut_down(self, within_s: float) -> str:
+        ending = await end_child(self.child, within_s, self.output)
         self._control.close()
-        return how_it_ended(code if by_itself else None)
+        return ending
 
 
-def _channel() -> tuple[socket.socket, socket.socket, int, int]:
-    """Both ends of a forked process's channel, and of its standard error. Raises
-    EnvironmentLost."""
+def _open_channel() -> tuple[socket.socket, socket.socket, int, int]:
+    """Open a channel and a pipe for standard error. Raises EnvironmentLost."""
     try:
         ours, theirs = socket.socketpair()
         try:
@@ -355,15 +337,15 @@ def _channel() -> tuple[socket.socket, socket.socket, int, int]:
             theirs.close()
             raise
     except OSError as error:
-        raise _not_forked(error) from error
+        raise _fork_failed(error) from error
 
 
-def _not_forked(error: Exception) -> EnvironmentLost:
+def _fork_failed(error: Exception) -> EnvironmentLost:
     return EnvironmentLost("start", "open", f"cannot be forked: {error}")
 
 
-def _number_here(fd: int) -> int:
-    """Of the process of a pidfd, as it is called in this process's namespace."""
-    told = Path(f"/proc/self/fdinfo/{fd}").read_text()
-    found = re.search(r"^Pid:\s+(-?\d+)$", told, re.MULTILINE)
-    return int(found[1]) if found else -1
+def _local_pid(pidfd: int) -> int:
+    """Return a process's PID in this process's namespace."""
+    text = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+    match = re.search(r"^Pid:\s+(-?\d+)$", text, re.MULTILINE)
+    return int(match[1]) if match else -1

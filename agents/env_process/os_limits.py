@@ -1,4 +1,4 @@
-"""Room for many episodes at once, seen to before the first one opens."""
+"""Checks and raises this process's OS limits before many episodes open at once."""
 
 from __future__ import annotations
 
@@ -6,80 +6,71 @@ import os
 import resource
 from pathlib import Path
 
-FILES_EACH = 3
-"""Descriptors that an open episode holds here: its channel, its standard error, its process."""
-FILES_DRIVEN = 8
-"""More, of one that a program drives: its own process, and its connections."""
-CONNECTIONS_ELSE = 256
-"""Of programs, beside these: a few may have many at once."""
-FILES_ELSE = 512
-"""For the rest of this process, and for processes that are being started."""
-PROCESSES_EACH = 3
-"""Of an open episode whose environment starts none: three in a sandbox of its own, two forked."""
-PROCESSES_ELSE = 256
+_FILES_PER_EPISODE = 3
+"""Descriptors per open episode: its channel, its standard error, its pidfd."""
+_FILES_PER_DRIVEN_EPISODE = 8
+"""Descriptors per episode that a program drives, its connections included."""
+_SPARE_CONNECTIONS = 256
+_SPARE_FILES = 512
+_PROCESSES_PER_EPISODE = 3
+"""Processes of an environment that starts none itself: three in a sandbox, two if forked."""
+_SPARE_PROCESSES = 256
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def make_room(episodes: int, *, programs: bool = False) -> None:
-    """Raise this process's limit of open files to what `episodes` at once need. `programs`: whether
-    programs drive some of them.
+    """Raise the limit of open files for `episodes` at once. programs: programs drive some of them.
 
-    Raises ValueError where the machine does not let it, and where it allows too few processes.
+    Raises ValueError if the machine allows too few files or processes.
     """
-    processes = PROCESSES_EACH * (1 + programs) * episodes + PROCESSES_ELSE
-    most, whose, cure = most_processes()
-    if processes > most:
+    processes = _PROCESSES_PER_EPISODE * (1 + programs) * episodes + _SPARE_PROCESSES
+    limit, source, cure = _process_limit()
+    if processes > limit:
         raise ValueError(
-            f"{episodes} episodes at once need {processes} processes, and {whose} allows {most}; "
-            f"raise it ({cure}) or open fewer"
+            f"{episodes} episodes at once need {processes} processes, and {source} allows {limit}. "
+            f"Raise it ({cure}) or open fewer"
         )
-    wanted = FILES_EACH * (1 + programs) * episodes + FILES_ELSE
-    wanted += connections(episodes) if programs else 0
+    files = _FILES_PER_EPISODE * (1 + programs) * episodes + _SPARE_FILES
+    files += connection_limit(episodes) if programs else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= files:
         return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    if hard != resource.RLIM_INFINITY and hard < files:
         raise ValueError(
-            f"{episodes} episodes at once need {wanted} open files, and this process may have "
-            f"{hard}; raise the limit (`ulimit -Hn`, LimitNOFILE of a service) or open fewer"
+            f"{episodes} episodes at once need {files} open files, and this process may have "
+            f"{hard}. Raise the limit (`ulimit -Hn`, LimitNOFILE of a service) or open fewer"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
-def connections(episodes: int) -> int:
-    """How many there is room for, of the programs that drive so many."""
-    return (FILES_DRIVEN - FILES_EACH) * episodes + CONNECTIONS_ELSE
+def connection_limit(episodes: int) -> int:
+    """Maximum number of connections from the programs that drive `episodes`."""
+    return (_FILES_PER_DRIVEN_EPISODE - _FILES_PER_EPISODE) * episodes + _SPARE_CONNECTIONS
 
 
-def most_processes() -> tuple[float, str, str]:
-    """How many there may be, what says so, and what raises it: the least of the limits."""
+def _process_limit() -> tuple[float, str, str]:
+    """Return the lowest process limit, its source, and how to raise it."""
     limits: list[tuple[float, str, str]] = [(float("inf"), "", "")]
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if os.geteuid() != 0 and soft != resource.RLIM_INFINITY:
         limits.append((soft, "this user's limit", "`ulimit -u`, LimitNPROC of a service"))
     for name in ("pid_max", "threads-max"):
-        if (value := _number(Path("/proc/sys/kernel") / name)) is not None:
+        if (value := _read_int(Path("/proc/sys/kernel") / name)) is not None:
             limits.append((value, "the kernel", f"sysctl kernel.{name}"))
-    for folder in _groups():
-        if (value := _number(folder / "pids.max")) is not None:
-            cure = "--pids-limit of a container, TasksMax of a service"
-            limits.append((value, f"the control group ({folder}/pids.max)", cure))
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        if names not in ("", "pids"):
+            continue
+        group = _CGROUPS / names / path.lstrip("/")
+        for folder in (one for one in (group, *group.parents) if one.is_relative_to(_CGROUPS)):
+            if (value := _read_int(folder / "pids.max")) is not None:
+                cure = "--pids-limit of a container, TasksMax of a service"
+                limits.append((value, f"the control group ({folder}/pids.max)", cure))
     return min(limits)
 
 
-def _groups() -> list[Path]:
-    """The folders of this process's control groups that count processes, and those above them."""
-    found: list[Path] = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, names, path = line.split(":", 2)
-        if names in ("", "pids"):
-            below = _CGROUPS / names / path.lstrip("/")
-            found += [one for one in (below, *below.parents) if one.is_relative_to(_CGROUPS)]
-    return found
-
-
-def _number(path: Path) -> int | None:
+def _read_int(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # there is none, or it says "max"
+    except (OSError, ValueError):  # missing, or "max"
         return None

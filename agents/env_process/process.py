@@ -1,7 +1,7 @@
-"""A process that speaks JSON lines, and whose end is certain.
+"""Child processes that exchange JSON lines and are killed together with their descendants.
 
-For hundreds of them on one event loop: two descriptors each and no thread. (Python 3.11 gives every
-process of `asyncio.create_subprocess_exec` a thread that waits for it.)
+One event loop drives hundreds of them, each with a few descriptors and no thread: in Python 3.11,
+`asyncio.create_subprocess_exec` takes a thread per process.
 """
 
 from __future__ import annotations
@@ -9,32 +9,37 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
-from keel.agents.env_process.children import Child, Started
 from keel.agents.types import EnvironmentLost, Fault
 
-MOST_BYTES = 8 << 20
-"""Of one message. An environment that says more at once is ended."""
-MOST_WORDS = 4096
-"""Bytes of standard error that are kept: the last."""
-ENDING_S = 30.0
-"""Wait for a process that closed its side to be gone by itself, which tells how it ended."""
-READING_S = 1.0
-"""After a deadline, for an answer that came before it while the event loop was busy."""
-PASSED_ON = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
-"""What an environment sees of this process's environment: no key and no token is among it."""
+MAX_MESSAGE_BYTES = 8 << 20
+"""Size limit of one message; a process that sends more is killed."""
+EXIT_S = 30.0
+"""Seconds to wait for the exit of a process that closed its channel, to learn its exit status."""
+REAP_S = 60.0
+"""Seconds to wait for a killed process to disappear."""
+_OUTPUT_BYTES = 4096
+_READ_S = 1.0
+_INHERITED_ENV = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
+"""The only variables that an environment inherits, so it sees no key or token."""
+
+LimitCheck = Callable[[], str]
+"""Stops watching a sandbox's memory and returns the limit that ended the sandbox, or ""."""
 
 
-class Launch(Protocol):
-    """A command line as it is to be started."""
+class SandboxLaunch(Protocol):
+    """A command line, ready to start."""
 
     @property
     def command(self) -> Sequence[str]: ...
@@ -44,19 +49,18 @@ class Launch(Protocol):
 
     @property
     def env(self) -> Mapping[str, str]:
-        """Instead of what is passed on of this process's environment."""
+        """Overrides for the inherited environment variables."""
         ...
 
-    def started(self, pid: int) -> Callable[[], str] | None:
-        """Told the number of what was started. None: that is the program. Else it is a sandbox's
-        outer process, which ends by itself after all that is inside; what is returned is called at
-        its end, and says at which limit the sandbox was ended, or ""."""
+    def started(self, pid: int) -> LimitCheck | None:
+        """Watch the started process. Returns None unless it is a sandbox's outer process, which
+        exits after everything inside it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Bare:
-    """A `Launch` without a sandbox."""
+class _Bare:
+    """A `SandboxLaunch` without a sandbox."""
 
     command: Sequence[str]
     pass_fds: Sequence[int] = ()
@@ -67,89 +71,237 @@ class Bare:
 
 
 class Wrap(Protocol):
-    """Puts a command line into a sandbox. What it opens for that may close once it is started."""
+    """Puts a command line into a sandbox. Files it opens may be closed after the start."""
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[Launch]:
+    ) -> AbstractContextManager[SandboxLaunch]:
         """readable: files and folders that the program needs beyond the system and its
-        interpreter's own. Raises FileNotFoundError and PermissionError in words for the user."""
+        interpreter. Raises FileNotFoundError or PermissionError with a message for the user."""
         ...
 
 
 class ForkingWrap(Protocol):
-    """A `Wrap` in which a process may fork others, each as isolated as one of its own would be."""
+    """A `Wrap` whose process may fork children, each isolated like a process of its own."""
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """What `keel.agents.env_runtime.isolate` is told. None: this machine does not let it."""
+        """Settings for `keel.agents.env_runtime.isolate`. None if this machine forbids it."""
         ...
 
     @property
     def probe(self) -> str:
-        """Code that looks for ways out, and prints `isolated` where it finds none."""
+        """Python code that tries to escape and prints `isolated` if it cannot."""
         ...
 
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[Launch]:
-        """As a call. Nobody looks at its memory."""
+    ) -> AbstractContextManager[SandboxLaunch]:
+        """Like a call, without a memory limit."""
         ...
 
-    def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
-        """As `Launch.started`. inside: of the first process of a forked one's namespace; else of
-        the outer process of what `parent` is for."""
+    def hold(self, pid: int, *, inside: bool) -> LimitCheck:
+        """Watch memory. inside: `pid` is the first process of a forked child's namespace, not the
+        outer process of a sandbox."""
         ...
 
 
 def not_wrapped(
     command: Sequence[str], *, readable: Sequence[Path]
-) -> AbstractContextManager[Launch]:
-    """No sandbox: the environment may do whatever this process's user may."""
-    return nullcontext(Bare(command))
+) -> AbstractContextManager[SandboxLaunch]:
+    """Run without a sandbox, with all rights of the current user."""
+    return nullcontext(_Bare(command))
 
 
-def line_of(message: Mapping[str, Any]) -> bytes:
-    """As it is sent. Raises ValueError for what is no JSON."""
+class Child(Protocol):
+    """A process of an episode. It is reaped after its descendants are dead, so no PID is reused."""
+
+    pid: int
+    limit_hit: str
+    """Limit that ended its sandbox, known once reaped; else ""."""
+    orphaned: bool
+    """True if the fork server had died by the time of the reap."""
+
+    async def gone(self, within_s: float) -> bool:
+        """Wait for the exit without reaping. Returns False on timeout."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it and its descendants."""
+        ...
+
+    async def reap(self) -> int | None:
+        """Reap after `kill`. Returns the exit status, minus the signal number if killed by one, or
+        None if unknown."""
+        ...
+
+
+class StartedChild:
+    """A process started from here. limit: set if it is the outer process of a sandbox."""
+
+    def __init__(self, process: subprocess.Popen[bytes], limit: LimitCheck | None) -> None:
+        self.pid = process.pid
+        self.limit_hit, self.orphaned = "", False
+        self._process, self.limit = process, limit
+        # Kills the group at interpreter exit if an abandoned event loop never closed it.
+        self._finalizer = weakref.finalize(self, _kill_group, process.pid)
+
+    async def gone(self, within_s: float) -> bool:
+        def has_exited() -> bool:
+            try:
+                flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                return os.waitid(os.P_PID, self.pid, flags) is not None
+            except ChildProcessError:
+                return True
+
+        return await _poll(has_exited, within_s)
+
+    def kill(self) -> None:
+        _kill_descendants(self.pid)
+        if self.limit is None:
+            _kill_group(self.pid)
+
+    async def reap(self) -> int | None:
+        if self.limit is not None:
+            deadline = time.monotonic() + REAP_S
+            while not await self.gone(0.05) and time.monotonic() < deadline:
+                _kill_descendants(self.pid)  # the sandbox was still starting
+            _kill_group(self.pid)
+            self.limit_hit = self.limit()
+        await self.gone(REAP_S)
+        status = self._process.poll()
+        if status is not None:
+            self._finalizer.detach()
+        return status
+
+
+class ForkedChild:
+    """A process that a fork server forked and reaps. limit: set if it is the first process of a PID
+    namespace, whose end kills all others in there."""
+
+    def __init__(
+        self,
+        pidfd: int,
+        pid: int,
+        reap: Callable[[], Awaitable[int | None]],
+        limit: LimitCheck | None,
+    ) -> None:
+        self.pid = pid
+        self.limit_hit, self.orphaned = "", False
+        self._pidfd, self._reap, self._limit = pidfd, reap, limit
+        self._finalizer = weakref.finalize(self, _kill_and_close, pidfd)
+
+    async def gone(self, within_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return await _poll(lambda: bool(poll.poll(0)), within_s)
+
+    def kill(self) -> None:
+        try:
+            signal.pidfd_send_signal(self._pidfd, 0)
+        except ProcessLookupError:  # reaped, since its parent has exited; so are its children
+            return
+        if self._limit is None:
+            _kill_descendants(self.pid)
+            _kill_group(self.pid)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def reap(self) -> int | None:
+        try:
+            if not await self.gone(REAP_S):
+                return None
+            status = await self._reap()
+            self.orphaned = status is None
+        finally:
+            if self._limit is not None:
+                self.limit_hit = self._limit()
+            self._finalizer.detach()
+            os.close(self._pidfd)
+        return status
+
+
+def _kill_and_close(pidfd: int) -> None:
+    with suppress(OSError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+
+
+async def _poll(condition: Callable[[], bool], within_s: float) -> bool:
+    deadline, pause_s = time.monotonic() + within_s, 0.001
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    return True
+
+
+def descendants(pid: int) -> list[int]:
+    """PIDs below `pid`, including those that left its group, as long as their parents live."""
+    pids: list[int] = []
+    pending = [pid]
+    while pending:
+        folder = Path("/proc") / str(pending.pop()) / "task"
+        with suppress(OSError):
+            for task in os.listdir(folder):
+                children = (folder / task / "children").read_bytes().split()
+                pending += map(int, children)
+                pids += map(int, children)
+    return pids
+
+
+def _kill_descendants(pid: int) -> None:
+    for child in descendants(pid):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def encode_line(message: Mapping[str, Any]) -> bytes:
+    """Encode a message as a JSON line. Raises ValueError if it is not JSON."""
     try:
         return json.dumps(message, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON: {error}") from error
+        raise ValueError(f"not valid JSON: {error}") from error
 
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-async def within(timeout_s: float, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Its result. Raises TimeoutError. `asyncio.timeout` would, too, where the answer is here and
-    has yet to be read, since the event loop was busy with other episodes."""
+async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`. Raises TimeoutError, but not for a result that arrived in time and is unread
+    because the event loop was busy, as `asyncio.timeout` would."""
     task = asyncio.ensure_future(work)
     try:
-        for limit_s in (timeout_s, READING_S):
+        for limit_s in (timeout_s, _READ_S):
             await asyncio.wait({task}, timeout=limit_s)
             if task.done():
                 return task.result()
         raise TimeoutError
     finally:
         task.cancel()
-        await asyncio.wait({task}, timeout=READING_S)
+        await asyncio.wait({task}, timeout=_READ_S)
         if task.done() and not task.cancelled():
-            task.exception()  # or asyncio logs that nobody has looked
+            task.exception()  # mark as retrieved, or asyncio logs it
 
 
 class LineProcess:
-    """One child process and its group. For one event loop, and one exchange at a time."""
+    """A child process and its channel. For one event loop and one exchange at a time."""
 
     def __init__(
         self,
         child: Child,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        words: Words,
+        output: OutputTail,
     ) -> None:
         self._child = child
-        self._reader, self._writer, self._words = reader, writer, words
-        self._over = ""
+        self._reader, self._writer, self._output = reader, writer, output
         self._end: asyncio.Task[str] | None = None
 
     @staticmethod
@@ -161,50 +313,53 @@ class LineProcess:
         wrap: Wrap = not_wrapped,
         readable: Sequence[Path] = (),
     ) -> LineProcess:
-        """Raises EnvironmentLost where there is nothing to start, and OSError out of files."""
+        """Start a process. Raises EnvironmentLost if the program cannot run, OSError if this
+        process has no descriptors left."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                child, read_words = launch(
+                child, stderr = launch(
                     command, theirs, env=env, folder=folder, wrap=wrap, readable=readable
                 )
         except BaseException:
             ours.close()
             raise
-        return await LineProcess.of(child, ours, read_words)
+        return await LineProcess.attach(child, ours, stderr)
 
     @staticmethod
-    async def of(child: Child, ours: socket.socket, read_words: int) -> LineProcess:
-        """Of a process that runs, its channel, and the pipe of its standard error."""
-        ours.setblocking(False)
-        words = Words(read_words)
+    async def attach(child: Child, channel: socket.socket, stderr: int) -> LineProcess:
+        """Wrap a running process. stderr: read end of its standard error."""
+        channel.setblocking(False)
+        output = OutputTail(stderr)
         try:
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MOST_BYTES)
-        except BaseException:  # given up meanwhile
-            ours.close()
-            words.close()
+            reader, writer = await asyncio.open_unix_connection(
+                sock=channel, limit=MAX_MESSAGE_BYTES
+            )
+        except BaseException:  # cancelled
+            channel.close()
+            output.close()
             child.kill()
             await asyncio.shield(child.reap())
             raise
-        return LineProcess(child, reader, writer, words)
+        return LineProcess(child, reader, writer, output)
 
     @property
     def pid(self) -> int:
         return self._child.pid
 
     @property
-    def words(self) -> str:
-        """The last that the process printed to standard error."""
-        return self._words.text()
+    def output(self) -> str:
+        """Tail of the process's standard error."""
+        return self._output.text()
 
     async def send(self, line: bytes) -> None:
-        """Raises OSError where nobody listens."""
+        """Send a line. Raises OSError if the process closed its channel."""
         self._writer.write(line)
         await self._writer.drain()
 
     async def receive(self) -> dict[str, Any] | str:
-        """The next message; as text where it is none. Raises ValueError for one that is too long,
-        EOFError where no more will come."""
+        """Return the next message, or its text if it is not a JSON object. Raises ValueError if it
+        is too long and EOFError at the end."""
         line = await self._reader.readline()
         if not line.endswith(b"\n"):
             raise EOFError
@@ -217,52 +372,46 @@ class LineProcess:
         return line.decode(errors="replace").strip()
 
     async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
-        """End the process, and say what happened with its last words."""
-        ended = await self.end(ENDING_S if fault == "exit" else 0.0)
+        """End the process and return an error with the cause and its last output."""
+        ending = await self.end(EXIT_S if fault == "exit" else 0.0)
         if fault == "exit":
-            fault = "crash" if ended.startswith("was ended") else "exit"
-            message = ended
+            fault = "crash" if ending.startswith("was ended") else "exit"
+            message = ending
         if self._child.orphaned:
             during, message = "parent", "the process that it was forked from has ended"
-        if self._over:
-            fault, message = "memory", self._over
-        return EnvironmentLost(fault, during, message, self.words)
+        if self._child.limit_hit:
+            fault, message = "memory", self._child.limit_hit
+        return EnvironmentLost(fault, during, message, self.output)
 
     async def end(self, within_s: float = 0.0) -> str:
-        """Kill the group, its leader's children included. Says how the leader ended, if it did so
-        by itself within `within_s`. Safe to call more than once."""
+        """Kill the process and its descendants. Returns how it ended, if it exited within
+        `within_s`. Safe to call more than once."""
         if self._end is None:
-            self._end = asyncio.create_task(self._ending(within_s))
+            self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
 
-    async def _ending(self, within_s: float) -> str:
-        child = self._child
-        try:
-            by_itself = await child.gone(within_s)
-        finally:
-            child.kill()
-        code = await child.reap()
-        self._over = child.over
-        await self._words.heard(0.2)
-        self._words.close()
+    async def _shut_down(self, within_s: float) -> str:
+        ending = await end_child(self._child, within_s, self._output)
         self._writer.transport.abort()
-        return how_it_ended(code if by_itself else None)
+        return ending
 
 
-def how_it_ended(code: int | None) -> str:
-    """code: its exit status, or minus a signal. None: it had not ended by itself."""
-    if code is None:
+async def end_child(child: Child, within_s: float, output: OutputTail) -> str:
+    """Kill and reap a child, and close its output. Returns how it ended."""
+    try:
+        exited = await child.gone(within_s)
+    finally:
+        child.kill()
+    status = await child.reap()
+    await output.drain(0.2)
+    output.close()
+    if not exited or status is None:
         return "closed its output"
-    if code < 0:
-        return f"was ended by {_signal(-code)}"
-    if code > 128 and code - 128 in set(signal.Signals):  # told by a sandbox's outer process
-        return f"was ended by {_signal(code - 128)}"
-    return f"exited with status {code}"
-
-
-def _signal(number: int) -> str:
-    """Its name; most of the real-time ones have none."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    number = -status if status < 0 else status - 128  # 128 + n from a sandbox's outer process
+    known = number in set(signal.Signals)
+    if status < 0 or (status > 128 and known):
+        return f"was ended by {signal.Signals(number).name if known else f'signal {number}'}"
+    return f"exited with status {status}"
 
 
 def launch(
@@ -273,36 +422,36 @@ def launch(
     folder: Path | None,
     wrap: Wrap,
     readable: Sequence[Path],
-) -> tuple[Started, int]:
-    """A process whose standard input and output are `channel`, and its standard error to read.
-    Raises as `LineProcess.start`."""
-    read_words, write_words = os.pipe()
-    passed_on = {k: os.environ[k] for k in PASSED_ON if k in os.environ}
+) -> tuple[StartedChild, int]:
+    """Start a process with `channel` as standard input and output. Returns it and the read end of
+    its standard error. Raises like `LineProcess.start`."""
+    stderr, write_end = os.pipe()
+    inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     try:
-        with wrap(command, readable=readable) as given:
+        with wrap(command, readable=readable) as plan:
             process = subprocess.Popen(
-                given.command,
+                plan.command,
                 stdin=channel.fileno(),
                 stdout=channel.fileno(),
-                stderr=write_words,
-                env={**passed_on, **given.env, **env},
+                stderr=write_end,
+                env={**inherited, **plan.env, **env},
                 cwd=folder,
-                pass_fds=given.pass_fds,
+                pass_fds=plan.pass_fds,
                 start_new_session=True,
             )
-            return Started(process, given.started(process.pid)), read_words
+            return StartedChild(process, plan.started(process.pid)), stderr
     except BaseException as error:
-        os.close(read_words)
+        os.close(stderr)
         if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
-            why = f"cannot run {command[0]}: {error}"
-            raise EnvironmentLost("start", "open", why) from error
+            reason = f"cannot run {command[0]}: {error}"
+            raise EnvironmentLost("start", "open", reason) from error
         raise
     finally:
-        os.close(write_words)
+        os.close(write_end)
 
 
-class Words:
-    """The end of what a process prints to the pipe `fd`, heard as long as the event loop runs."""
+class OutputTail:
+    """Reads a pipe in the background and keeps the last few KiB."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -310,14 +459,14 @@ class Words:
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         os.set_blocking(fd, False)
-        self._loop.add_reader(fd, self._hear)
+        self._loop.add_reader(fd, self._read)
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         try:
             data = os.read(self._fd, 1 << 16)
         except BlockingIOError:
             return
-        self._tail = (self._tail + data)[-MOST_WORDS:]
+        self._tail = (self._tail + data)[-_OUTPUT_BYTES:]
         if not data:
             self.close()
 
@@ -327,12 +476,12 @@ class Words:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
 
-    async def heard(self, within_s: float) -> None:
-        """Wait for the end. What has fled from the group may hold the pipe open."""
+    async def drain(self, within_s: float) -> None:
+        """Wait for the end of the pipe, which an escaped descendant may hold open."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), within_s)
 
     def text(self) -> str:
-        """For a terminal: a policy's text may be in there, and escape sequences in that."""
+        """Return the tail without control characters: the policy may have written some of it."""
         text = self._tail.decode(errors="replace").strip()
         return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

@@ -1,4 +1,4 @@
-"""What runs in an episode's own process: the standard library alone, any Python from 3.9.
+"""Code that runs in an episode's process: standard library only, Python 3.9 or later.
 
-Nothing else of Keel's may be imported here: the interpreter is the environment's.
+It must import nothing else of Keel, since the interpreter is the environment's.
 """

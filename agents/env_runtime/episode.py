@@ -1,11 +1,15 @@
-"""Requests about one episode's environment, and their answers: the lines of start.py."""
+"""Serves the requests about one episode's environment (the protocol is in start.py)."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import random
+import resource
 import sys
-from typing import Any
+from contextlib import suppress
+from typing import Any, Optional, cast
 
 from keel.agents.env_runtime.errors import (
     EnvironmentGone,
@@ -15,39 +19,77 @@ from keel.agents.env_runtime.errors import (
 )
 from keel.agents.env_runtime.load import load, make
 from keel.agents.env_runtime.openenv import is_address
-from keel.agents.env_runtime.tool_objects import Object
+from keel.agents.env_runtime.tool_objects import Object, bind_arguments, parameters_of, resolve
 
 Request = dict[str, Any]
 
 
-class Episode:
-    """One environment, and the requests about it."""
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies."""
+    with suppress(Exception):  # not Linux
+        ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+
+
+def protect_process() -> None:
+    """End with the parent, and deny other processes access to this one's memory: the policy may
+    control some that this one starts, and the verdict is computed here."""
+    end_with_parent()
+    with suppress(Exception):
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+
+
+def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if mib is not None:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = mib << 20
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def redirect_prints() -> None:
+    """Point standard input at nothing and standard output at standard error, so that prints are
+    not taken for replies."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+
+
+def take_channel() -> tuple[Any, Any]:
+    """Return standard input and output as files, after which prints go to standard error."""
+    requests, replies = open(os.dup(0), "rb"), open(os.dup(1), "wb")  # noqa: SIM115
+    redirect_prints()
+    return requests, replies
+
+
+class _Episode:
+    """One environment."""
 
     def __init__(self) -> None:
         self._environment: Any = None
 
     def answer(self, request: Request) -> Request:
-        """Raises what the environment raises."""
-        do = request["do"]
-        if do == "open":
+        """Handle a request. Raises whatever the environment raises."""
+        action = request["do"]
+        if action == "open":
             return self._open(request)
-        if do == "call":
+        if action == "call":
             return self._call(request)
-        if do == "reply":
-            return {"message": self._environment.reply(request["said"])}
-        if do == "verdict":
+        if action == "reply":
+            return {"message": self._environment.reply(request["turn"])}
+        if action == "verdict":
             return self._environment.verdict(request["messages"], request["finish_reason"])
-        if do == "close":
-            if self._environment is not None:
-                self._environment.close()
-            return {}
-        raise InvalidEnvironment(f"no such request: {do}")
+        if self._environment is not None:
+            self._environment.close()
+        return {}
 
     def _open(self, request: Request) -> Request:
         limit_memory(request["memory_mib"])
         sys.path[:0] = request["paths"]
         seed = request["seed"]
-        random.seed(0)  # what a module draws when it is imported is the same for all episodes
+        random.seed(0)  # draws at import are the same for all episodes
         if not is_address(request["target"]):
             load(request["target"])
         random.seed(seed)
@@ -60,53 +102,27 @@ class Episode:
 
     def _call(self, request: Request) -> Request:
         if isinstance(self._environment, Object):
-            self._environment.may_take(request["call_s"])
+            self._environment.set_call_time(request["call_s"])
         try:
             return self._environment.call(request["name"], request["arguments"])
         except (MemoryError, EnvironmentGone):
             raise
-        except Exception as error:  # a tool may raise anything: the policy is told, and goes on
-            print(
-                f"{request['name']}: {error_text(error)} ({error_location(error)})", file=sys.stderr
-            )
+        except Exception as error:  # the policy sees the error and may try again
+            text = error_text(error)
+            print(f"{request['name']}: {text} ({error_location(error)})", file=sys.stderr)
             done = getattr(self._environment, "done", False)
-            return {"text": error_text(error), "failed": True, "done": done}
-
-
-def limit_memory(mib: int | None) -> None:
-    import resource  # noqa: PLC0415  (not on every system)
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if mib is not None:
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        wanted = mib << 20
-        if hard != resource.RLIM_INFINITY:
-            wanted = min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-
-
-def stand_alone() -> None:
-    """Keel may be killed at any time, and nobody would miss this process then. And what it starts
-    may be the policy's: that must not write to the memory in which the verdict is made."""
-    try:
-        import ctypes  # noqa: PLC0415
-
-        prctl = ctypes.CDLL(None).prctl
-        prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
-        prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody else opens /proc/…/mem
-    except Exception:  # another system, or a filter: the end of standard input is seen all the same
-        pass
+            return {"text": text, "failed": True, "done": done}
 
 
 def serve(requests: Any, replies: Any) -> None:
-    """One episode, until Keel is gone. After `close` it waits to be killed: what it started is
-    found below a process that lives."""
-    episode = Episode()
+    """Serve one episode until Keel closes the channel. After `close` the process waits to be
+    killed, so that its descendants can be found."""
+    episode = _Episode()
     for line in requests:
         request = json.loads(line)
         reply: Request
         try:
-            # Text of it here: what cannot be written down is the environment's failure, too.
+            # Encoding is part of the try: an unencodable result is the environment's failure.
             reply = {"is": episode.answer(request)}
             text = json.dumps({"id": request["id"], **reply}, allow_nan=True)
         except MemoryError:
@@ -120,3 +136,43 @@ def serve(requests: Any, replies: Any) -> None:
         sys.stderr.flush()
         replies.write(text.encode() + b"\n")
         replies.flush()
+
+
+def call_function(target: str) -> None:
+    """Run an agent program that is a function, `module:function` or `path/to/file.py:function`.
+
+    It receives the parameters that it declares of `task` (as in KEEL_TASK), `prompt` (the last user
+    message) and `seed`, all of them for `**`; a single parameter of another name is the task. Its
+    result goes to KEEL_VERDICT: a text is the answer; a number, numbers by name, or a pair of
+    either with facts is the verdict; None writes nothing.
+    """
+    sys.path.insert(0, os.getcwd())
+    function = load(target)
+    if not callable(function):
+        raise InvalidEnvironment(f"{target} is not a function")
+    with open(os.environ["KEEL_TASK_FILE"], encoding="utf-8") as file:
+        task = json.load(file)
+    prompts = [m["content"] for m in task["messages"] if m["role"] == "user"]
+    values = {
+        "task": task,
+        "prompt": prompts[-1] if prompts else task["messages"][-1]["content"],
+        "seed": int(os.environ["KEEL_SEED"]),
+    }
+    parameters = [
+        one
+        for one in parameters_of(function)
+        if one.name in values or one.default is one.empty or one.kind is one.VAR_KEYWORD
+    ]
+    positional, named = bind_arguments(target, parameters, values)
+    result = resolve(function(*positional, **named))
+    if result is None:
+        return
+    pair = cast("Any", result if isinstance(result, tuple) else (result, {}))
+    parts, facts = pair
+    if isinstance(result, str):
+        verdict: dict[str, Any] = {"answer": result}
+    else:
+        scores = cast("Any", parts if isinstance(parts, dict) else {"correct": float(parts)})
+        verdict = {"parts": scores, "facts": facts}
+    with open(os.environ["KEEL_VERDICT"], "w", encoding="utf-8") as file:
+        json.dump(verdict, file, default=str)

@@ -1,39 +1,38 @@
-"""What the environment's own code raised, in words."""
+"""Errors of an environment, and their text and location."""
 
 from __future__ import annotations
 
 import os
 import traceback
 
-MOST_SAID = 2000
-"""Characters of an exception's text."""
+_MAX_CHARACTERS = 2000
 _OURS = os.path.dirname(os.path.abspath(__file__))
-_PYTHONS = ("<frozen", os.path.dirname(os.__file__))
+_STANDARD_LIBRARY = ("<frozen", os.path.dirname(os.__file__))
 
 
 class InvalidEnvironment(Exception):
-    """What was named cannot be an environment. Says why, and the cure."""
+    """The target cannot serve as an environment. The message says why and how to fix it."""
 
 
 class EnvironmentGone(Exception):
-    """The episode's end, and no failure of a call: what the environment lives on is gone, or it
-    does not say whether it is over."""
+    """The episode cannot continue, unlike after a failed call: the environment's backend is gone,
+    or its `done` is invalid."""
 
 
 def error_location(error: BaseException) -> str:
-    """Where it was raised, as `my_env.py:12 in buy`: the innermost line of the environment's."""
+    """Return the innermost line of the environment's code, as `my_env.py:12 in buy`."""
     ours = (_OURS, "<frozen importlib")
     frames = [
-        one
-        for one in traceback.extract_tb(error.__traceback__)
-        if not one.filename.startswith(ours)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(ours)
     ]
-    theirs = [one for one in frames if not one.filename.startswith(_PYTHONS)]
+    theirs = [frame for frame in frames if not frame.filename.startswith(_STANDARD_LIBRARY)]
     if not frames:
         return ""
-    found = (theirs or frames)[-1]
-    return f"{found.filename}:{found.lineno} in {found.name}"
+    frame = (theirs or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def error_text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MOST_SAID]
+    return f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS]

@@ -1,5 +1,5 @@
-"""The process that loads an environment's program once and forks a process for each episode:
-`python start.py parent`, any Python from 3.9 on Linux.
+"""Imports an environment once and forks a process for each episode: `python start.py fork-server`,
+Python 3.9 or later on Linux.
 
 JSON messages over the socket (SOCK_SEQPACKET) that is standard input:
 
@@ -10,13 +10,13 @@ JSON messages over the socket (SOCK_SEQPACKET) that is standard input:
                               with two descriptors: the episode's channel, its standard error
     ← {"id": 2, "is": {"pid": 12}}                          with one: a pidfd of that process
     → {"id": 3, "do": "reap", "pid": 12}
-    ← {"id": 3, "is": {"status": 0}}        once it has ended; below 0: the signal that ended it
+    ← {"id": 3, "is": {"status": 0}}        once it has ended; negative: the signal that ended it
 
-In place of "is": "cannot" (forking would not be safe here, and why), and what start.py says. A
-forked process then speaks as start.py does; `run` is code that it runs instead.
+In place of "is": "cannot" (forking is unsafe, and why), and the errors of start.py. A forked
+process then speaks the protocol of start.py; `run` is code that it executes instead.
 
-inner: `keel.agents.env_runtime.isolate`. The process that is told of is then the first of its own
-namespace, and ends with the status of the program, 128 and the signal where one ended it.
+inner: settings of `keel.agents.env_runtime.isolate`. The reported process is then the first one of
+a PID namespace, and exits with the program's status, or 128 plus the signal that ended it.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ import sys
 from contextlib import suppress
 from typing import Any, Optional, cast
 
-from keel.agents.env_runtime.episode import limit_memory, serve, stand_alone
+from keel.agents.env_runtime.episode import limit_memory, protect_process, redirect_prints, serve
 from keel.agents.env_runtime.errors import InvalidEnvironment, error_location, error_text
-from keel.agents.env_runtime.isolate import Inner, leave_namespaces, shut
+from keel.agents.env_runtime.isolate import Inner, isolate, unshare
 from keel.agents.env_runtime.load import preload
 
-MOST_BYTES = 1 << 16
-Reply = dict[str, Any]
+_MAX_BYTES = 1 << 16
+_Reply = dict[str, Any]
 
 
-class Parent:
+class _Forker:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._files = _open_files()
 
-    def load(self, request: Reply) -> Reply:
+    def load(self, request: _Reply) -> _Reply:
         limit_memory(request["memory_mib"])
         sys.path[:0] = request["paths"]
         random.seed(0)
         preload(request["target"], request["action"])
-        if why := self._shared():
-            return {"cannot": why}
-        with suppress(OSError, ValueError):  # its children count among its own from here on
+        if reason := self._shared_state():
+            return {"cannot": reason}
+        with suppress(OSError, ValueError):  # forked processes count towards this limit
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
             resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
         gc.collect()
-        gc.freeze()  # so that collecting garbage copies none of it
+        gc.freeze()  # later collections do not copy shared pages
         return {"is": {}}
 
-    def _shared(self) -> str:
-        """What two processes would have in common that were forked now; "" if nothing."""
+    def _shared_state(self) -> str:
+        """Return the state that forked processes would share; "" if there is none."""
         threads = len(os.listdir("/proc/self/task"))
         if threads > 1:
             return f"importing it starts {threads - 1} thread(s)"
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             if file.read().split():
                 return "importing it starts a process"
-        if more := sorted(_open_files() - self._files):
-            return f"importing it opens {more[0][1]}"
+        if opened := sorted(_open_files() - self._files):
+            return f"importing it opens {opened[0][1]}"
         with open("/proc/self/maps") as file:
             for line in file:
                 words = line.split(None, 5)
@@ -77,77 +77,77 @@ class Parent:
                     return f"importing it maps shared memory ({(words[5:] or ['?'])[0].strip()})"
         return ""
 
-    def fork(self, request: Reply, channel: int, words: int) -> Optional[int]:  # noqa: UP045
-        """In the parent, None and a message; in the forked process, the channel."""
+    def fork(self, request: _Reply, channel: int, stderr: int) -> Optional[int]:  # noqa: UP045
+        """Fork. Returns None in the server and the channel in the forked process."""
         number, inner = request["id"], request["inner"]
         sys.stdout.flush()
         sys.stderr.flush()
         if inner is None:
             pid = os.fork()
             if pid:
-                self._tell(number, pid)
+                self._report(number, pid)
                 return None
         else:
-            # What `between` leaves is for this process to reap (PR_SET_CHILD_SUBREAPER). Without a
-            # sandbox, what a program leaves would become its child, too, and stay for good.
+            # Makes this process reap the child of `middle` (PR_SET_CHILD_SUBREAPER). Without a
+            # sandbox it is not set, or a program's orphans would collect here.
             ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-            between = os.fork()
-            if between:
-                os.waitpid(between, 0)
+            middle = os.fork()
+            if middle:
+                os.waitpid(middle, 0)
                 return None
-            self._apart(number, inner, channel, words)
+            self._fork_isolated(number, inner, channel, stderr)
         self._control.close()
-        stand_alone()
+        protect_process()
         os.setsid()
-        os.dup2(words, 2)
+        os.dup2(stderr, 2)
         os.dup2(2, 1)
-        os.close(words)
+        os.close(stderr)
         os.environ.update(request["env"])
         if "tempfile" in sys.modules:
-            cast(Any, sys.modules["tempfile"]).tempdir = None  # found anew
+            cast(Any, sys.modules["tempfile"]).tempdir = None  # look it up again
         return channel
 
-    def _apart(self, number: int, inner: Inner, channel: int, words: int) -> None:
-        """Forks twice more; only the last, which the episode lives in, returns."""
+    def _fork_isolated(self, number: int, inner: Inner, channel: int, stderr: int) -> None:
+        """Fork twice more into new namespaces. Only the last process, the episode's, returns."""
         uid, gid = os.getuid(), os.getgid()
-        ready, say = os.pipe()
+        status_read, status_write = os.pipe()
         try:
-            leave_namespaces(inner)
+            unshare(inner)
             first = os.fork()
         except OSError as error:
             self._send({"id": number, "cannot": str(error)})
             os._exit(1)
         if first:
-            os.close(say)
-            complaint = os.read(ready, MOST_BYTES).decode()
-            if complaint == "ready":
-                self._tell(number, first)
+            os.close(status_write)
+            message = os.read(status_read, _MAX_BYTES).decode()
+            if message == "ready":
+                self._report(number, first)
             else:
-                os.waitpid(first, 0)  # it has ended, and nobody would ask for it
-                self._send({"id": number, "cannot": complaint or "it could not be isolated"})
-            os._exit(0)  # its child is the parent's then
-        os.close(ready)
+                os.waitpid(first, 0)
+                self._send({"id": number, "cannot": message or "it could not be isolated"})
+            os._exit(0)  # the server inherits the child
+        os.close(status_read)
         try:
-            shut(inner, uid, gid)
+            isolate(inner, uid, gid)
             program = os.fork()
         except Exception as error:
-            os.write(say, error_text(error).encode()[: MOST_BYTES // 2])
+            os.write(status_write, error_text(error).encode()[: _MAX_BYTES // 2])
             os._exit(1)
-        if program:
-            os.write(say, b"ready")
-            for fd in (say, channel, words, self._control.fileno()):
+        if program:  # this is the init process of the PID namespace
+            os.write(status_write, b"ready")
+            for fd in (status_write, channel, stderr, self._control.fileno()):
                 os.close(fd)
             while True:
                 pid, status = os.wait()
                 if pid == program:
                     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
                     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else code)
-        os.close(say)
+        os.close(status_write)
 
-    def _tell(self, number: int, pid: int) -> None:
+    def _report(self, number: int, pid: int) -> None:
         try:
             fd = os.pidfd_open(pid)
-        except (AttributeError, OSError) as error:  # an old kernel, or Python
+        except (AttributeError, OSError) as error:  # an old kernel or Python
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
             self._send({"id": number, "cannot": f"no pidfd: {error}"})
@@ -155,14 +155,14 @@ class Parent:
         self._send({"id": number, "is": {"pid": pid}}, fd)
         os.close(fd)
 
-    def _send(self, reply: Reply, *fds: int) -> None:
+    def _send(self, reply: _Reply, *fds: int) -> None:
         socket.send_fds(self._control, [json.dumps(reply).encode()], fds)
 
     def serve(self) -> Optional[tuple[int, Optional[str]]]:  # noqa: UP045
-        """Until Keel is gone. In a forked process, its channel and what it is to run instead."""
+        """Serve until Keel closes the socket. In a forked process, return its channel and `run`."""
         while True:
-            line, fds, _, _ = socket.recv_fds(self._control, MOST_BYTES, 2)
-            for fd in fds:  # a process that the environment starts is not to answer Keel
+            line, fds, _, _ = socket.recv_fds(self._control, _MAX_BYTES, 2)
+            for fd in fds:  # processes that the environment starts must not reach Keel
                 os.set_inheritable(fd, False)
             if not line:
                 return None
@@ -184,12 +184,11 @@ class Parent:
             except InvalidEnvironment as error:
                 self._send({"id": number, "refused": str(error)})
             except Exception as error:
-                if request["do"] == "fork":  # the machine's limits: of this episode alone
+                if request["do"] == "fork":  # a limit of the machine, met by this episode alone
                     self._send({"id": number, "cannot": error_text(error)})
                 else:
-                    self._send(
-                        {"id": number, "raised": error_text(error), "at": error_location(error)}
-                    )
+                    reply = {"raised": error_text(error), "at": error_location(error)}
+                    self._send({"id": number, **reply})
             sys.stdout.flush()
             sys.stderr.flush()
             for fd in fds:
@@ -197,21 +196,18 @@ class Parent:
 
 
 def _open_files() -> set[tuple[int, str]]:
-    found: set[tuple[int, str]] = set()
+    files: set[tuple[int, str]] = set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the one that listed them
-            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
-    return found
+        with suppress(OSError):  # the descriptor of this listing
+            files.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return files
 
 
 def main() -> None:
-    stand_alone()
+    protect_process()
     control = socket.socket(fileno=os.dup(0))
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
-    os.dup2(2, 1)
-    os.close(nowhere)
-    forked = Parent(control).serve()
+    redirect_prints()
+    forked = _Forker(control).serve()
     if forked is None:
         return
     channel, run = forked

@@ -1,4 +1,5 @@
-"""Text games with `reset` and `step`, as gymnasium, old gym, TextWorld and TextArena have them."""
+"""Text games with `reset` and `step`, in the style of gymnasium, old gym, TextWorld and
+TextArena."""
 
 from __future__ import annotations
 
@@ -9,24 +10,23 @@ from typing import Any, cast
 from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment
 from keel.agents.env_runtime.type_schemas import object_schema
 
-_COLOURED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
+_COLORED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-MOST_DIGITS = 20
-"""Digits of a move that are read: Python refuses numbers of thousands."""
-TEXTS = ("Text", "Word", "Char")
-"""Action spaces of texts: gymnasium's, and TextWorld's two."""
-ROUNDING = 1e-9
-"""Ten rewards of 0.1 are a little less than 1."""
+_MAX_DIGITS = 20
+"""Digits of a move that are parsed; Python refuses to parse thousands."""
+_TEXT_SPACES = ("Text", "Word", "Char")
+"""Text action spaces of gymnasium and TextWorld."""
+_ROUNDING = 1e-9
+"""Ten rewards of 0.1 sum to slightly less than 1."""
 
 
-class Game:
-    """A game for one player.
+class TextGame:
+    """A single-player game.
 
-    The policy plays by a tool, `play(action)`, so that its thinking stays while the game goes on;
-    with play_by="text", what it says is its move. The score is the sum of rewards, with
-    score="last" the last one, for games whose `step` returns the score so far (TextWorld), and in
-    TextArena the reward of player 0. `scale` is the least and the most that can be had. `rules`
-    stand before the first observation.
+    The policy plays through the tool `play(action)`, which keeps its thinking during the game, or
+    with play_by="text" by its replies. The score is the sum of rewards; with score="last" the last
+    reward, for games that return the score so far (TextWorld); in TextArena player 0's reward.
+    `scale` is the range of the score. `rules` precede the first observation.
     """
 
     grades = True
@@ -40,16 +40,15 @@ class Game:
         score: str = "sum",
     ) -> None:
         if play_by not in ("tool", "text"):
-            raise ValueError(f"play_by = {play_by!r}: there are 'tool' and 'text'")
+            raise ValueError(f"play_by = {play_by!r} must be 'tool' or 'text'")
         if score not in ("sum", "last"):
-            raise ValueError(f"score = {score!r}: there are 'sum' and 'last'")
+            raise ValueError(f"score = {score!r} must be 'sum' or 'last'")
         scaled_score(0.0, scale)
         self._scale = scale
-        self._adds_up = score == "sum"
+        self._sums = score == "sum"
         self._game = game
-        self._takes = inspect.signature(game.reset).parameters
-        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in self._takes.values())
-        self._textarena = hasattr(game, "get_observation") and self._takes_option("num_players")
+        self._options = inspect.signature(game.reset).parameters
+        self._textarena = hasattr(game, "get_observation") and self._takes("num_players")
         self._by_text = play_by == "text"
         self._over = False
         self._seen = ""
@@ -60,31 +59,34 @@ class Game:
         count = getattr(space, "n", None)
         self._first = int(getattr(space, "start", 0))
         self._count = None if count is None else int(count)
-        if count is None and hasattr(space, "sample") and type(space).__name__ not in TEXTS:
+        if count is None and hasattr(space, "sample") and type(space).__name__ not in _TEXT_SPACES:
             raise InvalidEnvironment(
-                f"the game's actions are {space}; those of Discrete and Text can be played. Wrap "
-                "it in a class whose `step` takes a number or a text"
+                f"the game's action space {space} is not Discrete or Text. Wrap the game in a "
+                "class whose `step` takes a number or a text"
             )
 
     def opening(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
         seed %= 2**31
-        options: dict[str, Any] = {"seed": seed} if self._takes_option("seed") else {}
+        options: dict[str, Any] = {"seed": seed} if self._takes("seed") else {}
         if self._textarena:
             options["num_players"] = 1
         elif not options and hasattr(self._game, "seed"):  # old gym, TextWorld
             self._game.seed(seed)
         first = self._game.reset(**options)
         if self._textarena:
-            self._seen = read_textarena(self._game.get_observation())
+            self._seen = _textarena_text(self._game.get_observation())
         else:
-            self._seen = self._shown(without_info(first))
+            pair = list(cast("tuple[Any, ...]", first)) if isinstance(first, tuple) else []
+            has_info = len(pair) == 2 and isinstance(pair[1], dict)  # old gym returns none
+            self._seen = self._render(pair[0] if has_info else first)
         text = "\n\n".join(filter(None, (self._rules, self._seen)))
         system = [message for message in task.get("messages", ()) if message["role"] == "system"]
         messages = [*system, {"role": "user", "content": text}]
         return {"messages": messages, "tools": [] if self._by_text else [self._spec()]}
 
-    def _takes_option(self, name: str) -> bool:
-        return self._takes_all or name in self._takes
+    def _takes(self, option: str) -> bool:
+        parameters = self._options.values()
+        return option in self._options or any(one.kind is one.VAR_KEYWORD for one in parameters)
 
     def _spec(self) -> dict[str, Any]:
         action: dict[str, Any] = {"type": "string"}
@@ -100,58 +102,58 @@ class Game:
     def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"text": self._play(arguments["action"]), "done": self._over}
 
-    def reply(self, said: dict[str, Any]) -> Any:
+    def reply(self, turn: dict[str, Any]) -> Any:
         if not self._by_text or self._over:
             return None
-        move: Any = str(said.get("content") or "").strip()
+        move: Any = str(turn.get("content") or "").strip()
         if self._count is not None:
-            last, most = move.splitlines()[-1:] or [""], self._first + self._count - 1
-            text = last[0].strip()[: MOST_DIGITS + 1]
-            if not text.isdecimal() or not self._first <= int(text) <= most:
-                said_so = f"The last line must be a whole number from {self._first} to {most}."
-                return {"role": "user", "content": said_so}
+            last_line, last = move.splitlines()[-1:] or [""], self._first + self._count - 1
+            text = last_line[0].strip()[: _MAX_DIGITS + 1]
+            if not text.isdecimal() or not self._first <= int(text) <= last:
+                hint = f"The last line must be a whole number from {self._first} to {last}."
+                return {"role": "user", "content": hint}
             move = int(text)
-        seen = self._play(move)
-        return None if self._over else {"role": "user", "content": seen}
+        observation = self._play(move)
+        return None if self._over else {"role": "user", "content": observation}
 
     def _play(self, move: Any) -> str:
         if self._over:
             return "The game is over."
         if self._count is not None:
             move = int(move)
-        after = self._game.step(move)
+        result = self._game.step(move)
         self._moves += 1
         if self._textarena:
-            self._over = bool(after[0])
-            return "The game is over." if self._over else self._news()
-        if not isinstance(after, (tuple, list)) or len(cast(Any, after)) not in (4, 5):
+            self._over = bool(result[0])
+            return "The game is over." if self._over else self._new_text()
+        if not isinstance(result, (tuple, list)) or len(cast(Any, result)) not in (4, 5):
             raise EnvironmentGone(
                 "`step` must return (seen, reward, terminated, truncated, info) or (seen, reward, "
-                f"done, info); it returned {str(cast(Any, after))[:100]}"
+                f"done, info); it returned {str(cast(Any, result))[:100]}"
             )
-        seen, reward, *ends, _ = cast("tuple[Any, ...]", after)
-        self._total = float(reward) + self._total * self._adds_up
+        observation, reward, *ends, _ = cast("tuple[Any, ...]", result)
+        self._total = float(reward) + self._total * self._sums
         self._over = any(map(bool, ends))
-        return self._shown(seen)
+        return self._render(observation)
 
-    def _shown(self, seen: Any) -> str:
-        """Return an observation as text. With gymnasium's render_mode="ansi" it is the picture: the
-        observation is a number then, or an array."""
+    def _render(self, observation: Any) -> str:
+        """Return the observation as text: with gymnasium's render_mode="ansi" the rendered picture,
+        since the observation is a number or an array there."""
         if getattr(self._game, "render_mode", None) == "ansi":
-            return _ESCAPES.sub("", _COLOURED.sub(r"[\1]", str(self._game.render()))).strip("\n")
-        return str(seen)
+            return _ESCAPES.sub("", _COLORED.sub(r"[\1]", str(self._game.render()))).strip("\n")
+        return str(observation)
 
-    def _news(self) -> str:
-        """Return what is new to see: TextArena's wrappers repeat everything since the start."""
-        before, self._seen = self._seen, read_textarena(self._game.get_observation())
+    def _new_text(self) -> str:
+        """Return the new part of the text: TextArena's wrappers repeat everything."""
+        before, self._seen = self._seen, _textarena_text(self._game.get_observation())
         new = self._seen[len(before) :] if self._seen.startswith(before) else ""
         return new.strip("\n") or self._seen
 
     def verdict(self, messages: list[Any], finish_reason: str) -> dict[str, Any]:
         total = self._total
         if self._textarena:
-            ended = self._game.close()
-            rewards = cast(Any, ended[0] if isinstance(ended, tuple) else ended)
+            closed = self._game.close()
+            rewards = cast(Any, closed[0] if isinstance(closed, tuple) else closed)
             total = float(rewards.get(0, 0.0)) if self._over and rewards else 0.0
         return {
             "parts": scaled_score(total, self._scale),
@@ -164,23 +166,16 @@ class Game:
 
 
 def scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
-    """Return the parts of a verdict from the sum of rewards. Raises ValueError: no such scale."""
+    """Return the parts of a verdict for a sum of rewards. Raises ValueError for an empty scale."""
     low, high = map(float, scale)
     if not low < high:
-        raise ValueError(f"scale = {scale!r}: the least score must be below the most")
+        raise ValueError(f"scale = {scale!r}: the lowest score must be below the highest")
     score = min(max((total - low) / (high - low), 0.0), 1.0)
-    score = 1.0 if score > 1 - ROUNDING else score
+    score = 1.0 if score > 1 - _ROUNDING else score
     return {"correct": float(score == 1.0), "score": score}
 
 
-def without_info(first: Any) -> Any:
-    """Return the observation that `reset` returned, alone (old gym) or as (observation, info)."""
-    pair = cast("tuple[Any, ...]", first) if isinstance(first, tuple) else ()
-    return pair[0] if len(pair) == 2 and isinstance(pair[1], dict) else cast(Any, first)
-
-
-def read_textarena(seen: Any) -> str:
-    """Return TextArena's observation, (player, text or messages), as text. A message is (sender,
-    text, kind)."""
-    _, shown = seen
-    return shown if isinstance(shown, str) else "\n".join(str(text) for _, text, *_ in shown)
+def _textarena_text(observation: Any) -> str:
+    """Return the text of (player, text or messages); a message is (sender, text, kind)."""
+    _, text = observation
+    return text if isinstance(text, str) else "\n".join(str(one) for _, one, *_ in text)

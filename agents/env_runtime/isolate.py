@@ -1,10 +1,10 @@
-"""Gives a forked process the isolation that bubblewrap gives a started one: namespaces of its own,
-a private /tmp, /dev/shm, /proc and pseudo-terminals, no capability, and the system call filter.
+"""Isolates a forked process as bubblewrap isolates a started one: new namespaces, a private /tmp,
+/dev/shm, /proc and pseudo-terminals, no capability, and the system call filter.
 
-For a process that runs in a sandbox already, whose mounts it keeps. It needs no right but to make a
-user namespace. There are two of those: the outer one's only user is its root, as mounting
-pseudo-terminals demands; in the inner one the process is its old user again, and has no say about
-mounts. Linux, any Python from 3.9; see user_namespaces(7), pid_namespaces(7), seccomp(2).
+The caller already runs in a sandbox, whose mounts it keeps, and needs no right beyond creating user
+namespaces. There are two nested ones: in the outer one the user is root, which mounting
+pseudo-terminals requires; in the inner one it is the old user again and cannot mount. Linux, Python
+3.9 or later; see user_namespaces(7), pid_namespaces(7), seccomp(2).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import struct
 from typing import Any, Optional
 
 Inner = dict[str, Any]
-"""own_network, loopback (whether that has one), files_mib (of /tmp and of /dev/shm), processes,
-filter (base64)."""
+"""own_network, loopback (bring it up), files_mib (of /tmp and of /dev/shm), processes, filter
+(base64)."""
 
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
@@ -32,62 +32,63 @@ _SET_DUMPABLE, _SET_SECCOMP, _NO_NEW_PRIVILEGES = 4, 22, 38
 _FILTER_MODE = 2
 _SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41
 _CAPABILITIES_3 = 0x20080522
-libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("program", ctypes.c_char_p))
 
 
-def leave_namespaces(inner: Inner) -> None:
-    """Of the caller's next child, which is the first process of its own."""
+def unshare(inner: Inner) -> None:
+    """Create namespaces; the caller's next child is the first process of the PID namespace."""
     uid, gid = os.getuid(), os.getgid()
-    libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # the maps are its owner's to write only then
+    _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or the maps are not writable
     flags = _NEW_USER | _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS
     if inner["own_network"]:
         flags |= _NEW_NETWORK
-    _checked(libc.unshare(flags), "unshare")
+    _check(_libc.unshare(flags), "unshare")
     _map_user((0, uid), (0, gid))
 
 
-def shut(inner: Inner, uid: int, gid: int) -> None:
-    """By the first process in there, before it starts the program. uid, gid: what it was before."""
+def isolate(inner: Inner, uid: int, gid: int) -> None:
+    """Mount private folders and drop all rights, in the namespaces' first process. uid, gid: the
+    user before `unshare`."""
     size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
-    _private_tmp(size)
+    _mount_private_tmp(size)
     _mount(b"tmpfs", b"/dev/shm", _NOSUID | _NODEV, size)
     terminals = b"newinstance,ptmxmode=0666,mode=620"
     _mount(b"devpts", b"/dev/pts", _NOSUID | _NOEXEC, terminals)
     _mount(b"proc", b"/proc", _NOSUID | _NODEV | _NOEXEC, None)
     if inner["loopback"]:
-        with socket.socket() as any_one:
-            fcntl.ioctl(any_one, _SET_FLAGS, struct.pack("16sh", b"lo", _UP_AND_RUNNING))
-    _checked(libc.unshare(_NEW_USER), "unshare")
+        with socket.socket() as handle:
+            fcntl.ioctl(handle, _SET_FLAGS, struct.pack("16sh", b"lo", _UP_AND_RUNNING))
+    _check(_libc.unshare(_NEW_USER), "unshare")
     _map_user((uid, 0), (gid, 0))
-    libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)
-    _checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
-    _checked(libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
     program = base64.b64decode(inner["filter"])
     rules = _Filter(len(program) // 8, program)
-    _checked(libc.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.byref(rules), 0, 0), "seccomp")
+    _check(_libc.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.byref(rules), 0, 0), "seccomp")
     # In a user namespace, its first process counts too.
     resource.setrlimit(resource.RLIMIT_NPROC, (inner["processes"] + 1,) * 2)
 
 
-def _private_tmp(options: bytes) -> None:
-    """With what is in there now: a copy of what the program has made when it was imported, and may
-    write to later; and the folders that are mounted there, of a project that lies in /tmp."""
-    before = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
-    mounted = {path: os.open(path, os.O_PATH) for path in _mounted_in("/tmp")}
+def _mount_private_tmp(options: bytes) -> None:
+    """Mount a /tmp with a copy of the files made at import, and with the folders that are mounted
+    in /tmp, such as a project."""
+    previous = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
+    mounted = {path: os.open(path, os.O_PATH) for path in _mounts_below("/tmp")}
     tops = {"/".join(path.split("/")[:3]) for path in mounted}
-    here = f"/proc/self/fd/{before}"
+    here = f"/proc/self/fd/{previous}"
 
-    def leave_out(folder: str, names: list[str]) -> set[str]:
+    def mount_points(folder: str, names: list[str]) -> set[str]:
         return {name for name in names if folder == here and f"/tmp/{name}" in tops}
 
     _mount(b"tmpfs", b"/tmp", _NOSUID | _NODEV, options)
-    shutil.copytree(here, "/tmp", symlinks=True, ignore=leave_out, dirs_exist_ok=True)
-    for top in tops - set(mounted):  # nobody writes beside what is mounted, as before
+    shutil.copytree(here, "/tmp", symlinks=True, ignore=mount_points, dirs_exist_ok=True)
+    for top in tops - set(mounted):  # made read-only below, as they were
         os.mkdir(top)
         _mount(b"tmpfs", os.fsencode(top), _NOSUID | _NODEV, b"mode=755")
     for path, fd in mounted.items():
@@ -97,42 +98,41 @@ def _private_tmp(options: bytes) -> None:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
         source = f"/proc/self/fd/{fd}".encode()
-        _checked(libc.mount(source, os.fsencode(path), None, _BIND_ALL, None), f"bind {path}")
+        _check(_libc.mount(source, os.fsencode(path), None, _BIND_ALL, None), f"bind {path}")
         os.close(fd)
     for top in tops - set(mounted):
         _mount(b"tmpfs", os.fsencode(top), _NOSUID | _NODEV | _REMOUNT_READ_ONLY, b"mode=755")
-    os.close(before)
+    os.close(previous)
 
 
-def _mounted_in(folder: str) -> list[str]:
-    """Mount points below, but for those below others."""
-    found: list[str] = []
+def _mounts_below(folder: str) -> list[str]:
+    """Return the outermost mount points below a folder."""
+
+    def unescape(octal: re.Match[bytes]) -> bytes:
+        return bytes([int(octal[1], 8)])
+
     with open("/proc/self/mountinfo", "rb") as file:
-        points = [os.fsdecode(re.sub(rb"\\(\d{3})", _byte, line.split()[4])) for line in file]
+        points = [os.fsdecode(re.sub(rb"\\(\d{3})", unescape, line.split()[4])) for line in file]
+    outermost: list[str] = []
     for path in sorted(points):
-        if path.startswith(f"{folder}/") and not any(path.startswith(f"{p}/") for p in found):
-            found.append(path)
-    return sorted(set(found))
-
-
-def _byte(octal: re.Match[bytes]) -> bytes:
-    return bytes([int(octal[1], 8)])
+        if path.startswith(f"{folder}/") and not any(path.startswith(f"{p}/") for p in outermost):
+            outermost.append(path)
+    return sorted(set(outermost))
 
 
 def _map_user(uid: tuple[int, int], gid: tuple[int, int]) -> None:
-    """(number inside, number outside)"""
+    """Write the ID maps; each pair is (ID inside, ID outside)."""
     users, groups = (f"{inside} {outside} 1" for inside, outside in (uid, gid))
-    lines = (("setgroups", "deny"), ("uid_map", users), ("gid_map", groups))
-    for name, line in lines:
+    for name, line in (("setgroups", "deny"), ("uid_map", users), ("gid_map", groups)):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(line)
 
 
 def _mount(kind: bytes, where: bytes, flags: int, data: Optional[bytes]) -> None:  # noqa: UP045
-    _checked(libc.mount(kind, where, kind, flags, data), f"mount {kind.decode()}")
+    _check(_libc.mount(kind, where, kind, flags, data), f"mount {kind.decode()}")
 
 
-def _checked(result: int, what: str) -> None:
+def _check(result: int, operation: str) -> None:
     if result:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{operation}: {os.strerror(number)}")

@@ -1,4 +1,4 @@
-"""Type hints as JSON schemas, JSON as what the hints promise, and what a docstring says."""
+"""Converts type hints to JSON schemas and JSON values to hinted types, and reads docstrings."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _ARRAYS = (list, tuple, set, frozenset, abc.Sequence, abc.Iterable, abc.Collecti
 
 
 def schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a type hint. Raises InvalidEnvironment for a type that has none."""
+    """Return a type hint's JSON schema. Raises InvalidEnvironment for an unsupported type."""
     if hint is Any or hint is inspect.Parameter.empty:
         return {}
     hint = type(None) if hint is None else hint
     if hint in _PLAIN:
         return {"type": _PLAIN[hint]}
     origin, inner = get_origin(hint), get_args(hint)
-    if hasattr(hint, "__metadata__"):  # Annotated[int, "how many"]
-        about = [one for one in hint.__metadata__ if isinstance(one, str)]
-        return {**schema_of(inner[0], where), **({"description": about[0]} if about else {})}
+    if hasattr(hint, "__metadata__"):  # Annotated[int, "a description"]
+        texts = [one for one in hint.__metadata__ if isinstance(one, str)]
+        return {**schema_of(inner[0], where), **({"description": texts[0]} if texts else {})}
     if origin is Literal:
         return {"enum": list(inner)}
     if origin in _UNIONS:
@@ -36,13 +36,9 @@ def schema_of(hint: Any, where: str) -> dict[str, Any]:
     if kind in _ARRAYS:
         items = [one for one in inner if one is not Ellipsis]
         if kind is tuple and items and Ellipsis not in inner:
-            every = [schema_of(one, where) for one in items]
-            return {
-                "type": "array",
-                "prefixItems": every,
-                "minItems": len(every),
-                "maxItems": len(every),
-            }
+            shapes = [schema_of(one, where) for one in items]
+            count = len(shapes)
+            return {"type": "array", "prefixItems": shapes, "minItems": count, "maxItems": count}
         return {"type": "array", **({"items": schema_of(items[0], where)} if items else {})}
     if kind in (dict, abc.Mapping):
         values = schema_of(inner[1], where) if inner else {}
@@ -52,17 +48,14 @@ def schema_of(hint: Any, where: str) -> dict[str, Any]:
     if _is_dataclass(hint):
         hints = hints_of(hint, where)
         fields = [one for one in dataclasses.fields(hint) if one.init]
+        missing = dataclasses.MISSING
         return object_schema(
             {one.name: schema_of(hints[one.name], f"{where}.{one.name}") for one in fields},
-            [
-                one.name
-                for one in fields
-                if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
-            ],
+            [f.name for f in fields if f.default is missing and f.default_factory is missing],
         )
     raise InvalidEnvironment(
-        f"{where} has the type {hint!r}, which has no JSON schema; there are str, int, float, "
-        "bool, None, list, tuple, dict, Literal, Optional, Union, Enum, Any, and dataclasses"
+        f"{where} has the type {hint!r}, which has no JSON schema. Use str, int, float, bool, "
+        "None, list, tuple, dict, Literal, Optional, Union, Enum, Any, or a dataclass"
     )
 
 
@@ -76,14 +69,13 @@ def object_schema(properties: dict[str, Any], required: list[str]) -> dict[str, 
 def hints_of(owner: Any, where: str) -> dict[str, Any]:
     try:
         return get_type_hints(owner, include_extras=True)
-    except Exception as error:  # a hint is any expression
-        raise InvalidEnvironment(
-            f"{where}: its type hints cannot be read: {error_text(error)}"
-        ) from error
+    except Exception as error:  # a hint may be any expression
+        message = f"{where}: its type hints cannot be read: {error_text(error)}"
+        raise InvalidEnvironment(message) from error
 
 
 def value_of(hint: Any, value: Any) -> Any:
-    """A JSON value that fits the schema of `hint`, as that type."""
+    """Convert a JSON value that fits the schema of `hint` to that type."""
     if hasattr(hint, "__metadata__"):
         hint = get_args(hint)[0]
     origin, inner = get_origin(hint), get_args(hint)
@@ -93,16 +85,14 @@ def value_of(hint: Any, value: Any) -> Any:
         return float(value)
     if hint is int and isinstance(value, float):
         return int(value)  # 3.0 is an integer in JSON
-    kind = origin or hint
+    kind: Any = origin or hint
     if kind in _ARRAYS and isinstance(value, list):
-        given = cast("list[Any]", value)
-        items = [one for one in inner if one is not Ellipsis] or [Any]
-        each = (
-            items if kind is tuple and Ellipsis not in inner and inner else items[:1] * len(given)
-        )
-        made = [value_of(one, item) for one, item in zip(each, given)]  # noqa: B905
-        made_of: Any = kind
-        return made_of(made) if kind in (tuple, set, frozenset) else made
+        items = cast("list[Any]", value)
+        types_ = [one for one in inner if one is not Ellipsis] or [Any]
+        is_fixed = kind is tuple and inner and Ellipsis not in inner
+        each = types_ if is_fixed else types_[:1] * len(items)
+        converted = [value_of(one, item) for one, item in zip(each, items)]  # noqa: B905
+        return cast("Any", kind(converted) if kind in (tuple, set, frozenset) else converted)
     if _is_enum(hint):
         return hint(value)
     if not isinstance(value, dict):
@@ -117,23 +107,22 @@ def value_of(hint: Any, value: Any) -> Any:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a JSON value is one of `hint`: to choose among a union's types."""
+    """Return True if a JSON value is of the type `hint`, to choose among a union's members."""
     if hasattr(hint, "__metadata__"):
         hint = get_args(hint)[0]
     if hint is Any:
         return True
     kind: Any = get_origin(hint) or (type(None) if hint is None else hint)
+    inner = get_args(hint)
     if kind is Literal:
-        return value in get_args(hint)
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return value in inner
+    if kind in (int, float):
+        numbers = (int, float) if kind is float else (int,)
+        return isinstance(value, numbers) and not isinstance(value, bool)
     if kind in _PLAIN:
         return isinstance(value, kind)
     if _is_enum(kind):
         return value in [one.value for one in kind]
-    inner = get_args(hint)
     if kind in _UNIONS:
         return any(_fits(one, value) for one in inner)
     if kind in _ARRAYS:
@@ -146,11 +135,11 @@ def _fits(hint: Any, value: Any) -> bool:
         return not inner or all(_fits(inner[0], item) for item in items)
     if not isinstance(value, dict):
         return False
-    given = cast("dict[str, Any]", value)
+    fields = cast("dict[str, Any]", value)
     if not _is_dataclass(kind):
-        return len(inner) < 2 or all(_fits(inner[1], one) for one in given.values())
+        return len(inner) < 2 or all(_fits(inner[1], one) for one in fields.values())
     hints = hints_of(kind, kind.__name__)
-    return set(given) <= set(hints) and all(_fits(hints[key], one) for key, one in given.items())
+    return set(fields) <= set(hints) and all(_fits(hints[key], one) for key, one in fields.items())
 
 
 def _is_enum(hint: Any) -> bool:
@@ -166,31 +155,31 @@ _FIELD = re.compile(r":(?:param (?:[\w\[\], ]+ )?(\w+)|\w+[^:]*):\s*(.*)")
 _ARGUMENT = re.compile(r"\s+(\w+)(?: ?\([^)]*\))?:\s*(.*)")
 
 
-def described(text: str) -> tuple[str, dict[str, str]]:
-    """A docstring's words about the whole, and about each parameter (`Args:` or `:param x:`)."""
-    whole: list[str] = []
+def docstring_parts(text: str) -> tuple[str, dict[str, str]]:
+    """Split a docstring into its description and each parameter's (`Args:` or `:param x:`)."""
+    description: list[str] = []
     parameters: dict[str, str] = {}
-    section, last, deep = "", "", 0
+    section, last, depth = "", "", 0
     for line in inspect.cleandoc(text).splitlines():
         indent = len(line) - len(line.lstrip())
         heading = _SECTION.fullmatch(line.rstrip())
         field = _FIELD.match(line)
         if heading:
-            section, last, deep = heading[1], "", 0
+            section, last, depth = heading[1], "", 0
         elif field:
             section, last = "Field", field[1] or ""
             if last:
                 parameters[last] = field[2]
         elif line and not indent:
             section, last = "", ""
-            whole.append(line)
+            description.append(line)
         elif not section:
-            whole.append(line)
-        elif section in ("Args", "Arguments", "Parameters") and indent <= (deep or indent):
-            named = _ARGUMENT.match(line)
-            if named:
-                last, deep = named[1], indent
-                parameters[last] = named[2]
+            description.append(line)
+        elif section in ("Args", "Arguments", "Parameters") and indent <= (depth or indent):
+            argument = _ARGUMENT.match(line)
+            if argument:
+                last, depth = argument[1], indent
+                parameters[last] = argument[2]
         elif last and line:
             parameters[last] = f"{parameters[last]} {line.strip()}".strip()
-    return "\n".join(whole).strip(), parameters
+    return "\n".join(description).strip(), parameters

@@ -74,7 +74,7 @@ def guess_demonstrations(
             game_seed = draw.randrange(1 << 31)
 
             def played(calls: Calls, game_seed: int = game_seed) -> Conversation:
-                game = games.Game(Game("GuessTheNumber-v0", dict(options), brief=True))
+                game = games.TextGame(Game("GuessTheNumber-v0", dict(options), brief=True))
                 return play(game, {}, game_seed, calls)
 
             worked = played(_bisect(low, high))

@@ -82,7 +82,7 @@ class GeneralSandboxes:
         Raises EnvironmentLost."""
         program = self._program(target, arguments or {}, hash_seed)
         parent = self._parent if hash_seed is None else None
-        hosted = Hosted(program, starting=self._starting, parent=parent)
+        hosted = Hosted(program, starting=self._starting, fork_server=parent)
         task = Prompt(
             prompt_id="task/0",
             domain="general",

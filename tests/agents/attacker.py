@@ -1,4 +1,4 @@
-"""An environment that looks for ways out of its sandbox. Each method says how far it got."""
+"""An environment that attacks its sandbox. Each method reports its success."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def refused(work) -> str:
-    """What went wrong, in one word; "" where nothing did."""
+    """Return the name of the error, or "" on success."""
     try:
         work()
     except (OSError, MemoryError, ValueError) as error:
@@ -29,7 +29,7 @@ def connect(port: int) -> str:
 
 class Attacker:
     def attempts(self, secret: str, abstract: str, outside: list[str]) -> dict:
-        """Everything that it survives, at once."""
+        """Try every attack that does not end the process."""
         here = os.getcwd()
         libc = ctypes.CDLL(None, use_errno=True)
         found = {
@@ -73,7 +73,7 @@ class Attacker:
         return False
 
     def leave(self, word: str) -> list:
-        """Traces wherever it may; what it finds of others' before that."""
+        """Leave traces, after looking for those of others."""
         place, found = "/keel-trace", []
         for folder in ("/tmp", "/dev/shm", "/dev/pts"):
             found += [f"{folder}/{one}" for one in sorted(os.listdir(folder)) if one != "ptmx"]
@@ -91,7 +91,7 @@ class Attacker:
         return refused(lambda: os.kill(-1, 10)) + refused(lambda: os.kill(3, 9))
 
     def write_to_its_parent(self) -> str:
-        """What a policy's code would do to the process that makes the verdict."""
+        """Attack the process that computes the verdict, as the policy's code could."""
         code = (
             "import os\n"
             "try: open(f'/proc/{os.getppid()}/mem', 'r+b'); print('opened')\n"
@@ -101,7 +101,7 @@ class Attacker:
         return done.stdout.strip() or done.stderr
 
     def fill(self, folder: str) -> int:
-        """MiB that fit."""
+        """Fill a folder and return the MiB that fit."""
         block, written = bytes(1 << 20), 0
         try:
             with open(f"{folder}/full", "wb", buffering=0) as file:
@@ -113,7 +113,7 @@ class Attacker:
         return written
 
     def fork_bomb(self) -> int:
-        """How many live at once. They stay until the episode's end, in sessions of their own."""
+        """Return the number of processes that could be started. Each leaves the session."""
         made = 0
         while made < 1000:
             try:
@@ -127,7 +127,7 @@ class Attacker:
         return made
 
     def flee(self) -> str:
-        """Twice forked, in a session and a group of its own, deaf to what can be unheard."""
+        """Start a daemon that ignores signals."""
         long = f"sleep 1000.{os.environ['MINE']}"
         trap = f"trap '' HUP INT TERM; {long} & {long}"
         subprocess.Popen(
@@ -144,7 +144,7 @@ class Attacker:
         return ""
 
     def memory_bomb(self) -> str:
-        """Each of them within its limit."""
+        """Exceed the memory limit with processes that are each below it."""
         for _ in range(4):
             if os.fork() == 0:
                 held = bytearray(80 << 20)
@@ -154,7 +154,7 @@ class Attacker:
         return ""
 
     def shout(self) -> str:
-        """Without an end, on both of its outputs."""
+        """Send too much on both outputs."""
         sys.stderr.write("x" * (1 << 22))
         return "x" * (1 << 24)
 

@@ -55,7 +55,7 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
 
     @asynccontextmanager
     async def episode() -> AsyncGenerator[Hosted]:
-        hosted = Hosted(program, parent=parent)
+        hosted = Hosted(program, fork_server=parent)
         task = Prompt(
             prompt_id="one",
             domain="code",
@@ -64,7 +64,7 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
         )
         try:
             await hosted.open(task, seed=1)
-            assert not parent.why_not, parent.why_not
+            assert not parent.disabled_reason, parent.disabled_reason
             yield hosted
         finally:
             await hosted.close()

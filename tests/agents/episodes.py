@@ -1,4 +1,4 @@
-"""Short words for what tests do with environments."""
+"""Helpers for tests of environments."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def transcript(*messages: dict[str, Any], finish_reason: str = "stop") -> Transc
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """On an event loop of its own. Nothing may be left of it: no process, file or thread."""
+    """Run a coroutine, and assert that it leaves no process, file or thread."""
     before = held()
     result = result_of(work, within_s=2 * PATIENCE_S)
     until = time.monotonic() + PATIENCE_S
-    while (left := more(held(), before)) and time.monotonic() < until:
+    while (leaked := more(held(), before)) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not left
+    assert not leaked
     return result
 
 
 def result_of(work: Coroutine[Any, Any, Any], *, within_s: float) -> Any:
-    """Its result, on an event loop of its own. It is no result of the loop's task, since that one's
-    repr is made when the loop takes back Ctrl-C, which is slow for the arrays of a trajectory."""
+    """Run a coroutine on a new event loop. The result bypasses the task, since asyncio makes the
+    task's repr, which is slow for the arrays of a trajectory."""
     results: list[Any] = []
 
     async def bounded() -> None:
@@ -72,10 +72,10 @@ def result_of(work: Coroutine[Any, Any, Any], *, within_s: float) -> Any:
 
 
 def more(now: Held, before: Held) -> dict[str, Any]:
-    """What there was not before. What other tests left may go at any time."""
+    """Return the growth since `before`; leftovers of other tests may disappear at any time."""
     children = sorted(set(now.children) - set(before.children))
-    found = {"files": now.files - before.files, "threads": now.threads - before.threads}
-    return {k: v for k, v in found.items() if v > 0} | ({"children": children} if children else {})
+    growth = {"files": now.files - before.files, "threads": now.threads - before.threads}
+    return {k: v for k, v in growth.items() if v > 0} | ({"children": children} if children else {})
 
 
 class Held(NamedTuple):
@@ -85,7 +85,7 @@ class Held(NamedTuple):
 
 
 def held() -> Held:
-    """What this process has open, runs and has started."""
+    """Count open files, threads and children of this process."""
     children: list[str] = []
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError):
@@ -94,7 +94,7 @@ def held() -> Held:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs: one that is dead and not reaped does not."""
+    """Return True if a process runs and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

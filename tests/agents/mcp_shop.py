@@ -1,4 +1,4 @@
-"""A server of the Model Context Protocol, as the package `mcp` makes one."""
+"""An MCP server written with the package `mcp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments as somebody writes them for OpenEnv."""
+"""Environments written for OpenEnv."""
 
 from openenv.core.env_server.interfaces import Action, Environment, MCPEnvironment, Observation
 

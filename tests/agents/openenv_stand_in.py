@@ -1,4 +1,4 @@
-"""OpenEnv, as far as somebody's environment and our adapter use it. Its package is made of this."""
+"""Stand-in for the parts of OpenEnv that an environment and the adapter use."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CallToolAction(Action):
 
 
 class GenericEnvClient:
-    """Without a wire."""
+    """A client without a connection."""
 
     def __init__(self, base_url: str, message_timeout_s: float, headers: Any) -> None:
         assert base_url.startswith("ws://")

@@ -1,4 +1,4 @@
-"""An environment whose module does at import what a fork would share, or goes wrong there."""
+"""An environment whose module creates shared state at import, or fails there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Counter:
         return f"{seed} {random.random()} {AT_IMPORT}"
 
     def see(self, word: str) -> list:
-        """Every word that was seen in this module, whoever saw it."""
+        """Return all words that this copy of the module has seen."""
         SEEN.append(word)
         os.environ["WORD"] = word
         return SEEN

@@ -1,4 +1,4 @@
-"""Sandboxes for tests: one that works here, or a skip that says why not."""
+"""Sandboxes for tests, which are skipped if none works here."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wr
 from tests.agents.episodes import HERE, alive, program
 
 MINE = os.environ.get("MINE", str(os.getpid()))
-"""Tells what a test's environments start from what those of others on this machine do."""
+"""Tags this test's processes, to tell them from those of other tests."""
 
 
 def sleeping(seconds: int) -> list[int]:
-    """The processes that attackers of this test have left to sleep."""
+    """Return the sleeping processes of this test's attackers."""
     return commands(f"sleep\0{seconds}.{MINE}\0".encode())
 
 
@@ -36,7 +36,7 @@ def wrap_of(**settings: Any) -> EnvironmentSandbox:
 
 
 def attacker(wrap: Wrap, parent: ForkServer | None = None, **settings: Any) -> Hosted:
-    return Hosted(attackers(wrap, **settings), parent=parent)
+    return Hosted(attackers(wrap, **settings), fork_server=parent)
 
 
 def attackers(wrap: Wrap, **settings: Any) -> Program:
@@ -46,23 +46,23 @@ def attackers(wrap: Wrap, **settings: Any) -> Program:
 
 @asynccontextmanager
 async def parent_for(wrap: Wrap, way: str) -> AsyncIterator[ForkServer | None]:
-    """What forks attackers where `way` is forked, else None."""
+    """Yield a fork server for attackers if `way` is forked, else None."""
     parent = fork_server_for(attackers(wrap)) if way == "forked" else None
     try:
         yield parent
-        assert parent is None or not parent.why_not, parent.why_not
+        assert parent is None or not parent.disabled_reason, parent.disabled_reason
     finally:
         if parent is not None:
             await parent.close()
 
 
 def commands(words: bytes) -> list[int]:
-    """Processes of this machine whose command line has `words`."""
-    found: list[int] = []
+    """Return the processes whose command line contains `words`."""
+    pids: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if words in (folder / "cmdline").read_bytes() and alive(int(folder.name)):
-                found.append(int(folder.name))
+                pids.append(int(folder.name))
         except OSError:
             continue
-    return found
+    return pids

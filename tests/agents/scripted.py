@@ -1,5 +1,4 @@
-"""A policy that says what a script says, an environment of few words, and what it takes to put them
-together without an engine."""
+"""A scripted policy and a small environment, played without an engine."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ ADD = ToolSpec(
     },
 )
 ROUTES = (2, 2)
-"""Layers and experts a token."""
+"""Layers and experts per token."""
 
 
 @cache
@@ -53,8 +52,8 @@ def chat() -> TemplateChat:
 
 @dataclass
 class Policy:
-    """Says `script(turn, context as text)`; `finish` is why a turn ends. Row t of its routes
-    is t, and 100 more for each turn before."""
+    """Answers `script(turn, context as text)`; `finish` is the finish reason. Row t of the routes
+    is t + 100 * turn."""
 
     script: Callable[[int, str], str]
     requests: list[TurnRequest] = field(default_factory=list[TurnRequest])
@@ -68,9 +67,9 @@ class Policy:
     def say(self, request: TurnRequest) -> TurnResult:
         turn = len([r for r in self.requests if r.conversation == request.conversation])
         self.requests.append(request)
-        said = self.script(turn, chat().decode(request.token_ids_T.tolist()))
-        ended = said.endswith(END)
-        ids = [*chat().encoder.encode(said.removesuffix(END), UNMARKED)]
+        text = self.script(turn, chat().decode(request.token_ids_T.tolist()))
+        ended = text.endswith(END)
+        ids = [*chat().encoder.encode(text.removesuffix(END), UNMARKED)]
         ids = [*ids, chat().ends[END]] if ended else ids
         cut = len(ids) > request.max_tokens
         ids = ids[: request.max_tokens]
@@ -89,13 +88,13 @@ class Policy:
         )
 
     def turns(self) -> Callable[..., Future[TurnResult]]:
-        """As the runner asks engines."""
+        """Return a `TurnSampler`."""
 
         def ask(request: TurnRequest, purpose: str) -> Future[TurnResult]:
             future: Future[TurnResult] = Future()
             try:
                 future.set_result(self.say(request))
-            except Exception as error:  # as engines pass it on
+            except Exception as error:
                 future.set_exception(error)
             return future
 
@@ -107,17 +106,17 @@ UNMARKED = Marks("", "")
 
 @dataclass
 class Sums:
-    """Adds two numbers; `stop` ends the episode; right is who says 42 last."""
+    """Adds two numbers. A sum of 99 ends the episode, and the correct final answer is 42."""
 
     log: list[str] = field(default_factory=list[str])
     replies: Sequence[str] = ()
-    """The user's, in order, to turns without a call."""
+    """Replies of the user to turns without a call, in order."""
     fails: str = ""
-    """The method in which it is lost."""
+    """Phase in which it is lost."""
     hangs: str = ""
     grade: Verdict | Unscored | None = None
     words: int = 0
-    """Of each result, on top."""
+    """Words appended to each result."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         await self._at(f"open {seed}", "open")
@@ -130,12 +129,12 @@ class Sums:
         total = int(call.arguments["a"]) + int(call.arguments["b"])
         return ToolResult(text=f"{total}{' word' * self.words}", done=total == 99)
 
-    async def reply(self, said: Message) -> Message | None:
-        await self._at(f"reply {said['content']}", "reply")
-        asked = sum(line.startswith("reply") for line in self.log)
-        if asked > len(self.replies):
+    async def reply(self, turn: Message) -> Message | None:
+        await self._at(f"reply {turn['content']}", "reply")
+        count = sum(line.startswith("reply") for line in self.log)
+        if count > len(self.replies):
             return None
-        return {"role": "user", "content": self.replies[asked - 1]}
+        return {"role": "user", "content": self.replies[count - 1]}
 
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
         await self._at(f"verdict {transcript.finish_reason}", "verdict")
@@ -191,5 +190,5 @@ def play(
 
 
 def says(*turns: str) -> Policy:
-    """One after the other; each ends its turn."""
+    """Return a policy that answers these turns in order."""
     return Policy(lambda turn, _: turns[turn] + END)

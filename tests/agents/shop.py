@@ -1,5 +1,7 @@
-"""An environment that goes wrong in the way and at the place that it is asked to. A hundred
-processes load it, so what takes long to import is imported where it is used."""
+"""An environment that fails on request.
+
+A hundred processes import it, so slow modules are imported where they are used.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def go_wrong(how: str) -> None:
         time.sleep(1000)
     if how == "exit":
         sys.exit(3)
-    if how == "late exit":  # as where the machine is busy with others meanwhile
+    if how == "late exit":  # as on a busy machine
         for fd in os.listdir("/proc/self/fd"):
             if os.path.exists(f"/proc/self/fd/{fd}") and "socket" in os.readlink(
                 f"/proc/self/fd/{fd}"
@@ -74,17 +76,16 @@ class Shop:
     ) -> str:
         """Buy something.
 
-        Whatever it is.
+        Anything goes.
 
         Args:
-            item: What is
-                wanted.
-            pay (float): What it may cost.
+            item: The item to
+                buy.
+            pay (float): Maximum price.
 
         Returns:
             A receipt.
         """
-        print("somebody buys")
         if item.name == "bomb":
             raise ValueError("no bombs here")
         self._bought.append(item.name)
@@ -93,7 +94,7 @@ class Shop:
     async def wait(self, seconds: float, then: str = "") -> dict:
         """Wait.
 
-        :param seconds: How long.
+        :param seconds: Duration.
         """
         import asyncio  # noqa: PLC0415
 
@@ -103,16 +104,16 @@ class Shop:
         return {"slept": seconds, "of": type(seconds).__name__}
 
     def call(self) -> str:
-        """Go wrong where that was asked for."""
+        """Fail if configured to fail in a call."""
         self._maybe("call")
         return "fine"
 
     def say(self, letters: int) -> str:
-        """Say much."""
+        """Return a long text."""
         return "x" * letters
 
     def hire(self) -> list:
-        """Two helpers, of which one leaves the group; both ignore being asked to go."""
+        """Start two helpers that ignore SIGTERM; one leaves the process group."""
         import subprocess  # noqa: PLC0415
 
         deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
@@ -123,7 +124,7 @@ class Shop:
         return [helper.pid for helper in started]
 
     def look(self) -> dict:
-        """What can be seen of Keel's secrets and packages."""
+        """Report visible secrets and loaded packages."""
         import tempfile  # noqa: PLC0415
 
         return {
@@ -147,7 +148,7 @@ class Shop:
 
 
 class Graded:
-    """Whose verdict is what it is given."""
+    """Returns the verdict it was given."""
 
     def __init__(self, verdict: object) -> None:
         self._verdict = verdict
@@ -157,7 +158,7 @@ class Graded:
 
 
 class Quiz:
-    """Talks with the policy, and has no tools."""
+    """Answers the policy as the user; has no tools."""
 
     def opening(self) -> str:
         return "What is 2 + 2?"
@@ -170,7 +171,7 @@ class Quiz:
 
 
 class Offers:
-    """Offers what it is told to."""
+    """Offers the configured tools."""
 
     def __init__(self, offered: list) -> None:
         self._later = offered
@@ -186,7 +187,7 @@ class Offers:
 
 
 class Opens:
-    """With what it is told to."""
+    """Opens with the configured messages."""
 
     def __init__(self, said: list) -> None:
         self._said = said
@@ -209,7 +210,7 @@ def add(a: int, b: int) -> int:
 
 
 def greet(name: str = "you") -> str:
-    """Greet somebody."""
+    """Greet."""
     return f"Hello, {name}!"
 
 
@@ -217,7 +218,7 @@ def _hidden() -> None: ...
 
 
 class Guess:
-    """A game of gymnasium's shape: guess a number."""
+    """A gymnasium-style game: guess a number."""
 
     class _Space:
         n, start = 8, 1
@@ -240,7 +241,7 @@ class Guess:
 
 
 class Echo:
-    """A game of TextArena's shape: say what you are told to."""
+    """A TextArena-style game: repeat a word."""
 
     def reset(self, num_players: int, seed: int | None = None) -> None:
         assert num_players == 1

@@ -1,4 +1,4 @@
-"""Contexts that have filled their window."""
+"""Rewriting a context that has filled its window."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.context import (
-    ASK_FOR_SUMMARY,
-    FULL,
-    SUMMARY,
-    AskFirst,
-    ContextManager,
-    Rewrite,
-    steps_of,
-)
+from keel.agents.context import ASK_FOR_SUMMARY, SUMMARY, AskFirst, ContextManager, Rewrite
 from keel.rl.turns import Message
 
 OPENING: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "task"}]
@@ -25,25 +17,15 @@ METHODS = ("none", "summary", "discard-75", "discard-all")
 
 def step(number: int, results: int) -> list[Message]:
     calls = [{"id": f"{number}.{i}", "function": {"name": "t"}} for i in range(results)]
-    said: Message = {"role": "assistant", "content": "", "tool_calls": calls}
-    answers: list[Message] = [
-        {"role": "tool", "content": "r", "tool_call_id": call["id"]} for call in calls
-    ]
-    return [said, *answers]
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+    return [turn, *({"role": "tool", "content": "r", "tool_call_id": c["id"]} for c in calls)]
 
 
 def talk(number: int) -> list[Message]:
     return [
-        {"role": "assistant", "content": f"said {number}"},
-        {"role": "user", "content": f"asked {number}"},
+        {"role": "assistant", "content": f"answer {number}"},
+        {"role": "user", "content": f"question {number}"},
     ]
-
-
-def orphans(messages: Any) -> list[str]:
-    """Results without their call, and calls without all their results."""
-    asked = [call["id"] for m in messages for call in m.get("tool_calls", ())]
-    answered = [m["tool_call_id"] for m in messages if m["role"] == "tool"]
-    return sorted(set(asked) ^ set(answered))
 
 
 def manager(method: Any, **options: Any) -> ContextManager:
@@ -52,68 +34,54 @@ def manager(method: Any, **options: Any) -> ContextManager:
     )
 
 
-def test_it_is_due_from_80_percent_of_the_window_on() -> None:
-    assert FULL == 0.8
+def rewrite(method: str, view: list[Message], tokens: int = 85) -> Any:
+    return manager(method).rewrite(OPENING, view, tokens=tokens, rewrites=0)
+
+
+def test_rewrite_is_due_from_80_percent() -> None:
     for method in METHODS:
         due = [tokens for tokens in range(100) if manager(method).due(tokens, rewrites=0)]
         assert due == ([] if method == "none" else list(range(80, 100)))
         assert not manager(method).due(99, rewrites=3)
 
 
-def test_what_each_method_leaves() -> None:
+def test_discard_removes_the_oldest_calls() -> None:
     view = [*OPENING, *step(0, 1), *step(1, 2), *talk(2), *step(3, 1), *step(4, 1)]
-
-    def left(method: str) -> list[Message]:
-        done = manager(method).rewrite(OPENING, view, tokens=85, rewrites=0)
-        assert isinstance(done, Rewrite) and done.added == ()
-        return list(done.messages)
-
-    assert left("discard-75") == [*OPENING, *talk(2), *step(4, 1)]
-    assert left("discard-all") == [*OPENING, *talk(2)]
+    rest = (*OPENING, *talk(2), *step(4, 1))
+    assert rewrite("discard-75", view) == Rewrite(messages=rest)
+    assert rewrite("discard-all", view) == Rewrite(messages=(*OPENING, *talk(2)))
 
 
-def test_the_summary_is_said_by_the_policy() -> None:
-    view = [*OPENING, *step(0, 1), *step(1, 1)]
-    asked = manager("summary").rewrite(OPENING, view, tokens=85, rewrites=0)
-    assert isinstance(asked, AskFirst) and asked.before is None
-    assert asked.messages == ({"role": "user", "content": ASK_FOR_SUMMARY},)
-    rewrite = asked.rewritten_by(OPENING, " All well. ")
+def test_summary_is_the_policys_answer() -> None:
+    question = rewrite("summary", [*OPENING, *step(0, 1), *step(1, 1)])
+    assert isinstance(question, AskFirst) and question.before is None
+    assert question.messages == ({"role": "user", "content": ASK_FOR_SUMMARY},)
     summary = {"role": "user", "content": f"{SUMMARY}All well."}
-    assert rewrite == Rewrite(messages=(*OPENING, summary), added=(summary,))
+    expected = Rewrite(messages=(*OPENING, summary), added=(summary,))
+    assert question.rewritten_by(OPENING, " All well. ") == expected
 
 
-def test_a_policy_that_says_no_summary_loses_old_calls_and_not_all_it_knows() -> None:
+def test_empty_summary_falls_back_to_discarding() -> None:
     view = [*OPENING, *step(0, 1), *talk(1), *step(1, 1)]
     for tokens in (85, 95):
-        asked = manager("summary").rewrite(OPENING, view, tokens=tokens, rewrites=0)
-        assert isinstance(asked, AskFirst)
-        assert asked.rewritten_by(OPENING, " \n") == Rewrite(messages=(*OPENING, *talk(1)))
-    view = [*OPENING, *talk(1)]  # nothing of it may go
-    asked = manager("summary").rewrite(OPENING, view, tokens=85, rewrites=0)
-    assert isinstance(asked, AskFirst)
-    assert asked.rewritten_by(OPENING, "") == Rewrite(messages=tuple(view))
+        question = rewrite("summary", view, tokens)
+        assert question.rewritten_by(OPENING, " \n") == Rewrite(messages=(*OPENING, *talk(1)))
+    view = [*OPENING, *talk(1)]  # nothing can be removed
+    assert rewrite("summary", view).rewritten_by(OPENING, "") == Rewrite(messages=tuple(view))
 
 
-def test_a_context_too_long_for_a_summary_is_shortened_first() -> None:
-    view = [*OPENING, *step(0, 1), *step(1, 1)]
-    asked = manager("summary").rewrite(OPENING, view, tokens=95, rewrites=0)
-    assert isinstance(asked, AskFirst)
-    assert asked.before == Rewrite(messages=(*OPENING,))
-    assert manager("summary").rewrite(OPENING, [*OPENING, *talk(0)], tokens=95, rewrites=0) is None
+def test_overfull_context_is_shortened_before_the_summary() -> None:
+    question = rewrite("summary", [*OPENING, *step(0, 1), *step(1, 1)], 95)
+    assert question.before == Rewrite(messages=(*OPENING,))
+    assert rewrite("summary", [*OPENING, *talk(0)], 95) is None
 
 
 @pytest.mark.parametrize("method", METHODS)
 @settings(deadline=None)
-@given(
-    data=st.data(),
-    opening=st.integers(1, 120),
-    most=st.integers(0, 4),
-)
-def test_it_ends_and_keeps_what_belongs_together(
+@given(data=st.data(), opening=st.integers(1, 120), most=st.integers(0, 4))
+def test_endless_policy_ends_with_calls_intact(
     method: str, data: st.DataObject, opening: int, most: int
 ) -> None:
-    """A policy that never ends by itself: the trajectory ends at its window or within its rewrites,
-    whatever the lengths."""
     context = manager(method, most=most)
     lengths = st.integers(0, 60)
     size = {id(message): 1 for message in OPENING} | {id(OPENING[-1]): opening}
@@ -125,21 +93,23 @@ def test_it_ends_and_keeps_what_belongs_together(
 
     def check(messages: Any) -> list[Message]:
         assert list(messages[:2]) == OPENING
-        assert orphans(messages) == []
+        calls = [call["id"] for m in messages for call in m.get("tool_calls", ())]
+        results = [m["tool_call_id"] for m in messages if m["role"] == "tool"]
+        assert sorted(calls) == sorted(results), "a call without its result, or the reverse"
         assert messages[-1]["role"] in ("user", "tool"), "the policy can speak"
         return list(messages)
 
     while tokens() < context.window:
         assert turns <= 100 * (most + 1) + 1, "each turn takes a token, each rewrite counts"
-        done = context.rewrite(OPENING, view, tokens=tokens(), rewrites=rewrites)
-        if isinstance(done, AskFirst):
-            if done.before:
-                view = check(done.before.messages)
-            done = done.rewritten_by(OPENING, "words")
-            size[id(done.added[0])] = data.draw(st.integers(1, 10))
-        if isinstance(done, Rewrite):
-            assert tokens() >= FULL * context.window or method == "summary"
-            shorter = check(done.messages)
+        action = context.rewrite(OPENING, view, tokens=tokens(), rewrites=rewrites)
+        if isinstance(action, AskFirst):
+            if action.before:
+                view = check(action.before.messages)
+            action = action.rewritten_by(OPENING, "words")
+            size[id(action.added[0])] = data.draw(st.integers(1, 10))
+        if isinstance(action, Rewrite):
+            assert tokens() >= 0.8 * context.window or method == "summary"
+            shorter = check(action.messages)
             assert method == "summary" or len(shorter) < len(view)
             view = shorter
             rewrites += 1
@@ -150,23 +120,7 @@ def test_it_ends_and_keeps_what_belongs_together(
     assert rewrites <= most
 
 
-def test_steps_hold_a_call_and_its_results() -> None:
-    assert steps_of([*step(0, 2), *talk(1), *step(2, 1)]) == [
-        step(0, 2),
-        [talk(1)[0]],
-        [talk(1)[1]],
-        step(2, 1),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"method": "discard"}, "discard-75"),
-        ({"window": 0}, "window of 0"),
-        ({"most": -1}, "-1 rewrites"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+@pytest.mark.parametrize("options", [{"method": "discard"}, {"window": 0}, {"most": -1}])
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
         manager(**{"method": "summary"} | options)

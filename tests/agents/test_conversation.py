@@ -1,4 +1,4 @@
-"""Conversations recorded: each sampled token trained once, each row from the turn that made it."""
+"""Conversations as segments: each token is trained once, each row comes from its turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.conversation import MALFORMED, Conversation, SegmentRecord, spoken
+from keel.agents.conversation import MALFORMED, Conversation, SegmentRecord, message_of
 from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec, TurnRequest, TurnResult
 from keel.rl.types import NO_ROUTE, SamplingMasks
 from tests.agents.scripted import ADD, chat, says
@@ -21,12 +21,12 @@ TOOL: Message = {"role": "tool", "content": "result"}
 
 
 class FakeChat:
-    """Two ids a message; extends unless told not to."""
+    """Two ids per message. Extends while `extends` is set."""
 
     stop_ids = (0,)
 
     def __init__(self) -> None:
-        self.goes_on = True
+        self.extends = True
         self.opened: list[list[Message]] = []
 
     def opening(
@@ -38,7 +38,7 @@ class FakeChat:
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int] | None:
-        return [*ids, *[5, 6] * len(messages)] if self.goes_on else None
+        return [*ids, *[5, 6] * len(messages)] if self.extends else None
 
     def parse(
         self,
@@ -53,10 +53,10 @@ class FakeChat:
 
 
 class FakeEngine:
-    """Labels every row by (turn, position, version) and every sampled token by its number."""
+    """Labels rows by (turn, position, version) and sampled tokens by their number."""
 
-    def __init__(self, *, kept: bool = True, routes: bool = True) -> None:
-        self.kept, self.routes = kept, routes
+    def __init__(self, *, masks: bool = True, routes: bool = True) -> None:
+        self.masks, self.routes = masks, routes
         self.turns = 0
         self.tokens = 0
 
@@ -68,19 +68,18 @@ class FakeEngine:
         labels = np.array([[self.turns, t, v] for t, v in zip(rows, version_of_row, strict=True)])
         self.turns += 1
         self.tokens += count
+        masks = SamplingMasks.from_lists([[n, n + 1] for n in numbers]) if self.masks else None
         return TurnResult(
             token_ids_N=(1000 + numbers).astype(np.int32),
             logp_old_N=(-0.25 * numbers).astype(np.float32),
             version_N=np.array(versions, np.int32),
             finish_reason="stop",
             routes_RLK=labels.reshape(-1, 1, 3).astype(np.int16) if self.routes else None,
-            sampling_mask=SamplingMasks.from_lists([[n, n + 1] for n in numbers])
-            if self.kept
-            else None,
+            sampling_mask=masks,
         )
 
 
-def started(chat: FakeChat | None = None) -> Conversation:
+def conversation_of(chat: FakeChat | None = None) -> Conversation:
     return Conversation(
         name="p/0",
         prompt_id="p",
@@ -89,6 +88,10 @@ def started(chat: FakeChat | None = None) -> Conversation:
         tools=(),
         thinking=False,
     )
+
+
+def take_turn(conversation: Conversation, engine: FakeEngine, versions: Sequence[int]) -> None:
+    conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), versions))
 
 
 TURNS = st.lists(
@@ -103,12 +106,10 @@ TURNS = st.lists(
 
 
 @settings(deadline=None)
-@given(turns=TURNS, kept=st.booleans(), routes=st.booleans())
-def test_every_token_is_trained_once_and_every_row_is_of_its_turn(
-    turns: Any, kept: bool, routes: bool
-) -> None:
-    chat, engine = FakeChat(), FakeEngine(kept=kept, routes=routes)
-    conversation = started(chat)
+@given(turns=TURNS, masks=st.booleans(), routes=st.booleans())
+def test_tokens_are_trained_once_with_their_rows(turns: Any, masks: bool, routes: bool) -> None:
+    chat, engine = FakeChat(), FakeEngine(masks=masks, routes=routes)
+    conversation = conversation_of(chat)
     sampled: list[int] = []
     version_of: dict[int, int] = {}
     covered: list[list[tuple[int, int]]] = [[]]  # of each segment: (turn, end of its rows)
@@ -122,7 +123,7 @@ def test_every_token_is_trained_once_and_every_row_is_of_its_turn(
         contexts.append(list(conversation.ids))
         sampled += result.token_ids_N.tolist()
         version_of |= dict(zip(result.token_ids_N.tolist(), versions, strict=True))
-        chat.goes_on = then == "extend"
+        chat.extends = then == "extend"
         before = list(conversation.ids)
         if then == "rewrite":
             conversation.rewrite([USER], added=[TOOL])
@@ -138,84 +139,70 @@ def test_every_token_is_trained_once_and_every_row_is_of_its_turn(
     assert trained == sampled
     assert conversation.sampled_tokens == len(sampled)
     assert conversation.turns == len(turns)
-    with_tokens = [
-        rows for rows in covered if any(end for _, end in rows) and _has_tokens(rows, turns)
-    ]
-    for segment, rows in zip(segments, with_tokens, strict=True):
+    non_empty = [rows for rows in covered if any(turns[turn][0] for turn, _ in rows)]
+    for segment, rows in zip(segments, non_empty, strict=True):
         ids = segment.token_ids_T.tolist()
         assert any(ids == context[: len(ids)] for context in contexts)
         assert segment.trainable_T[-1]
+        assert (segment.sampling_mask is None) is not masks
+        assert (segment.routes_TLK is None) is not routes
         for t, token in enumerate(ids):
-            is_sampled = token >= 1000
+            is_sampled, number = token >= 1000, token - 1000
             assert segment.trainable_T[t] == is_sampled
             assert segment.version_T[t] == (version_of[token] if is_sampled else -1)
-            assert segment.logp_old_T[t] == (-0.25 * (token - 1000) if is_sampled else 0)
-            if kept:
-                assert segment.sampling_mask is not None
-                number = token - 1000
+            assert segment.logp_old_T[t] == (-0.25 * number if is_sampled else 0)
+            if segment.sampling_mask is not None:
                 span = [number, number + 1] if is_sampled else []
                 assert segment.sampling_mask[t].tolist() == span
-        assert (segment.sampling_mask is None) is not kept
-        assert (segment.routes_TLK is None) is not routes
         if segment.routes_TLK is not None:
             assert segment.routes_TLK.dtype == np.int16
-            made = [next([turn, t] for turn, end in rows if t < end) for t in range(len(ids) - 1)]
-            assert segment.routes_TLK[:-1, 0, :2].tolist() == made
+            origins = [
+                next([turn, t] for turn, end in rows if t < end) for t in range(len(ids) - 1)
+            ]
+            assert segment.routes_TLK[:-1, 0, :2].tolist() == origins
             assert (segment.routes_TLK[-1] == NO_ROUTE).all()
             assert (segment.routes_TLK[:-1] != NO_ROUTE).all()
 
 
-def _has_tokens(rows: list[tuple[int, int]], turns: Any) -> bool:
-    return any(turns[turn][0] for turn, _ in rows)
-
-
-def test_the_boundary_row_comes_from_the_next_turn() -> None:
-    conversation, engine = started(), FakeEngine()
-    conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [4, 4]))
+def test_boundary_row_comes_from_the_next_turn() -> None:
+    conversation, engine = conversation_of(), FakeEngine()
+    take_turn(conversation, engine, [4, 4])
     conversation.answer([TOOL])
+    (before,) = conversation.segments()
+    assert len(before.token_ids_T) == 4, "a trailing tool result is no part of the segment"
     request = conversation.request(max_tokens=9, seed=1)
-    # Two of the user, two sampled, two of the tool: row 3 is the last sampled token's.
+    # Two ids of the user, two sampled, two of the tool: row 3 is the last sampled token's.
     assert (len(request.token_ids_T), request.routes_from) == (6, 3)
     conversation.append(engine.sample(request, [5]))
     (segment,) = conversation.segments()
     assert segment.routes_TLK is not None
-    turns = segment.routes_TLK[:, 0, 0].tolist()
-    assert turns == [0, 0, 0, 1, 1, 1, NO_ROUTE]
+    assert segment.routes_TLK[:, 0, 0].tolist() == [0, 0, 0, 1, 1, 1, NO_ROUTE]
     assert segment.version_T.tolist() == [-1, -1, 4, 4, -1, -1, 5]
+    assert conversation_of().segments() == ()
 
 
-def test_what_tools_said_last_is_no_part_of_the_segment() -> None:
-    conversation, engine = started(), FakeEngine()
-    conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [0]))
-    conversation.answer([TOOL])
-    (segment,) = conversation.segments()
-    assert len(segment.token_ids_T) == 3
-    assert started().segments() == ()
-
-
-def test_a_turn_whose_engine_died_is_asked_for_again_as_it_was() -> None:
-    conversation, engine = started(), FakeEngine()
+def test_repeated_request_has_the_same_seed() -> None:
+    conversation, engine = conversation_of(), FakeEngine()
     first = conversation.request(max_tokens=9, seed=1)
-    again = conversation.request(max_tokens=9, seed=1)
-    assert first.seed == again.seed != conversation.request(max_tokens=9, seed=2).seed
-    conversation.append(engine.sample(again, [0]))
+    repeated = conversation.request(max_tokens=9, seed=1)
+    assert first.seed == repeated.seed != conversation.request(max_tokens=9, seed=2).seed
+    conversation.append(engine.sample(repeated, [0]))
     conversation.answer([TOOL])
     assert conversation.request(max_tokens=9, seed=1).seed != first.seed
 
 
-def test_turns_of_which_one_was_not_truncated_have_empty_spans_there() -> None:
-    conversation = started()
-    for kept in (True, False):
-        engine = FakeEngine(kept=kept)
-        conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [0, 0]))
+def test_turn_without_a_mask_has_empty_spans() -> None:
+    conversation = conversation_of()
+    for masks in (True, False):
+        take_turn(conversation, FakeEngine(masks=masks), [0, 0])
         conversation.answer([TOOL])
     (segment,) = conversation.segments()
     assert segment.sampling_mask is not None
     assert segment.sampling_mask.sizes().tolist() == [0, 0, 2, 2, 0, 0, 0, 0]
 
 
-def test_routes_of_one_byte_have_room_for_the_last_row() -> None:
-    conversation, engine = started(), FakeEngine()
+def test_one_byte_routes_are_widened() -> None:
+    conversation, engine = conversation_of(), FakeEngine()
     result = engine.sample(conversation.request(max_tokens=9, seed=1), [0])
     assert result.routes_RLK is not None
     conversation.append(replace(result, routes_RLK=result.routes_RLK.astype(np.uint8)))
@@ -224,106 +211,92 @@ def test_routes_of_one_byte_have_room_for_the_last_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    "change",
     [
-        ({"logp_old_N": np.zeros(1, np.float32)}, "logp_old_N .* 1 entries, expected 2"),
-        ({"version_N": np.zeros(3, np.int32)}, "version_N"),
-        ({"sampling_mask": SamplingMasks.empty(1)}, "sampling_mask"),
-        ({"routes_RLK": np.zeros((2, 1, 3), np.int16)}, "routes_RLK .* 2 entries, expected 3"),
+        {"logp_old_N": np.zeros(1, np.float32)},
+        {"version_N": np.zeros(3, np.int32)},
+        {"sampling_mask": SamplingMasks.empty(1)},
+        {"routes_RLK": np.zeros((2, 1, 3), np.int16)},
     ],
 )
-def test_an_incomplete_turn_is_refused(change: dict[str, Any], named: str) -> None:
-    conversation, engine = started(), FakeEngine()
+def test_incomplete_turn_is_refused(change: dict[str, Any]) -> None:
+    conversation, engine = conversation_of(), FakeEngine()
     result = engine.sample(conversation.request(max_tokens=9, seed=1), [0, 0])
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=next(iter(change))):
         conversation.append(replace(result, **change))
 
 
-def test_turns_with_and_without_routes_do_not_mix() -> None:
-    conversation = started()
-    conversation.append(FakeEngine().sample(conversation.request(max_tokens=9, seed=1), [0]))
+def test_turns_out_of_order_are_refused() -> None:
+    conversation, engine = conversation_of(), FakeEngine()
+    stray = TurnRequest(conversation="a", token_ids_T=np.array([1], np.int32), max_tokens=1, seed=0)
+    with pytest.raises(ValueError):
+        conversation.append(engine.sample(stray, [0]))
+    take_turn(conversation, engine, [0])
+    with pytest.raises(ValueError):  # the policy has spoken
+        conversation.request(max_tokens=9, seed=1)
+    with pytest.raises(ValueError):  # without the opening
+        conversation.rewrite([TOOL])
     conversation.answer([TOOL])
     request = conversation.request(max_tokens=9, seed=1)
-    with pytest.raises(ValueError, match="some have not"):
+    with pytest.raises(ValueError):  # routes in some turns only
         conversation.append(FakeEngine(routes=False).sample(request, [0]))
-
-
-def test_what_is_out_of_order_is_refused() -> None:
-    conversation, engine = started(), FakeEngine()
-    with pytest.raises(ValueError, match="nobody asked for"):
-        conversation.append(engine.sample(conversation_request(), [0]))
-    conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [0]))
-    with pytest.raises(ValueError, match="waits for words"):
-        conversation.request(max_tokens=9, seed=1)
-    with pytest.raises(ValueError, match="left the opening out"):
-        conversation.rewrite([TOOL])
     record = SegmentRecord("p", [1, 2])
-    with pytest.raises(ValueError, match="changes ids"):
+    with pytest.raises(ValueError):  # changed ids
         record.extend([1, 3, 4])
     old = record.request("p/0", max_tokens=9, seed=1, timeout_s=9.0)
     record.extend([1, 2, 3])
-    with pytest.raises(ValueError, match="older context"):
+    with pytest.raises(ValueError):  # an older context
         record.append(old, engine.sample(old, [0]))
 
 
-def conversation_request() -> TurnRequest:
-    return TurnRequest(conversation="a", token_ids_T=np.array([1], np.int32), max_tokens=1, seed=0)
-
-
-def test_forks_show_what_the_context_showed() -> None:
+def test_fork_renders_the_current_view() -> None:
     chat, engine = FakeChat(), FakeEngine()
-    conversation = started(chat)
-    conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [0]))
-    chat.goes_on = False
+    conversation = conversation_of(chat)
+    take_turn(conversation, engine, [0])
+    chat.extends = False
     conversation.answer([TOOL])
-    said = {"role": "assistant", "content": "turn 0"}
-    assert chat.opened == [[USER], [USER, said, TOOL]]
+    turn = {"role": "assistant", "content": "turn 0"}
+    assert chat.opened == [[USER], [USER, turn, TOOL]]
     assert (conversation.forks, conversation.turns) == (1, 1)
     summary: Message = {"role": "user", "content": "so far"}
     conversation.rewrite([USER, summary], added=[summary])
     assert chat.opened[-1] == conversation.view == [USER, summary]
-    assert conversation.transcript == [USER, said, TOOL, summary]
+    assert conversation.transcript == [USER, turn, TOOL, summary]
 
 
-def test_a_question_before_the_policy_has_spoken_stands_beside_what_came_before() -> None:
-    """As where a summary is asked for after a tool's result."""
+@pytest.mark.parametrize("restarted", [False, True])
+def test_question_after_a_result_is_rendered_with_it(restarted: bool) -> None:
     question: Message = {"role": "user", "content": "So far?"}
     result: Message = {"role": "tool", "content": "3", "tool_call_id": "call_0_0", "name": "add"}
-    for restarted in (False, True):
-        conversation = Conversation(
-            name="p/0", prompt_id="p", chat=chat(), messages=[USER], tools=(ADD,), thinking=False
-        )
-        policy = says("@add 1, 2", "Three.")
-        conversation.append(policy.say(conversation.request(max_tokens=99, seed=1)))
-        conversation.answer([result])
-        if restarted:
-            conversation.rewrite(conversation.view)
-        conversation.answer([question])
-        shown = chat().opening(conversation.view, (ADD,), thinking=False)
-        assert list(conversation.ids) == shown, chat().decode(conversation.ids)
-        assert conversation.view[-2:] == conversation.transcript[-2:] == [result, question]
-        assert conversation.forks == restarted
-        request = conversation.request(max_tokens=99, seed=1)
-        conversation.append(policy.say(request))
-        segments = conversation.segments()
-        assert len(segments) == 1 + restarted
-        ids = segments[-1].token_ids_T.tolist()
-        assert ids == list(conversation.ids) and ids[: len(shown)] == shown
-        routes = segments[-1].routes_TLK
-        assert routes is not None and (routes[:-1, 0, 0] % 100).tolist() == [*range(len(ids) - 1)]
+    conversation = Conversation(
+        name="p/0", prompt_id="p", chat=chat(), messages=[USER], tools=(ADD,), thinking=False
+    )
+    policy = says("@add 1, 2", "Three.")
+    conversation.append(policy.say(conversation.request(max_tokens=99, seed=1)))
+    conversation.answer([result])
+    if restarted:
+        conversation.rewrite(conversation.view)
+    conversation.answer([question])
+    expected = chat().opening(conversation.view, (ADD,), thinking=False)
+    assert list(conversation.ids) == expected, chat().decode(conversation.ids)
+    assert conversation.view[-2:] == conversation.transcript[-2:] == [result, question]
+    assert conversation.forks == restarted
+    conversation.append(policy.say(conversation.request(max_tokens=99, seed=1)))
+    segments = conversation.segments()
+    assert len(segments) == 1 + restarted
+    ids = segments[-1].token_ids_T.tolist()
+    assert ids == list(conversation.ids) and ids[: len(expected)] == expected
+    routes = segments[-1].routes_TLK
+    assert routes is not None and (routes[:-1, 0, 0] % 100).tolist() == [*range(len(ids) - 1)]
 
 
-def test_a_turn_as_a_message() -> None:
+def test_malformed_call_becomes_a_message() -> None:
     call = ToolCall(call_id="call_0_0", name="city", arguments={"a": 1})
     broken = Malformed(call_id="call_0_1", text="{", why="it is not JSON")
     parsed = Parsed(content="c", reasoning="r", closed=True, calls=(call, broken))
-    message = spoken(parsed)
+    message = message_of(parsed)
     assert (message["content"], message["reasoning_content"]) == ("c", "r")
     assert [(c["id"], c["function"]) for c in message["tool_calls"]] == [
         ("call_0_0", {"name": "city", "arguments": {"a": 1}}),
         ("call_0_1", {"name": MALFORMED, "arguments": {"text": "{"}}),
     ]
-    assert spoken(Parsed(content="c", reasoning="", closed=True)) == {
-        "role": "assistant",
-        "content": "c",
-    }

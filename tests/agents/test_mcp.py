@@ -1,4 +1,4 @@
-"""Real servers of the Model Context Protocol as environments, and how they go wrong."""
+"""MCP servers as environments, and their failures."""
 
 from __future__ import annotations
 
@@ -45,46 +45,41 @@ async def shop(environment: McpEpisode, opening: Opening) -> None:
     result = await use(environment, "buy", name="pear")
     assert result.failed and "no pear here" in result.text
     result = await use(environment, "buy", count=1)
-    assert result.failed and "'name' is a required property" in result.text
+    assert result.failed and "'name'" in result.text
     assert (await use(environment, "sell")).failed
-    # A refusal of the protocol's, not of the tool's, is an answer of a server that is there.
+    # An error of the protocol, not of the tool, still comes from a living server.
     result = await use(environment, "go_wrong", how="refuse")
-    assert result.failed and result.text == "go_wrong: not on Sundays"
+    assert result.failed and "not on Sundays" in result.text
     assert await environment.reply({"role": "assistant", "content": "bye"}) is None
     assert await environment.verdict(transcript()) == Verdict(parts={})
 
 
-def test_a_server_over_stdio() -> None:
+def test_stdio_server() -> None:
     async def play() -> None:
         async with served() as (environment, opening):
             await shop(environment, opening)
-            # A greeting on standard output is none of the protocol, and common.
+            # Lines outside the protocol are skipped: greetings are common.
             assert (await use(environment, "go_wrong", how="garbage")).text == "fine"
-        with pytest.raises(EnvironmentLost, match="is not open"):
+        with pytest.raises(EnvironmentLost):
             await use(environment, "buy", name="apple")
         async with served(offered=["buy"]) as (environment, opening):
             assert [tool.name for tool in opening.tools] == ["buy"]
-            assert "there is no tool" in (await use(environment, "go_wrong", how="exit")).text
+            assert (await use(environment, "go_wrong", how="exit")).failed
 
     run(play())
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ("exit", "exited with status 3"),
-        ("crash", "was ended by SIGSEGV"),
-        ("hang", "did not end within"),
-        ("large", "a message over 8 MiB"),
-    ],
+    ("how", "reason"),
+    [("exit", "status 3"), ("crash", "SIGSEGV"), ("hang", "within"), ("large", "8 MiB")],
 )
-def test_a_server_that_goes_wrong(how: str, why: str) -> None:
+def test_failing_server_loses_the_environment(how: str, reason: str) -> None:
     async def play(limit_s: float) -> None:
         async with served() as (environment, _):
             with pytest.raises(EnvironmentLost) as caught:
                 await use(environment, "go_wrong", limit_s, how=how)
-            assert caught.value.fault == how and why in str(caught.value)
-            assert "seed 3" in caught.value.words and "last words" in caught.value.words
+            assert caught.value.fault == how and reason in str(caught.value)
+            assert "seed 3" in caught.value.output and "last words" in caught.value.output
             assert isinstance(await environment.verdict(transcript()), Unscored)
 
     limits_s = LIMITS_S if how == "hang" else (PATIENCE_S,)
@@ -92,33 +87,33 @@ def test_a_server_that_goes_wrong(how: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "fault", "why"),
+    ("settings", "fault", "reason"),
     [
         ({"command": (*SHOP[:2], "broken")}, "exit", "closed on Sundays"),
-        ({"command": ("/no/such/server",)}, "start", "cannot run /no/such/server"),
+        ({"command": ("/no/such/server",)}, "start", "/no/such/server"),
         ({"command": ("sleep", "1000"), "deadlines": Deadlines(open_s=0.5)}, "hang", "sleep 1000"),
-        ({"offered": ["sell"]}, "start", "has no tool sell; it has buy, go_wrong"),
+        ({"offered": ["sell"]}, "start", "buy, go_wrong"),
         ({"command": (), "url": "http://127.0.0.1:9/mcp"}, "start", "127.0.0.1:9"),
     ],
 )
-def test_a_server_that_cannot_be_reached(settings: dict[str, Any], fault: str, why: str) -> None:
+def test_unreachable_server_is_reported(settings: dict[str, Any], fault: str, reason: str) -> None:
     async def play() -> None:
         with pytest.raises(EnvironmentLost) as caught:
             async with served(**settings):
                 pass
         assert (caught.value.fault, caught.value.during) == (fault, "open")
-        assert why in str(caught.value)
+        assert reason in str(caught.value)
 
     run(play())
 
 
-def test_a_server_that_is_killed_between_calls() -> None:
+def test_stdio_server_killed_between_calls() -> None:
     async def play() -> None:
         before = held()
         async with served() as (environment, _):
             (pid,) = more(held(), before)["children"]
             os.kill(int(pid), signal.SIGKILL)
-            with pytest.raises(EnvironmentLost, match="was ended by SIGKILL") as caught:
+            with pytest.raises(EnvironmentLost, match="SIGKILL") as caught:
                 await use(environment, "buy", name="apple")
             assert caught.value.fault == "crash"
             assert isinstance(await environment.verdict(transcript()), Unscored)
@@ -128,12 +123,12 @@ def test_a_server_that_is_killed_between_calls() -> None:
 
 @contextmanager
 def over_http() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The shop's address and process."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # whoever connects waits for it
-        port = listening.getsockname()[1]
+    """Run the shop's server. Yields its address and process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # clients wait until it is ready
+        port = listener.getsockname()[1]
         server = subprocess.Popen(
-            [sys.executable, str(HERE / "mcp_shop.py"), "http", str(listening.fileno())],
-            pass_fds=[listening.fileno()],
+            [sys.executable, str(HERE / "mcp_shop.py"), "http", str(listener.fileno())],
+            pass_fds=[listener.fileno()],
             stderr=subprocess.DEVNULL,
         )
     try:
@@ -143,11 +138,11 @@ def over_http() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         server.wait(timeout=PATIENCE_S)
 
 
-def test_a_server_over_http_that_crashes_during_a_call() -> None:
+def test_http_server_crashes_during_a_call() -> None:
     async def play(url: str) -> None:
         async with served(command=(), url=url) as (environment, opening):
             await shop(environment, opening)
-            with pytest.raises(EnvironmentLost, match=r"within 0\.5 s"):
+            with pytest.raises(EnvironmentLost, match=r"0\.5 s"):
                 await use(environment, "go_wrong", 0.5, how="hang")
         async with served(command=(), url=url) as (environment, _):
             with pytest.raises(EnvironmentLost, match=url) as caught:
@@ -159,8 +154,14 @@ def test_a_server_over_http_that_crashes_during_a_call() -> None:
         run(play(url))
 
 
-def test_a_server_over_http_that_is_killed_between_calls() -> None:
-    """Two episodes on it; when the second goes on, a proxy has noticed."""
+def test_http_server_killed_between_calls() -> None:
+    """Two episodes: the second one's call is answered by a proxy."""
+
+    async def bad_gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
 
     async def play(url: str, server: subprocess.Popen[bytes]) -> None:
         settings: dict[str, Any] = {"command": (), "url": url}
@@ -172,11 +173,10 @@ def test_a_server_over_http_that_is_killed_between_calls() -> None:
             with pytest.raises(EnvironmentLost) as caught:
                 await use(one, "buy", name="apple")
             assert (caught.value.fault, caught.value.during) == ("crash", "call")
-            proxy = await asyncio.start_server(
-                bad_gateway, "127.0.0.1", int(url.rpartition(":")[2].partition("/")[0])
-            )
+            port = int(url.rpartition(":")[2].partition("/")[0])
+            proxy = await asyncio.start_server(bad_gateway, "127.0.0.1", port)
             async with proxy:
-                with pytest.raises(EnvironmentLost, match="error response") as caught:
+                with pytest.raises(EnvironmentLost) as caught:
                     await use(other, "buy", name="apple")
             assert caught.value.fault == "crash"
 
@@ -184,19 +184,10 @@ def test_a_server_over_http_that_is_killed_between_calls() -> None:
         run(play(url, server))
 
 
-async def bad_gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """What stands in front of a server that is gone."""
-    await reader.readuntil(b"\r\n\r\n")
-    writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-    await writer.drain()
-    writer.close()
-
-
-def test_settings_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="either command or url"):
-        McpServer()
-    with pytest.raises(ValueError, match="either command or url"):
-        McpServer(command=["a"], url="http://b")
+def test_invalid_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings in ({}, {"command": ["a"], "url": "http://b"}):
+        with pytest.raises(ValueError, match="command or url"):
+            McpServer(**settings)
     monkeypatch.setattr("keel.agents.mcp_client.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"python -m pip install 'mcp>=2,<3'"):
+    with pytest.raises(ValueError, match="pip install"):
         McpServer(command=["a"])

@@ -1,4 +1,4 @@
-"""Environments in the sandbox that the wiring gives them: what they do, see and leave behind."""
+"""Environments in their sandbox: attacks, visibility, clean-up."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.children import below
 from keel.agents.env_process.client import Hosted, fork_server_for
 from keel.agents.env_process.fork_server import ForkServer
-from keel.agents.env_process.process import Wrap
+from keel.agents.env_process.process import Wrap, descendants
 from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox import environments
 from keel.rl.types import Verdict
@@ -25,8 +24,8 @@ from tests.waiting import PATIENCE_S, wait_for
 
 PROCESSES, FILES_MIB = 24, 8
 MEMORY_MIB = 300
-"""More than so many processes take that have been forked and are not yet what they will be."""
-# LC_CTYPE Python itself sets, where no locale is said.
+"""Enough for that many forked processes before they exec."""
+# Python sets LC_CTYPE itself if there is no locale.
 GIVEN = ["HOME", "LANG", "LC_ALL", "LC_CTYPE", "PATH", "PWD", "TMPDIR", "TZ", "USER"]
 GIVEN += ["OMP_NUM_THREADS", *(f"PYTHON{name}" for name in ["HASHSEED", "NOUSERSITE", "UTF8"])]
 GIVEN += ["PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "MINE"]
@@ -40,7 +39,7 @@ def small() -> Wrap:
 
 
 @WAYS
-def test_an_episode_that_attacks(
+def test_attacks_fail(
     small: Wrap, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
@@ -66,10 +65,10 @@ def test_an_episode_that_attacks(
             assert not result.failed, result.text
             return result.text
 
-        said = await tried("attempts", secret="hunter2hunter2", abstract=name, outside=outside)
-        found = json.loads(said)
+        report = await tried("attempts", secret="hunter2hunter2", abstract=name, outside=outside)
+        found = json.loads(report)
         assert set(found.pop("environment")) <= set(GIVEN)
-        # Started by another than root; by root.
+        # The results differ if Keel runs as root.
         assert found.pop("first killed") in ("", "PermissionError 1")
         assert found.pop("root") in ("OSError 22", "PermissionError 1")
         assert found == {
@@ -81,7 +80,7 @@ def test_an_episode_that_attacks(
             "seen": [],
             "processes": [1, 2],
             "written": [],
-            "ended first": "1000",  # when the machine is out of memory
+            "ended first": "1000",  # the first to go when the machine is out of memory
             "limits": "ValueError",
             "memory": "MemoryError",
             "files": "OSError 24",
@@ -104,7 +103,7 @@ def test_an_episode_that_attacks(
 
 @WAYS
 @pytest.mark.parametrize("how", ["close", "crash", "hang"])
-def test_nothing_outlives_an_episode(small: Wrap, how: str, way: str) -> None:
+def test_no_process_outlives_an_episode(small: Wrap, how: str, way: str) -> None:
     async def play() -> None:
         async with parent_for(small, way) as parent:
             await outlived(attacker(small, parent))
@@ -114,38 +113,38 @@ def test_nothing_outlives_an_episode(small: Wrap, how: str, way: str) -> None:
         assert (await use(environment, "flee")).text == "gone"
         wait_for(lambda: len(sleeping(1000)) == 2)
         assert environment._process is not None
-        inside = below(environment._process.pid)
+        inside = descendants(environment._process.pid)
         assert len(inside) >= 3 + (way == "started")
         if how == "crash":
-            with pytest.raises(EnvironmentLost, match="was ended by SIGSEGV"):
+            with pytest.raises(EnvironmentLost, match="SIGSEGV"):
                 await use(environment, "crash")
         elif how == "hang":
-            with pytest.raises(EnvironmentLost, match=r"did not end within 0\.2 s"):
+            with pytest.raises(EnvironmentLost, match=r"0\.2 s"):
                 await use(environment, "hang", 0.2)
         await environment.close()
-        # Not even dead: the machine's first process may be one that does not reap.
+        # Not even zombies: PID 1 of this machine may not reap.
         assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
 
     run(play())
 
 
 @WAYS
-def test_memory_of_all_processes_together(small: Wrap, way: str) -> None:
+def test_memory_limit_covers_all_processes(small: Wrap, way: str) -> None:
     async def play() -> None:
         async with parent_for(small, way) as parent:
             await bombed(attacker(small, parent))
 
     async def bombed(environment: Hosted) -> None:
         await environment.open(TASK, seed=3)
-        with pytest.raises(EnvironmentLost, match=rf"memory: .* {MEMORY_MIB}") as e:
+        with pytest.raises(EnvironmentLost, match=str(MEMORY_MIB)) as caught:
             await use(environment, "memory_bomb")
-        assert e.value.fault == "memory"
+        assert caught.value.fault == "memory"
         await environment.close()
 
     run(play())
 
 
-def test_two_that_were_forked_from_one_do_not_meet(small: Wrap) -> None:
+def test_forked_siblings_are_isolated(small: Wrap) -> None:
     async def play() -> None:
         async with parent_for(small, "forked") as parent:
             one, other = attacker(small, parent), attacker(small, parent)
@@ -153,7 +152,7 @@ def test_two_that_were_forked_from_one_do_not_meet(small: Wrap) -> None:
             await other.open(TASK, seed=3)
             for each in (one, other):
                 found = json.loads((await use(each, "leave", word="trace")).text)
-                assert found == ["", "1", "2"]  # an abstract socket could be had, and two processes
+                assert found == ["", "1", "2"]  # an abstract socket, and two processes
             await use(one, "kill_all")
             with pytest.raises(EnvironmentLost):
                 await use(one, "crash")
@@ -165,8 +164,8 @@ def test_two_that_were_forked_from_one_do_not_meet(small: Wrap) -> None:
     run(play())
 
 
-def test_where_no_namespace_can_be_made_each_is_started(small: Wrap, monkeypatch: Any) -> None:
-    """As where the machine's users may make none: its filter refuses, here."""
+def test_without_namespaces_episodes_are_started(small: Wrap, monkeypatch: Any) -> None:
+    """The filter refuses them, as on a machine that forbids user namespaces."""
     monkeypatch.setattr(environments, "FORKING", ())
 
     async def play() -> None:
@@ -174,9 +173,7 @@ def test_where_no_namespace_can_be_made_each_is_started(small: Wrap, monkeypatch
         assert parent is not None
         environment = attacker(small, parent)
         await environment.open(TASK, seed=3)
-        assert "a sandbox for a forked process does not work here: " in parent.why_not
-        # Root's shell mounts the first /proc; others' bubblewrap does.
-        assert "permi" in parent.why_not
+        assert "permi" in parent.disabled_reason
         assert (await use(environment, "write_to_its_parent")).text == "PermissionError"
         await environment.close()
         await parent.close()
@@ -184,47 +181,47 @@ def test_where_no_namespace_can_be_made_each_is_started(small: Wrap, monkeypatch
     run(play())
 
 
-async def heard_out(parent: ForkServer) -> None:
-    """It has waited for all that stood between it and what it forked so far."""
-    assert parent._running is not None
+async def settled(parent: ForkServer) -> None:
+    """Wait until the server has reaped its intermediate processes."""
+    assert parent._server is not None
     with pytest.raises(ValueError, match="No child processes"):
-        await parent._running.ask({"do": "reap", "pid": 1 << 22})
+        await parent._server.ask({"do": "reap", "pid": 1 << 22})
 
 
-def test_a_fork_that_fails_leaves_nothing_with_its_parent(small: Wrap) -> None:
+def test_failed_fork_leaves_no_process(small: Wrap) -> None:
     async def play() -> None:
         async with parent_for(small, "forked") as parent:
             one, other = attacker(small, parent), attacker(small, parent)
             await one.open(TASK, seed=3)
             assert parent is not None and one._process is not None
-            await heard_out(parent)
+            await settled(parent)
             inside = Path(f"/proc/{one._process.pid}/status").read_text()
             forker = inside.partition("PPid:")[2].split()[0]
             children = Path(f"/proc/{forker}/task/{forker}/children")
             before = children.read_text().split()
             parent._inner = {**(parent._inner or {}), "processes": ""}
-            with pytest.raises(EnvironmentLost, match="cannot be forked"):
+            with pytest.raises(EnvironmentLost, match="forked"):
                 await other.open(TASK, seed=3)
-            await heard_out(parent)
+            await settled(parent)
             assert children.read_text().split() == before
             await one.close()
 
     run(play())
 
 
-def test_output_without_an_end(small: Wrap) -> None:
+def test_endless_output_loses_the_environment(small: Wrap) -> None:
     async def play() -> None:
         environment = attacker(small)
         await environment.open(TASK, seed=3)
         with pytest.raises(EnvironmentLost) as caught:
             await use(environment, "shout")
-        assert caught.value.fault == "large" and len(caught.value.words) <= 4096
+        assert caught.value.fault == "large" and len(caught.value.output) <= 4096
         await environment.close()
 
     run(play())
 
 
-def test_it_dies_with_the_process_that_opened_it(small: Wrap) -> None:
+def test_sandbox_dies_with_keel(small: Wrap) -> None:
     code = (
         "import asyncio, os, signal\n"
         "from tests.agents import sandboxes as t\n"
@@ -245,7 +242,7 @@ def test_it_dies_with_the_process_that_opened_it(small: Wrap) -> None:
 
 
 @WAYS
-def test_folders_that_are_read_written_and_hidden(tmp_path: Path, way: str) -> None:
+def test_folder_permissions(tmp_path: Path, way: str) -> None:
     folders = {name: tmp_path / name for name in ("env", "data", "out", "env/run")}
     for folder in (tmp_path, *folders.values()):
         folder.mkdir(exist_ok=True)
@@ -262,26 +259,26 @@ def test_folders_that_are_read_written_and_hidden(tmp_path: Path, way: str) -> N
     (folders["env"] / "solved" / "file").write_text("the answers")
     hidden = (folders["env/run"], folders["env"] / "solved" / "file")
     wrap = wrap_of(writable=(folders["out"],), hidden=hidden)
-    given = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
+    options = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
 
     async def play() -> None:
-        made = program(str(tmp_path / "alone.py"), wrap=wrap, **given)
-        parent = fork_server_for(made) if way == "forked" else None
-        environment = Hosted(made, parent=parent)
+        spec = program(str(tmp_path / "alone.py"), wrap=wrap, **options)
+        parent = fork_server_for(spec) if way == "forked" else None
+        environment = Hosted(spec, fork_server=parent)
         await environment.open(TASK, seed=3)
-        assert parent is None or not parent.why_not
+        assert parent is None or not parent.disabled_reason
 
-        async def said(tool: str, path: Path | str) -> str:
+        async def answer(tool: str, path: Path | str) -> str:
             return (await use(environment, tool, path=str(path))).text
 
-        assert await said("read", ".") == "env"
-        assert await said("read", folders["data"]) == await said("read", "linked") == "data"
-        assert await said("write", folders["out"]) == "ok"
-        assert await said("look", folders["env/run"]) == "[]"
+        assert await answer("read", ".") == "env"
+        assert await answer("read", folders["data"]) == await answer("read", "linked") == "data"
+        assert await answer("write", folders["out"]) == "ok"
+        assert await answer("look", folders["env/run"]) == "[]"
         for closed in (".", folders["data"], folders["env/run"]):
-            assert "Read-only" in await said("write", closed)
-        assert "No such file" in await said("read", tmp_path)
-        assert "Permission" in await said("read", "solved")
+            assert "Read-only" in await answer("write", closed)
+        assert "No such file" in await answer("read", tmp_path)
+        assert "Permission" in await answer("read", "solved")
         await environment.close()
         if parent is not None:
             await parent.close()
@@ -290,7 +287,7 @@ def test_folders_that_are_read_written_and_hidden(tmp_path: Path, way: str) -> N
     assert (folders["out"] / "mine").read_text() == "x"
 
 
-def test_what_it_cannot_be_given_is_said(tmp_path: Path) -> None:
+def test_unavailable_paths_are_reported(tmp_path: Path) -> None:
     wrap = wrap_of()
 
     async def opened(**settings: Any) -> str:
@@ -303,13 +300,13 @@ def test_what_it_cannot_be_given_is_said(tmp_path: Path) -> None:
             await environment.close()
 
     async def play() -> None:
-        assert "cannot read /;" in await opened(folder=Path("/"))
+        assert " / " in await opened(folder=Path("/"))
         gone = tmp_path / "gone"
         assert str(gone) in await opened(readable=(gone,))
-        assert "nobody" in await opened(python="nobody")
+        assert "no-such-python" in await opened(python="no-such-python")
         (tmp_path / "python3").write_text("#!/bin/sh\nexit 3\n")
         (tmp_path / "python3").chmod(0o755)
-        assert "Python interpreter" in await opened(python=str(tmp_path / "python3"))
+        assert str(tmp_path / "python3") in await opened(python=str(tmp_path / "python3"))
         tmp_path.chmod(0o700)
         if os.geteuid() == 0:
             assert f"chmod -R o+rX {tmp_path}" in await opened(folder=tmp_path)
@@ -317,8 +314,7 @@ def test_what_it_cannot_be_given_is_said(tmp_path: Path) -> None:
     run(play())
 
 
-def test_another_interpreter_in_an_environment_of_its_own(tmp_path: Path) -> None:
-    """Elsewhere, behind links, and with a package that this one does not have."""
+def test_virtual_environment_behind_links(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "real"):
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
@@ -342,7 +338,7 @@ def test_another_interpreter_in_an_environment_of_its_own(tmp_path: Path) -> Non
     run(play())
 
 
-def test_the_machines_network_for_those_who_ask(small: Wrap) -> None:
+def test_host_network_is_opt_in(small: Wrap) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 

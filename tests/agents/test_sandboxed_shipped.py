@@ -1,4 +1,4 @@
-"""The environments that come along, in the sandbox: the trip planner, a kernel, games, servers."""
+"""Shipped environments in the sandbox: trip planner, kernel, game, MCP server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import keel
-from keel.agents.env_process.children import below
 from keel.agents.env_process.client import Hosted, Program
+from keel.agents.env_process.process import descendants
 from keel.agents.environments.trip.environment import make_task
 from keel.agents.environments.trip.prompts import trip_prompts
 from keel.agents.environments.trip.solver import solve
@@ -29,8 +29,7 @@ SHIPPED = "keel.agents.environments"
 pytestmark = pytest.mark.e2e
 
 
-def test_shipped_environments() -> None:
-    """The trip planner, the calculator, a game and a server of tools, all at once."""
+def test_shipped_environments_run_concurrently() -> None:
     wrap = wrap_of()
 
     async def trip() -> None:
@@ -77,7 +76,7 @@ def test_shipped_environments() -> None:
 
 
 @needs_jupyter
-def test_a_kernel_where_nothing_can_be_mounted() -> None:
+def test_kernel_without_mounts() -> None:
     wrap = wrap_of()
 
     async def play() -> None:
@@ -94,7 +93,7 @@ def test_a_kernel_where_nothing_can_be_mounted() -> None:
 
 
 @needs_jupyter
-def test_a_kernel_in_a_sandbox() -> None:
+def test_kernel_in_the_sandbox() -> None:
     async def play(cell_s: float) -> None:
         target = f"{SHIPPED}.interpreter:Interpreter"
         arguments = {"cell_s": cell_s, "ending_s": cell_s}
@@ -109,8 +108,8 @@ def test_a_kernel_in_a_sandbox() -> None:
             return result.text
 
         assert await cell("x = 6\nprint('a')\nx * 7") == "a\n42"
-        said = await cell("print('begun', flush=True)\nimport time; time.sleep(1000)")
-        assert said.startswith("begun") and "KeyboardInterrupt" in said
+        text = await cell("print('begun', flush=True)\nimport time; time.sleep(1000)")
+        assert text.startswith("begun") and "KeyboardInterrupt" in text
         assert await cell("x") == "6"
         assert "not supported" in await cell("import socket; socket.socket()")
         assert "PermissionError" in await cell(
@@ -123,8 +122,8 @@ def test_a_kernel_in_a_sandbox() -> None:
         assert "could not be interrupted" in await cell(deaf)
         assert await cell("1 + 1") == "2"
         assert environment._process is not None
-        inside = below(environment._process.pid)
-        assert len(inside) >= 3  # the kernel, what runs it, and what both are in
+        inside = descendants(environment._process.pid)
+        assert len(inside) >= 3  # the kernel, its environment, and the sandbox
         await environment.close()
         wait_for(lambda: not any(map(alive, inside)))
 

@@ -157,7 +157,7 @@ def test_a_lost_game_is_not_correct_whatever_it_pays(folder: Path, most: int, sc
         ({"game": "Chess-v9"}, "KeyError: 'Chess-v9'"),
         ({"game": "Hangman-v0", "brief": True}, "there is no brief form; there is of GuessTheN"),
         ({"options": {"size": 3}}, "unexpected keyword argument 'size'"),
-        ({"play_by": "mail"}, "there are 'tool' and 'text'"),
+        ({"play_by": "mail"}, "must be 'tool' or 'text'"),
     ],
 )
 def test_a_game_that_cannot_be_says_why(folder: Path, arguments: dict[str, Any], why: str) -> None:

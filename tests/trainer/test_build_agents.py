@@ -147,7 +147,7 @@ def test_turns_end_at_the_generation_configs_ids(tmp_path: Path) -> None:
             r"sources\[shop\].environment: .*nowhere cannot be imported",
         ),
         ({"window": 30}, r"agents.window = 30"),
-        ({"folder": "/nowhere"}, "no folder /nowhere"),
+        ({"folder": "/nowhere"}, "/nowhere"),
         (
             {
                 "target": "keel.agents.environments.general.environment:General",
@@ -226,7 +226,7 @@ def test_environment_with_program_is_tried(tmp_path: Path) -> None:
         ("", "my_agent:solve", "has no 'solve'"),
         ("def solve(task): pass\n", "my_agent:solve", "without a turn of the policy"),
         (ASKS.replace("%s\n", "None\n"), "my_agent:solve", "gave no verdict .*KEEL_VERDICT"),
-        ("", "no-such-agent {prompt}", "there is no command no-such-agent"),
+        ("", "no-such-agent {prompt}", "no-such-agent"),
     ],
 )
 def test_invalid_programs_are_refused(

@@ -1,1 +1,1 @@
-"""Repositories as they were before a change, which the policy is to make; hidden tests grade it."""
+"""Repositories before a change that the policy is to make, graded by hidden tests."""

@@ -1,7 +1,6 @@
-"""Copies of a project that lie about on a machine: in one of them is what the policy is to find
-out.
+"""Finds copies of a project on a machine, which would show the policy the change.
 
-Any Python from 3.9, no package.
+Python 3.9 or later, no packages.
 """
 
 from __future__ import annotations
@@ -14,55 +13,57 @@ from collections.abc import Iterable
 
 from keel.agents.environments.code.languages import REPO
 
-Installed = dict[str, list[str]]
-"""Name of a package, as `plain` has it → where it lies."""
-HOLDERS = ("site-packages", "dist-packages", "node_modules", "extern", "third_party", "include")
-"""Folders that packages lie in; and those with `vendor` in their names."""
-ENDINGS = (".py", ".so", ".js", ".whl", ".egg", ".dist-info", ".egg-info", ".h", ".hpp")
-METADATA = (".whl", ".egg", ".dist-info", ".egg-info")
+Packages = dict[str, list[str]]
+"""Paths by package name, as `normalize_name` has it."""
+_PACKAGE_FOLDERS = (
+    *("site-packages", "dist-packages", "node_modules", "extern", "third_party", "include"),
+)
+"""Folders that hold packages, in addition to those with `vendor` in their names."""
+_METADATA = (".whl", ".egg", ".dist-info", ".egg-info")
+_SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
 
 
-def machine() -> list[str]:
-    """Folders where a machine's packages lie."""
-    found = [sys.prefix, sys.base_prefix, "/usr/local", "/usr/include", "/usr/share/nodejs"]
-    found += ["/usr/lib/node_modules", "/usr/share/python-wheels"]
+def system_folders() -> list[str]:
+    """Return the folders of a machine's packages."""
+    folders = [sys.prefix, sys.base_prefix, "/usr/local", "/usr/include", "/usr/share/nodejs"]
+    folders += ["/usr/lib/node_modules", "/usr/share/python-wheels"]
     if os.path.isdir("/usr/lib"):
-        found += [f"/usr/lib/{one}" for one in os.listdir("/usr/lib") if one.startswith("python")]
-    real = dict.fromkeys(map(os.path.realpath, found))
+        folders += [f"/usr/lib/{one}" for one in os.listdir("/usr/lib") if one.startswith("python")]
+    real = dict.fromkeys(map(os.path.realpath, folders))
     return [one for one in real if one != "/usr" and os.path.isdir(one)]
 
 
-def find_packages(folders: Iterable[str]) -> Installed:
-    """Packages below, in archives and those that others brought along too. Not those whose code is
-    the repository's own."""
-    found: Installed = {}
+def find_packages(folders: Iterable[str]) -> Packages:
+    """Find packages below `folders`, including those in archives and vendored ones, except links
+    into the repository."""
+    packages: Packages = {}
     for folder in folders:
-        for path, below, files in os.walk(folder):
-            holds = _holds(os.path.basename(path))
-            for name in [*below, *files]:
-                whole = os.path.join(path, name)
-                if (holds or name.endswith(METADATA)) and not _own(whole):
-                    found.setdefault(_named(name), []).append(whole)
+        for path, subfolders, files in os.walk(folder):
+            holds_packages = _holds_packages(os.path.basename(path))
+            for name in [*subfolders, *files]:
+                place = os.path.join(path, name)
+                if (holds_packages or name.endswith(_METADATA)) and not _is_repository(place):
+                    packages.setdefault(_package_name(name), []).append(place)
                 if name.endswith((".whl", ".egg", ".zip")):
-                    for one in _inside(whole):
-                        found.setdefault(_named(one), []).append(f"{whole}:{one}")
-    return found
+                    for one in _archive_packages(place):
+                        packages.setdefault(_package_name(one), []).append(f"{place}:{one}")
+    return packages
 
 
 def normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
-def _holds(folder: str) -> bool:
-    return folder in HOLDERS or "vendor" in folder
+def _holds_packages(folder: str) -> bool:
+    return folder in _PACKAGE_FOLDERS or "vendor" in folder
 
 
-def _own(path: str) -> bool:
+def _is_repository(path: str) -> bool:
     if os.path.islink(path):
         return f"{os.path.realpath(path)}/".startswith(f"{REPO}/")
     if not path.endswith(".dist-info"):
         return False
-    # An editable installation's metadata: the code itself lies in the repository.
+    # Metadata of an editable installation, whose code is the repository's.
     try:
         with open(os.path.join(path, "direct_url.json")) as file:
             return f"file://{REPO}" in file.read()
@@ -70,25 +71,25 @@ def _own(path: str) -> bool:
         return False
 
 
-def _inside(path: str) -> set[str]:
+def _archive_packages(path: str) -> set[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name.split("/") for name in archive.namelist()]
     except (OSError, zipfile.BadZipFile):
         return set()
-    tops = {parts[0] for parts in names}
-    return tops | {
-        parts[n + 1] for parts in names for n in range(len(parts) - 1) if _holds(parts[n])
+    nested = {
+        parts[n + 1] for parts in names for n in range(len(parts) - 1) if _holds_packages(parts[n])
     }
+    return {parts[0] for parts in names} | nested
 
 
-def _named(name: str) -> str:
-    for ending in ENDINGS:
-        if name.endswith(ending):
-            name = name[: -len(ending)]
-            if ending in METADATA:
+def _package_name(name: str) -> str:
+    for suffix in _SUFFIXES:
+        if name.endswith(suffix):
+            name = name[: -len(suffix)]
+            if suffix in _METADATA:
                 name = name.partition("-")[0]
-            elif ending == ".so":
+            elif suffix == ".so":
                 name = name.partition(".")[0]
             break
     return normalize_name(name)

@@ -1,8 +1,8 @@
-"""A repository as it was before a change, and a policy that is to make the change.
+"""A repository before a change that the policy is to make.
 
-The tests that grade it come out of a sealed file at the verdict, whose key came with the task; the
-policy's processes have been ended by then, and all files but those of the repository thrown away.
-Runs in bubblewrap alone. Any Python from 3.9, no package.
+The tests that grade it are in a sealed file, whose key comes with the task. They are unsealed for
+the verdict, after the policy's processes have been killed and all files but the repository's
+removed. Runs in bubblewrap only. Python 3.9 or later, no packages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.environments.code import files, grading, processes
-from keel.agents.environments.code.copies import Installed, find_packages, machine, normalize_name
+from keel.agents.environments.code.copies import (
+    Packages,
+    find_packages,
+    normalize_name,
+    system_folders,
+)
 from keel.agents.environments.code.languages import LANGUAGES, REPO
 from keel.agents.environments.code.tree import (
     Tree,
@@ -29,27 +34,28 @@ from keel.agents.environments.code.tree import (
     write_tree,
 )
 
-MOST_MIB = 64
-"""Of a repository that is graded."""
-CHECK_S = 60.0
-COMMAND_S = 600
-SLACK_S = 15.0
-"""Of a call's seconds: for what a command has started to end, and its output to be read."""
-OWN_FOLDERS = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
+_MAX_MIB = 64
+"""Size limit of a graded repository."""
+_CHECK_S = 60.0
+_MAX_COMMAND_S = 600
+_SLACK_S = 15.0
+"""Seconds of a call reserved for ending a command and reading its output."""
+_SKIPPED = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
+_COMMIT = "git -c user.name=keel -c user.email=keel@localhost commit -q -m 'As it is'"
 
 
 @lru_cache(maxsize=1)
-def on_machine() -> Installed:
-    return find_packages(machine())
+def _system_packages() -> Packages:
+    return find_packages(system_folders())
 
 
 if "keel.agents.env_runtime.fork_server" in sys.modules:  # episodes are forked from this process
-    on_machine()
+    _system_packages()
 
 
 class Repository:
-    """folder: the `environment` folder of what `keel synthesize` made; it must be readable, and the
-    one above it must not be."""
+    """folder: the folder `environment` made by `keel synthesize`. It must be readable, and the one
+    above it must not be."""
 
     call_s = math.inf
     """Seconds of a call, set before each."""
@@ -62,17 +68,17 @@ class Repository:
         self._prefix = ""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
-        """Raises where the episode would not be a fair one, and says why."""
+        """Set up the repository. Raises RuntimeError if the episode would be unfair."""
         reward = task["reward"]
         if not processes.in_sandbox():
             raise RuntimeError("the code environment needs isolation: bubblewrap, with /proc")
         above = os.path.dirname(self._folder)
         if os.path.isdir(os.path.join(above, "instances")):
             raise RuntimeError(
-                f"the episode can read {above}/instances, where the answers are: set folder and "
-                f"readable in the recipe's environment to {self._folder}"
+                f"the episode can read the answers in {above}/instances: set folder and readable "
+                f"in the recipe's environment to {self._folder}"
             )
-        processes.adopt()
+        processes.adopt_orphans()
         with open(os.path.join(self._folder, "sealed", reward["instance"]), "rb") as file:
             self._instance = unseal(file.read(), bytes.fromhex(reward["key"]))
         self._base = tree_from_json(self._instance.pop("base"))
@@ -81,30 +87,29 @@ class Repository:
         self._begin(self._base)
 
     def _begin(self, tree: Tree) -> None:
-        self._look_for_copies()
+        self._refuse_copies()
         write_tree(REPO, tree)
         self._env = grading.environment(self._prefix, self._instance["env"])
         language = LANGUAGES[self._instance["language"]]
-        status, said = self._shell(language.check, CHECK_S)
+        status, output = self._shell(language.check, _CHECK_S)
         if status != 0:
             raise RuntimeError(
-                f"the tools of {self._instance['language']} do not work here ({said[-500:]}); the "
-                "interpreter (environment.python) must be the one that the tasks were made with"
+                f"the tools of {self._instance['language']} do not work here ({output[-500:]}). "
+                "Set environment.python to the interpreter that the tasks were made with"
             )
-        self._shell("git init -q . && git add -A && " + _COMMIT, CHECK_S)
+        self._shell("git init -q . && git add -A && " + _COMMIT, _CHECK_S)
 
-    def _look_for_copies(self) -> None:
-        """In all prefixes: an episode can read the others', too."""
+    def _refuse_copies(self) -> None:
+        """Check all prefixes, since an episode can read the others', too."""
         listed = os.path.join(self._folder, "packages")
+        sources: list[Packages] = []
         for name in sorted(os.listdir(listed)):
             with open(os.path.join(listed, name), encoding="utf-8") as file:
-                self._look_in(json.load(file))
-        self._look_in(on_machine())
-
-    def _look_in(self, packages: Installed) -> None:
-        for name in map(normalize_name, self._instance["project"]):
-            if found := packages.get(name):
-                raise RuntimeError(f"the episode can read a copy of the project: {found[0]}")
+                sources.append(json.load(file))
+        for packages in (*sources, _system_packages()):
+            for name in map(normalize_name, self._instance["project"]):
+                if places := packages.get(name):
+                    raise RuntimeError(f"the episode can read a copy of the project: {places[0]}")
 
     def bash(self, command: str, timeout_s: int = 120) -> str:
         """Run a command in bash, in the root of the repository, and return what it prints. There
@@ -114,13 +119,13 @@ class Repository:
             command: For example: grep -rn "def parse" src
             timeout_s: Seconds after which it is killed.
         """
-        # Killed before the call's own time is up, which would end the episode.
-        most_s = self.call_s - min(SLACK_S, self.call_s / 4)
-        within_s = max(1, min(timeout_s, COMMAND_S, most_s))
-        status, said = self._shell(command, within_s)
+        # Killed before the call's deadline, which would end the episode.
+        limit_s = self.call_s - min(_SLACK_S, self.call_s / 4)
+        within_s = max(1, min(timeout_s, _MAX_COMMAND_S, limit_s))
+        status, output = self._shell(command, within_s)
         if status is None:
-            return f"{said}\n[killed after {within_s:g} s]".lstrip()
-        return f"{said}\n[exit status {status}]".lstrip() if status else said
+            return f"{output}\n[killed after {within_s:g} s]".lstrip()
+        return f"{output}\n[exit status {status}]".lstrip() if status else output
 
     def view(self, path: str, first_line: int = 1, last_line: int = 0) -> str:
         """A file's lines with their numbers, or a folder's files.
@@ -144,53 +149,46 @@ class Repository:
         return self._file_tool({"do": "edit", "path": path, "old": old, "new": new})
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Whether the hidden tests pass."""
+        """Run the hidden tests."""
         try:
             processes.stop_all()
-            written = read_tree(REPO, most_mib=MOST_MIB, skip=_skipped)
+            written = read_tree(REPO, max_mib=_MAX_MIB, skip=_is_skipped)
             tree = grading.graded_tree(self._instance, self._base, self._harness, written)
             results = grading.run_tests(self._instance, tree, self._prefix)
-        except (
-            UnreadableTree,
-            OSError,
-            subprocess.SubprocessError,
-        ) as error:  # the policy's doing: it made the tree
-            return {"correct": 0.0}, {"why": str(error)[:500]}
-        right, facts = grading.grade(self._instance, results)
-        return {"correct": right}, facts
+        except (UnreadableTree, OSError, subprocess.SubprocessError) as error:
+            return {"correct": 0.0}, {"why": str(error)[:500]}  # the policy made the tree
+        correct, facts = grading.grade(self._instance, results)
+        return {"correct": correct}, facts
 
     def _shell(self, command: str, within_s: float) -> tuple[int | None, str]:
         words = ["/bin/bash", "-c", command]
         return processes.run(words, env=self._env, folder=REPO, within_s=within_s)
 
     def _file_tool(self, request: Mapping[str, Any]) -> str:
-        """In a process of its own, which may what a command of the policy's may: links that lead
-        into this process's memory would be followed otherwise."""
+        """Run a file tool in a process with the rights of the policy's commands: in this process,
+        links into its memory would be followed."""
         words = [sys.executable, "-I", "-S", files.__file__]
-        given = files.request_of(request)
-        status, said = processes.run(words, env={}, folder=REPO, within_s=CHECK_S, given=given)
+        stdin = json.dumps(request).encode()
+        status, output = processes.run(words, env={}, folder=REPO, within_s=_CHECK_S, stdin=stdin)
         if status == 0:
-            return said
-        raise ValueError(said.strip()[-1000:] or "it could not be done")
+            return output
+        raise ValueError(output.strip()[-1000:] or "it could not be done")
 
 
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Before a run, outside the sandbox: the arguments with a folder that is the same from
-    everywhere (an episode runs in it), and nothing more to read. without: files with answers, which
-    it does not see anyway. Raises ValueError."""
+    """Prepare a run outside the sandbox. Returns the arguments with an absolute folder, which
+    episodes run in, and no further paths to read. without: files with answers, which an episode
+    does not see anyway. Raises ValueError."""
     folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
     if not (folder / "sealed").is_dir():
         raise ValueError(
-            f"code: folder = {arguments.get('folder')}: has no folder `sealed`; name the folder "
-            "`environment` of what keel synthesize made"
+            f"code: folder = {arguments.get('folder')} has no folder `sealed`. Name the folder "
+            "`environment` made by keel synthesize"
         )
     return {**arguments, "folder": str(folder)}, []
 
 
-_COMMIT = "git -c user.name=keel -c user.email=keel@localhost commit -q -m 'As it is'"
-
-
-def _skipped(path: str) -> bool:
-    return path.rpartition("/")[2] in OWN_FOLDERS
+def _is_skipped(path: str) -> bool:
+    return path.rpartition("/")[2] in _SKIPPED

@@ -1,6 +1,6 @@
-"""The policy's file tools, as a program: `python files.py`, a request as JSON on standard input.
+"""The policy's file tools, as a program: `python files.py`, with a JSON request on standard input.
 
-Any Python from 3.9, no package.
+Python 3.9 or later, no packages.
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-MOST_LINES = 2000
-MOST_WIDE = 2000
-MOST_BYTES = 16 << 20
+_MAX_LINES = 2000
+_MAX_WIDTH = 2000
+_MAX_BYTES = 16 << 20
 
 
-def request_of(request: Mapping[str, Any]) -> bytes:
-    return json.dumps(request).encode()
-
-
-def done(request: Mapping[str, Any]) -> str:
-    """Raises ValueError and OSError with what is to be told."""
+def execute(request: Mapping[str, Any]) -> str:
+    """Run a tool. Raises ValueError and OSError with a message for the policy."""
     path = request["path"]
     if request["do"] == "view":
         if os.path.isdir(path):
@@ -34,71 +30,70 @@ def done(request: Mapping[str, Any]) -> str:
             raise ValueError(f"{path} is there already: say in `old` which text to replace")
         _write(path, new)
         return f"{path} was made"
-    text = _read(path)
-    text, said = apply_edit(path, text, old, new)
+    text, message = apply_edit(path, _read(path), old, new)
     _write(path, text)
-    return said
+    return message
 
 
 def apply_edit(path: str, text: str, old: str, new: str) -> tuple[str, str]:
-    """The file's new text, and what the policy is told. Raises ValueError."""
+    """Return the file's new text and a message for the policy. Raises ValueError."""
     count = text.count(old)
     if count != 1:
         raise ValueError(f"`old` is in {path} {count} times; it must be there exactly once")
     line = text[: text.index(old)].count("\n") + 1
     text = text.replace(old, new)
-    return text, f"{path} now reads:\n" + number_lines(
-        text, max(1, line - 3), line + new.count("\n") + 3
-    )
+    last = line + new.count("\n") + 3
+    return text, f"{path} now reads:\n" + number_lines(text, max(1, line - 3), last)
 
 
 def number_lines(text: str, first: int, last: int) -> str:
-    # By what `edited` and every tool that names a line counts them: not at form feeds, U+2028 …
+    # Split like `apply_edit` and other tools count lines: not at form feeds or U+2028.
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
     first = max(1, first)
-    last = min(last or len(lines), len(lines), first + MOST_LINES - 1)
-    shown = [f"{n:6}\t{lines[n - 1][:MOST_WIDE]}" for n in range(first, last + 1)]
-    left = len(lines) - last
-    return "\n".join(shown) + (f"\n[{left} more lines]" if left > 0 else "")
+    last = min(last or len(lines), len(lines), first + _MAX_LINES - 1)
+    numbered = [f"{n:6}\t{lines[n - 1][:_MAX_WIDTH]}" for n in range(first, last + 1)]
+    remaining = len(lines) - last
+    return "\n".join(numbered) + (f"\n[{remaining} more lines]" if remaining > 0 else "")
 
 
 def _read(path: str) -> str:
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is no file")
     with open(path, encoding="utf-8", newline="") as file:
-        text = file.read(MOST_BYTES + 1)
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"{path} is longer than {MOST_BYTES >> 20} MiB")
+        text = file.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise ValueError(f"{path} is longer than {_MAX_BYTES >> 20} MiB")
     return text
 
 
 def _write(path: str, text: str) -> None:
-    """Into a file beside it, which then takes its place: what fails leaves `path` as it was."""
+    """Write a temporary file and rename it, so a failure leaves `path` unchanged."""
     data = text.encode()
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    path = os.path.realpath(path)  # what a link leads to is written, and the link stays
+    path = os.path.realpath(path)  # write through a link, which stays
     try:
-        with open(path, "r+b") as file:  # whether it may be written at all
+        with open(path, "r+b") as file:  # fails if it must not be written
             mode = os.fstat(file.fileno()).st_mode
     except FileNotFoundError:
         mode = None
-    beside = os.path.join(os.path.dirname(path), f".{os.getpid()}.keel")
-    # One that is there is of an edit that was ended on its way.
-    opened = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    temporary = os.path.join(os.path.dirname(path), f".{os.getpid()}.keel")
+    # An existing one is the rest of an interrupted edit.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    descriptor = os.open(temporary, flags, 0o666)
     try:
-        with open(opened, "wb") as file:
+        with open(descriptor, "wb") as file:
             file.write(data)
             if mode is not None:
                 os.fchmod(file.fileno(), stat.S_IMODE(mode))
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError:
-        os.unlink(beside)
+        os.unlink(temporary)
         raise
 
 
 if __name__ == "__main__":
     try:
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # pyright: ignore
-        sys.stdout.write(done(json.load(sys.stdin)))
+        sys.stdout.write(execute(json.load(sys.stdin)))
     except (ValueError, OSError) as error:
         sys.exit(str(error))

@@ -1,50 +1,53 @@
-"""Runs the tests of a tree afresh: nothing that was there before is left, no process and no file.
+"""Runs a tree's tests from a clean state, with no process or file of the policy left.
 
-Any Python from 3.9, no package.
+Python 3.9 or later, no packages.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keel.agents.environments.code import processes
-from keel.agents.environments.code.junit import results_in
 from keel.agents.environments.code.languages import LANGUAGES, REPO, is_grading
 from keel.agents.environments.code.tree import Tree, erase, overlay, write_tree
 
-LIVELY = ("/tmp", "/dev/shm")
-"""All that can be written to."""
-WORDS = (
+WRITABLE = ("/tmp", "/dev/shm")
+"""All folders that an episode can write to."""
+_WORDS = (
     "all any args base both call case cast copy date deep each edge empty end equal error extra "
     "false few file first flat float global group head index inner input int items iter join key "
     "kind last left len like line list local long lower many map max merge mixed mode more name "
     "nested next none null odd old only order other outer output pair part path plain raw repr "
     "right same short simple single size some space start step strict text time true type upper"
 )
-"""Of names that tests might have."""
+"""Words of test names that look natural."""
+_MAX_BYTES = 32 << 20
+_RANK = ("failed", "skipped", "passed")
+"""Of several results of one name, the first of these counts."""
 
 
 class Results(NamedTuple):
     tests: dict[str, str]
-    """Name → passed, failed or skipped."""
+    """passed, failed or skipped, by the test's name."""
     canary: str
-    """as wanted; missing, where its results are not among them; faked, where one is another than it
-    must be."""
+    """as wanted; missing, if the canaries' results are not there; faked, if one is wrong."""
     said: str
-    """The command's last words."""
+    """Tail of the command's output."""
     inside: bool = True
-    """Whether none of those at the end of hidden test files is another than it must be."""
+    """False if a canary at the end of a hidden test file has a wrong result."""
     seconds: float = 0.0
-    """The tests alone."""
+    """Duration of the tests alone."""
 
 
-def environment(prefix: str, more: Mapping[str, str]) -> dict[str, str]:
-    """Variables of every command. None has anything to hide."""
+def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of every command."""
     where = os.path.dirname(sys.executable)
     return {
         "PATH": f"{prefix}/bin:{where}:/usr/local/bin:/usr/bin:/bin",
@@ -56,99 +59,161 @@ def environment(prefix: str, more: Mapping[str, str]) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "PREFIX": prefix,
         "REPO": REPO,
-        **more,
+        **extra,
     }
 
 
 def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree) -> Tree:
-    """What was written, with the grader's files as the instance has them and no others. Links that
-    were not there before are left out: what is written next would go where they lead."""
+    """Return the written tree with exactly the instance's grading files. New links are removed,
+    since later writes would follow them."""
     language = LANGUAGES[instance["language"]]
-    own = {
+    policys = {
         path: entry
         for path, entry in written.items()
         if not is_grading(language, path) and (entry[0] != "l" or base.get(path) == entry)
     }
-    gone = set(instance["harness_gone"])
-    kept = {
+    removed = set(instance["harness_gone"])
+    graders = {
         path: entry
         for path, entry in base.items()
-        if is_grading(language, path) and path not in gone
+        if is_grading(language, path) and path not in removed
     }
-    return overlay(own, {**kept, **harness})
+    return overlay(policys, {**graders, **harness})
 
 
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
-    """Of a whole tree. Every process below this one is ended, before and after."""
+    """Write the tree and run its tests. Every process below this one is killed before and after.
+
+    Canaries are tests with random names, one that must pass and one that must fail: in separate
+    files, and at the end of hidden test files. Faked results would include theirs.
+    """
     language = LANGUAGES[instance["language"]]
-    canaries = {_name(): good for good in (True, False)}
-    inside = {_name(): good for good in (True, False)}
-    tree = overlay(tree, _files(language.canary, instance["canary_in"], canaries))
-    tree = overlay(tree, _longer(language.canary_at_the_end, tree, _at(instance), inside))
+    canaries = {_test_name(): good for good in (True, False)}
+    inside = {_test_name(): good for good in (True, False)}
+    tree = overlay(tree, _canary_files(language.canary, instance["canary_in"], canaries))
+    at_the_end = language.canary_at_the_end
+    tree = overlay(tree, _with_canaries(at_the_end, tree, _canary_paths(instance), inside))
     processes.stop_all()
-    for folder in LIVELY:
+    for folder in WRITABLE:
         erase(folder)
     if os.path.lexists(REPO):
         raise OSError(f"{REPO} could not be emptied")
     write_tree(REPO, tree)
-    results = f"/tmp/results-{secrets.token_hex(8)}"
-    os.mkdir(results)
-    env = environment(prefix, {**instance["env"], "JUNIT": results})
+    folder = f"/tmp/results-{secrets.token_hex(8)}"
+    os.mkdir(folder)
+    env = environment(prefix, {**instance["env"], "JUNIT": folder})
     command = ["/bin/bash", "-c", instance["test"]]
-    begun = time.monotonic()
-    _, said = processes.run(command, env=env, folder=REPO, within_s=instance["tests_s"])
-    seconds = round(time.monotonic() - begun, 3)
+    began = time.monotonic()
+    _, output = processes.run(command, env=env, folder=REPO, within_s=instance["tests_s"])
+    seconds = round(time.monotonic() - began, 3)
     processes.stop_all()
-    tests = results_in(results)
-    told = {test: nonce for test in tests for nonce in canaries if nonce in test}
-    more = {test: good for test in tests for nonce, good in inside.items() if nonce in test}
-    others = {test: result for test, result in tests.items() if test not in {*told, *more}}
-    seen = {canaries[nonce]: tests[test] for test, nonce in told.items()}
-    must = {True: "passed", False: "failed"}
-    canary = "missing" if set(seen) != {*must} else "as wanted" if seen == must else "faked"
-    # A file that cannot be imported has none of its tests.
-    ends = all(tests[test] in (must[good], "skipped") for test, good in more.items())
-    return Results(others, canary, said, ends, seconds)
+    tests = read_results(folder)
+    separate = {test: nonce for test in tests for nonce in canaries if nonce in test}
+    embedded = {test: good for test in tests for nonce, good in inside.items() if nonce in test}
+    others = {k: v for k, v in tests.items() if k not in {*separate, *embedded}}
+    outcomes = {canaries[nonce]: tests[test] for test, nonce in separate.items()}
+    expected = {True: "passed", False: "failed"}
+    matches = "as wanted" if outcomes == expected else "faked"
+    canary = "missing" if set(outcomes) != {*expected} else matches
+    # A file that cannot be imported has no results at all.
+    sound = all(tests[test] in (expected[good], "skipped") for test, good in embedded.items())
+    return Results(others, canary, output, sound, seconds)
 
 
-def _name() -> str:
-    return "_".join(secrets.choice(WORDS.split()) for _ in range(4))
+def _test_name() -> str:
+    return "_".join(secrets.choice(_WORDS.split()) for _ in range(4))
 
 
-def _files(canary: tuple[str, str], folder: str, canaries: Mapping[str, bool]) -> Tree:
-    """One that holds and one that does not; by its text alone, neither can be told from a test."""
-    found: Tree = {}
+def _canary_files(canary: tuple[str, str], folder: str, canaries: Mapping[str, bool]) -> Tree:
+    """Return canary files, which look like ordinary tests."""
+    tree: Tree = {}
     for nonce, good in canaries.items() if canary[0] else ():
         name, text = (part.replace("NONCE", nonce) for part in canary)
-        found[os.path.join(folder, name)] = ("f", text.replace("WORTH", _worth(good)).encode())
-    return found
+        tree[os.path.join(folder, name)] = ("f", text.replace("WORTH", _equation(good)).encode())
+    return tree
 
 
-def _longer(end: str, tree: Tree, paths: Sequence[str], canaries: Mapping[str, bool]) -> Tree:
-    """These files with both at their ends."""
-    ends = [end.replace("NONCE", n).replace("WORTH", _worth(good)) for n, good in canaries.items()]
+def _with_canaries(
+    ending: str, tree: Tree, paths: Sequence[str], canaries: Mapping[str, bool]
+) -> Tree:
+    """Return files of the tree with canaries appended."""
+    ends = [
+        ending.replace("NONCE", nonce).replace("WORTH", _equation(good))
+        for nonce, good in canaries.items()
+    ]
     return {path: ("f", tree[path][1] + "".join(ends).encode()) for path in paths if path in tree}
 
 
-def _at(instance: Mapping[str, Any]) -> Sequence[str]:
-    return instance.get("canary_at", ())  # instances of earlier versions have none
+def _canary_paths(instance: Mapping[str, Any]) -> Sequence[str]:
+    return instance.get("canary_at", ())  # missing in instances of earlier versions
 
 
-def _worth(good: bool) -> str:
+def _equation(good: bool) -> str:
     one, two = (10 + secrets.randbelow(90) for _ in range(2))
     return f"{one} * {two} == {one * two + (0 if good else 1 + secrets.randbelow(9))}"
 
 
 def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
-    """1 only if every test that has to pass does, and what was found."""
+    """Return 1 if every required test passes, else 0, and the facts."""
     facts: dict[str, Any] = {"canary": results.canary}
     for name in ("f2p", "p2p"):
-        wanted = instance[name]
-        passed = sum(results.tests.get(test) == "passed" for test in wanted)
-        facts[f"{name}_passed"], facts[name] = passed, len(wanted)
-    right = facts["f2p_passed"] == facts["f2p"] > 0 and facts["p2p_passed"] == facts["p2p"]
-    # Where it was there when the instance was made, it must be there now.
+        required = instance[name]
+        passed = sum(results.tests.get(test) == "passed" for test in required)
+        facts[f"{name}_passed"], facts[name] = passed, len(required)
+    passes = facts["f2p_passed"] == facts["f2p"] > 0 and facts["p2p_passed"] == facts["p2p"]
+    # Required only if it worked when the instance was made.
     trusted = results.canary == "as wanted" or not instance["canary"]
-    if _at(instance) and not results.inside:
+    if _canary_paths(instance) and not results.inside:
         facts["canary"], trusted = "faked", False
-    return float(right and trusted), facts
+    return float(passes and trusted), facts
+
+
+def read_results(folder: str) -> dict[str, str]:
+    """Read all JUnit files (.xml): passed, failed or skipped by the test's name. Invalid files
+    count as missing."""
+    results: dict[str, str] = {}
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        return results
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".xml"):
+            for test, result in _read_junit(os.path.join(folder, name)):
+                if test not in results or _RANK.index(result) < _RANK.index(results[test]):
+                    results[test] = result
+    return results
+
+
+def _read_junit(path: str) -> list[tuple[str, str]]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return []
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            return []
+        text = file.read(_MAX_BYTES)
+    # Entities may expand. UTF-16 and UTF-32, which have zeros, would spell them in other bytes.
+    if b"\0" in text or b"<!DOCTYPE" in text or b"<!ENTITY" in text:
+        return []
+    try:
+        return list(_cases(ElementTree.fromstring(text), ()))
+    except (ElementTree.ParseError, ValueError, LookupError, RecursionError):
+        return []  # malformed, an unknown encoding, or nested too deeply
+
+
+def _cases(element: ElementTree.Element, suites: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield results. The root's name is left out: it is the runner's or the machine's."""
+    for child in element:
+        if child.tag == "testsuite":
+            yield from _cases(child, (*suites, child.get("name", "")))
+        elif child.tag == "testcase":
+            parts = (*suites, child.get("classname", ""), child.get("name", ""))
+            tags = {one.tag for one in child}
+            status = child.get("status", "run")  # ctest's form
+            if tags & {"failure", "error"} or status == "fail":
+                result = "failed"
+            elif "skipped" in tags or status in ("notrun", "disabled"):
+                result = "skipped"
+            else:
+                result = "passed"
+            yield "::".join(part for part in parts if part), result

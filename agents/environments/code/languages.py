@@ -1,7 +1,7 @@
-"""A language is an entry of this table: how its projects are set up, how their tests run with
-results in JUnit's format, and which files are tests.
+"""Table of languages: how projects are set up, how tests run with JUnit results, and which files
+are tests.
 
-Any Python from 3.9, no package.
+Python 3.9 or later, no packages.
 """
 
 from __future__ import annotations
@@ -11,40 +11,42 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 REPO = "/tmp/repo"
-"""Where the repository lies, in set-up and in episodes: what is installed may hold the path."""
+"""Place of the repository in set-up and in episodes; installed files may contain the path."""
 
 
 @dataclass(frozen=True)
 class ProjectLanguage:
-    """Commands run in bash, in $REPO. They have $PREFIX, a folder for what is installed (only
-    `setup` may write there), $JUNIT, a folder for results (any number of .xml files), and $VERSION,
-    the project's version. Only `setup` has the network.
+    """Commands of a language, run in bash in $REPO.
 
-    Patterns: `name/` is any folder of that name with all that is in it, `*_test.py` a file's name,
-    and one with a slash inside a path from the root.
+    $PREFIX is a folder for installed files (only `setup` may write there), $JUNIT a folder for
+    results (any number of .xml files), $VERSION the project's version. Only `setup` has the
+    network.
+
+    Patterns: `name/` matches any folder of that name with its contents, `*_test.py` a file name,
+    and one with an inner slash a path from the root.
     """
 
     suffixes: tuple[str, ...]
-    """Of source files."""
+    """Suffixes of source files."""
     tests: tuple[str, ...]
     """Patterns of test files."""
     steers: tuple[str, ...]
-    """Patterns of other files that decide what the tests do: they are put back for grading."""
+    """Patterns of other files that influence the tests, restored for grading."""
     manifests: tuple[str, ...]
-    """Patterns of files that say what is to be installed."""
+    """Patterns of files that list dependencies."""
     setup: str
     test: str
     check: str
-    """Succeeds where the tool chain is there."""
+    """Succeeds if the tool chain works."""
     canary: tuple[str, str] = ("", "")
-    """Name and text of a test file with one test, which passes if WORTH is true. One that must fail
-    and one that must pass run with the others: who fakes all results fakes those, too."""
+    """Name and text of a test file with one test, which passes if WORTH is true. One that must pass
+    and one that must fail run with the others, to detect faked results."""
     canary_at_the_end: str = ""
-    """The same as the last lines of a hidden test file: who fakes what is in there does so, too."""
+    """The same as the last lines of a hidden test file, to detect faked results of that file."""
     build_names_sources: bool = False
-    """Whether a new source file has to be named in a file of `steers`."""
+    """True if a new source file must be listed in a file of `steers`."""
     unproven: str = ""
-    """Why it is not proven; empty: a test of ours builds a project of it."""
+    """Why the language is unproven; "" if one of our tests builds a project in it."""
 
 
 PYTHON = ProjectLanguage(
@@ -160,7 +162,7 @@ GO = ProjectLanguage(
         '"$PREFIX/bin/gotestsum" --junitfile "$JUNIT/go.xml" -- ./...'
     ),
     check='go version && test -x "$PREFIX/bin/gotestsum"',
-    unproven="written for, not run",
+    unproven="never run",
 )
 RUST = ProjectLanguage(
     suffixes=(".rs",),
@@ -179,7 +181,7 @@ RUST = ProjectLanguage(
         "--tool-config-file keel:/tmp/nextest"
     ),
     check='cargo --version && test -x "$PREFIX/bin/cargo-nextest"',
-    unproven="written for, not run; tests inside source files are the policy's to write",
+    unproven="never run; the policy can change tests inside source files",
 )
 JAVA = ProjectLanguage(
     suffixes=(".java",),
@@ -193,7 +195,7 @@ JAVA = ProjectLanguage(
         "find . -path '*/surefire-reports/*.xml' -exec cp --backup=numbered {} \"$JUNIT/\" \\;"
     ),
     check='mvn --version && test -d "$PREFIX/m2"',
-    unproven="written for, not run",
+    unproven="never run",
 )
 LANGUAGES = {
     "python": PYTHON,
@@ -206,7 +208,7 @@ LANGUAGES = {
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """See `ProjectLanguage`."""
+    """Return True if a path matches a pattern as described in `ProjectLanguage`."""
     *folders, name = path.split("/")
     for pattern in patterns:
         if pattern.endswith("/"):
@@ -218,7 +220,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def is_grading(language: ProjectLanguage, path: str) -> bool:
-    """Whether a file is the grader's, and a policy's version of it counts for nothing."""
-    # Who reads the others may not mind case: Python finds plugins in X.DIST-INFO.
+    """Return True for a grading file, whose version by the policy is ignored."""
+    # Readers of these files may ignore case: Python finds plugins in X.DIST-INFO.
     steers = [pattern.lower() for pattern in language.steers]
     return matches(path, language.tests) or matches(path.lower(), steers)

@@ -1,6 +1,6 @@
-"""Processes of an episode: commands with a deadline, and an end to all of them.
+"""Commands with a deadline, and killing all processes of an episode.
 
-Any Python from 3.9, no package.
+Python 3.9 or later, no packages.
 """
 
 from __future__ import annotations
@@ -15,35 +15,33 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-MOST_CHARACTERS = 20_000
-"""Of what a command prints: the first and the last half."""
-ENDING_S = 10.0
-_ADOPT = 36  # PR_SET_CHILD_SUBREAPER
+_MAX_CHARACTERS = 20_000
+"""Length limit of a command's output: its first and last half."""
+_KILL_S = 10.0
+_SET_CHILD_SUBREAPER = 36
 _adopts = False
-"""Whether orphans become this process's children."""
+"""True once orphans become children of this process."""
 
 
 def in_sandbox() -> bool:
-    """Whether this process is in one of Keel's: what the policy leaves is thrown away by emptying
-    /tmp, and that must be nobody else's."""
+    """Return True inside Keel's sandbox, where emptying /tmp is safe."""
     read_only = bool(os.statvfs("/").f_flag & os.ST_RDONLY)
     return socket.gethostname() == "sandbox" and read_only and os.path.exists("/proc/self/task")
 
 
-def adopt() -> None:
-    """From now on, what is started below and left by its parent is this process's child."""
-    if ctypes.CDLL(None).prctl(_ADOPT, 1, 0, 0, 0):
+def adopt_orphans() -> None:
+    """Make orphaned descendants children of this process."""
+    if ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
     global _adopts
     _adopts = True
 
 
 def stop_all() -> None:
-    """End every process below this one, in whatever session. Raises TimeoutError if one keeps
-    ahead."""
-    until = time.monotonic() + ENDING_S
-    while below := _below():
-        for pid in below:
+    """Kill every descendant, in whatever session. Raises TimeoutError if some keep forking."""
+    deadline = time.monotonic() + _KILL_S
+    while pids := _descendants():
+        for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -53,21 +51,13 @@ def stop_all() -> None:
                 pass
         except ChildProcessError:
             continue
-        if time.monotonic() > until:
-            raise TimeoutError("processes were left that could not be ended")
+        if time.monotonic() > deadline:
+            raise TimeoutError("some processes could not be killed")
         time.sleep(0.002)
 
 
-def _reap() -> None:
-    """The orphans that have ended: each that nobody waits for takes a place among the few
-    processes of a sandbox. Only between commands: the status of one that runs is its `Popen`'s."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _below() -> list[int]:
-    found: list[int] = []
+def _descendants() -> list[int]:
+    pids: list[int] = []
     pending = [os.getpid()]
     while pending:
         folder = f"/proc/{pending.pop()}/task"
@@ -82,8 +72,8 @@ def _below() -> list[int]:
             except OSError:
                 continue
             pending += children
-            found += children
-    return found
+            pids += children
+    return pids
 
 
 def run(
@@ -92,36 +82,38 @@ def run(
     env: Mapping[str, str],
     folder: str,
     within_s: float,
-    given: bytes = b"",
+    stdin: bytes = b"",
 ) -> tuple[int | None, str]:
-    """Its exit status, None where it took too long and was killed, and what it printed. What it
-    leaves in the background goes on."""
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as wanted:
-        wanted.write(given)
-        wanted.seek(0)
+    """Run a command. Returns its exit status, None if it was killed over its deadline, and its
+    output. Background processes keep running."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:
+        source.write(stdin)
+        source.seek(0)
         process = subprocess.Popen(
             command,
             env=dict(env),
             cwd=folder,
-            stdin=wanted,
-            stdout=said,
-            stderr=said,
+            stdin=source,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
         try:
             status: int | None = process.wait(within_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(ENDING_S)
+            process.wait(_KILL_S)
             status = None
-        if _adopts:
-            _reap()
-        size = said.seek(0, os.SEEK_END)
-        half = MOST_CHARACTERS // 2
-        said.seek(0)
-        text = said.read(min(size, MOST_CHARACTERS)).decode(errors="replace")
-        if size > MOST_CHARACTERS:
-            said.seek(size - half)
-            last = said.read(half).decode(errors="replace")
+        if _adopts:  # zombies take process slots; between commands, no status is lost
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+        size = output.seek(0, os.SEEK_END)
+        half = _MAX_CHARACTERS // 2
+        output.seek(0)
+        text = output.read(min(size, _MAX_CHARACTERS)).decode(errors="replace")
+        if size > _MAX_CHARACTERS:
+            output.seek(size - half)
+            last = output.read(half).decode(errors="replace")
             text = f"{text[:half]}\n[{size - 2 * half} bytes left out]\n{last}"
         return status, text

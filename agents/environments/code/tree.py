@@ -1,7 +1,7 @@
-"""Source trees as data: read from a folder that somebody else wrote, written to one, and sealed
-into files that only the holder of a key can read.
+"""Source trees as data: read from an untrusted folder, written to one, and sealed into files that
+only the holder of a key can read.
 
-Any Python from 3.9, no package.
+Python 3.9 or later, no packages.
 """
 
 from __future__ import annotations
@@ -16,79 +16,73 @@ from collections.abc import Callable
 from typing import Any
 
 Entry = tuple[str, bytes]
-"""("f", contents), ("x", contents of an executable file) or ("l", where a link leads to)."""
+"""("f", contents), ("x", contents of an executable file) or ("l", target of a link)."""
 Tree = dict[str, Entry]
-"""Path from the root, with slashes → entry."""
-MOST_FILES = 20_000
-ERASING_S = 60.0
-_CHECK = 32
-"""Bytes of the digest in front of what is sealed."""
+"""Entries by path from the root, with slashes."""
+_MAX_FILES = 20_000
+_ERASE_S = 60.0
+_DIGEST_BYTES = 32
 
 
 class UnreadableTree(ValueError):
-    """A folder that is no source tree: too large, or no folder."""
+    """The folder is no source tree: too large, or not a folder."""
 
 
-def read_tree(root: str, *, most_mib: int, skip: Callable[[str], bool]) -> Tree:
-    """Regular files and links; sockets, devices and pipes are left out. No link is followed, so
-    nobody may write there meanwhile. skip: paths that are not read, nor what is below them.
-
-    Raises UnreadableTree.
-    """
+def read_tree(root: str, *, max_mib: int, skip: Callable[[str], bool]) -> Tree:
+    """Read regular files and links, without following links; no other process may write meanwhile.
+    skip: returns True for paths to leave out. Raises UnreadableTree."""
     if not stat.S_ISDIR(os.lstat(root).st_mode):
         raise UnreadableTree(f"{root} is no folder")
-    found: Tree = {}
-    left, pending = most_mib << 20, [""]
+    tree: Tree = {}
+    remaining, pending = max_mib << 20, [""]
     while pending:
         folder = pending.pop()
         for one in os.scandir(os.path.join(root, folder)):
             path = f"{folder}/{one.name}" if folder else one.name
             if skip(path):
                 continue
-            about = one.stat(follow_symlinks=False)
-            if stat.S_ISDIR(about.st_mode):
+            status = one.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
                 pending.append(path)
                 continue
-            if stat.S_ISLNK(about.st_mode):
-                found[path] = ("l", os.fsencode(os.readlink(one.path)))
-            elif stat.S_ISREG(about.st_mode):
-                left -= about.st_size
-                if left < 0:
-                    raise UnreadableTree(f"its files take more than {most_mib} MiB")
+            if stat.S_ISLNK(status.st_mode):
+                tree[path] = ("l", os.fsencode(os.readlink(one.path)))
+            elif stat.S_ISREG(status.st_mode):
+                remaining -= status.st_size
+                if remaining < 0:
+                    raise UnreadableTree(f"its files take more than {max_mib} MiB")
                 with open(os.open(one.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-                    found[path] = ("x" if about.st_mode & 0o100 else "f", file.read())
-            if len(found) + len(pending) > MOST_FILES:
-                raise UnreadableTree(f"it has more than {MOST_FILES:,} files and folders")
-    return found
+                    tree[path] = ("x" if status.st_mode & 0o100 else "f", file.read())
+            if len(tree) + len(pending) > _MAX_FILES:
+                raise UnreadableTree(f"it has more than {_MAX_FILES:,} files and folders")
+    return tree
 
 
 def write_tree(root: str, tree: Tree) -> None:
-    """Into a folder that is not there yet. Raises UnreadableTree where something would be written
-    through a link of the same tree."""
+    """Write a tree into a new folder. Raises UnreadableTree for a path below a file or link."""
     for path in tree:
-        if above := [part for part in _above(path) if part in tree]:
-            raise UnreadableTree(f"{path} lies under {above[0]}, which is no folder")
+        if blocking := [part for part in _parents(path) if part in tree]:
+            raise UnreadableTree(f"{path} lies under {blocking[0]}, which is no folder")
     os.mkdir(root)
     for path, (kind, data) in tree.items():
-        where = os.path.join(root, path)
-        os.makedirs(os.path.dirname(where), exist_ok=True)
+        place = os.path.join(root, path)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
         if kind == "l":
-            os.symlink(os.fsdecode(data), where)
+            os.symlink(os.fsdecode(data), place)
         else:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            with open(os.open(where, flags, 0o755 if kind == "x" else 0o644), "wb") as file:
+            with open(os.open(place, flags, 0o755 if kind == "x" else 0o644), "wb") as file:
                 file.write(data)
 
 
 def erase(folder: str) -> None:
-    """What is in a folder, whatever its owner made of its permissions and however deep it is; what
-    is mounted there stays."""
+    """Empty a folder, whatever its permissions and depth; mounts stay."""
     subprocess.run(
         ["/bin/sh", "-c", _ERASE, "sh", folder],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        timeout=ERASING_S,
+        timeout=_ERASE_S,
     )
 
 
@@ -99,23 +93,23 @@ find "$1" -xdev -mindepth 1 -depth -delete
 
 
 def overlay(under: Tree, over: Tree) -> Tree:
-    """`over` on top of `under`: where a file of one stands in the way of the other, over's."""
-    folders = {part for path in over for part in _above(path)}
-    kept = {
+    """Lay `over` on top of `under`; a file of `over` replaces a folder and the reverse."""
+    folders = {part for path in over for part in _parents(path)}
+    visible = {
         path: entry
         for path, entry in under.items()
-        if path not in folders and not any(part in over for part in _above(path))
+        if path not in folders and not any(part in over for part in _parents(path))
     }
-    return {**kept, **over}
+    return {**visible, **over}
 
 
-def _above(path: str) -> list[str]:
+def _parents(path: str) -> list[str]:
     parts = path.split("/")
     return ["/".join(parts[:n]) for n in range(1, len(parts))]
 
 
 def is_safe(path: str) -> bool:
-    """Whether it stays below the root."""
+    """Return True if a path stays below its root."""
     return bool(path) and not any(part in ("", ".", "..") for part in path.split("/"))
 
 
@@ -124,25 +118,25 @@ def tree_as_json(tree: Tree) -> dict[str, list[str]]:
     return {path: [kind, data.decode("latin-1")] for path, (kind, data) in tree.items()}
 
 
-def tree_from_json(given: dict[str, list[str]]) -> Tree:
-    return {path: (kind, text.encode("latin-1")) for path, (kind, text) in given.items()}
+def tree_from_json(value: dict[str, list[str]]) -> Tree:
+    return {path: (kind, text.encode("latin-1")) for path, (kind, text) in value.items()}
 
 
 def seal(content: dict[str, Any], key: bytes) -> bytes:
-    """What others who can read the file cannot read without the key, which is for one file."""
+    """Encrypt content. A key must be used for one file only."""
     data = zlib.compress(json.dumps(content).encode(), 6)
-    return _crossed(hashlib.sha256(data).digest() + data, key)
+    return _xor(hashlib.sha256(data).digest() + data, key)
 
 
 def unseal(data: bytes, key: bytes) -> dict[str, Any]:
-    """Raises ValueError for another key, or a file that was changed."""
-    plain = _crossed(data, key)
-    if hashlib.sha256(plain[_CHECK:]).digest() != plain[:_CHECK]:
+    """Decrypt content. Raises ValueError for a wrong key or a changed file."""
+    plain = _xor(data, key)
+    if hashlib.sha256(plain[_DIGEST_BYTES:]).digest() != plain[:_DIGEST_BYTES]:
         raise ValueError("the key is not this file's, or the file was changed")
-    return json.loads(zlib.decompress(plain[_CHECK:]))
+    return json.loads(zlib.decompress(plain[_DIGEST_BYTES:]))
 
 
-def _crossed(data: bytes, key: bytes) -> bytes:
+def _xor(data: bytes, key: bytes) -> bytes:
     stream = hashlib.shake_256(key).digest(len(data))
     number = int.from_bytes(data, "little") ^ int.from_bytes(stream, "little")
     return number.to_bytes(len(data), "little")

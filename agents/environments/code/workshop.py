@@ -1,7 +1,6 @@
-"""What the pipeline does in the sandbox: the set-up of a repository, and its tests run before and
-after the change.
+"""Sets up a repository in the sandbox and runs its tests before and after the change.
 
-Any Python from 3.9, no package.
+Python 3.9 or later, no packages.
 """
 
 from __future__ import annotations
@@ -20,22 +19,15 @@ from keel.agents.environments.code.tree import (
     write_tree,
 )
 
-MOST_GENERATED_MIB = 4
-LEFT_OVERS = (
-    ".git",
-    "__pycache__",
-    "build",
-    "dist",
-    ".pytest_cache",
-    ".eggs",
-    "node_modules",
-    "target",
+_MAX_GENERATED_MIB = 4
+_LEFTOVERS = (
+    *(".git", "__pycache__", "build", "dist", ".pytest_cache", ".eggs", "node_modules", "target"),
 )
 
 
 class RepositoryWorkshop(Repository):
-    """A repository and its prefix; `bash` is inherited. The draft that it opens has the gold
-    patch."""
+    """A repository and its prefix, opened from a draft that has the gold patch. `bash` is
+    inherited."""
 
     def _begin(self, tree: Tree) -> None:
         write_tree(REPO, tree)
@@ -43,7 +35,7 @@ class RepositoryWorkshop(Repository):
         self._env = grading.environment(self._prefix, self._instance["env"])
 
     def tests(self, gold: bool) -> str:
-        """The results of all tests, with the change or without it, as JSON."""
+        """Return the results of all tests as JSON, with or without the change."""
         tree = self._base
         if gold:
             for path in self._instance["gold_gone"]:
@@ -54,33 +46,34 @@ class RepositoryWorkshop(Repository):
         return json.dumps(results._asdict())
 
     def set_up(self, script: str, within_s: float) -> str:
-        """Run it in the untouched repository: its status, its last words and the files that it left
-        in the repository, as JSON."""
+        """Run a script in the unchanged repository. Returns its status, the tail of its output and
+        the files that it generated in the repository, as JSON."""
         processes.stop_all()
-        for folder in grading.LIVELY:
+        for folder in (*grading.WRITABLE, self._prefix):
             grading.erase(folder)
-        grading.erase(self._prefix)
         write_tree(REPO, self._base)
-        status, said = self._shell(script, within_s)
+        status, output = self._shell(script, within_s)
         processes.stop_all()
-        left = read_tree(REPO, most_mib=512, skip=_left_over)
-        new = {path: entry for path, entry in left.items() if path not in self._base}
+        tree = read_tree(REPO, max_mib=512, skip=_is_leftover)
+        new = {path: entry for path, entry in tree.items() if path not in self._base}
         if os.path.islink(f"{REPO}/node_modules"):
             new["node_modules"] = ("l", os.fsencode(os.readlink(f"{REPO}/node_modules")))
-        if sum(len(entry[1]) for entry in new.values()) > MOST_GENERATED_MIB << 20:
-            status, said = 1, f"it leaves more than {MOST_GENERATED_MIB} MiB in the repository"
-            new = {}
-        return json.dumps({"status": status, "said": said[-2000:], "generated": tree_as_json(new)})
+        if sum(len(entry[1]) for entry in new.values()) > _MAX_GENERATED_MIB << 20:
+            status, new = 1, {}
+            output = f"it leaves more than {_MAX_GENERATED_MIB} MiB in the repository"
+        return json.dumps(
+            {"status": status, "said": output[-2000:], "generated": tree_as_json(new)}
+        )
 
     def copies(self) -> str:
-        """Where there is a copy of the project; "" where there is none."""
+        """Return the place of a copy of the project as JSON; "" if there is none."""
         try:
-            self._look_for_copies()
+            self._refuse_copies()
         except RuntimeError as error:
             return json.dumps({"where": str(error)})
         return json.dumps({"where": ""})
 
 
-def _left_over(path: str) -> bool:
+def _is_leftover(path: str) -> bool:
     name = path.rpartition("/")[2]
-    return name in LEFT_OVERS or name.endswith((".egg-info", ".pyc"))
+    return name in _LEFTOVERS or name.endswith((".egg-info", ".pyc"))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, cast
 
-from keel.agents.env_runtime.episode import stand_alone
+from keel.agents.env_runtime.episode import protect_process
 from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 
 MEMORY_MIB = 512
@@ -103,7 +103,7 @@ class AuthorCodeFailed(Exception):
 def _child(end: socket.socket, run: Callable[[Channel], None]) -> NoReturn:
     channel = Channel(end)
     try:
-        stand_alone()
+        protect_process()
         # Its parent's channels are among them: nothing is to be said there in its name.
         os.closerange(3, end.fileno())
         os.closerange(end.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])

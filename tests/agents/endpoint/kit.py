@@ -1,4 +1,4 @@
-"""A policy by script, through the tiny model's own chat format; and what must hold of it."""
+"""A scripted policy that speaks the tiny model's chat format, and the law of recording."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from keel.agents.budget import Budget
-from keel.agents.endpoint.record import Finished, TrajectoryRecorder
+from keel.agents.endpoint.recorder import Finished, TrajectoryRecorder
 from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.requests import Warnings, read_request
+from keel.agents.endpoint.requests import IgnoredFields, read_request
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.episodes import result_of
@@ -37,16 +37,16 @@ def result(call_id: str, text: str) -> dict[str, Any]:
 
 
 def ids_of(text: str, family: str = "tiny") -> list[int]:
-    """As if the policy had sampled it; control texts in it become control tokens."""
+    """Return ids as the policy would sample them; control texts become control tokens."""
     return tokenizer_of(family).encode(text, add_special_tokens=False)
 
 
-ids_of("The tokenizer starts its threads with the first text: not within a test that counts them.")
+ids_of("The tokenizer starts threads at its first use, before any test counts them.")
 
 
 class Policy:
-    """Says `script(context as text, turn)`; every sampled token has a log-probability of its own,
-    every routes row the turn and the position that it is of."""
+    """Answers `script(context as text, turn)`. Every sampled token has a unique log-probability,
+    and every routes row has its turn and position."""
 
     def __init__(
         self, script: Callable[[str, int], str] | Sequence[str], family: str = "tiny"
@@ -54,11 +54,10 @@ class Policy:
         """family: of `tests.rollout.chat.families`, one whose turns end in <|im_end|>."""
         self._script, self.family = script, family
         self.requests: list[TurnRequest] = []
-        """All that were asked for."""
         self.turns: list[tuple[list[int], list[int]]] = []
-        """(context, sampled ids) of each that was given."""
+        """(context, sampled ids) of each answered request."""
         self.numbers: dict[int, tuple[int, int]] = {}
-        """By the number that is the log-probability: (turn, token)."""
+        """(turn, token) by the number encoded in the log-probability."""
         self.hold: asyncio.Event | None = None
         self.fail: Exception | None = None
         self.silent = False
@@ -70,12 +69,12 @@ class Policy:
         if self.fail is not None:
             raise self.fail
         context, turn = request.token_ids_T.tolist(), len(self.turns)
-        said = (
+        text = (
             self._script(chat_of(self.family).decode(context), turn)
             if callable(self._script)
             else self._script[min(turn, len(self._script) - 1)]
         )
-        sampled = ids_of(said + "<|im_end|>", self.family)
+        sampled = ids_of(text + "<|im_end|>", self.family)
         cut = len(sampled) > request.max_tokens
         sampled = [] if self.silent else sampled[: request.max_tokens]
         self.turns.append((context, sampled))
@@ -94,7 +93,7 @@ class Policy:
 
 
 def check_law(policy: Policy, finished: Finished) -> None:
-    """Every sampled token is trained exactly once, after exactly the ids that were sent."""
+    """Assert that every sampled token is trained once, after exactly the ids that were sent."""
     trained: list[int] = []
     for segment in finished.segments:
         ids = segment.token_ids_T.tolist()
@@ -106,21 +105,21 @@ def check_law(policy: Policy, finished: Finished) -> None:
             assert ids[:t] == context + sampled[:place]
             assert ids[t] == sampled[place]
             assert segment.version_T[t] == turn
-            # The row of the token before it comes from the same turn, at its own position.
+            # The previous token's row comes from the same turn, at its own position.
             assert segment.routes_TLK[t - 1, 0].tolist() == [turn, t - 1]
             trained.append(number)
         assert segment.routes_TLK[:-1, 0, 1].tolist() == list(range(len(ids) - 1))
     assert sorted(trained) == sorted(policy.numbers)
 
 
-def recording(
+def recorder_of(
     policy: Any,
     *,
     name: str = "p/0",
     thinking: bool = False,
     chat: Any = CHAT,
     turn_s: float = PATIENCE_S,
-    **more: Any,
+    **budget: Any,
 ) -> TrajectoryRecorder:
     return TrajectoryRecorder(
         name=name,
@@ -129,57 +128,70 @@ def recording(
         sample=policy,
         thinking=thinking,
         seed=3,
-        budget=replace(BUDGET, **more),
+        budget=replace(BUDGET, **budget),
         turn_s=turn_s,
     )
 
 
 async def ask(
-    recorded: TrajectoryRecorder,
+    recorder: TrajectoryRecorder,
     messages: Messages,
     tools: Any = (),
     *,
     is_retry: bool = False,
-    **more: Any,
+    **fields: Any,
 ) -> Reply:
-    """A request that came as JSON."""
-    body = {"model": "m", "messages": messages, **({"tools": list(tools)} if tools else {}), **more}
-    return await recorded.turn(
-        read_request(json.dumps(body).encode(), Warnings(), is_retry=is_retry)
-    )
+    """Send a request as JSON."""
+    body = {"model": "m", "messages": messages, **fields}
+    if tools:
+        body["tools"] = list(tools)
+    encoded = json.dumps(body).encode()
+    return await recorder.turn(read_request(encoded, IgnoredFields(), is_retry=is_retry))
 
 
 def as_sent(reply: Reply) -> dict[str, Any]:
-    """The policy's message as most clients send it back: without its thinking."""
-    said = reply.message
-    message = {"role": "assistant", "content": said["content"] or None}
-    if said.get("tool_calls"):
+    """Return the policy's message as most clients send it back: without its thinking."""
+    message = {"role": "assistant", "content": reply.message["content"] or None}
+    if calls := reply.message.get("tool_calls"):
         message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _written(call)}}
-            for call in said["tool_calls"]
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], indent=1),
+                },
+            }
+            for call in calls
         ]
     return message
-
-
-def _written(call: dict[str, Any]) -> str:
-    return json.dumps(call["function"]["arguments"], indent=1)
 
 
 def play(work: Any) -> Any:
     return result_of(work, within_s=PATIENCE_S)
 
 
+def client_of(address: Address) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        base_url=address.base_url,
+        api_key=address.api_key,
+        max_retries=0,
+        timeout=PATIENCE_S,
+        http_client=DefaultAsyncHttpxClient(verify=False),  # plain HTTP needs no certificates
+    )
+
+
 @asynccontextmanager
 async def served(
-    recorded: TrajectoryRecorder,
+    recorder: TrajectoryRecorder,
 ) -> AsyncIterator[tuple[Endpoint, Address, AsyncOpenAI]]:
     async with Endpoint() as endpoint:
-        address = endpoint.add(recorded)
-        async with AsyncOpenAI(
-            base_url=address.base_url,
-            api_key=address.api_key,
-            max_retries=0,
-            timeout=PATIENCE_S,
-            http_client=DefaultAsyncHttpxClient(verify=False),  # plain HTTP needs no certificates
-        ) as client:
+        address = endpoint.add(recorder)
+        async with client_of(address) as client:
             yield endpoint, address, client
+
+
+def script(context: str, turn: int) -> str:
+    """Call no tool, one, two, none, …, with thinking where it is allowed."""
+    thought = "" if "<think>\n\n</think>" in context[-24:] else f"<think>\nhm {turn}\n</think>\n\n"
+    calls = ["", '\n@city "Rome"', '\n@city "Rome", 2\n@city "Oslo", 3.0'][turn % 3]
+    return f"{thought}turn {turn}{calls if 'Tools:' in context else ''}"

@@ -1,4 +1,4 @@
-"""What a trajectory may take: turns, tokens, window, seconds."""
+"""Limits of a trajectory: turns, tokens, window, seconds; and how it ends."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from keel.agents.endpoint import record, requests
-from keel.agents.endpoint.errors import ApiError
-from keel.agents.endpoint.record import Finished
+from keel.agents.endpoint import recorder as recorder_module
+from keel.agents.endpoint import requests
+from keel.agents.endpoint.recorder import Finished
 from keel.agents.endpoint.replies import Reply
+from keel.agents.endpoint.requests import ApiError
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.endpoint.kit import (
     BUDGET,
@@ -24,196 +25,164 @@ from tests.agents.endpoint.kit import (
     ask,
     check_law,
     play,
-    recording,
+    recorder_of,
     result,
     user,
 )
 
 
 @pytest.mark.parametrize(
-    ("budget", "status", "code", "ended"),
+    ("budget", "status", "code", "reason"),
     [
         ({"turns": 2}, 403, "turns_spent", "turns"),
         ({"tokens": 8}, 403, "tokens_spent", "length"),
         ({"window": 60}, 400, "context_length_exceeded", "window"),
     ],
 )
-def test_a_budget_that_is_spent(budget: dict[str, int], status: int, code: str, ended: str) -> None:
-    policy = Policy(["word"])
-
-    async def work() -> Finished:
-        recorded = recording(policy, **budget)
-        messages = [user("a")]
-        with pytest.raises(ApiError) as refused:
-            for _ in range(9):
-                messages += [as_sent(await ask(recorded, messages)), user("b")]
-        assert (refused.value.status, refused.value.code) == (status, code)
-        return await recorded.finish()
-
-    finished = play(work())
-    check_law(policy, finished)
-    assert finished.finish_reason == ended
-    for request in policy.requests:
-        if "window" in budget:
-            assert len(request.token_ids_T) + request.max_tokens <= 60
-    assert "tokens" not in budget or sum(len(s) for _, s in policy.turns) == 8
-
-
-def test_messages_that_cannot_fit_are_refused_before_they_are_tokenised(
-    monkeypatch: pytest.MonkeyPatch,
+def test_spent_budget_ends_the_trajectory(
+    budget: dict[str, int], status: int, code: str, reason: str
 ) -> None:
     policy = Policy(["word"])
 
     async def work() -> Finished:
-        recorded = recording(policy)
-        reply = await ask(recorded, [user("a")])
-        monkeypatch.setattr(CHAT, "extend", None)
-        monkeypatch.setattr(CHAT, "opening", None)
-        messages = [user("a"), as_sent(reply), user("b" * (8 << 20))]
-        with pytest.raises(ApiError, match="your messages resulted in 524291 tokens") as refused:
-            await ask(recorded, messages)
-        assert refused.value.code == "context_length_exceeded"
-        return await recorded.finish()
+        recorder = recorder_of(policy, **budget)
+        messages = [user("a")]
+        with pytest.raises(ApiError) as error:
+            for _ in range(9):
+                messages += [as_sent(await ask(recorder, messages)), user("b")]
+        assert (error.value.status, error.value.code) == (status, code)
+        return await recorder.finish()
 
-    assert play(work()).finish_reason == "window"
+    finished = play(work())
+    check_law(policy, finished)
+    assert finished.finish_reason == reason
+    if "window" in budget:
+        assert all(len(r.token_ids_T) + r.max_tokens <= 60 for r in policy.requests)
+    assert "tokens" not in budget or sum(len(s) for _, s in policy.turns) == 8
 
 
 LONG = "b" * (8 << 20)
 CALL = {"id": "c", "function": {"name": "city", "arguments": json.dumps({"name": LONG})}}
-TOLD = {"name": "city", "description": LONG}
+THOUGHT = {
+    "role": "assistant",
+    "reasoning_content": LONG,
+    "tool_calls": [{**CALL, "function": {"name": "city"}}],
+}
 
 
 @pytest.mark.parametrize(
-    ("before", "tools"),
+    ("messages", "tools"),
     [
-        ([], [{"type": "function", "function": TOLD}]),
-        ([{"role": "assistant", "tool_calls": [CALL]}, result("c", "far")], TOOLS),
+        ([user(LONG)], ()),
         (
-            [
-                {
-                    "role": "assistant",
-                    "reasoning_content": LONG,
-                    "tool_calls": [{**CALL, "function": {"name": "city"}}],
-                },
-                result("c", "far"),
-            ],
-            TOOLS,
+            [user("a")],
+            [{"type": "function", "function": {"name": "city", "description": LONG}}],
+        ),
+        ([user("a"), {"role": "assistant", "tool_calls": [CALL]}, result("c", "far")], TOOLS),
+        ([user("a"), THOUGHT, result("c", "far")], TOOLS),
+        ([user("")] * 6001, ()),
+        (
+            [user("a")],
+            [{"type": "function", "function": {"name": "t", "description": "d" * 30}}] * 1000,
         ),
     ],
-    ids=["tools", "calls", "thinking"],
+    ids=["content", "tools", "calls", "thinking", "many messages", "many tools"],
 )
-def test_whatever_a_template_shows_is_counted_before_it_is_tokenised(
-    monkeypatch: pytest.MonkeyPatch, before: Messages, tools: Any
-) -> None:
-    monkeypatch.setattr(CHAT, "opening", None)
-
-    async def work() -> None:
-        recorded = recording(Policy(["word"]))
-        with pytest.raises(ApiError) as refused:
-            await ask(recorded, [user("a"), *before], tools)
-        assert refused.value.code == "context_length_exceeded"
-
-    play(work())
-
-
-def test_more_messages_and_tools_than_fit_are_refused_before_they_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
+def test_oversized_request_is_refused_before_tokenization(
+    monkeypatch: pytest.MonkeyPatch, messages: Messages, tools: Any
 ) -> None:
     monkeypatch.setattr(CHAT, "opening", None)
     monkeypatch.setattr(requests, "arguments_of", None)
-    tool = {"type": "function", "function": {"name": "t", "description": "d" * 30}}
 
-    async def work() -> None:
-        for messages, tools in (([user("")] * 6001, ()), ([user("a")], [tool] * 1000)):
-            with pytest.raises(ApiError) as refused:
-                await ask(recording(Policy(["word"])), messages, tools)
-            assert refused.value.code == "context_length_exceeded"
+    async def work() -> Finished:
+        recorder = recorder_of(Policy(["word"]))
+        with pytest.raises(ApiError) as error:
+            await ask(recorder, messages, tools)
+        assert error.value.code == "context_length_exceeded"
+        return await recorder.finish()
 
-    play(work())
-
-
-def test_thinking_that_a_users_message_has_ended_takes_no_room() -> None:
-    async def work() -> None:
-        thought = {"role": "assistant", "content": "b", "reasoning_content": LONG}
-        reply = await ask(recording(Policy(["word"])), [user("a"), thought, user("c")])
-        assert reply.message["content"] == "word"
-
-    play(work())
+    assert play(work()).finish_reason == "window"
 
 
-def test_a_cut_turn_says_so_and_its_calls_are_not_run() -> None:
+def test_thinking_before_a_user_message_is_not_counted() -> None:
+    thought = {"role": "assistant", "content": "b", "reasoning_content": LONG}
+    reply = play(ask(recorder_of(Policy(["word"])), [user("a"), thought, user("c")]))
+    assert reply.message["content"] == "word"
+
+
+def test_calls_of_a_cut_turn_are_withheld() -> None:
     policy = Policy(['@city "Rome"\nand more', "done"])
 
     async def work() -> Finished:
-        recorded = recording(policy)
-        reply = await ask(recorded, [user("a")], TOOLS, max_tokens=99, max_completion_tokens=15)
+        recorder = recorder_of(policy)
+        reply = await ask(recorder, [user("a")], TOOLS, max_tokens=99, max_completion_tokens=15)
         assert (reply.finish_reason, reply.completion_tokens) == ("length", 15)
         assert "tool_calls" not in reply.message
-        await ask(recorded, [user("a"), as_sent(reply), user("Go on.")], TOOLS)
-        return await recorded.finish()
+        await ask(recorder, [user("a"), as_sent(reply), user("Go on.")], TOOLS)
+        return await recorder.finish()
 
     finished = play(work())
     check_law(policy, finished)
     assert len(finished.segments) == 1 and policy.requests[0].max_tokens == 15
 
 
-def test_turns_at_once_share_the_budget() -> None:
+def test_concurrent_turns_share_the_budget() -> None:
     policy = Policy(["word"])
     policy.hold = asyncio.Event()
 
     async def work() -> Finished:
-        recorded = recording(policy, tokens=12, turn_tokens=6)
-        tasks = [asyncio.create_task(ask(recorded, [user(f"{i}")])) for i in range(4)]
+        recorder = recorder_of(policy, tokens=12, turn_tokens=6)
+        tasks = [asyncio.create_task(ask(recorder, [user(f"{i}")])) for i in range(4)]
         while len(policy.requests) < 2:
             await asyncio.sleep(0)
         policy.hold.set()
-        done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(one, ApiError) for one in done) == 1
-        return await recorded.finish()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sum(isinstance(one, ApiError) for one in outcomes) == 1
+        return await recorder.finish()
 
     finished = play(work())
     check_law(policy, finished)
     assert sum(len(s) for _, s in policy.turns) == 12
 
 
-def test_a_turn_has_a_deadline() -> None:
+def test_slow_turn_gets_503() -> None:
     policy = Policy(["one"])
     policy.hold = asyncio.Event()
 
     async def work() -> Finished:
-        recorded = recording(policy, turn_s=0.05)
-        with pytest.raises(ApiError, match=r"within 0\.05 s") as failed:
-            await ask(recorded, [user("a")])
-        assert failed.value.status == 503
-        return await recorded.finish()
+        recorder = recorder_of(policy, turn_s=0.05)
+        with pytest.raises(ApiError) as error:
+            await ask(recorder, [user("a")])
+        assert error.value.status == 503
+        return await recorder.finish()
 
     assert play(work()).segments == ()
 
 
-@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"turn_tokens": -1}, {"turn_s": float("inf")}])
-def test_budgets_that_cannot_be(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        recording(Policy(["word"]), **wrong)
+@pytest.mark.parametrize("budget", [{"tokens": 0}, {"turn_tokens": -1}, {"turn_s": float("inf")}])
+def test_invalid_budget_is_refused(budget: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(budget))):
+        recorder_of(Policy(["word"]), **budget)
 
 
-def test_time_between_turns_counts_and_an_engines_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.5 s of the engine's, and 0.06 of its own: the third turn finds no time left."""
+def test_engine_and_idle_time_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn takes 0.5 s of the engine and 0.06 s of the program: the third has no time."""
     policy, now = Policy(["word"]), 0.0
-    monkeypatch.setattr(record, "monotonic", lambda: now)
+    monkeypatch.setattr(recorder_module, "monotonic", lambda: now)
 
     async def work() -> Finished:
         nonlocal now
-        recorded = recording(policy, timeout_s=1.1)
-        late = asyncio.create_task(recorded.overdue(60.0))
+        recorder = recorder_of(policy, timeout_s=1.1)
+        late = asyncio.create_task(recorder.overdue(60.0))
         messages = [user("a")]
         for _ in range(2):
-            messages += [as_sent(await ask(recorded, messages)), user("b")]
+            messages += [as_sent(await ask(recorder, messages)), user("b")]
             now += 0.06
-        assert await late == "did not end within 1.1 s"
-        with pytest.raises(ApiError, match=r"1\.1 s is spent") as refused:
-            await ask(recorded, messages)
-        assert (refused.value.status, refused.value.code) == (403, "time_spent")
-        return await recorded.finish()
+        assert "1.1 s" in await late
+        with pytest.raises(ApiError) as error:
+            await ask(recorder, messages)
+        assert (error.value.status, error.value.code) == (403, "time_spent")
+        return await recorder.finish()
 
     finished = play(work())
     assert (finished.finish_reason, finished.usage.turns) == ("deadline", 2)
@@ -222,10 +191,10 @@ def test_time_between_turns_counts_and_an_engines_too(monkeypatch: pytest.Monkey
     assert finished.usage.tools_s == pytest.approx(0.12)
 
 
-def test_turns_that_are_given_up_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a client that waits for less than a turn takes, and asks again for good."""
+def test_cancelled_turns_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that always disconnects too early still meets its deadline."""
     policy, now = Policy(["word"]), 0.0
-    monkeypatch.setattr(record, "monotonic", lambda: now)
+    monkeypatch.setattr(recorder_module, "monotonic", lambda: now)
 
     async def sample(request: TurnRequest) -> TurnResult:
         policy.requests.append(request)
@@ -233,128 +202,120 @@ def test_turns_that_are_given_up_take_time(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def work() -> Finished:
         nonlocal now
-        recorded = recording(sample, timeout_s=10.0)
-        late = asyncio.create_task(recorded.overdue(60.0))
-        for n, left in enumerate((10.0, 7.0, 4.0, 1.0)):
-            task = asyncio.create_task(ask(recorded, [user("a")]))
+        recorder = recorder_of(sample, timeout_s=10.0)
+        late = asyncio.create_task(recorder.overdue(60.0))
+        for n, remaining in enumerate((10.0, 7.0, 4.0, 1.0)):
+            task = asyncio.create_task(ask(recorder, [user("a")]))
             while len(policy.requests) <= n:
                 await asyncio.sleep(0)
-            assert policy.requests[n].timeout_s == left
+            assert policy.requests[n].timeout_s == remaining
             now += 3.0
             task.cancel()
             await asyncio.wait({task})
-        assert await late == "did not end within 10 s"
-        with pytest.raises(ApiError, match="10 s is spent"):
-            await ask(recorded, [user("a")])
-        return await recorded.finish()
+        assert "10 s" in await late
+        with pytest.raises(ApiError):
+            await ask(recorder, [user("a")])
+        return await recorder.finish()
 
     finished = play(work())
     assert (finished.finish_reason, finished.usage.turns) == ("deadline", 0)
-    assert finished.counts.given_up == 4
+    assert finished.counts.cancelled == 4
     assert finished.usage.sampling_s == 12.0
 
 
-def test_time_to_the_first_turn_is_its_own() -> None:
+def test_first_request_has_its_own_deadline() -> None:
     async def work() -> Finished:
-        recorded = recording(Policy(["word"]), timeout_s=0.01)
-        assert await recorded.overdue(0.05) == "did not ask for a turn within 0.05 s"
-        return await recorded.finish()
+        recorder = recorder_of(Policy(["word"]), timeout_s=0.01)
+        assert "0.05 s" in await recorder.overdue(0.05)
+        return await recorder.finish()
 
     assert play(work()).finish_reason == "stop"
+    with pytest.raises(ValueError, match="timeout_s"):
+        play(recorder_of(Policy(["word"])).overdue(1.0))
 
 
-def test_a_program_needs_a_deadline() -> None:
-    with pytest.raises(ValueError, match="timeout_s must be finite"):
-        play(recording(Policy(["word"])).overdue(1.0))
-
-
-def test_a_turn_that_ran_out_of_time_before_its_first_token_is_none() -> None:
+def test_turn_without_tokens_is_no_turn() -> None:
     policy = Policy(["word"])
     policy.silent = True
 
     async def work() -> Finished:
-        recorded = recording(policy, timeout_s=9.0)
-        with pytest.raises(ApiError, match="9 s is spent"):
-            await ask(recorded, [user("a")])
-        return await recorded.finish()
+        recorder = recorder_of(policy, timeout_s=9.0)
+        with pytest.raises(ApiError) as error:
+            await ask(recorder, [user("a")])
+        assert error.value.code == "time_spent"
+        return await recorder.finish()
 
     finished = play(work())
     assert finished.segments == () and finished.finish_reason == "deadline"
 
 
-def test_cached_tokens_are_of_what_this_trajectory_had_computed() -> None:
-    """A sibling's opening is cached, too, and is no turn repeated."""
+def test_first_turn_has_stop_ids_and_no_cached_tokens() -> None:
     policy = Policy(["word"])
 
     async def work() -> Finished:
-        recorded = recording(policy)
-        await ask(recorded, [user("a")])
-        return await recorded.finish()
+        recorder = recorder_of(policy)
+        await ask(recorder, [user("a")])
+        return await recorder.finish()
 
-    assert play(work()).usage.cached_tokens == 0
-
-
-def test_a_turn_ends_where_the_chat_format_says_so() -> None:
-    policy = Policy(["word"])
-    play(ask(recording(policy), [user("a")]))
+    assert play(work()).usage.cached_tokens == 0, "a sibling's opening is no repeated turn"
     assert policy.requests[0].stop_ids == CHAT.stop_ids != ()
 
 
 @dataclass
 class Held:
-    """A policy whose turns wait, one of each conversation that is named here."""
+    """A policy that holds one turn of each conversation named in `waiting`."""
 
     policy: Policy = field(default_factory=lambda: Policy(["word"]))
     waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
 
     async def __call__(self, request: TurnRequest) -> TurnResult:
-        asked = CHAT.decode(request.token_ids_T.tolist())
+        context = CHAT.decode(request.token_ids_T.tolist())
         for name in list(self.waiting):
-            if f"I am {name}." in asked:
+            if f"I am {name}." in context:
                 await self.waiting.pop(name).wait()
         return await self.policy(request)
 
 
-def ended(*happens: str, window: int = BUDGET.window) -> str:
-    """The finish reason after requests that `happens` names by the conversation: `a` is a whole
-    one, `a<` begins and `a>` ends one, `a!` is cut after two tokens, as its client wants it, and
-    `a^` is too long; `a+` begins the same anew."""
+def ending(*events: str, window: int = BUDGET.window) -> str:
+    """Return the finish reason after a sequence of events, named by conversation: `a` is a whole
+    request, `a<` starts and `a>` ends one, `a!` is cut by its client after two tokens, `a^` is too
+    long; `a+` restarts the conversation."""
     held = Held()
     messages: dict[str, list[dict[str, Any]]] = {}
     tasks: dict[str, tuple[asyncio.Task[Reply], asyncio.Event]] = {}
 
     async def work() -> Finished:
-        recorded = recording(held, window=window)
+        recorder = recorder_of(held, window=window)
 
-        def begin(name: str, what: str) -> asyncio.Task[Reply]:
-            so_far = messages.setdefault(name, [user(f"I am {name}.")])
-            if what == "^":
-                so_far = [*so_far[:-1], user("long " * window)]
-            limits = {"max_tokens": 2} if what == "!" else {}
-            return asyncio.create_task(ask(recorded, so_far, **limits))
+        def begin(name: str, kind: str) -> asyncio.Task[Reply]:
+            history = messages.setdefault(name, [user(f"I am {name}.")])
+            if kind == "^":
+                history = [*history[:-1], user("long " * window)]
+            limits = {"max_tokens": 2} if kind == "!" else {}
+            return asyncio.create_task(ask(recorder, history, **limits))
 
         async def end(name: str, task: asyncio.Task[Reply]) -> None:
             try:
                 messages[name] += [as_sent(await task), user("Go on.")]
-            except ApiError as refused:
-                assert refused.code == "context_length_exceeded"
+            except ApiError as error:
+                assert error.code == "context_length_exceeded"
 
-        for what in happens:
-            name, how = what[0], what[1:].removeprefix("+")
-            if what[1:] != how:
+        for event in events:
+            name, kind = event[0], event[1:].removeprefix("+")
+            if event[1:] != kind:
                 del messages[name]
-            if how == ">":
+            if kind == ">":
                 task, may_end = tasks.pop(name)
                 may_end.set()
                 await end(name, task)
-            elif how.endswith("<"):
+            elif kind.endswith("<"):
                 held.waiting[name] = may_end = asyncio.Event()
-                tasks[name] = begin(name, how[0]), may_end
+                tasks[name] = begin(name, kind[0]), may_end
                 while name in held.waiting:
                     await asyncio.sleep(0)
             else:
-                await end(name, begin(name, how))
-        return await recorded.finish()
+                await end(name, begin(name, kind))
+        return await recorder.finish()
 
     finished = play(work())
     check_law(held.policy, finished)
@@ -362,36 +323,36 @@ def ended(*happens: str, window: int = BUDGET.window) -> str:
 
 
 @pytest.mark.parametrize(
-    ("happens", "reason"),
+    ("events", "reason"),
     [
-        # One after the other: the last one says how it ended.
+        # In sequence, the last one decides.
         (("a!", "a"), "stop"),
         (("a", "a!"), "length"),
-        (("a^", "b"), "stop"),  # it has begun anew with a shorter context
-        (("a", "b!", "a"), "stop"),  # a sub-agent that was cut, and its caller went on
+        (("a^", "b"), "stop"),  # restarted with a shorter context
+        (("a", "b!", "a"), "stop"),  # a sub-agent was cut, and its caller continued
         (("a", "b", "c!", "a"), "stop"),
         (("a", "b!"), "length"),
-        # Two at once: the one that was cut was, whichever is over last.
+        # Of two concurrent ones, the cut one decides, whichever ends last.
         (("a!<", "b<", "a>", "b>"), "length"),
         (("a!<", "b<", "b>", "a>"), "length"),
         (("a", "b", "a^", "b"), "window"),
         (("a<", "b^", "a>", "a"), "window"),
-        (("a!<", "b<", "a>", "c<", "b>", "c>"), "length"),  # the next of many, and not after it
-        # … until their caller goes on after both.
+        (("a!<", "b<", "a>", "c<", "b>", "c>"), "length"),
+        # … until their caller continues after both.
         (("m", "a!<", "b<", "a>", "b>", "m"), "stop"),
         (("m", "a!<", "b<", "a>", "b>", "m!"), "length"),
-        # A title, beside the conversation that it is of, or begun before that goes on.
+        # A title, concurrent with its conversation or before that continues.
         (("m<", "t!", "m>"), "stop"),
         (("m<", "t!", "m>", "m", "m"), "stop"),
         (("m", "t!<", "m<", "t>", "m>"), "length"),
         (("m", "t!<", "m<", "t>", "m>", "m"), "stop"),
         (("m<", "t!", "m>", "m!"), "length"),
-        # A sub-agent that is asked the same twice, and cut the second time.
+        # A sub-agent gets the same task twice and is cut the second time.
         (("a", "m", "b", "m", "b+!", "m"), "stop"),
         (("a", "m", "b", "m", "b+!"), "length"),
-        # The same question twice at once.
+        # The same request twice at once.
         (("a!<", "a", "a>"), "length"),
     ],
 )
-def test_how_conversations_at_once_end(happens: tuple[str, ...], reason: str) -> None:
-    assert ended(*happens, window=400) == reason
+def test_finish_reason_of_concurrent_conversations(events: tuple[str, ...], reason: str) -> None:
+    assert ending(*events, window=400) == reason

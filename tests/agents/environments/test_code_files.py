@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.environments.code.files import apply_edit, done, number_lines
+from keel.agents.environments.code.files import apply_edit, execute, number_lines
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_an_edit_that_fails_leaves_the_file(tmp_path: Path) -> None:
     path.write_text("one\n" * 2 + "two\n")
     edit = {"do": "edit", "path": str(path), "old": "two", "new": "x" * 1000}
     with at_most(100), pytest.raises(OSError, match="too large"):
-        done(edit)
+        execute(edit)
     with pytest.raises(ValueError, match="surrogates not allowed"):
-        done({**edit, "new": "\ud800"})
+        execute({**edit, "new": "\ud800"})
     assert path.read_text() == "one\none\ntwo\n"
     for name, text, error in (("c.py", "x" * 1000, OSError), ("b/c.py", "\ud800", ValueError)):
         with at_most(100), pytest.raises(error):
-            done({**edit, "path": str(tmp_path / name), "old": "", "new": text})
+            execute({**edit, "path": str(tmp_path / name), "old": "", "new": text})
     assert [one.name for one in tmp_path.iterdir()] == ["a.py"]
 
 
@@ -68,14 +68,14 @@ def test_an_edited_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> 
     path.write_text("one\r\n")
     path.chmod(0o751)
     link.symlink_to("bin/run.sh")
-    done({"do": "edit", "path": str(link), "old": "one", "new": "zwölf"})
+    execute({"do": "edit", "path": str(link), "old": "one", "new": "zwölf"})
     assert path.read_bytes() == "zwölf\r\n".encode() and link.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o751
     new = tmp_path / "made" / "new.py"
-    assert done({"do": "edit", "path": str(new), "old": "", "new": "a\n"}) == f"{new} was made"
+    assert execute({"do": "edit", "path": str(new), "old": "", "new": "a\n"}) == f"{new} was made"
     (tmp_path / "other").touch()
     assert new.stat().st_mode == (tmp_path / "other").stat().st_mode
     for folder in (tmp_path / "made", f"{tmp_path}/none/"):
         with pytest.raises((ValueError, OSError)):
-            done({"do": "edit", "path": str(folder), "old": "", "new": "a"})
+            execute({"do": "edit", "path": str(folder), "old": "", "new": "a"})
     assert list((tmp_path / "made").iterdir()) == [new]

@@ -18,5 +18,5 @@ def test_the_folder_is_the_same_from_everywhere(
     arguments, paths = prepare({"folder": "tasks/environment"}, [])
     assert arguments == {"folder": str(tmp_path / "tasks/environment")} and paths == []
     for wrong in ({"folder": "tasks"}, {}):
-        with pytest.raises(ValueError, match="name the folder `environment` of what keel synth"):
+        with pytest.raises(ValueError, match="folder `environment`"):
             prepare(wrong, [])

@@ -15,8 +15,7 @@ import pytest
 from keel.agents.environments.code import files
 from keel.agents.environments.code.copies import find_packages
 from keel.agents.environments.code.environment import Repository
-from keel.agents.environments.code.grading import Results, grade, graded_tree
-from keel.agents.environments.code.junit import results_in
+from keel.agents.environments.code.grading import Results, grade, graded_tree, read_results
 from keel.agents.environments.code.languages import LANGUAGES, is_grading, matches
 from keel.agents.environments.code.tree import (
     Tree,
@@ -47,7 +46,7 @@ def test_a_tree_survives_a_folder_and_a_seal(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     write_tree(root, TREE)
     os.mkfifo(f"{root}/pipe")
-    assert read_tree(root, most_mib=1, skip=lambda path: path == "x") == TREE
+    assert read_tree(root, max_mib=1, skip=lambda path: path == "x") == TREE
     key = bytes(range(32))
     sealed = seal({"tree": tree_as_json(TREE)}, key)
     assert tree_from_json(unseal(sealed, key)["tree"]) == TREE and b"tests" not in sealed
@@ -57,13 +56,13 @@ def test_a_tree_survives_a_folder_and_a_seal(tmp_path: Path) -> None:
     with (tmp_path / "root" / "hole").open("wb") as file:
         file.truncate(2 << 20)
     with pytest.raises(UnreadableTree):
-        read_tree(root, most_mib=1, skip=lambda path: False)
+        read_tree(root, max_mib=1, skip=lambda path: False)
     os.chmod(f"{root}/bin", 0)
     erase(str(tmp_path))
     assert os.listdir(tmp_path) == []
     (tmp_path / "link").symlink_to("/usr")
     with pytest.raises(UnreadableTree):
-        read_tree(str(tmp_path / "link"), most_mib=1, skip=lambda path: False)
+        read_tree(str(tmp_path / "link"), max_mib=1, skip=lambda path: False)
 
 
 def test_nothing_is_written_through_a_link_of_a_tree(tmp_path: Path) -> None:
@@ -133,7 +132,7 @@ def test_junit_of_several_runners(tmp_path: Path) -> None:
     for name in ("foo", "shift_jis", "idna"):
         (tmp_path / f"{name}.xml").write_text(f'<?xml version="1.0" encoding="{name}"?><a>b</a>')
     (tmp_path / "deep.xml").write_text("<testsuite>" * 3000 + "</testsuite>" * 3000)
-    assert results_in(str(tmp_path)) == {
+    assert read_results(str(tmp_path)) == {
         "s::c::good": "passed",
         "s::c::twice": "failed",
         "s::c::error": "failed",
@@ -183,16 +182,16 @@ def test_the_file_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
     Path("a").write_text("1\n2\n3\n")
     view = {"do": "view", "path": "a", "first": 2, "last": 2}
-    assert files.done(view) == "     2\t2\n[1 more lines]"
+    assert files.execute(view) == "     2\t2\n[1 more lines]"
     edit = {"do": "edit", "path": "a", "old": "2\n", "new": ""}
-    assert files.done(edit).startswith("a now reads:") and Path("a").read_text() == "1\n3\n"
+    assert files.execute(edit).startswith("a now reads:") and Path("a").read_text() == "1\n3\n"
     for change, why in (
         ({"old": "4"}, "in a 0 times"),
         ({"old": ""}, "is there already"),
         ({"path": "/dev/null"}, "is no file"),
     ):
         with pytest.raises(ValueError, match=why):
-            files.done({**edit, **change})
+            files.execute({**edit, **change})
 
 
 def test_kept_tasks_are_added_and_stand_in_their_order_in_the_end(

@@ -1,0 +1,684 @@
+"""An environment's process, started or forked: protocol, faults, clean-up, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.agents.env_process import os_limits, process
+from keel.agents.env_process.client import Deadlines, Hosted, Program, fork_server_for
+from keel.agents.env_process.fork_server import ForkServer
+from keel.agents.env_process.process import descendants
+from keel.agents.types import EnvironmentLost, Unscored
+from keel.rl.turns import ToolCall
+from keel.rl.types import Verdict
+from tests.agents.episodes import (
+    HERE,
+    PATIENT,
+    TASK,
+    alive,
+    episode,
+    program,
+    run,
+    transcript,
+    use,
+)
+from tests.waiting import LIMITS_S, PATIENCE_S, wait_for, within_some
+
+pytestmark = pytest.mark.e2e
+
+FAULTS = {"crash": "SIGSEGV", "exit": "status 3", "garbage": "Welcome!", "hang": "within"}
+
+
+async def lost(work: Any) -> EnvironmentLost:
+    with pytest.raises(EnvironmentLost) as caught:
+        await work
+    return caught.value
+
+
+def limits_of(how: str) -> tuple[float, ...]:
+    """Return deadlines to try; only a hang must meet one."""
+    return LIMITS_S if how == "hang" else (PATIENCE_S,)
+
+
+def test_episode_from_opening_to_verdict() -> None:
+    async def play() -> None:
+        environment = Hosted(program())
+        opening = await environment.open(TASK, seed=3)
+        (message,) = opening.messages
+        assert message["role"] == "user" and message["content"].startswith("p7 3 0.")
+        assert "buy" in [tool.name for tool in opening.tools]
+        result = await use(environment, "buy", item={"name": "ring"}, pay=3)
+        assert (result.text, result.failed) == ("Item ring 1 3.0 cash ", False)
+        result = await use(environment, "wait", seconds=0, then="done")
+        assert (result.text, result.done) == ('{"slept": 0.0, "of": "float"}', True)
+        reply = await environment.reply({"role": "assistant", "content": "hello"})
+        assert reply == {"role": "user", "content": "you said hello"}
+        assert await environment.reply({"role": "assistant", "content": "bye"}) is None
+        verdict = await environment.verdict(transcript(finish_reason="length"))
+        assert verdict == Verdict(parts={"correct": 1.0}, facts={"ended": "length"})
+        await environment.close()
+        await environment.close()
+        assert (await lost(use(environment, "call"))).fault == "closed"
+        assert (await lost(environment.open(TASK, seed=3))).fault == "closed"
+
+    run(play())
+
+
+def test_invalid_call_fails_without_running() -> None:
+    async def play() -> None:
+        async with episode() as environment:
+            for name, arguments, reason in [
+                ("byu", {}, "did you mean buy?"),
+                ("buy", {}, "'item'"),
+                ("buy", {"item": 3}, "$.item"),
+                ("buy", {"item": {"name": "a"}, "how": "theft"}, "['cash', 'card']"),
+                ("buy", {"item": {"name": "a"}, "price": 1}, "'price'"),
+                ("wait", {"seconds": float("nan")}, "JSON"),
+                ("_maybe", {"at": "call"}, "there is no tool"),
+                ("opening", {}, "there is no tool"),
+            ]:
+                result = await use(environment, name, **arguments)
+                assert result.failed and reason in result.text, result
+            listed = ToolCall(call_id="1", name="buy", arguments=[1])  # type: ignore[arg-type]
+            assert (await environment.call(listed, timeout_s=1)).failed
+            result = await use(environment, "buy", item={"name": "bomb"})
+            assert (result.text, result.failed) == ("ValueError: no bombs here", True)
+            assert (await use(environment, "call", float("inf"))).text == "fine"
+            results = await asyncio.gather(
+                *(use(environment, "buy", item={"name": f"n{i}"}) for i in range(20))
+            )
+            assert [one.text.split()[1] for one in results] == [f"n{i}" for i in range(20)]
+
+    run(play())
+
+
+@pytest.mark.parametrize(("how", "at"), list(itertools.product(FAULTS, ("open", "call", "reply"))))
+def test_fault_is_typed_with_last_output(how: str, at: str) -> None:
+    async def play(limit_s: float) -> None:
+        open_s = limit_s if at == "open" else PATIENCE_S
+        deadlines = replace(PATIENT, open_s=open_s, reply_s=limit_s)
+        environment = Hosted(program(arguments={"how": how, "at": at}, deadlines=deadlines))
+        if at == "open":
+            error = await lost(environment.open(TASK, seed=3))
+        else:
+            await environment.open(TASK, seed=3)
+            turn = {"role": "assistant", "content": "hello"}
+            work = environment.reply(turn) if at == "reply" else use(environment, "call", limit_s)
+            error = await lost(work)
+            assert isinstance(await environment.verdict(transcript()), Unscored)
+        await environment.close()
+        assert (error.fault, error.during) == (how, at)
+        assert FAULTS[how] in str(error) and error.output.endswith("my last words")
+
+    within_some(lambda limit_s: run(play(limit_s)), limits_of(how))
+
+
+@pytest.mark.parametrize("how", [*FAULTS, "raise", "memory"])
+def test_failing_grader_is_unscored(how: str) -> None:
+    async def play(limit_s: float) -> None:
+        arguments = {"how": how, "at": "verdict"}
+        deadlines = replace(PATIENT, verdict_s=limit_s)
+        async with episode(arguments=arguments, deadlines=deadlines) as environment:
+            verdict = await environment.verdict(transcript())
+            assert isinstance(verdict, Unscored)
+            assert (FAULTS | {"raise": "burnt down", "memory": "memory"})[how] in verdict.reason
+            assert "my last words" in verdict.reason
+
+    within_some(lambda limit_s: run(play(limit_s)), limits_of(how))
+
+
+@pytest.mark.parametrize("how", [*FAULTS, "raise"])
+def test_close_ends_a_failing_environment(how: str) -> None:
+    async def play() -> None:
+        deadlines = replace(PATIENT, close_s=limits_of(how)[0])
+        environment = Hosted(program(arguments={"how": how, "at": "close"}, deadlines=deadlines))
+        await environment.open(TASK, seed=3)
+        await environment.close()
+
+    run(play())
+
+
+def test_invalid_verdicts_are_unscored() -> None:
+    async def play() -> None:
+        for target, value in (
+            ("shop:Graded", 1.5),
+            ("shop:NotANumber", None),
+            ("shop:Graded", "good"),
+            ("shop:Graded", None),
+            ("shop:Graded", [1.0]),
+            ("shop:Graded", {"correct": "yes"}),
+        ):
+            async with episode(target, arguments={"verdict": value}) as environment:
+                assert isinstance(await environment.verdict(transcript()), Unscored)
+
+    run(play())
+
+
+def test_faults_inside_a_call() -> None:
+    async def play() -> None:
+        for then, fault, reason in (
+            ("another", "garbage", "'id': 99"),
+            ("late exit", "exit", "status 3"),
+            ("memory", "memory", "memory_mib = 512"),
+        ):
+            async with episode(memory_mib=512) as environment:
+                error = await lost(use(environment, "wait", seconds=0, then=then))
+                assert error.fault == fault and reason in str(error)
+        async with episode() as environment:
+            assert len((await use(environment, "say", letters=7 << 20)).text) == 7 << 20
+            error = await lost(use(environment, "say", letters=9 << 20))
+            assert error.fault == "large" and "8 MiB" in str(error)
+
+    run(play())
+
+
+@asynccontextmanager
+async def forking(program: Program) -> AsyncIterator[ForkServer]:
+    server = fork_server_for(program)
+    assert server is not None
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def opened(program: Program, server: ForkServer | None, seed: int = 3) -> AsyncIterator[Any]:
+    environment = Hosted(program, fork_server=server)
+    try:
+        await environment.open(TASK, seed=seed)
+        yield environment
+    finally:
+        await environment.close()
+
+
+@pytest.mark.parametrize("how", ["close", "hang", "exit"])
+@pytest.mark.parametrize("forked", [False, True])
+def test_descendants_end_with_the_environment(
+    how: str, forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_descendants = process._kill_descendants
+
+    def late(pid: int) -> None:
+        """Kill late, as on a busy machine: the process may have exited by then."""
+        time.sleep(0.05)
+        kill_descendants(pid)
+
+    monkeypatch.setattr(process, "_kill_descendants", late)
+
+    async def play() -> None:
+        spec = program(preload=forked)
+        server = fork_server_for(spec)
+        async with opened(spec, server) as environment:
+            helpers = json.loads((await use(environment, "hire")).text)
+            assert len(helpers) == 2 and all(map(alive, helpers))
+            if how != "close":
+                limit_s = 0.3 if how == "hang" else PATIENCE_S
+                assert (await lost(use(environment, "wait", limit_s, seconds=0, then=how))).fault
+        # A process that left the group is found only below a living parent.
+        gone = helpers[:1] if how == "exit" else helpers
+        wait_for(lambda: not any(map(alive, gone)), f"the end of the helpers: {how}")
+        if server is not None:
+            assert server._server is not None
+            assert not descendants(server._server.child.pid)
+            await server.close()
+        for pid in filter(alive, helpers):
+            os.kill(pid, signal.SIGKILL)
+
+    run(play())
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_cancelled_opening_leaves_nothing(forked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(**_: Any) -> Any:
+        await asyncio.sleep(1000)
+
+    async def cancel_after(environment: Hosted, seconds: float) -> None:
+        opening = asyncio.create_task(environment.open(TASK, seed=3))
+        await asyncio.sleep(seconds)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await environment.close()
+
+    async def play() -> None:
+        spec = program(preload=forked)
+        server = fork_server_for(spec)
+        for seconds in (0.0, 0.01, 0.1, 0.3, 0.0, 0.002, 0.05):
+            await cancel_after(Hosted(spec, fork_server=server), seconds)
+        async with opened(spec, server) as environment:
+            waiting = asyncio.create_task(use(environment, "wait", seconds=100))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert (await lost(use(environment, "call"))).fault == "closed"
+        monkeypatch.setattr(asyncio, "open_unix_connection", never)
+        if not forked:
+            await cancel_after(Hosted(spec), 0.05)
+        if server is not None:
+            await server.close()
+
+    run(play())
+
+
+def test_concurrent_episodes_share_nothing() -> None:
+    async def one(seed: int, starting: asyncio.Semaphore) -> Any:
+        environment = Hosted(program(), starting=starting)
+        try:
+            await environment.open(TASK, seed=seed)
+            assert not (await use(environment, "wait", seconds=0.2)).failed
+            assert not (await use(environment, "buy", item={"name": "ring"})).failed
+            return await environment.verdict(transcript())
+        finally:
+            await environment.close()
+
+    async def play() -> None:
+        starting = asyncio.Semaphore(3)
+        verdicts = await asyncio.gather(*(one(seed, starting) for seed in range(7)))
+        assert all(verdict.parts["correct"] == 1.0 for verdict in verdicts)
+
+    run(play())
+
+
+def test_environment_sees_no_secrets_and_no_keel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_API_KEY", "sesame")
+
+    async def play() -> dict[str, Any]:
+        async with episode(env={"SHOP": "1"}) as environment:
+            folder = Path(environment._scratch)
+            facts = json.loads((await use(environment, "look")).text)
+            assert facts["temporary"] == str(folder) and folder.is_dir()
+            (folder / "deep").mkdir()
+            (folder / "deep" / "file").write_text("x")
+        assert not folder.exists()
+        return facts
+
+    facts = run(play())
+    assert "SECRET_API_KEY" not in facts["environ"] and "SHOP" in facts["environ"]
+    assert facts["heavy"] == [] and Path(facts["folder"]) == HERE
+    allowed = ("keel", "keel.agents")
+    assert all(n in allowed or n.startswith("keel.agents.env_runtime") for n in facts["keel"])
+
+
+def test_environment_dies_with_keel() -> None:
+    code = (
+        "import asyncio, os; from tests.agents.episodes import *\n"
+        "async def play():\n"
+        "    environment = Hosted(program()); await environment.open(TASK, seed=3)\n"
+        "    print(environment._process.pid, flush=True)\n"
+        "    await use(environment, 'wait', seconds=0, then='hang')\n"
+        "asyncio.run(play())"
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        pid = int(child.stdout.readline())
+        assert alive(pid)
+        time.sleep(0.1)
+        child.kill()
+    wait_for(lambda: not alive(pid))
+
+
+def counter(how: str = "", **settings: Any) -> Program:
+    return program("preloaded:Counter", env={"AT_IMPORT": how}, **settings)
+
+
+async def look(environment: Hosted) -> dict[str, Any]:
+    return json.loads((await use(environment, "look")).text)
+
+
+def test_forked_episodes_share_only_the_import() -> None:
+    async def play() -> None:
+        spec = counter()
+        async with (
+            forking(spec) as server,
+            opened(spec, server) as one,
+            opened(spec, server) as other,
+        ):
+            assert (await use(one, "see", word="a")).text == '["a"]'
+            assert (await use(other, "see", word="b")).text == '["b"]'
+            assert (await use(one, "see", word="c")).text == '["a", "c"]'
+            facts, other_facts = await look(one), await look(other)
+            assert facts["forked"] and facts["session"]
+            assert (facts["word"], other_facts["word"]) == ("c", "b")
+            assert facts["temporary"] == one._scratch != other_facts["temporary"]
+            # Its channel twice, its standard error, and nothing of the other's or the server's.
+            assert sorted(facts["files"]) == ["/dev/null", "pipe", "pipe", "socket", "socket"]
+            assert set(facts["inherited"]) <= {0, 1, 2}, "a tool's child could answer for it"
+            pids = [one._process.pid, other._process.pid]
+            assert len(set(pids)) == 2
+        assert not any(map(alive, pids))
+
+    run(play())
+
+
+def test_forked_and_started_episodes_draw_the_same() -> None:
+    async def draws(server: ForkServer | None) -> list[str]:
+        texts: list[str] = []
+        for seed in (5, 5, 6):
+            environment = Hosted(counter(), fork_server=server)
+            texts.append((await environment.open(TASK, seed=seed)).messages[0]["content"])
+            await environment.close()
+        return texts
+
+    async def play() -> None:
+        async with forking(counter()) as server:
+            forked = await draws(server)
+        assert forked == await draws(None)
+        assert forked[0] == forked[1] != forked[2]
+
+    run(play())
+    assert fork_server_for(counter(preload=False)) is None
+
+
+@pytest.mark.parametrize("how", ["thread", "file", "process", "memory"])
+def test_shared_state_disables_forking(how: str) -> None:
+    async def play() -> None:
+        spec = counter(how)
+        async with forking(spec) as server, opened(spec, server) as environment:
+            assert how in server.disabled_reason or how == "file"
+            assert not (await look(environment))["forked"]
+            assert server.disabled_reason and server._server is None
+
+    run(play())
+
+
+@pytest.mark.parametrize(
+    ("how", "fault", "reason"),
+    [
+        ("hang", "hang", "0.5 s"),
+        ("exit", "exit", "my last words"),
+        ("crash", "crash", "SIGSEGV"),
+        ("raise", "start", "RuntimeError: not today"),
+    ],
+)
+def test_failed_import_fails_every_opening(how: str, fault: str, reason: str) -> None:
+    async def play() -> None:
+        spec = counter(how)
+        async with forking(spec) as server:
+            server._start_server.keywords["timeout_s"] = 0.5 if how == "hang" else PATIENCE_S
+            server._timeout_s = 0.5
+            for _ in range(2):
+                with pytest.raises(EnvironmentLost) as caught:
+                    async with opened(spec, server):
+                        raise AssertionError("it opened")
+                assert (caught.value.fault, caught.value.during) == (fault, "open")
+                assert reason in str(caught.value)
+
+    run(play())
+
+
+def test_waiting_forks_share_one_failed_load() -> None:
+    async def play() -> None:
+        async with forking(counter("hang")) as server:
+            server._start_server.keywords["timeout_s"] = 1.0
+            starts, start = [], server._start
+
+            async def counted() -> None:
+                starts.append(1)
+                await start()
+
+            server._start = counted
+            forks = (server.fork({}) for _ in range(20))
+            errors = await asyncio.gather(*forks, return_exceptions=True)
+            assert {str(one) for one in errors} == {str(errors[0])} and len(starts) == 1
+            assert isinstance(errors[0], EnvironmentLost) and errors[0].fault == "hang"
+            with pytest.raises(EnvironmentLost):  # a later fork tries again
+                await server.fork({})
+            assert len(starts) == 2
+
+    run(play())
+
+
+@pytest.mark.parametrize("how", ["crash", "exit", "hang"])
+def test_forked_fault_spares_the_siblings(how: str) -> None:
+    async def play() -> None:
+        spec = counter()
+        async with forking(spec) as server, opened(spec, server) as sibling:
+            async with opened(spec, server) as environment:
+                limit_s = 0.3 if how == "hang" else PATIENCE_S
+                error = await lost(use(environment, "end", limit_s, how=how))
+                reasons = {"crash": "SIGSEGV", "exit": "status 3", "hang": "0.3 s"}
+                assert error.fault == how and reasons[how] in str(error)
+            assert (await use(sibling, "see", word="a")).text == '["a"]'
+            assert (await sibling.verdict(transcript())).parts == {"correct": 1.0}
+
+    run(play())
+
+
+def test_dead_fork_server_is_replaced() -> None:
+    async def play() -> None:
+        spec = counter()
+        async with forking(spec) as server:
+            async with opened(spec, server) as environment, opened(spec, server) as sibling:
+                with pytest.raises(EnvironmentLost):
+                    await use(environment, "end", how="parent")
+                error = await lost(use(sibling, "look"))
+                assert error.during == "parent", "it must not count as the policy's"
+            with pytest.raises(EnvironmentLost):
+                async with opened(spec, server):
+                    raise AssertionError("it opened")
+            async with opened(spec, server) as environment:
+                assert (await look(environment))["forked"]
+
+    run(play())
+
+
+@contextmanager
+def few_files(free: int) -> Iterator[None]:
+    """Leave `free` descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(free):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+def test_missing_descriptors_fail_one_fork() -> None:
+    async def play() -> None:
+        spec = counter()
+        async with forking(spec) as server, opened(spec, server) as sibling:
+            running = server._server
+            for free in range(5):  # a fork takes five
+                with few_files(free):
+                    error = await lost(server.fork({}))
+                assert (error.fault, error.during) == ("start", "open")
+                assert server._server is running and running is not None
+                assert len(descendants(running.child.pid)) == 1, "an abandoned episode"
+            assert (await look(sibling))["forked"]
+            async with opened(spec, server) as environment:
+                assert (await look(environment))["forked"]
+
+    run(play())
+
+
+def test_closing_the_server_ends_its_episodes() -> None:
+    async def play() -> None:
+        spec = counter()
+        async with forking(spec) as server:
+            environment = Hosted(spec, fork_server=server)
+            await environment.open(TASK, seed=3)
+            assert environment._process is not None
+            pid = environment._process.pid
+            await server.close()
+            wait_for(lambda: not alive(pid))
+            await lost(use(environment, "look"))
+            await environment.close()
+
+    run(play())
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"target": "shop:Shap"}, "shop has no 'Shap'"),
+        ({"target": "broken.py:Shop"}, "SyntaxError"),
+        ({"target": "hints:Untyped"}, "parameter x"),
+        ({"target": "hints:Starred"}, "by name"),
+        ({"target": "hints:Unread"}, "NameError"),
+        ({"target": "hints:empty", "kind": "game"}, "hints:empty is not a game"),
+        ({"target": "shop:Shop", "arguments": {"hou": 1}}, "'hou'"),
+        ({"target": "shop:Shop", "python": "/no/such/python"}, "/no/such/python"),
+        ({"target": "shop:Shop", "python": "/bin/false"}, "status 1"),
+        ({"target": "shop:Shop", "python": "/bin/echo"}, ""),
+        ({"target": "shop:Shop", "memory_mib": 64, "arguments": {"how": "memory"}}, ""),
+    ],
+)
+def test_failed_start_is_explained(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+    (tmp_path / "broken.py").write_text("class Shop\n")
+    (tmp_path / "shop.py").write_text((HERE / "shop.py").read_text())
+    (tmp_path / "hints.py").write_text(
+        "class Untyped:\n    def use(self, x): ...\n"
+        "class Starred:\n    def use(self, *x: int): ...\n"
+        "class Unread:\n    def use(self, x: 'Missing'): ...\n"
+        "empty = 3\n"
+    )
+    if "memory_mib" in settings:
+        settings["arguments"]["at"] = "open"
+
+    async def play() -> None:
+        environment = Hosted(Program(folder=tmp_path, deadlines=PATIENT, **settings))
+        error = await lost(environment.open(TASK, seed=3))
+        assert reason in str(error) and error.during == "open"
+        await environment.close()
+
+    run(play())
+
+
+def test_invalid_settings_are_refused(tmp_path: Path) -> None:
+    for name, settings in (
+        ("target", {"target": ":Shop"}),
+        ("nowhere", {"target": "shop", "folder": tmp_path / "nowhere"}),
+        ("arguments", {"target": "shop", "arguments": {"rate": float("nan")}}),
+        ("memory_mib", {"target": "shop", "memory_mib": 8}),
+    ):
+        with pytest.raises(ValueError, match=name):
+            Program(**settings)
+    with pytest.raises(ValueError, match="close_s"):
+        Deadlines(close_s=0)
+
+
+def test_limits_are_raised_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(600, limits[1]), limits[1]))
+        os_limits.make_room(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 812
+        with pytest.raises(ValueError, match="processes"):
+            os_limits.make_room(1 << 40)
+        monkeypatch.setattr(os_limits, "_process_limit", lambda: (400, "the job", "--pids-limit"))
+        os_limits.make_room(40)
+        with pytest.raises(ValueError, match=r"556 processes.*the job.*400"):
+            os_limits.make_room(100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_process_limit_reads_the_control_groups(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "pids" / "job").mkdir(parents=True)
+    (tmp_path / "pids" / "pids.max").write_text("max\n")
+    (tmp_path / "pids" / "job" / "pids.max").write_text("40\n")
+    read_text = Path.read_text
+
+    def read(path: Path) -> str:
+        return "3:pids:/job\n" if str(path) == "/proc/self/cgroup" else read_text(path)
+
+    monkeypatch.setattr(os_limits, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(Path, "read_text", read)
+    limit, source, _ = os_limits._process_limit()
+    assert limit == 40 and "job" in source
+
+
+def test_answer_read_late_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        with theirs:
+            task = asyncio.create_task(process.with_deadline(0.02, reader.readline()))
+            await asyncio.sleep(0)
+            theirs.sendall(b"here\n")
+            time.sleep(0.05)  # the event loop is busy
+            assert await task == b"here\n"
+            monkeypatch.setattr(process, "_READ_S", 0.01)
+            with pytest.raises(TimeoutError):
+                await process.with_deadline(0.01, reader.readline())
+            task = asyncio.create_task(process.with_deadline(PATIENCE_S, reader.readline()))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            theirs.sendall(b"more\n")
+            assert await process.with_deadline(PATIENCE_S, reader.readline()) == b"more\n"
+        writer.close()
+        await writer.wait_closed()
+
+    run(play())
+
+
+ORPHANS = "for i in 1 2 3; do (true &); done"
+PROGRAM = f"""{ORPHANS}
+for n in $(seq 1000); do
+    set -- $(cat /proc/$PPID/task/$PPID/children)
+    [ $# = 1 ] && exit 7
+    sleep 0.02
+done"""
+"""Exits with 7 once it is its parent's only child."""
+DRIVEN = f"""
+import ctypes, subprocess
+from keel.agents.env_runtime.drive import _exit_code
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+process = subprocess.Popen(["bash", "-c", {PROGRAM!r}])
+assert _exit_code(process) == 7 == process.poll()
+process = subprocess.Popen(["bash", "-c", "kill -9 $$"])
+assert _exit_code(process) == -9
+"""
+COMMANDS = f"""
+import os, time
+from keel.agents.environments.code import processes
+processes.adopt_orphans()
+def run(command):
+    return processes.run(["bash", "-c", command], env=os.environ, folder="/", within_s=60)
+assert run({ORPHANS!r} + "; exit 3")[0] == 3
+for _ in range(1000):
+    assert run("exit 5")[0] == 5
+    with open(f"/proc/self/task/{{os.getpid()}}/children") as file:
+        if not file.read().split():
+            break
+    time.sleep(0.02)
+else:
+    raise SystemExit("orphans remain")
+"""
+
+
+@pytest.mark.parametrize("code", [DRIVEN, COMMANDS], ids=["driven", "commands"])
+def test_orphans_are_reaped(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
