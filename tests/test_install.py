@@ -325,7 +325,7 @@ def test_what_pip_says_is_how_far_it_is(packages: int, lines: list[str], words: 
     wait = install.Wait("what", total=packages, unit=unit)
     for line in lines:
         install.heard(wait, line)
-    assert words in wait.words()
+    assert words in wait.text()
 
 
 @pytest.mark.e2e

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -296,7 +297,7 @@ def test_too_long_variant_is_refused(
     assert main(["eval", *words]) == 2
     said = capsys.readouterr().err
     assert "eval.variants[boxed]: prompt spelling/" in said and not fake.asked
-    more = int(said.partition("raise data.max_prompt_tokens = 64 by ")[2].split()[0])
+    more = int(re.findall(r"Raise data.max_prompt_tokens = 64 by at least (\d+)", said)[0])
     assert main(["eval", *words, f"data.max_prompt_tokens={64 + more - 8}"]) == 2
     assert main(["eval", *words, f"data.max_prompt_tokens={64 + more + 64}"]) == 0
 

@@ -638,7 +638,7 @@ class Search:
         """Suggest changes after which some layout of the open knobs fits."""
 
         def planned(changed: Config) -> None:
-            if not Search(changed, self.open_knobs, facts, self.hardware)._fits():
+            if not Search(changed, self.open_knobs, facts, self.hardware).fits():
                 raise DoesNotFit("no layout")
 
         text = suggest(
@@ -653,13 +653,13 @@ class Search:
 
         def fits(gib: int) -> bool:
             larger = replace(self.hardware, gpu_gib=float(gib))
-            return Search(self.config, self.open_knobs, self.facts, larger)._fits()
+            return Search(self.config, self.open_knobs, self.facts, larger).fits()
 
         sizes = range(1 + int(self.hardware.gpu_gib), _MAX_GPU_GIB)
         least = bisect_left(sizes, True, key=fits)
         return sizes[least] if least < len(sizes) else 0
 
-    def _fits(self) -> bool:
+    def fits(self) -> bool:
         """Return whether the smallest layout of any placement fits."""
         self.strictness = STRICTNESSES[-1]
         return any(

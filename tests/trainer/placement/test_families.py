@@ -185,6 +185,6 @@ def test_what_an_engine_cannot_serve_or_nobody_can_teach_is_refused_by_the_check
     rows.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
     source = f"{{name: rows, source: jsonl, path: {rows}, rewards: {{correct: 1}}}}"
     given = [f"data.sources=[{source}]", "run.eval_every=0"]
-    with pytest.raises(ConfigError, match=r"learns from reasoning_gym .* none is given"):
+    with pytest.raises(ConfigError, match=r"data\.sources"):
         prepare("quickstart", given)
     prepare("quickstart", [*given, "model.tiny.cold_start.steps=0"])
