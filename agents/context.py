@@ -14,7 +14,7 @@ from typing import Literal
 from keel.rl.turns import Message
 
 _FULL = 0.8
-"""Share of the window at which a context is rewritten."""
+"""Fraction of the window that triggers a rewrite."""
 Method = Literal["none", "summary", "discard-75", "discard-all"]
 _SHARES = {"discard-75": 0.75, "discard-all": 1.0}
 """Share of the tool calls that is removed."""

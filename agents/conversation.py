@@ -275,8 +275,10 @@ class Conversation:
         self.transcript += messages
 
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Continue in a new segment whose context shows only `messages`. added: those of them that
-        are new to the conversation."""
+        """Continue in a new segment whose context shows only `messages`.
+
+        `added` are the new messages among them.
+        """
         if list(messages[: len(self.opening)]) != list(self.opening):
             raise ValueError(f"conversation {self.name}: a rewrite removed the opening")
         self.transcript += added

@@ -75,7 +75,7 @@ class Episode:
     _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
-        """Return the trajectory, or the reason why there is none, and close the environment. Raises
+        """Return the trajectory or the reason for dropping it, and close the environment. Raises
         whatever `sample` raises."""
         try:
             return await self._run()

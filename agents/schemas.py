@@ -19,7 +19,7 @@ import regex
 from keel.rl.turns import ToolCall, ToolSpec
 
 _MAX_CHARACTERS = 300
-"""Length of one complaint, which quotes what the policy wrote."""
+"""Length of one complaint, which quotes the policy's text."""
 _MAX_COMPLAINTS = 3
 _MATCH_S = 0.1
 """Time limit for matching one pattern with one text."""
@@ -85,7 +85,7 @@ def _arguments_of(text: str) -> Arguments:
 
 
 def _validator(parameters: Any) -> Any:
-    """Build a validator. Raises ValueError with what is wrong with the schema."""
+    """Build a validator. Raises ValueError for an invalid schema."""
     # Importing takes a fifth of a second, which runs without tools save.
     from jsonschema import (  # noqa: PLC0415
         Draft202012Validator,

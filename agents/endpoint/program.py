@@ -53,8 +53,8 @@ class AgentProgram:
     readable: Sequence[Path] = ()
     """Paths that the program needs in a sandbox: its interpreter, its packages."""
     tells_reward: bool = False
-    """Include in KEEL_TASK what the reward is computed from, such as a reference answer. The policy
-    can read it wherever the program lets it run commands."""
+    """Include the inputs of the reward in KEEL_TASK, such as a reference answer. The policy can
+    read it if the program lets it run commands."""
     drop_failures: bool = False
     """Drop trajectories whose program fails after a turn of the policy, instead of counting them as
     failures with the lowest reward."""
@@ -99,7 +99,7 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """How a program ended, and its verdict on its trajectory."""
+    """Exit status of a program and its verdict on its trajectory."""
 
     failed: str = ""
     """Why it failed; "" if it exited with status 0."""

@@ -82,7 +82,7 @@ class Wrap(Protocol):
 
 
 class ForkingWrap(Protocol):
-    """A `Wrap` whose process may fork children, each isolated like a process of its own."""
+    """A `Wrap` whose process may fork children, each isolated like a separate process."""
 
     @property
     def inner(self) -> Mapping[str, Any] | None:

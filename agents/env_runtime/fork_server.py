@@ -61,7 +61,7 @@ class _Forker:
         return {"is": {}}
 
     def _shared_state(self) -> str:
-        """Return the state that forked processes would share; "" if there is none."""
+        """Return the state that forked processes would share; "" for none."""
         threads = len(os.listdir("/proc/self/task"))
         if threads > 1:
             return f"importing it starts {threads - 1} thread(s)"

@@ -71,7 +71,7 @@ def isolate(inner: Inner, uid: int, gid: int) -> None:
     program = base64.b64decode(inner["filter"])
     rules = _Filter(len(program) // 8, program)
     _check(_libc.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.byref(rules), 0, 0), "seccomp")
-    # In a user namespace, its first process counts too.
+    # The first process of a user namespace counts too.
     resource.setrlimit(resource.RLIMIT_NPROC, (inner["processes"] + 1,) * 2)
 
 

@@ -42,7 +42,7 @@ if "keel" not in sys.modules:  # this interpreter need not have Keel installed
     sys.modules["keel"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["keel"])
 
-# ruff: noqa: PLC0415 (each mode imports only what it needs)
+# ruff: noqa: PLC0415 (each mode has its own imports)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A calculator: arithmetic on numbers, of bounded size, and nothing of Python's besides."""
+"""A calculator for arithmetic expressions on numbers of bounded size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Number = int | float
 
 MOST_CHARACTERS = 500
 MOST_DIGITS = 1000
-"""Of a whole number, in between too."""
+"""Limit on integers, including intermediate results."""
 _MOST = 10**MOST_DIGITS
 _TWO: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -55,7 +55,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Calculator:
-    """An environment of one tool; the verdict is somebody else's."""
+    """An environment with one tool and no verdict."""
 
     def calculate(self, expression: str) -> str:
         """Work out an arithmetic expression.
@@ -68,8 +68,7 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Number:
-    """The value of `expression`. Raises ValueError for what is no arithmetic, has no value, or is
-    too large."""
+    """Evaluate `expression`. Raises ValueError if it is invalid, undefined or too large."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"an expression has at most {MOST_CHARACTERS} characters")
     text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/")
@@ -109,13 +108,13 @@ def _value(node: ast.expr) -> Number:
 
 def _power(base: Number, exponent: Number) -> Number:
     whole = isinstance(base, int) and isinstance(exponent, int)
-    # Looked at before it is worked out, which takes as long as it is large.
+    # Checked first: computing a huge power takes long.
     if whole and abs(base) > 1 and exponent > MOST_DIGITS / math.log10(abs(base)):
         raise ValueError(f"a number may have at most {MOST_DIGITS} digits")
-    found: object = base**exponent
-    if isinstance(found, complex):
+    result: object = base**exponent
+    if isinstance(result, complex):
         raise ValueError(f"({base}) ** ({exponent}) is no real number")
-    return _bounded(cast(Number, found))
+    return _bounded(cast(Number, result))
 
 
 def _bounded(value: Number) -> Number:
@@ -128,7 +127,7 @@ def _bounded(value: Number) -> Number:
 
 
 def shown(value: Number) -> str:
-    """Without the noise of the last bits: 0.1 + 0.2 is 0.3."""
+    """Format a number with 12 significant digits, so that 0.1 + 0.2 is 0.3."""
     if isinstance(value, float):
         return f"{value:.12g}"
     return str(value)

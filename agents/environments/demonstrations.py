@@ -1,5 +1,4 @@
-"""Scripted conversations of the small tasks, for a cold start: each task done as it should be, and
-in haste."""
+"""Scripted conversations for a cold start: a careful and a hasty one for each small task."""
 
 from __future__ import annotations
 
@@ -21,38 +20,40 @@ from keel.agents.environments.trip.world import World
 from keel.rl.turns import Message, ToolSpec
 
 FAR = 1 << 20
-"""Added to the seed of the tasks, far from any that a recipe gives its prompts."""
+"""Offset of the demonstrations' seeds, far from the seeds of a recipe's prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A task and two conversations about it, which end with the policy's last call or words."""
+    """A task with two conversations, which end with the policy's last call or answer."""
 
     tools: tuple[ToolSpec, ...]
     worked: tuple[Message, ...]
-    """Looks first, and is right."""
+    """A conversation that uses the tools and succeeds."""
     hasty: tuple[Message, ...]
-    """Well formed, and looks at nothing."""
+    """A well-formed conversation that ignores the tools and fails."""
 
 
 def trip_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Of the trip planner's tasks; in haste a plan is submitted at once, and wrong. `arguments`: of
-    the environment."""
+    """Make demonstrations of the trip planner. The hasty ones submit a wrong plan at once.
+
+    `arguments` are the environment's arguments.
+    """
     level = int(arguments.get("level", 0))
     made: list[Demonstration] = []
     for prompt in trip_prompts(level, count, seed=FAR + seed):
         number = prompt.reward["trip"]["seed"]
         world, task = make_task(number, LEVELS[level])
-        given = {"messages": prompt.messages, "reward": prompt.reward}
+        prompt_task = {"messages": prompt.messages, "reward": prompt.reward}
 
-        def played(calls: Calls, given: Mapping[str, Any] = given) -> Conversation:
+        def converse(calls: Calls, prompt_task: Mapping[str, Any] = prompt_task) -> Conversation:
             trip = Trip()
-            return play(kinds.Object(trip, kinds.methods_of(trip)), given, 0, calls)
+            return play(kinds.Object(trip, kinds.methods_of(trip)), prompt_task, 0, calls)
 
-        worked = played(solve(task))
-        hasty = played(_submit(_wrong_plan(world, task, random.Random(f"hasty {number}"))))
+        worked = converse(solve(task))
+        hasty = converse(_submit(_wrong_plan(world, task, random.Random(f"hasty {number}"))))
         made.append(Demonstration(tools=worked.tools, worked=worked.said, hasty=hasty.said))
     return made
 
@@ -60,10 +61,10 @@ def trip_demonstrations(
 def guess_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Of TextArena's GuessTheNumber in few words; in haste, numbers are drawn and hints not heeded.
-    `arguments`: of the environment, with `min_number` and `max_number` among its `options`.
+    """Make demonstrations of TextArena's GuessTheNumber in its brief form.
 
-    Raises ModuleNotFoundError without the package textarena.
+    The hasty ones guess at random and ignore the hints. `arguments` are the environment's, with
+    `min_number` and `max_number` in `options`. Raises ModuleNotFoundError if textarena is missing.
     """
     options = arguments["options"]
     low, high = options["min_number"], options["max_number"]
@@ -73,27 +74,26 @@ def guess_demonstrations(
             draw = random.Random(f"guess {seed} {number}")
             game_seed = draw.randrange(1 << 31)
 
-            def played(calls: Calls, game_seed: int = game_seed) -> Conversation:
+            def converse(calls: Calls, game_seed: int = game_seed) -> Conversation:
                 game = games.TextGame(Game("GuessTheNumber-v0", dict(options), brief=True))
                 return play(game, {}, game_seed, calls)
 
-            worked = played(_bisect(low, high))
-            hasty = played(_draw_numbers(low, high, draw))
+            worked = converse(_bisect(low, high))
+            hasty = converse(_draw_numbers(low, high, draw))
             made.append(Demonstration(tools=worked.tools, worked=worked.said, hasty=hasty.said))
     return made
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What was said, the opening with it."""
+    """A conversation's messages, including the opening."""
 
     tools: tuple[ToolSpec, ...]
     said: tuple[Message, ...]
 
 
 def play(environment: Any, task: Mapping[str, Any], seed: int, calls: Calls) -> Conversation:
-    """A conversation of `calls` with an environment of this process, until that ends it or they
-    return the policy's last words."""
+    """Run `calls` in an environment of this process until it ends or they return an answer."""
     opening = environment.opening(task, seed)
     tools = tuple(ToolSpec(**one) for one in opening["tools"])
     said: list[Message] = list(opening["messages"])
@@ -129,7 +129,7 @@ def _submit(answer: str) -> Calls:
 
 
 def _wrong_plan(world: World, task: TripTask, draw: random.Random) -> str:
-    """Of the right form, with things from anywhere."""
+    """Return a well-formed plan with places drawn at random."""
     places = {
         "hotel": world.hotels,
         "restaurant": world.restaurants,
@@ -163,7 +163,7 @@ def _draw_numbers(low: int, high: int, draw: random.Random) -> Calls:
 
 @contextmanager
 def _dice_put_back() -> Generator[None]:
-    """The games draw from the global random state."""
+    """Restore the global random state, which the games draw from."""
     before = random.getstate()
     try:
         yield

@@ -1,11 +1,11 @@
-"""A Python interpreter that keeps its state from call to call: a Jupyter kernel, and files to look
-into.
+"""A Python interpreter that keeps its state between calls: a Jupyter kernel with a task's files.
 
-A task may bring files, in a line of JSONL: `"environment": {"files": ["sales.csv"]}`, of the folder
-`files`, or with their text, `{"files": {"sales.csv": "day,units\\n…"}}`. Each episode has copies.
+A task may name files of the folder `files` in its line of JSONL, `"environment": {"files":
+["sales.csv"]}`, or contain their text, `{"files": {"sales.csv": "day,units\\n…"}}`. Each episode
+gets copies.
 
 Runs in the environment's process, whose interpreter needs the packages jupyter_client and
-ipykernel. The kernel is reached by sockets of the file system, never by the network.
+ipykernel. The kernel is connected over Unix sockets, never over the network.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from keel.agents.env_runtime.socket_folder import socket_folder
 from keel.agents.environments.messages import with_instructions
 
 CELL_S = 120.0
-"""Longest run of one cell. DeepSeek-V3.2 (2025), Appendix B, Table 7."""
+"""Time limit of a cell. DeepSeek-V3.2 (2025), Appendix B, Table 7."""
 START_S = 60.0
-"""Longest wait for a kernel to start."""
+"""Time limit for a kernel's start."""
 ENDING_S = 10.0
-"""Longest wait for an interrupted cell to end; after that the kernel is started anew."""
+"""Time limit for an interrupted cell to end; after that the kernel is restarted."""
 MOST_CHARACTERS = 20_000
-"""Of what one cell prints: the first and the last half."""
+"""Limit on one cell's output: the first and the last half of it are kept."""
 SLACK = 0.05
-"""Share of a call's time for all that is not waited for here."""
+"""Share of a call's time reserved for everything outside the waits below."""
 MOST_TRIES = 3
-"""Of a cell that the kernel leaves out after an interrupt."""
+"""Attempts to run a cell that the kernel aborts after an interrupt."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CURE = "python -m pip install jupyter_client ipykernel"
 
 
 class Interpreter:
-    """An environment of one tool; the verdict is somebody else's.
+    """An environment with one tool and no verdict.
 
-    cell_s: seconds for one cell; ending_s: longest wait for one that was interrupted to end. Where
-    a call (`agents.call_s`) has no time for both and a new kernel, a cell has less (`shares`):
-    else an endless one would cost the episode. files: the folder that tasks name files of; the
-    policy can read all of it.
+    If a call's time (`agents.call_s`) is too short for a cell, its interruption and a new kernel,
+    the cell's limit is lowered (`split_call_time`), so an endless cell does not end the episode.
+
+    `cell_s` limits one cell, and `ending_s` limits its end after an interrupt. `files` is the
+    folder of the tasks' files. The policy can read all of it.
     """
 
     call_s = math.inf
-    """Seconds of a call, set before each."""
+    """Time limit of the current call. The caller sets it before each call."""
 
     def __init__(self, cell_s: float = CELL_S, ending_s: float = ENDING_S, files: str = "") -> None:
         if not 0 < cell_s < 86_400:
@@ -74,14 +75,14 @@ class Interpreter:
         self._client: Any = None
 
     def opening(self, task: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
-        # What a kernel knows the policy knows: never the seed that the task may be made from.
-        own = hashlib.blake2b(f"kernel/{seed}".encode(), digest_size=4).digest()
-        self._seed = int.from_bytes(own, "little")
+        # The policy can read the kernel's seed, so it must differ from the task's.
+        digest = hashlib.blake2b(f"kernel/{seed}".encode(), digest_size=4).digest()
+        self._seed = int.from_bytes(digest, "little")
         own_words: Mapping[str, Any] = task["reward"].get("environment") or {}
         names = put_files(own_words.get("files") or (), self._files, self._where)
         self._start()
-        said = f"The working directory of the tool has {', '.join(names)}." if names else ""
-        return with_instructions(task["messages"], said)
+        text = f"The working directory of the tool has {', '.join(names)}." if names else ""
+        return with_instructions(task["messages"], text)
 
     def python(self, code: str) -> str:
         """Run Python code and return what it prints, and the value of its last expression.
@@ -92,9 +93,9 @@ class Interpreter:
         """
         within = split_call_time(self._cell_s, self._ending_s, self.call_s)
         for _ in range(MOST_TRIES):
-            said = self._run(code, *within)
-            if said is not None:
-                return said
+            output = self._run(code, *within)
+            if output is not None:
+                return output
         return self._anew("The kernel ran the cell in none of several tries", within[-1])
 
     def close(self) -> None:
@@ -108,13 +109,13 @@ class Interpreter:
             self._manager.shutdown_kernel(now=True)
 
     def _start(self, start_s: float = START_S) -> None:
-        self._started += 1  # a manager that has shut down has closed its sockets for good
+        self._started += 1  # a manager cannot be restarted after it has closed its sockets
         self._manager = self._kind(
             transport="ipc",
             ip=os.path.join(self._folder, f"k{self._started}"),
             connection_file=os.path.join(self._folder, f"kernel{self._started}.json"),
         )
-        # History is a database in somebody's home; colours are noise.
+        # The history is a database in the home folder.
         options = ["--HistoryManager.enabled=False", "--InteractiveShell.colors=NoColor"]
         self._manager.start_kernel(extra_arguments=options, cwd=self._where)
         self._client = self._manager.blocking_client()
@@ -128,18 +129,18 @@ class Interpreter:
         return f"{why}; it was started anew, and all variables are gone."
 
     def _run(self, code: str, cell_s: float, ending_s: float, start_s: float) -> str | None:
-        """What a cell says. None: the kernel left it out, as it may after an interrupt."""
-        # Without it, a cell that fails has the kernel leave out what comes next.
+        """Return a cell's output, or None if the kernel aborted it after an interrupt."""
+        # With stop_on_error, a failing cell makes the kernel abort the following ones.
         number = self._client.execute(code, allow_stdin=False, stop_on_error=False)
-        said = _Said()
+        output = _Said()
         until, interrupted = time.monotonic() + cell_s, False
         while True:
             if not self._manager.is_alive():
-                return str(said) + self._anew("The kernel died", start_s)
+                return str(output) + self._anew("The kernel died", start_s)
             if time.monotonic() >= until:
                 if interrupted:
                     why = f"The cell ran for {cell_s:g} s, and could not be interrupted"
-                    return str(said) + self._anew(why, start_s)
+                    return str(output) + self._anew(why, start_s)
                 interrupted, until = True, time.monotonic() + ending_s
                 self._manager.interrupt_kernel()
             try:
@@ -152,10 +153,10 @@ class Interpreter:
                 continue
             if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
                 break
-            said.add(message["msg_type"], message["content"])
+            output.add(message["msg_type"], message["content"])
         if interrupted:
-            said.write(f"\nInterrupted: a cell may run for {cell_s:g} s.")
-        return None if self._left_out(number, ending_s) else str(said)
+            output.write(f"\nInterrupted: a cell may run for {cell_s:g} s.")
+        return None if self._left_out(number, ending_s) else str(output)
 
     def _left_out(self, number: str, ending_s: float) -> bool:
         until = time.monotonic() + ending_s
@@ -170,22 +171,27 @@ class Interpreter:
 
 
 def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[float, float, float]:
-    """Of a call's seconds: what a cell may take, the wait for it to end once interrupted, and the
-    start of a kernel in place of one that does not."""
-    within_s = (1 - SLACK) * call_s
-    ending_s, start_s = min(ending_s, within_s / 4), min(START_S, within_s / 4)
-    left_s = within_s - ending_s - start_s
-    if 1 < left_s < cell_s:
-        left_s = math.floor(left_s)  # the policy is told of it
-    return min(cell_s, left_s), ending_s, start_s
+    """Split a call's time into limits for a cell, for its end after an interrupt, and for a new
+    kernel.
+
+    They add up to less than the call's limit.
+    """
+    available_s = (1 - SLACK) * call_s
+    ending_s, start_s = min(ending_s, available_s / 4), min(START_S, available_s / 4)
+    remaining_s = available_s - ending_s - start_s
+    if 1 < remaining_s < cell_s:
+        remaining_s = math.floor(remaining_s)  # the policy reads this number
+    return min(cell_s, remaining_s), ending_s, start_s
 
 
 def put_files(given: Any, folder: str, where: str) -> list[str]:
-    """Files of a task into an episode's folder; returns each with its size, for people. given:
-    their names in `folder`, or their text by name. Raises ValueError for what is no file."""
+    """Copy a task's files to the episode's folder `where`. Return each file's name and size.
+
+    `given` lists names in `folder`, or maps names to texts. Raises ValueError for an invalid file.
+    """
     if not isinstance(given, (list, tuple, dict)):
         raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])
-    said: list[str] = []
+    descriptions: list[str] = []
     files = cast("Mapping[Any, Any] | Sequence[Any]", given)
     for name in files:
         parts = str(name).split("/")
@@ -207,15 +213,20 @@ def put_files(given: Any, folder: str, where: str) -> list[str]:
             if not os.path.isfile(source):
                 raise ValueError(f"`files` has {name!r}: there is no such file in {folder}")
             shutil.copyfile(source, to)
-        said.append(f"{name} ({os.path.getsize(to):,} bytes)")
-    return said
+        descriptions.append(f"{name} ({os.path.getsize(to):,} bytes)")
+    return descriptions
 
 
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Before a run, outside the sandbox: the arguments, and what an episode reads of this machine.
-    without: files with answers, which it does not see anyway. Raises ValueError."""
+    """Return the environment's arguments and the paths that its sandbox must be able to read.
+
+    Called before a run, outside the sandbox. Raises ValueError.
+
+    Args:
+        without: Files with answers, which the sandbox hides anyway.
+    """
     if not (folder := str(arguments.get("files") or "")):
         return dict(arguments), []
     path = Path(folder).expanduser().absolute()
@@ -225,7 +236,7 @@ def prepare(
 
 
 class _Said:
-    """What a cell says, its middle left out where it is too long."""
+    """A cell's output, with the middle dropped if it is too long."""
 
     def __init__(self) -> None:
         self._first, self._last, self._count = "", "", 0

@@ -1,8 +1,8 @@
-"""Games of TextArena for one player, by their ids: `arguments={"game": "Sudoku-v0"}`.
+"""Games of TextArena for one player, selected by id: `arguments={"game": "Sudoku-v0"}`.
 
 Runs in the environment's process, whose interpreter needs the package textarena. Its games draw
-from Python's global random state, so that no two of them may live in one process. Importing the
-package costs 0.4 s of a CPU.
+from Python's global random state, so one process can run only one game. Importing the package takes
+0.4 s of CPU time.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import sys
 from typing import Any, NamedTuple, cast
 
 PRELOAD = ("textarena",)
-"""What the process that episodes are forked from imports, beside this module."""
+"""Modules that the fork server imports, in addition to this one."""
 CURE = f"{sys.executable} -m pip install textarena==0.7.4"
 MOST_LOST = 0.99
-"""Of the score of a game that is not won. 2048 gives all of it to some that are lost."""
+"""Maximum score of a game that is not won. 2048 itself gives 1 to some losses."""
 _LOST = re.compile(r"turn limit|game over|no moves left", re.IGNORECASE)
 _INVALID = (r"You attempted an invalid move\. Reason: (.*?)\s*Please resubmit.*", r"No: \1")
 
 
 class Brief(NamedTuple):
-    """A game in few words."""
+    """The short form of a game's rules and observations."""
 
     rules: str
-    """`{game.target_tile}` stands for an attribute of the game."""
+    """A format string; `{game.target_tile}` is an attribute of the game."""
     cuts: tuple[tuple[str, str], ...]
-    """Patterns in what it says, and what is said in their place. What is left blank is not said."""
+    """Patterns in observations and their replacements. Lines that become blank are dropped."""
 
 
 BRIEF: dict[str, Brief] = {
@@ -78,17 +78,18 @@ BRIEF: dict[str, Brief] = {
         ((r".*:\s*\n *(C\d *)+\n", ""), (r"(?m)^R\d |^[ -]+$\n|[| ]", "")),
     ),
 }
-"""By the first part of a game's id."""
+"""Short forms, keyed by the game's name (its id up to the first hyphen)."""
 
 
 class Game:
-    """One game, in gymnasium's shape.
+    """One game, with gymnasium's interface.
 
-    game: its id (`2048-v0-easy`); options: of its class, for other sizes (`{"max_number": 7}`);
-    brief: rules and observations in few words, for the games of `BRIEF`.
+    The rewards sum to the game's own result, 1 for a win, or to its progress if it is unfinished.
 
-    The sum of rewards is the game's own result, 1 for one that is won; for one that is not
-    finished, how far it has come.
+    Args:
+        game: The game's id, for example `2048-v0-easy`.
+        options: Arguments of the game's class, for example `{"max_number": 7}`.
+        brief: Use the short rules and observations of `BRIEF`.
     """
 
     def __init__(self, game: str, options: dict[str, Any] | None = None, brief: bool = False):
@@ -102,7 +103,7 @@ class Game:
             raise ValueError(f"game {game}: there is no brief form; there is of {', '.join(BRIEF)}")
         self._brief = BRIEF[name] if brief else None
         made = library.make(game, **(options or {}))
-        while isinstance(made, library.Wrapper):  # they repeat everything since the start
+        while isinstance(made, library.Wrapper):  # wrappers repeat the whole history
             made = made.env
         self._game: Any = made
         self._given = 0.0
@@ -140,12 +141,12 @@ class Game:
 
     def _news(self) -> str:
         _, messages = self._game.get_observation()
-        said = [
+        texts = [
             self._said(str(text), str(getattr(kind, "name", kind)))
             for _, text, kind in messages
             if getattr(kind, "name", kind) != "PLAYER_ACTION"
         ]
-        return "\n".join(filter(None, said))
+        return "\n".join(filter(None, texts))
 
     def _said(self, text: str, kind: str) -> str:
         if self._brief is None:

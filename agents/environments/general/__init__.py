@@ -1,2 +1,1 @@
-"""General tasks as DeepSeek-V3.2 (2025), section 3.2.3, has them made: a database, tools over it,
-and a verifier."""
+"""General tasks as in DeepSeek-V3.2 (2025), section 3.2.3: a database, tools and a verifier."""

@@ -1,4 +1,4 @@
-"""What a pipeline asks of an author's code, answered in the sandbox that it runs in."""
+"""Runs an author's code in the sandbox for the pipeline that checks it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from keel.agents.environments.general.parts import solving_child, tools_child, v
 
 
 class Solution:
-    """A solution at work. It is told nothing but its own text and the names of the tools."""
+    """A running solution. It gets only its own source and the names of the tools."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
-        given = task["reward"]
-        self._child = solving_child(given["source"], given["number"], given["returns"])
+        spec = task["reward"]
+        self._child = solving_child(spec["source"], spec["number"], spec["returns"])
 
     def go(self, said: dict[str, Any]) -> Any:
-        """What a call came to; returns the next call, or {"is": the answer}."""
+        """Send a call's result. Return the next call, or {"is": the answer}."""
         try:
             if said:
                 self._child.send(said)
@@ -35,22 +35,21 @@ class Solution:
 
 
 class AuthorWorkshop:
-    """The tools and verifiers of the folder `environment`. within_s: for each thing that its code
-    is asked."""
+    """The tools and verifiers of the folder `environment`. `within_s` is each request's limit."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         self._folder = Folder(Path(task["reward"]["environment"]))
         self._within_s, self._seed = task["reward"]["within_s"], seed
 
     def describe(self) -> Any:
-        """The tools' specs, by name."""
-        (found,) = self._told([{"do": "describe"}])
-        if "raised" in found:
-            raise InvalidEnvironment(str(found["raised"]))
-        return found["is"]
+        """Return the tools' specs, keyed by name."""
+        (reply,) = self._told([{"do": "describe"}])
+        if "raised" in reply:
+            raise InvalidEnvironment(str(reply["raised"]))
+        return reply["is"]
 
     def results(self, calls: list[dict[str, Any]]) -> Any:
-        """What calls come to, one after the other: {"is" or "raised": text} of each."""
+        """Run calls in order. Return {"is" or "raised": text} for each."""
         return self._told(
             [{"do": "call", "name": one["name"], "arguments": one["arguments"]} for one in calls]
         )
@@ -58,29 +57,28 @@ class AuthorWorkshop:
     def _told(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         child = tools_child(self._folder, self._seed)
         try:
-            found: list[dict[str, Any]] = []
+            replies: list[dict[str, Any]] = []
             for request in requests:
                 child.send(request)
-                found.append(child.receive(self._within_s))
-                if "refused" in found[-1]:
-                    raise InvalidEnvironment(str(found[-1]["refused"]))
-            return found
+                replies.append(child.receive(self._within_s))
+                if "refused" in replies[-1]:
+                    raise InvalidEnvironment(str(replies[-1]["refused"]))
+            return replies
         except ChildEnded as error:
             raise InvalidEnvironment(f"tools.py: {error}") from error
         finally:
             child.end()
 
     def verdicts(self, number: int, answers: list[Any]) -> Any:
-        """Of each answer, by a process of its own: what is demanded and whether it is met, or why
-        that is not known."""
+        """Verify each answer in its own process: demands and whether they are met, or an error."""
         return [verified(self._folder, number, answer, self._within_s) for answer in answers]
 
     def strings(self, most: int) -> list[str]:
-        """Texts of the database, in order, each once."""
+        """Return the database's texts in order, without duplicates."""
         return strings_of(self._folder.database())[:most]
 
     def shown(self, most: int) -> list[str]:
-        """The database in `most` characters: some of each kind."""
+        """Return examples of each kind of entry, in at most `most` characters."""
         database = self._folder.database()
         if not isinstance(database, dict | list):
             parts = [
@@ -107,7 +105,7 @@ def _some(kind: Any) -> str:
 
 
 def _tables(database: Any) -> list[tuple[str, str, str]]:
-    """Of a SQLite database: name, how it was made, and the name in quotes."""
+    """Return each table of a SQLite database: name, CREATE statement and quoted name."""
     rows = database.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
     return [(name, sql, '"' + name.replace('"', '""') + '"') for name, sql in rows]
 
@@ -118,20 +116,20 @@ def _rows(database: Any, quoted: str, most: int) -> str:
 
 
 def strings_of(database: Any) -> list[str]:
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     if not isinstance(database, dict | list):
         for _, _, quoted in _tables(database):
             for row in database.execute(f"SELECT * FROM {quoted} LIMIT 1000"):
-                found.update(dict.fromkeys(one for one in row if isinstance(one, str)))
-        return list(found)
+                texts.update(dict.fromkeys(one for one in row if isinstance(one, str)))
+        return list(texts)
     pending: list[Any] = [database]
     while pending:
         one = pending.pop()
         if isinstance(one, str):
-            found[one] = None
+            texts[one] = None
         elif isinstance(one, dict):
             entries = cast(dict[str, Any], one)
             pending += [*reversed(entries.values()), *reversed(entries)]
         elif isinstance(one, list):
             pending += reversed(cast(list[Any], one))
-    return list(found)
+    return list(texts)

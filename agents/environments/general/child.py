@@ -1,5 +1,8 @@
-"""Processes in which an author's code runs, forked from one of ours in the sandbox: they can open
-no file, start no process and write to nothing, and what they say is read as data."""
+"""Forked processes for an author's code, inside the sandbox.
+
+They can open no file, start no process and write only to their channel, whose messages are
+untrusted data.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,25 @@ from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 
 MEMORY_MIB = 512
 MOST_BYTES = 4 << 20
-"""Of one message."""
+"""Limit on one message."""
 Message = dict[str, Any]
 
 
 class ChildEnded(Exception):
-    """A child said nothing more: it ended, said too much, or did not answer in time."""
+    """A child exited, timed out or sent an invalid message."""
 
 
 class Channel:
-    """JSON lines, one side of two."""
+    """One end of a connection for JSON lines."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._heard = end, b""
 
     def send(self, message: Message) -> None:
-        """Raises ChildEnded where nobody listens, ValueError for what is no JSON."""
+        """Send one message.
+
+        Raises ChildEnded if the other end is closed, ValueError if the message is not JSON.
+        """
         line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             self._end.sendall(line)
@@ -42,29 +48,32 @@ class Channel:
             raise ChildEnded("its process ended") from error
 
     def receive(self, within_s: float | None = None) -> Message:
-        """Raises ChildEnded."""
+        """Receive one message. Raises ChildEnded on a timeout or an invalid message."""
         until = None if within_s is None else time.monotonic() + within_s
         while b"\n" not in self._heard:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            if not select.select([self._end], [], [], left)[0]:
+            remaining = None if until is None else max(0.0, until - time.monotonic())
+            if not select.select([self._end], [], [], remaining)[0]:
                 raise ChildEnded(f"it did not end within {within_s:g} s")
             data = self._end.recv(1 << 16)
             self._heard += data
             if not data or len(self._heard) > MOST_BYTES:
-                raise ChildEnded("it said too much" if data else "its process ended")
+                raise ChildEnded("its message is too large" if data else "its process ended")
         line, _, self._heard = self._heard.partition(b"\n")
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise ChildEnded("it said what is no message")
+            raise ChildEnded("it sent an invalid message")
         return cast(Message, message)
 
 
 class Child(Channel):
-    """A forked process. run: what it does, with its channel; calls `shut` before any code that is
-    not ours. What it raises is sent as {"refused" or "raised": text}."""
+    """A forked process that calls `run` with its channel.
+
+    `run` must call `shut` before any untrusted code. Errors are sent as {"refused" or "raised":
+    text}.
+    """
 
     def __init__(self, run: Callable[[Channel], None]) -> None:
         ours, theirs = socket.socketpair()
@@ -75,7 +84,7 @@ class Child(Channel):
         super().__init__(ours)
 
     def ask(self, message: Message, within_s: float | None = None) -> Any:
-        """Raises ChildEnded, InvalidEnvironment, and AuthorCodeFailed for what its code raised."""
+        """Raises ChildEnded, InvalidEnvironment, and AuthorCodeFailed for the code's own errors."""
         self.send(message)
         return self.answer(within_s)
 
@@ -97,20 +106,20 @@ class Child(Channel):
 
 
 class AuthorCodeFailed(Exception):
-    """What an author's code raised, in words."""
+    """An error raised by an author's code."""
 
 
 def _child(end: socket.socket, run: Callable[[Channel], None]) -> NoReturn:
     channel = Channel(end)
     try:
         protect_process()
-        # Its parent's channels are among them: nothing is to be said there in its name.
+        # These include the parent's channels, which the child must not write to.
         os.closerange(3, end.fileno())
         os.closerange(end.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        nowhere = os.open(os.devnull, os.O_RDWR)
+        null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
-            os.dup2(nowhere, fd)
-        os.close(nowhere)
+            os.dup2(null, fd)
+        os.close(null)
         run(channel)
     except BaseException as error:
         with suppress(BaseException):
@@ -121,7 +130,7 @@ def _child(end: socket.socket, run: Callable[[Channel], None]) -> NoReturn:
 
 
 def serve(channel: Channel, answer: Callable[[Message], Any]) -> None:
-    """Requests, one after the other, until nobody asks any more."""
+    """Answer requests until the other end closes."""
     while True:
         try:
             request = channel.receive()
@@ -139,13 +148,13 @@ def serve(channel: Channel, answer: Callable[[Message], Any]) -> None:
 
 
 def shut(memory_mib: int = MEMORY_MIB) -> None:
-    """No file, no process, no memory beyond that, for the rest of this process."""
+    """Forbid this process to open files, start processes or exceed a memory limit."""
     address_space = resource.getrlimit(resource.RLIMIT_AS)[1]
-    wanted = memory_mib << 20
+    limit_bytes = memory_mib << 20
     if address_space != resource.RLIM_INFINITY:
-        wanted = min(wanted, address_space)
+        limit_bytes = min(limit_bytes, address_space)
     for limit, value in (
-        (resource.RLIMIT_AS, wanted),
+        (resource.RLIMIT_AS, limit_bytes),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NPROC, 0),
         (resource.RLIMIT_NOFILE, 0),

@@ -1,4 +1,4 @@
-"""Where an author makes a database: a shell and a folder of its own, without a network."""
+"""The environment in which an author makes a database: a shell, a folder and no network."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import subprocess
 from typing import Any
 
 MOST_SAID = 12_000
-"""Characters of what a command prints: the first and the last half."""
+"""Limit on a command's output in characters. The first and last half are kept."""
 
 
 class DatabaseDesk:
-    """Its files are gone with it, but for the database that it hands over."""
+    """A desk for one database. Only the submitted database outlives it."""
 
     def __init__(self, most_kib: int, bash_s: float) -> None:
         self._most, self._bash_s = most_kib << 10, bash_s

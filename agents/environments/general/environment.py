@@ -1,4 +1,4 @@
-"""The environment of tasks that an author made: the policy has the tools, and submits an answer."""
+"""The environment of an author's tasks: the policy uses tools and submits an answer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ PRELOAD = tuple(f"keel.agents.environments.general.{name}" for name in ("checks"
 
 
 class General:
-    """Task n of the environments in some folders, one after the other: of the prompt `name/n`, or
-    the one that its `reward` names, `{"general": {"task": 3}}`.
+    """A task of the environments in some folders, whose tasks are numbered in order.
 
-    Tools and verifier run in processes of their own. That of the tools is forked before anything
-    else is read, and can open no file: what the policy makes a tool do reaches no answer."""
+    The number is in the prompt's name, `name/n`, or in its `reward`, `{"general": {"task": 3}}`.
+    Tools and verifier run in their own processes. The tools' process is forked before anything else
+    is read and can open no file, so a tool under the policy's control cannot read an answer.
+    """
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
-        """folder: one, or several: `keel.agents.environments.general.folder.folders`. verify_s:
-        longest that a verifier may take; an answer it does not end with is wrong."""
+        """Accept one name or several, as in `keel.agents.environments.general.folder.folders`.
+
+        `verify_s` is the time limit of a verifier. An answer that exceeds it is wrong.
+        """
         self._folders = folders([folder] if isinstance(folder, str) else folder)
         self._verify_s = verify_s
         self._tools: Child | None = None
@@ -46,16 +49,18 @@ class General:
 
     def _named(self, task: Mapping[str, Any]) -> tuple[Folder, int]:
         name = str(task.get("prompt_id", "")).rpartition("/")[2]
-        own = task.get("reward", {}).get("general", {}).get("task", name)
-        if not str(own).isdecimal():
+        number = task.get("reward", {}).get("general", {}).get("task", name)
+        if not str(number).isdecimal():
             raise ValueError(f"task {task.get('prompt_id')!r} does not end with a number")
-        left = int(own)
+        index = int(number)
         for folder in self._folders:
             count = len(folder.tasks())
-            if left < count:
-                return folder, left
-            left -= count
-        raise ValueError(f"there is no task {own}: the folders have {int(own) - left} (set `size`)")
+            if index < count:
+                return folder, index
+            index -= count
+        raise ValueError(
+            f"there is no task {number}: the folders have {int(number) - index} (set `size`)"
+        )
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
         if name == SUBMIT["name"]:
@@ -73,18 +78,18 @@ class General:
             raise EnvironmentGone(f"the tools: {error}") from error
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """`correct` (all that is demanded), and the `share` of it that is met."""
+        """Return `correct` (all demands are met) and the `share` of demands that are met."""
         if self._submitted is None:
             return {"correct": 0.0, "share": 0.0}, {"submitted": False}
         answer = answer_of(self._submitted)
         met = verified(self._folder, self._number, answer, self._verify_s)
-        if isinstance(met, str):  # over what the policy wrote: every gate had it end
+        if isinstance(met, str):  # caused by the answer: the pipeline checked the verifier
             return {"correct": 0.0, "share": 0.0}, {"submitted": True, "verifier": met}
         share = sum(met.values()) / len(met)
-        missed = [name for name, ok in met.items() if not ok]
-        return {"correct": float(not missed), "share": share}, {
+        unmet = [name for name, ok in met.items() if not ok]
+        return {"correct": float(not unmet), "share": share}, {
             "submitted": True,
-            "not met": missed,
+            "not met": unmet,
         }
 
     def close(self) -> None:

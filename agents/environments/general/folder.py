@@ -1,4 +1,4 @@
-"""The folder of an environment that an author made:
+"""The folder of an author's environment:
 
 database.json      or database.sqlite
 tools.py           typed functions over `database`, the tools
@@ -22,7 +22,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 @dataclass(frozen=True)
 class Folder:
-    """An environment."""
+    """One environment's folder."""
 
     path: Path
 
@@ -30,7 +30,7 @@ class Folder:
         return (self.path / name).read_text(encoding="utf-8")
 
     def tasks(self) -> list[dict[str, Any]]:
-        """Raises ValueError for what is no task.json."""
+        """The tasks in order. Raises ValueError for an invalid task.json."""
         try:
             tasks: list[dict[str, Any]] = json.loads(self.text("task.json"))["tasks"]
             for task in tasks:
@@ -40,7 +40,7 @@ class Folder:
         return tasks
 
     def database(self) -> Any:
-        """A copy for whoever asks: JSON's value, or a connection."""
+        """Return a new copy: a JSON value or a SQLite connection."""
         file = self.path / "database.sqlite"
         if not file.exists():
             return json.loads(self.text("database.json"))
@@ -52,14 +52,17 @@ class Folder:
 
 
 def folders(names: Sequence[str]) -> list[Folder]:
-    """Each an environment, a folder of them, or the name of one that comes along; `shipped`: all of
-    those. In order. Raises ValueError."""
-    found: list[Folder] = []
+    """Return environments in order. Raises ValueError.
+
+    Each name is a folder, a folder of such folders, a bundled environment, or `shipped` for all
+    bundled ones.
+    """
+    environments: list[Folder] = []
     for name in names:
         own = SHIPPED if name == "shipped" else SHIPPED / name
         path = own if "/" not in name and not Path(name).exists() else Path(name).expanduser()
         if (path / "task.json").is_file():
-            found.append(Folder(path))
+            environments.append(Folder(path))
             continue
         inside = sorted(each.parent for each in path.glob("*/task.json"))
         if not inside:
@@ -68,5 +71,5 @@ def folders(names: Sequence[str]) -> list[Folder]:
                 f"{name} is no folder of tasks, nor has it any (looked in {path}; in a sandbox it "
                 f"must be among `readable`). Bundled ones: {known}"
             )
-        found += map(Folder, inside)
-    return found
+        environments += map(Folder, inside)
+    return environments

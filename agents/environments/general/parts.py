@@ -1,4 +1,4 @@
-"""An author's tools, verifier and solution, each run in a process of its own."""
+"""Runs an author's tools, verifier and solution, each in its own process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from keel.agents.environments.general.rules import function, namespace, parsed
 
 
 def tools_child(folder: Folder, seed: int) -> Child:
-    """Answers {"do": "describe"} with the tools' specs by name, and {"do": "call", "name",
-    "arguments"} with a text."""
+    """Start a process with the tools.
+
+    It answers {"do": "describe"} with the tools' specs by name, and {"do": "call", "name",
+    "arguments"} with a text.
+    """
 
     def run(channel: Channel) -> None:
         source, database = folder.text("tools.py"), folder.database()
@@ -50,11 +53,11 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
-    """Public functions of a tools.py. Raises InvalidEnvironment for an untyped one."""
+    """Return the public functions of a tools.py. Raises InvalidEnvironment for an untyped one."""
     tree = parsed(source, "tools")
     module = ModuleType("tools")
     vars(module).update(namespace("tools"), database=database)
-    sys.modules["tools"] = module  # where dataclasses look for their module
+    sys.modules["tools"] = module  # dataclasses look up their module there
     _run(lambda: exec(compile(tree, "tools.py", "exec"), vars(module)), "tools.py")
     functions = functions_of(module)
     if not functions:
@@ -103,10 +106,11 @@ def answer_of(text: str) -> Any:
 
 
 def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[str, bool] | str:
-    """What is demanded, and whether it is met; or why nothing is known. It sees a database of its
-    own, whatever the tools did to theirs.
+    """Return each demand and whether it is met, or an error if the verifier fails.
 
-    Raises InvalidEnvironment for a verifier that may not be one."""
+    The verifier reads the original database, so changes by the tools do not affect it. Raises
+    InvalidEnvironment for an invalid verifier.
+    """
 
     def run(channel: Channel) -> None:
         source, database = folder.text("verify.py"), folder.database()
@@ -114,10 +118,10 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
         verify = _function(source, "verify", f"verify_{number}", 2)
 
         def checked(request: Message) -> Any:
-            said: Any = verify(request["answer"], database)
-            if not isinstance(said, dict):
-                said = {"correct": said}
-            demands = cast(dict[Any, Any], said)
+            result: Any = verify(request["answer"], database)
+            if not isinstance(result, dict):
+                result = {"correct": result}
+            demands = cast(dict[Any, Any], result)
             if not demands or not all(type(one) is bool for one in demands.values()):
                 raise AuthorCodeFailed(
                     f"it returned {str(demands)[:200]}; True or False, or a dict of them"
@@ -128,23 +132,29 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
 
     child = Child(run)
     try:
-        said = child.ask({"answer": answer}, within_s)
+        result = child.ask({"answer": answer}, within_s)
     except (ChildEnded, AuthorCodeFailed) as error:
         return str(error)
     finally:
         child.end()
-    # It is theirs to say, whatever the code in there became.
-    if not isinstance(said, dict) or not said:
-        return "it said what is no verdict"
-    demands = cast(dict[str, Any], said)
+    # The verifier's code may control the child, so check its reply again.
+    if not isinstance(result, dict) or not result:
+        return "it returned an invalid verdict"
+    demands = cast(dict[str, Any], result)
     if not all(type(one) is bool for one in demands.values()):
-        return "it said what is no verdict"
+        return "it returned an invalid verdict"
     return demands
 
 
 def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
-    """Sends {"call": name, "arguments"} and wants {"text"} or {"failed"}, and at the end
-    {"is": the answer}. returns: the tools by name, `text` or `json`."""
+    """Start a process with a solution.
+
+    It sends {"call": name, "arguments"}, expects {"text"} or {"failed"}, and ends with
+    {"is": the answer}.
+
+    Args:
+        returns: Each tool's result type, `text` or `json`.
+    """
 
     def run(channel: Channel) -> None:
         shut()
@@ -156,7 +166,7 @@ def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
 
 
 def _tools(channel: Channel, returns: dict[str, str]) -> Any:
-    """All that a solution is given."""
+    """Make the object that a solution gets."""
 
     def named(name: str) -> Callable[..., Any]:
         def call(**arguments: Any) -> Any:

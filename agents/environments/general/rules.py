@@ -1,5 +1,7 @@
-"""What an author's code may say. Read before it runs; what it could reach all the same is closed by
-the process that it runs in (`keel.agents.environments.general.child`)."""
+"""Checks an author's code before it runs.
+
+The process that runs it (`keel.agents.environments.general.child`) blocks what these rules miss.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ MODULES = (
     *("json", "math", "operator", "random", "re", "statistics", "string", "textwrap", "typing"),
     "unicodedata",
 )
-"""What tools and verifiers may import: no files, no clock, no processes."""
-for _name in (*MODULES, "_strptime"):  # a process of theirs can open no file any more
+"""Modules that tools and verifiers may import: no files, clock or processes."""
+for _name in (*MODULES, "_strptime"):  # imported now, because their process can open no file
     importlib.import_module(_name)
 
 _PLAIN = (
@@ -39,17 +41,17 @@ _MORE = (
     *("property", "staticmethod", "classmethod", "super", "type"),
 )
 _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
-"""Attributes that lead out of what a function was given, or to the clock."""
+"""Attributes that give access to the interpreter or to the clock."""
 _CLOCK = re.compile(
     r"""CURRENT_(DATE|TIME|TIMESTAMP)\b | ["']now["'] | ^\s*now\s*$ | \brandom(blob)?\( |
     \b(date|time|datetime|julianday|unixepoch)\(\s*\) | \bstrftime\(\s*('[^']*'|"[^"]*")\s*\)""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""SQLite's: its functions of time take none for `now`."""
+"""Access to the clock and to randomness in SQLite. Its time functions default to `now`."""
 
 
 def parsed(source: str, part: Part) -> ast.Module:
-    """Raises InvalidEnvironment for what is no Python, or says what it may not."""
+    """Parse an author's code. Raises InvalidEnvironment for a syntax error or forbidden code."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError, SystemError) as error:
@@ -77,8 +79,8 @@ def _complaint(node: ast.AST, part: Part) -> str:
         unknown = [name for name in names if name not in MODULES]
         return f"imports {unknown[0]}; there are {', '.join(MODULES[1:])}" if unknown else ""
     if isinstance(node, ast.Constant):
-        said = isinstance(node.value, str) and _CLOCK.search(node.value)
-        return f"asks for what differs from run to run: {said[0]}" if said else ""
+        match = isinstance(node.value, str) and _CLOCK.search(node.value)
+        return f"asks for what differs from run to run: {match[0]}" if match else ""
     if isinstance(node, ast.Global):
         return "has a `global` statement"
     if isinstance(node, ast.AsyncFunctionDef | ast.Await):
@@ -92,7 +94,7 @@ def _complaint(node: ast.AST, part: Part) -> str:
 
 
 def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Each name in a node itself, and whether it is one of an attribute."""
+    """Yield each name in the node itself, and whether it names an attribute."""
     for field, value in ast.iter_fields(node):
         several = cast(list[Any], value if isinstance(value, list) else [value])
         for one in several:
@@ -101,48 +103,46 @@ def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.FunctionDef]:
-    """What there is between the function before it and the end of `name`: imports and itself.
-
-    Raises InvalidEnvironment."""
-    found = _pieces(parsed(source, part), part)
-    if name not in found:
+    """Return the function `name` with the imports directly before it. Raises InvalidEnvironment."""
+    pieces = _pieces(parsed(source, part), part)
+    if name not in pieces:
         raise InvalidEnvironment(
-            f"{part}.py has no function {name!r}; it has {', '.join(found) or 'none'}"
+            f"{part}.py has no function {name!r}; it has {', '.join(pieces) or 'none'}"
         )
-    own = found[name]
-    assert isinstance(own[-1], ast.FunctionDef)
-    return ast.Module(body=own, type_ignores=[]), own[-1]
+    statements = pieces[name]
+    assert isinstance(statements[-1], ast.FunctionDef)
+    return ast.Module(body=statements, type_ignores=[]), statements[-1]
 
 
 def _pieces(tree: ast.Module, part: Part) -> dict[str, list[ast.stmt]]:
-    found: dict[str, list[ast.stmt]] = {}
-    own: list[ast.stmt] = []
+    pieces: dict[str, list[ast.stmt]] = {}
+    imports: list[ast.stmt] = []
     for node in tree.body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
         if isinstance(node, ast.FunctionDef):
             if node.decorator_list:
                 raise InvalidEnvironment(f"{part}.py, line {node.lineno}: a decorator")
-            found[node.name] = [*own, node]
-            own = []
+            pieces[node.name] = [*imports, node]
+            imports = []
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            own.append(node)
+            imports.append(node)
         else:
             raise InvalidEnvironment(
-                f"{part}.py, line {node.lineno}: a task's function is one function, with what it "
-                "needs inside; nothing but imports stands beside it"
+                f"{part}.py, line {node.lineno}: a task's function is one function that contains "
+                "all it needs; only imports may precede it"
             )
-    return found
+    return pieces
 
 
 def namespace(part: Part) -> dict[str, Any]:
-    """What a part's code finds there: a few functions of Python's, and nothing else."""
+    """Return the globals of a part's code, with a few of Python's functions."""
     names = _PLAIN if part == "solve" else (*_PLAIN, *_MORE)
-    own: dict[str, Any] = {name: getattr(builtins, name) for name in names}
-    own["print"] = lambda *_, **__: None  # type: ignore[misc]
+    functions: dict[str, Any] = {name: getattr(builtins, name) for name in names}
+    functions["print"] = lambda *_, **__: None  # type: ignore[misc]
     if part != "solve":
-        own["__import__"] = _import
-    return {"__builtins__": own, "__name__": part}
+        functions["__import__"] = _import
+    return {"__builtins__": functions, "__name__": part}
 
 
 def _import(

@@ -1,1 +1,1 @@
-"""A corpus to search in: an index of its documents, and the tools that search, open and find."""
+"""Search in a corpus: an index of its documents, and tools to search, open and find."""

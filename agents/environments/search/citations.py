@@ -1,4 +1,4 @@
-"""What an answer cites, held to what was opened and to what stands there."""
+"""Checks an answer's citations against the documents that the policy opened."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ HOW = (
     'stand in it, as [[name: "words"]].'
 )
 MOST = 32
-"""Citations that are read."""
+"""Maximum number of citations to check."""
 MOST_CHARACTERS = 1500
 LEAST, LEAST_SIGNS = 12, 6
-"""Letters and digits that a quote needs: fewer stand everywhere; … of scripts without spaces."""
+"""Minimum length of a quote in letters and digits, and in signs of scripts without spaces. Shorter
+quotes occur everywhere."""
 _CITED = re.compile(r"(.*?):\s*[\"“”«「『'](.*)[\"“”»」』']\s*", re.DOTALL)
 
 
@@ -29,29 +30,31 @@ class Citation:
 
 
 def citations_in(text: str) -> list[Citation]:
-    """Each once, in order."""
-    found, at = dict[Citation, None](), 0
-    while len(found) < MOST and (start := text.find("[[", at)) >= 0:
+    """Return the citations in order, without duplicates."""
+    citations, at = dict[Citation, None](), 0
+    while len(citations) < MOST and (start := text.find("[[", at)) >= 0:
         if (end := text.find("]]", start)) < 0:
             break
         inside, at = text[start + 2 : end], end + 2
         if len(inside) <= MOST_CHARACTERS:
             cited = _CITED.fullmatch(inside)
             name, quote = cited.groups() if cited else (inside, "")
-            found[Citation(" ".join(name.split()), quote)] = None
-    return list(found)
+            citations[Citation(" ".join(name.split()), quote)] = None
+    return list(citations)
 
 
 def fault(citation: Citation, opened: Mapping[str, Document]) -> str:
-    """What is wrong with it; "" if nothing is."""
+    """Return the reason why a citation is invalid, or ""."""
     if citation.name not in opened:
         return f"no document {citation.name[:200]!r} was opened"
     return quote_fault(citation.quote, opened[citation.name])
 
 
 def quote_fault(quote: str, document: Document) -> str:
-    """Why `quote` is no quote of `document`; "" if it is one. White space, case and punctuation do
-    not count."""
+    """Return why `quote` does not count as a quote of `document`, or "".
+
+    White space, case and punctuation are ignored.
+    """
     words = squeeze(quote)
     if len(words) < (LEAST_SIGNS if len(signs(quote)) > len(words) / 2 else LEAST):
         return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
@@ -60,6 +63,6 @@ def quote_fault(quote: str, document: Document) -> str:
     return ""
 
 
-@lru_cache(maxsize=32)  # one long document may be cited many times
+@lru_cache(maxsize=32)  # an answer may cite a long document many times
 def _squeezed(text: str) -> str:
     return squeeze(text)

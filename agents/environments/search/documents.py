@@ -1,5 +1,4 @@
-"""A folder of text, HTML and JSONL as documents. Links are not followed: what is not in the folder
-is none of the corpus."""
+"""Reads a folder of text, HTML and JSONL files as documents. Links are not followed."""
 
 from __future__ import annotations
 
@@ -17,26 +16,26 @@ from keel.agents.environments.search.text import cleaned
 
 TEXT, HTML, LINES = (".txt", ".md", ".rst"), (".html", ".htm", ".xhtml"), (".jsonl",)
 MOST_BYTES = 32 << 20
-"""Of a file that is one document, and of a line of JSONL."""
+"""Limit on a file that is one document, and on a line of JSONL."""
 MOST_CHARACTERS = 4_000_000
-"""Of a document."""
+"""Limit on a document."""
 _UNNAMED = str.maketrans({"[": "(", "]": ")", '"': "'", "\n": " "})
-"""Signs that would end a citation."""
+"""Replacements for characters in names that would end a citation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """What `open` opens."""
+    """A document of a corpus or of a search API."""
 
     name: str
-    """Its path in the folder, and of a line in a JSONL file `path#id`; of the web, its address."""
+    """Its path in the folder, `path#id` for a line of JSONL, or a web address."""
     title: str
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """What a search found."""
+    """A search result."""
 
     name: str
     title: str = ""
@@ -44,41 +43,44 @@ class Hit:
 
 
 class Library(Protocol):
-    """What can be searched: the index of a corpus, or an adapter of yours to a search API."""
+    """An index of a corpus, or your adapter to a search API."""
 
     def search(self, query: str, most: int) -> Sequence[Hit]:
-        """The best first, at most `most`. Raises what the policy is told of as a failed call."""
+        """Return at most `most` hits, best first. Errors reach the policy as a failed call."""
         ...
 
     def document(self, name: str) -> Document | None:
-        """The one of that name; None: there is none."""
+        """Return the document with that name, or None."""
         ...
 
 
 def made(name: str, title: str, text: str) -> Document:
-    """Cleaned; without a title, by its name. Search APIs leave title and text empty, or None."""
+    """Return a document without invisible characters. An empty title becomes the name.
+
+    Search APIs may leave title and text empty or None.
+    """
     name = " ".join(cleaned(name).translate(_UNNAMED).split())
     title = " ".join(cleaned(title or "").split())
     return Document(name=name, title=title or name, text=cleaned(text or ""))
 
 
 def files_of(folder: Path) -> list[Path]:
-    """What can be read of a folder, in order. Raises ValueError where it is none."""
+    """Return the readable files of a folder in order. Raises ValueError for a missing folder."""
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
-    found: list[Path] = []
+    paths: list[Path] = []
     for above, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name[0] != ".")
         for name in names:
             path = Path(above, name)
             known = path.suffix.lower() in (*TEXT, *HTML, *LINES) and name[0] != "."
             if known and stat.S_ISREG(path.lstat().st_mode):
-                found.append(path)
-    return sorted(found)
+                paths.append(path)
+    return sorted(paths)
 
 
 def fingerprint(folder: Path, files: Sequence[Path]) -> str:
-    """Changes with every file."""
+    """Return a hash that changes if any file changes."""
     listed = [
         (os.fsencode(path.relative_to(folder)).hex(), about.st_size, about.st_mtime_ns)
         for path in files
@@ -88,8 +90,10 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
 
 
 def documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
-    """Of all files; blank ones are left out. Raises ValueError with file and line for what cannot
-    be read, and for a name that is there twice."""
+    """Yield the documents of all files, except blank ones.
+
+    Raises ValueError with file and line for an unreadable document or a duplicate name.
+    """
     seen: set[str] = set()
     for path in files:
         name = os.fsencode(path.relative_to(folder)).decode(errors="replace")
@@ -122,7 +126,7 @@ def _of_file(path: Path, name: str) -> Iterator[tuple[str, Document]]:
 
 
 def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
-    """`{"text": "…", "title": "…", "id": "…"}`: title and id may be missing."""
+    """Read lines of `{"text": "…", "title": "…", "id": "…"}`; title and id are optional."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(MOST_BYTES + 1):
@@ -133,10 +137,10 @@ def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
             if not line.strip():
                 continue
             try:
-                read = json.loads(line)
+                value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: not JSON: {error}") from error
-            record = cast("dict[str, Any]", read if isinstance(read, dict) else {})
+            record = cast("dict[str, Any]", value if isinstance(value, dict) else {})
             text, title = record.get("text"), record.get("title", "")
             if not isinstance(text, str) or not isinstance(title, str):
                 raise ValueError(
@@ -147,7 +151,7 @@ def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
 
 
 def _heading(text: str) -> str:
-    """The first line, where it is short enough to be one."""
+    """Return the first line if it is short enough to be a heading."""
     lines = (line.strip() for line in text.split("\n", 8)[:8])
     first = next((line for line in lines if line), "").lstrip("#= ")
     return first if len(first) <= 120 else ""

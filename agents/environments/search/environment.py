@@ -1,7 +1,7 @@
-"""The search agent's environment: search, open and find, over a corpus or a search API.
+"""The search agent's environment: search, open and find, in a corpus or a search API.
 
-The verdict is about citations alone. Whether the answer is right is for the prompt's own reward to
-say: a rule, or a judge with criteria (DeepSeek-V3.2, 2025, section 3.2.3, has both).
+The verdict covers citations only. The prompt's own reward decides whether the answer is right: a
+rule, or a judge with criteria (DeepSeek-V3.2, 2025, section 3.2.3, uses both).
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ MARK = (
     "once, in your last message."
 )
 MOST_QUERY = 400
-"""Characters of a query, and of what is looked for in a document."""
+"""Limit on a query, and on a text to find in a document, in characters."""
 FOUND = 8
-"""Places that `find` shows."""
+"""Number of matches that `find` shows."""
 AROUND = 160
-"""Characters before and after each."""
+"""Characters shown before and after each match."""
 
 
 class Search:
-    """Tasks from JSONL: question, and answer or criteria.
+    """Tasks from JSONL with a question and an answer or criteria.
 
-    corpus: a folder, or its index in `index` (made where it is missing); library: in their place
-    `module:name`, called with `options`, which returns a `Library`. results: of one search;
-    page_characters: of one page. cite: tell the policy how to
-    cite.
+    Args:
+        corpus: A folder.
+        index: The folder's index. Made if it is missing.
+        library: Instead of a corpus, `module:name` of a function that returns a `Library`.
+        options: The function's arguments.
+        results: Maximum number of results of one search.
+        page_characters: Length of one page.
+        cite: Tell the policy how to cite.
+        ready: Library to use instead of `corpus`, `index` and `library`.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class Search:
         cite: bool = True,
         ready: Library | None = None,
     ) -> None:
-        """ready: in place of all of these. Raises ValueError."""
+        """Open the index or the library. Raises ValueError for invalid arguments."""
         for name, value in (("results", results), ("page_characters", page_characters)):
             if value < 1:
                 raise ValueError(f"search: {name} = {value} must be at least 1")
@@ -61,7 +66,7 @@ class Search:
         self._names: list[str] = []
         self._open: Document | None = None
         self.opened: dict[str, Document] = {}
-        """By name, whatever was opened so far."""
+        """Documents opened so far, keyed by name."""
         self._evidence: list[str] = []
 
     def opening(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -89,7 +94,7 @@ class Search:
         ]
         snippets = [excerpt(hit.text, terms(query), 2 * AROUND) for hit in cleaned]
         both = zip(lines, snippets, strict=True)
-        return "\n".join(f"{line}\n   {said}" if said else line for line, said in both)
+        return "\n".join(f"{line}\n   {text}" if text else line for line, text in both)
 
     def open(self, document: str, page: int = 1) -> str:
         """Open a document, and read a page of it.
@@ -98,16 +103,16 @@ class Search:
             document: Its name, or its number in the last search.
             page: From 1.
         """
-        found = self._document(document)
-        if found is None:
+        opened = self._document(document)
+        if opened is None:
             raise ValueError(f"there is no document {document[:200]!r}; search for it")
-        pages = spans(found.text, self._page)
+        pages = spans(opened.text, self._page)
         if not 1 <= page <= len(pages):
-            raise ValueError(f"{found.name} has {len(pages)} pages; there is no page {page}")
-        self._open = self.opened[found.name] = found
+            raise ValueError(f"{opened.name} has {len(pages)} pages; there is no page {page}")
+        self._open = self.opened[opened.name] = opened
         start, stop = pages[page - 1]
-        text = found.text[start:stop].strip()
-        return f"{found.title} ({found.name}), page {page} of {len(pages)}\n\n{text}"
+        text = opened.text[start:stop].strip()
+        return f"{opened.title} ({opened.name}), page {page} of {len(pages)}\n\n{text}"
 
     def find(self, text: str) -> str:
         """Find words in the document that was opened last.
@@ -120,13 +125,13 @@ class Search:
         if not text.strip() or len(text) > MOST_QUERY:
             raise ValueError(f"name 1 to {MOST_QUERY} characters to find")
         whole, pages = self._open.text, spans(self._open.text, self._page)
-        wanted = re.compile(r"\s+".join(map(re.escape, text.split())), re.IGNORECASE)
+        pattern = re.compile(r"\s+".join(map(re.escape, text.split())), re.IGNORECASE)
         lines: list[str] = []
         count = 0
-        for count, found in enumerate(wanted.finditer(whole), start=1):
+        for count, match in enumerate(pattern.finditer(whole), start=1):
             if count <= FOUND:
-                page = sum(start <= found.start() for start, _ in pages)
-                low, high = max(0, found.start() - AROUND), found.end() + AROUND
+                page = sum(start <= match.start() for start, _ in pages)
+                low, high = max(0, match.start() - AROUND), match.end() + AROUND
                 lines.append(f"page {page}: … {' '.join(whole[low:high].split())} …")
         if not lines:
             return f"{self._open.name} does not have {text!r}."
@@ -134,21 +139,24 @@ class Search:
         return "\n".join([*lines, *more])
 
     def _document(self, name: str) -> Document | None:
-        """By its name, or its number in the last search. Of a library: what it says."""
-        if (found := self.opened.get(name.strip())) is not None:
-            return found
-        found = self._library.document(name.strip())
-        if found is None and name.strip().isdecimal() and len(name) < 5:
+        """Return the document with this name, or with this number in the last search."""
+        if (document := self.opened.get(name.strip())) is not None:
+            return document
+        document = self._library.document(name.strip())
+        if document is None and name.strip().isdecimal() and len(name) < 5:
             number = int(name)
             if 1 <= number <= len(self._names):
-                found = self._library.document(self._names[number - 1])
-        return made(found.name, found.title, found.text) if found is not None else None
+                document = self._library.document(self._names[number - 1])
+        return made(document.name, document.title, document.text) if document is not None else None
 
     def verdict(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any]:
-        """`citations`: the share of the answer's that hold, 0 without any. `evidence`: of the
-        documents that the task rests on, the share that was opened; 1 where it names none."""
-        said = [message for message in messages if message.get("role") == "assistant"]
-        text = str(said[-1].get("content") or "") if said else ""
+        """Return `citations`, the share of valid citations (0 without any), and `evidence`.
+
+        `evidence` is the share of the task's source documents that were opened, or 1 if the task
+        names none.
+        """
+        turns = [message for message in messages if message.get("role") == "assistant"]
+        text = str(turns[-1].get("content") or "") if turns else ""
         cited = citations_in(text.rpartition("</think>")[2])
         faults = [fault(one, self.opened) for one in cited]
         seen = [name in self.opened for name in self._evidence]
@@ -162,14 +170,19 @@ class Search:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Before a run, outside the sandbox: the arguments with an index of the corpus, and what an
-    episode reads of this machine. without: files with answers. Raises ValueError, OSError."""
+    """Index the corpus. Return the arguments and the paths that the sandbox must be able to read.
+
+    Called before a run, outside the sandbox. Raises ValueError and OSError.
+
+    Args:
+        without: Files with answers, which the corpus must not contain.
+    """
     arguments = dict(arguments)
     if not (corpus := arguments.pop("corpus", "")):
-        given = arguments.get("index")
-        return arguments, [Path(str(given))] if given else []
-    given = str(arguments.get("index") or "")
-    path = ensure_index(Path(str(corpus)), Path(given) if given else None, without=without)
+        path_text = arguments.get("index")
+        return arguments, [Path(str(path_text))] if path_text else []
+    path_text = str(arguments.get("index") or "")
+    path = ensure_index(Path(str(corpus)), Path(path_text) if path_text else None, without=without)
     return {**arguments, "index": str(path.absolute())}, [path.absolute()]
 
 

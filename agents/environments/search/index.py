@@ -1,7 +1,6 @@
 """Full-text search in a folder: SQLite's FTS5 with BM25 over the terms of passages.
 
-The index holds the documents' text, so nothing of the folder is read any more once it is made: what
-is asked for is a row, never a path.
+The index contains the documents' text, so a search reads rows of the database and never a path.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from keel.agents.environments.search.documents import (
 from keel.agents.environments.search.text import excerpt, signs, spans, terms
 
 VERSION = 1
-"""Raised with every change of what is in an index."""
+"""Format version. Increase it with every change of the content."""
 PASSAGE = 900
-"""Characters that are found together."""
+"""Length of a passage in characters."""
 SNIPPET = 280
 MOST_TERMS = 48
-"""Of a query."""
+"""Maximum number of terms in a query."""
 SEARCH_S = 10.0
-"""Longest search. A policy must not be able to lose its episode over a slow one."""
+"""Time limit of a search, so that a slow one fails the call and not the episode."""
 STEPS = 1000
-"""Of SQLite's, between two looks at the clock."""
+"""SQLite instructions between two checks of the time limit."""
 _TABLES = """
 create table about (key text primary key, value text);
 create table documents (id integer primary key, name text unique, title text, text text);
@@ -48,34 +47,34 @@ where found match ? order by bm25(found) limit ?
 
 
 class SearchIndex:
-    """An index, open to read. Implements `Library`."""
+    """An open index. Implements `Library`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError for what is none."""
+        """Open an index. Raises ValueError if it is invalid."""
         try:
             self._base = _opened(path)
             about = dict(self._base.execute("select key, value from about").fetchall())
         except sqlite3.Error as error:
-            raise ValueError(f"{path}: is no index of a corpus: {error}") from error
+            raise ValueError(f"{path}: not an index of a corpus: {error}") from error
         if about.get("version") != str(VERSION):
-            raise ValueError(f"{path}: is an index of another version; remove it")
+            raise ValueError(f"{path}: index of another version; remove it")
         self.of = about["of"]
-        """Fingerprint of the files that it was made from."""
+        """Fingerprint of the indexed files."""
 
     def search(self, query: str, most: int) -> list[Hit]:
-        if not (said := _expression(query)):
+        if not (expression := _expression(query)):
             return []
         wanted, hits = terms(query), dict[int, Hit]()
         until = time.monotonic() + SEARCH_S
         self._base.set_progress_handler(lambda: time.monotonic() > until, STEPS)
         try:
-            # A document may have many passages: a few are looked at for each that is wanted.
-            found = self._base.execute(_SEARCH, (said, 8 * most)).fetchall()
+            # Several passages may belong to one document, so fetch more than `most`.
+            passages = self._base.execute(_SEARCH, (expression, 8 * most)).fetchall()
         except sqlite3.OperationalError as error:
             raise ValueError("the search took too long; use fewer and rarer words") from error
         finally:
             self._base.set_progress_handler(None, 0)
-        for number, start, stop in found:
+        for number, start, stop in passages:
             if number not in hits and len(hits) < most:
                 name, title, text = self._row(number)
                 snippet = excerpt(text[start:stop], wanted, SNIPPET)
@@ -89,21 +88,21 @@ class SearchIndex:
         return Document(name=row[0], title=row[1], text=row[2]) if row else None
 
     def documents(self) -> Iterator[Document]:
-        """All, in order."""
+        """Yield all documents in order."""
         for row in self._base.execute("select name, title, text from documents order by id"):
             yield Document(name=row[0], title=row[1], text=row[2])
 
     def frequency(self, phrase: str) -> int:
-        """Documents that have the words of `phrase` one after the other in a passage."""
-        if not (found := terms(phrase)):
+        """Count the documents with the words of `phrase` next to each other in a passage."""
+        if not (words := terms(phrase)):
             return 0
-        columns = "signs" if _alone(found[0]) and len(found) == 1 else "{title terms}"
-        said = f'{columns}: "{" ".join(found)}"'
+        columns = "signs" if _alone(words[0]) and len(words) == 1 else "{title terms}"
+        expression = f'{columns}: "{" ".join(words)}"'
         count = (
             "select count(distinct p.document) from found join passages p on p.id = found.rowid "
             "where found match ?"
         )
-        return self._base.execute(count, (said,)).fetchone()[0]
+        return self._base.execute(count, (expression,)).fetchone()[0]
 
     def __len__(self) -> int:
         return self._base.execute("select count(*) from documents").fetchone()[0]
@@ -118,16 +117,18 @@ class SearchIndex:
 
 
 def default_path(folder: Path) -> Path:
-    """Where the index of a folder is kept."""
+    """Return the path of a folder's index in the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     return cache / "keel" / "search" / f"{name}.sqlite"
 
 
 def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Path] = ()) -> Path:
-    """The index of `folder`, made anew where its files have changed. without: files that are not
-    for whoever searches. Raises ValueError for a corpus that cannot be read or holds one of
-    `without`, OSError where the index cannot be written."""
+    """Return the path of `folder`'s index. It is rebuilt if a file has changed.
+
+    Raises ValueError for an unreadable corpus or one with a file of `without`, OSError if the index
+    cannot be written.
+    """
     folder = folder.expanduser()
     files, path = files_of(folder), path or default_path(folder)
     real = {file.resolve() for file in files}
@@ -152,7 +153,7 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
     try:
         _make(Path(made), folder, files, of)
         if os.geteuid() == 0:
-            os.chmod(made, 0o644)  # in a sandbox that root starts, others read it
+            os.chmod(made, 0o644)  # a sandbox started by root reads it as another user
         os.replace(made, path)
     except BaseException:
         os.unlink(made)
@@ -196,17 +197,18 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    # Immutable: nothing is written beside it, and in a sandbox nothing could be.
+    # Immutable, so SQLite creates no files next to it, which a sandbox does not allow.
     name = str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
     return sqlite3.connect(f"file:{name}?mode=ro&immutable=1", uri=True, check_same_thread=False)
 
 
 def _expression(query: str) -> str:
-    """Any of its terms. Each is letters and digits in quotes: nothing of FTS5's language."""
-    found = list(dict.fromkeys(terms(query)))[:MOST_TERMS]
-    return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in found)
+    """Return an FTS5 expression that words any term. Terms are quoted letters and digits, so a
+    query cannot contain FTS5 syntax."""
+    words = list(dict.fromkeys(terms(query)))[:MOST_TERMS]
+    return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in words)
 
 
 def _alone(term: str) -> bool:
-    """Whether it is one sign of a script without spaces, which pairs are made of elsewhere."""
+    """Return True for a single sign of a script without spaces. All other terms there are pairs."""
     return len(term) == 1 and bool(signs(term))

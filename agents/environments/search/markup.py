@@ -1,8 +1,7 @@
-"""What a reader sees of HTML.
+"""Extracts the visible text of HTML.
 
-Python's own parser takes time quadratic in the length of what is broken on purpose (minutes for 100
-kB of `<a `), and nobody knows who wrote a corpus. Here every look ahead that finds nothing is the
-last one of its kind.
+The HTML is untrusted. Python's own parser takes quadratic time for input that is broken on purpose
+(minutes for 100 kB of `<a `). Here, a search that finds nothing is never repeated.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 
 _NAME = re.compile(r"/?[a-zA-Z][a-zA-Z0-9:-]{0,40}")
 _RAW = ("script", "style", "template", "noscript", "svg", "textarea", "iframe", "object")
-"""Elements whose content nobody reads."""
+"""Elements whose content is not displayed as text."""
 _NAMES = """
 address article aside blockquote br caption dd div dl dt figcaption footer form h1 h2 h3 h4 h5 h6
 header hr li main nav ol p pre section table td th title tr ul
@@ -28,24 +27,24 @@ _HIDDEN = re.compile(
     re.IGNORECASE,
 )
 MOST_TAG = 4096
-"""Characters of a tag; what is longer is text."""
+"""Maximum length of a tag. A longer one counts as text."""
 
 
 def text_of_html(source: str) -> tuple[str, str]:
-    """Title and text. Takes anything; comments, scripts and hidden elements are left out."""
+    """Return title and text, without comments, scripts and hidden elements. Never fails."""
     seen, title, at = list[str](), list[str](), 0
     lower = source.lower() if len(source.lower()) == len(source) else source
-    gone: set[str] = set()
-    hidden: list[str] = []  # the open elements from the first hidden one on
+    missing: set[str] = set()
+    hidden: list[str] = []  # open elements, starting with the outermost hidden one
     in_title = False
 
     def after(mark: str, start: int) -> int:
-        """Where `mark` ends; the end of the source if there is none, which is looked for once."""
-        found = -1 if mark in gone else lower.find(mark, start)
-        if found < 0:
-            gone.add(mark)
+        """Return where the next `mark` ends, or the end of the source."""
+        position = -1 if mark in missing else lower.find(mark, start)
+        if position < 0:
+            missing.add(mark)
             return len(source)
-        return found + len(mark)
+        return position + len(mark)
 
     while at < len(source):
         start = source.find("<", at)
@@ -90,7 +89,7 @@ def seen_text(parts: list[str]) -> bool:
 
 
 def _end_of_tag(source: str, start: int) -> int:
-    """Past its `>`, quotes heeded; -1 where there is none in reach."""
+    """Return the position after the tag's `>` outside quotes, or -1."""
     quote = ""
     for at in range(start + 1, min(len(source), start + MOST_TAG)):
         sign = source[at]
@@ -106,7 +105,7 @@ def _end_of_tag(source: str, start: int) -> int:
 
 
 def _track(hidden: list[str], tag: str, closes_itself: bool) -> None:
-    """The open elements in a hidden one. An end without a beginning is nobody's."""
+    """Update the open elements inside a hidden one. An end tag without a start tag is ignored."""
     if tag[0] != "/":
         if tag not in _VOID and not closes_itself and len(hidden) < 512:
             hidden.append(tag)

@@ -1,1 +1,1 @@
-"""Planning a journey through synthetic cities: a general task as DeepSeek-V3.2 (2025) shows one."""
+"""Trip planning in made-up cities: a general task like the example of DeepSeek-V3.2 (2025)."""

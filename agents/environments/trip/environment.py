@@ -1,7 +1,7 @@
-"""The trip planner's environment: fifteen tools over a world, and a verdict on what was submitted.
+"""The trip planner's environment: fifteen tools over a made-up world, and a verdict.
 
-DeepSeek-V3.2 (2025), section 3.2.3, has a task of this kind as its example; the names of the tools
-and their parameters are the report's, the world is made up.
+DeepSeek-V3.2 (2025), section 3.2.3, has this task as its example. The names of the tools and of
+their parameters are the report's.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from keel.agents.environments.trip.verify import checks, judge
 from keel.agents.environments.trip.world import Attraction, World
 
 MOST_TRIES = 500
-"""Draws of a task until one has a solution."""
+"""Maximum number of draws until a task has a solution."""
 GUESSES = 40
 
 
 class Trip:
-    """One task: the one that the prompt's `reward` names, `{"trip": {"level": 0, "seed": 17}}`, or
-    else one of `level`, made from the seed."""
+    """One trip to plan.
+
+    The prompt's `reward` names the task, `{"trip": {"level": 0, "seed": 17}}`. Without it, the task
+    is drawn from the seed at `level`.
+    """
 
     def __init__(self, level: int = 0, ready: tuple[World, TripTask, Level] | None = None) -> None:
-        """ready: in place of an opening. Raises ValueError for a level that there is not."""
+        """Set up a task without an opening if `ready` is given. Raises ValueError for an unknown
+        level."""
         if not 0 <= level < len(LEVELS):
             raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")
         self._of = level
@@ -37,8 +41,8 @@ class Trip:
             self._begin(*ready)
 
     def opening(self, task: Mapping[str, Any], seed: int) -> str:
-        own = {"level": self._of, "seed": seed}
-        named: Mapping[str, int] = task.get("reward", {}).get("trip", own)
+        default = {"level": self._of, "seed": seed}
+        named: Mapping[str, int] = task.get("reward", {}).get("trip", default)
         level = LEVELS[named["level"]]
         self._begin(*make_task(named["seed"], level), level)
         return self._task.text()
@@ -87,8 +91,8 @@ class Trip:
         Args:
             info_keywords: Of city, ticket, rating, outdoor.
         """
-        found = self._one("attraction", self._world.attractions, attraction)
-        return _facts(asdict(found), info_keywords)
+        place = self._one("attraction", self._world.attractions, attraction)
+        return _facts(asdict(place), info_keywords)
 
     def get_infos_by_city(self, info_keywords: list[str], city: str) -> dict[str, Any]:
         """Facts about a city.
@@ -122,8 +126,8 @@ class Trip:
         Args:
             info_keywords: Of city, price, rating, cuisine.
         """
-        found = self._one("restaurant", self._world.restaurants, restaurant)
-        return _facts(asdict(found), info_keywords)
+        place = self._one("restaurant", self._world.restaurants, restaurant)
+        return _facts(asdict(place), info_keywords)
 
     def get_inter_city_transport(self, from_city: str, to_city: str) -> list[dict[str, Any]]:
         """The connections from one city to another; an empty list if there is none."""
@@ -149,32 +153,35 @@ class Trip:
             parts = {"correct": 0.0, "share": 0.0, "progress": self._progress(0.0)}
             return parts, {"submitted": False}
         met = checks(self._world, self._task, self._submitted)
-        # Nothing is owed to the form alone.
+        # A well-formed answer alone is worth nothing.
         share = sum(met.values()) / len(met) if met["form"] else 0.0
         right = float(all(met.values()))
         parts = {"correct": right, "share": share, "progress": self._progress(share)}
         return parts, {"submitted": True, "not met": [name for name, ok in met.items() if not ok]}
 
     def _progress(self, share: float) -> float:
-        """Of the lists that have to be looked at and the answer, the share that is done: each kind
-        of place that is asked for, in each day's city, or in any where the cities are free."""
+        """Return the completed share of the needed steps: lists to look at, and the answer.
+
+        There is one list for each kind of place in each day's city, or in any city if the task
+        does not name the cities.
+        """
         task = self._task
         kinds = [kind for kind in ("hotel", "restaurant", "attraction") if task.asks_for(kind)]
         if task.cities is None:
             looked, needed = {kind for kind, _ in self._seen} & set(kinds), len(kinds)
         else:
-            wanted = {(kind, city) for kind in kinds for city in task.cities}
-            looked, needed = self._seen & wanted, len(wanted)
+            lists = {(kind, city) for kind in kinds for city in task.cities}
+            looked, needed = self._seen & lists, len(lists)
         return (len(looked) + share) / (needed + 1)
 
     def _listed(self, kind: str, places: Mapping[str, Any], city: str) -> Any:
         self._seen.add((kind, city))
-        found = [place for place in places.values() if place.city == city]
+        matches = [place for place in places.values() if place.city == city]
         if self._level.plain:
-            return "\n".join(f"{one.name} {_price(one)}" for one in found)
+            return "\n".join(f"{one.name} {_price(one)}" for one in matches)
         if not self._level.listing:
-            return [place.name for place in found]
-        return [{k: v for k, v in asdict(place).items() if k != "city"} for place in found]
+            return [place.name for place in matches]
+        return [{k: v for k, v in asdict(place).items() if k != "city"} for place in matches]
 
     def _city(self, name: str) -> str:
         if name not in self._world.cities:
@@ -201,8 +208,7 @@ def _facts(known: dict[str, Any], keywords: Sequence[str]) -> dict[str, Any]:
 
 
 def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """The task of a seed. It has a solution, which its own tools find, and not every plan of the
-    right form is one."""
+    """Return a seed's task. Its tools suffice to solve it, and most random plans fail."""
     for attempt in range(MOST_TRIES):
         world, task = draw_task(seed * MOST_TRIES + attempt, level)
         if _possible(world, task, level) and not _anything_goes(world, task):
@@ -211,14 +217,14 @@ def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
 
 
 def answers(trip: Trip, calls: Calls) -> bool:
-    """Run a solver against an environment of this process. Returns what it returns."""
-    said: str | None = None
+    """Run a solver against an environment of this process. Return its result."""
+    result: str | None = None
     while True:
         try:
-            name, arguments = calls.send(said) if said is not None else next(calls)
+            name, arguments = calls.send(result) if result is not None else next(calls)
         except StopIteration as end:
             return bool(end.value)
-        said = text_of(getattr(trip, name)(**arguments))
+        result = text_of(getattr(trip, name)(**arguments))
 
 
 def _possible(world: World, task: TripTask, level: Level) -> bool:
@@ -227,17 +233,17 @@ def _possible(world: World, task: TripTask, level: Level) -> bool:
 
 
 def _anything_goes(world: World, task: TripTask) -> bool:
-    """Whether most plans that only put things where they are would do."""
+    """Return True if most random plans with places in the right city would be correct."""
     draw = random.Random(task.text())
     good = bad = 0
-    while good <= GUESSES // 2 and bad < GUESSES / 2:  # or the other guesses decide nothing
+    while good <= GUESSES // 2 and bad < GUESSES / 2:  # stop once the outcome is certain
         fits = all(judge(world, task, a_plan(world, task, draw)).values())
         good, bad = good + fits, bad + (not fits)
     return good > GUESSES // 2
 
 
 def a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, str]]:
-    """A plan that keeps to the cities, and is drawn at random else."""
+    """Draw a plan with places in the right cities."""
     others = [city for city in world.cities if city != task.start]
     cities = task.cities or draw.sample(others, len(task.dates))
     plan: list[dict[str, str]] = []

@@ -1,4 +1,4 @@
-"""Prompts of trip tasks, for a recipe's data."""
+"""Prompts of trip tasks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from keel.rl.types import Prompt
 
 
 def trip_prompts(level: int, count: int, *, seed: int) -> list[Prompt]:
-    """`count` tasks of one of `LEVELS`, other ones for every seed, each solvable.
+    """Draw `count` solvable tasks of one of `LEVELS`. Each seed gives different ones.
 
-    Raises ValueError for a level that there is not.
+    Raises ValueError for an unknown level.
     """
     if not 0 <= level < len(LEVELS):
         raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")

@@ -1,4 +1,4 @@
-"""Solves a trip by its tools alone: what can be known of the world comes from their answers."""
+"""Solves a trip with the tools alone, without access to the world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keel.agents.environments.trip.tasks import TripTask
 from keel.agents.environments.trip.verify import MEALS, band_holds, band_of
 
 Calls = Generator[tuple[str, dict[str, Any]], str, Any]
-"""Yields calls (name, arguments) and is sent what they return."""
+"""Generator that yields calls (name, arguments) and receives their results."""
 _ABOUT = {
     "hotel": ["price"],
     "restaurant": ["price", "rating"],
@@ -20,8 +20,7 @@ _ABOUT = {
 
 
 def solve(task: TripTask) -> Calls:
-    """Ends with a call of submit_result, or without one where there is no solution. Returns whether
-    there is one."""
+    """Submit a solution if there is one. Return whether there is one."""
     known: dict[tuple[str, str], list[dict[str, Any]]] = {}
     if task.cities is not None:
         routes = [task.cities]
@@ -37,19 +36,19 @@ def solve(task: TripTask) -> Calls:
             if task.connected:
                 leg = (route[day - 1] if day else task.start, city)
                 if leg not in legs:
-                    said = yield (
+                    reply = yield (
                         "get_inter_city_transport",
                         dict(zip(("from_city", "to_city"), leg, strict=True)),
                     )
-                    legs[leg] = bool(json.loads(said))
+                    legs[leg] = bool(json.loads(reply))
                 if not legs[leg]:
                     break
             if (city, day) not in days:
                 days[city, day] = yield from _day(task, day, city, known)
-            found = days[city, day]
-            if found is None:
+            day_plan = days[city, day]
+            if day_plan is None:
                 break
-            plan.append(found)
+            plan.append(day_plan)
         else:
             yield "submit_result", {"answer_text": written(task, plan)}
             return True
@@ -59,8 +58,8 @@ def solve(task: TripTask) -> Calls:
 def _day(
     task: TripTask, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
-    """A plan for one day in a city that meets all that is asked of such a day."""
-    wanted = [key for key in task.keys if key not in ("time", "city")]
+    """Return a plan for one day in a city that meets all demands on that day, or None."""
+    keys = [key for key in task.keys if key not in ("time", "city")]
     lists: dict[str, list[dict[str, Any]]] = {}
     for kind in _ABOUT:
         if task.asks_for(kind):
@@ -73,7 +72,7 @@ def _day(
             (yield "get_weather_by_city_date", {"city": city, "date": task.dates[day]})
         )
         sights = [one for one in sights if not (one["outdoor"] and weather["weather"] == "rain")]
-    meals = [key for key in MEALS if key in wanted]
+    meals = [key for key in MEALS if key in keys]
     for hotel in lists.get("hotel", []):
         if task.hotel_at_most is not None and hotel["price"] > task.hotel_at_most:
             continue
@@ -81,12 +80,12 @@ def _day(
         if task.bands and day == task.rule_day and band is None:
             continue
         for sight in sights:
-            for chosen in permutations(lists.get("restaurant", []), len(meals)):
-                eaten = [(one["price"], one["rating"]) for one in chosen]
-                if band is None or band_holds(band, eaten, sight["ticket"]):
+            for meal_places in permutations(lists.get("restaurant", []), len(meals)):
+                meal_facts = [(one["price"], one["rating"]) for one in meal_places]
+                if band is None or band_holds(band, meal_facts, sight["ticket"]):
                     plan = {"time": task.dates[day], "city": city, "hotel": hotel["name"]}
                     plan["afternoon_attraction"] = sight["name"]
-                    plan |= {key: one["name"] for key, one in zip(meals, chosen, strict=True)}
+                    plan |= {key: one["name"] for key, one in zip(meals, meal_places, strict=True)}
                     return {key: plan[key] for key in task.keys}
     return None
 
@@ -94,23 +93,23 @@ def _day(
 def _all(
     kind: str, city: str, plain: bool
 ) -> Generator[tuple[str, dict[str, Any]], str, list[dict[str, Any]]]:
-    said = yield f"get_all_{kind}s_by_city", {"city": city}
+    reply = yield f"get_all_{kind}s_by_city", {"city": city}
     if plain:
-        pairs = [line.rsplit(" ", 1) for line in said.splitlines()]
+        pairs = [line.rsplit(" ", 1) for line in reply.splitlines()]
         return [{"name": name, _ABOUT[kind][0]: int(price)} for name, price in pairs]
-    listed: list[Any] = json.loads(said)
-    found: list[dict[str, Any]] = []
+    listed: list[Any] = json.loads(reply)
+    places: list[dict[str, Any]] = []
     for one in listed:
         if isinstance(one, str):
-            asked = {"info_keywords": _ABOUT[kind], kind: one}
-            found.append({"name": one, **json.loads((yield f"get_infos_by_{kind}", asked))})
+            arguments = {"info_keywords": _ABOUT[kind], kind: one}
+            places.append({"name": one, **json.loads((yield f"get_infos_by_{kind}", arguments))})
         else:
-            found.append(one)
-    return found
+            places.append(one)
+    return places
 
 
 def written(task: TripTask, plan: list[dict[str, str]]) -> str:
-    """A plan as it is submitted."""
+    """Return a plan as the text to submit."""
     if task.plain:
         return "\n".join(", ".join(day[key] for key in task.keys) for day in plan)
     return json.dumps(plan, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Tasks of the trip planner: so many days, nothing twice, and a rule by the price of one hotel."""
+"""Tasks of the trip planner: some days, distinct places, and a rule about one hotel's price."""
 
 from __future__ import annotations
 
@@ -16,48 +16,50 @@ KEYS = (
     "afternoon_attraction",
     "evening_restaurant",
 )
-"""Of the object for one day."""
+"""Keys of a day's object in a plan."""
 START_OF_TIME = datetime.date(2025, 10, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """What follows for a day whose hotel costs from `low` to below `high` CNY. None: nothing."""
+    """Demands on a day whose hotel costs from `low` to below `high` CNY. A demand of None always
+    holds."""
 
     low: int
     high: int | None = None
-    """None: no end."""
+    """Upper bound in CNY; None for no bound."""
     meals_below: int | None = None
-    """Both restaurants together, CNY."""
+    """Upper bound on the price of both restaurants together, in CNY."""
     both_rated: float | None = None
     one_rated: float | None = None
-    """At least one of the restaurants."""
+    """Minimum rating of at least one restaurant."""
     ticket_below: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A degree of difficulty."""
+    """A level of difficulty."""
 
     size: Size
     days: int = 1
     keys: tuple[str, ...] = KEYS
-    """What is asked for of each day."""
+    """Keys of a day's object that the plan must contain."""
     plain: bool = False
-    """The answer is the bare words, separated by commas, and not JSON."""
+    """The answer is names separated by commas instead of JSON."""
     bands: tuple[Band, ...] = ()
-    """Drawn anew for every task, around these; none of them: the hotel's price is bounded."""
+    """Price bands around which each task draws its bounds. Without bands, only the hotel's price is
+    bounded."""
     fixed: bool = False
     """The task names each day's city."""
     connected: bool = False
     """Each city must have a route from the one before."""
     dry: bool = False
-    """No outdoor attraction where it rains."""
+    """No outdoor attraction on a day with rain."""
     listing: bool = True
-    """Whether lists hold prices and ratings, or names alone. A plain level's are lines of a name
-    and a price."""
+    """Lists contain prices and ratings instead of names only. A plain level's lists are lines of
+    name and price."""
     tools: tuple[str, ...] | None = None
-    """Those offered. None: all."""
+    """Names of the offered tools. None: all."""
 
 
 REPORT = (
@@ -112,44 +114,44 @@ LEVELS = (
         listing=False,
     ),
 )
-"""From one call and a hotel's name to more than the report's example."""
+"""From finding one hotel's name to more than the report's example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TripTask:
-    """What has to be planned. Nothing in here is a secret."""
+    """A plan to make, described in full in the prompt."""
 
     dates: tuple[str, ...]
     start: str
-    """Where the journey begins; "" where the cities are fixed. It is not stayed in."""
+    """City where the journey begins, not part of the plan; "" if the cities are fixed."""
     cities: tuple[str, ...] | None
-    """Each day's, where they are fixed."""
+    """Each day's city, if the task fixes them."""
     keys: tuple[str, ...]
     plain: bool
     rule_day: int
-    """Index of the day that `bands` is about."""
+    """Index of the day that `bands` applies to."""
     bands: tuple[Band, ...]
     hotel_at_most: int | None
     connected: bool
     dry: bool
 
     def asks_for(self, kind: str) -> bool:
-        """Whether a plan names a hotel, a restaurant or an attraction."""
+        """Return True if a plan must name a hotel, a restaurant or an attraction (`kind`)."""
         return any(kind in key for key in self.keys)
 
     def text(self) -> str:
-        """As the policy is told of it."""
+        """The task's text for the policy."""
         return " ".join([*self._what(), *self._how(), self._form()])
 
     def _what(self) -> list[str]:
         days = len(self.dates)
         span = self.dates[0] if days == 1 else f"{self.dates[0]} to {self.dates[-1]}"
-        wanted = [key for key in self.keys if key not in ("time", "city")]
+        keys = [key for key in self.keys if key not in ("time", "city")]
         if self.cities is not None and days == 1:
             where = f"in {self.cities[0]}"
-            if wanted == ["hotel"]:
+            if keys == ["hotel"]:
                 return [f"Find a hotel {where} for at most {self.hotel_at_most} CNY."]
-            things = ", ".join(f"the {key.replace('_', ' ')}" for key in wanted)
+            things = ", ".join(f"the {key.replace('_', ' ')}" for key in keys)
             return [f"Plan one day {where} ({span}): {things}."]
         places = ""
         if self.cities is not None:
@@ -163,20 +165,20 @@ class TripTask:
         ]
 
     def _how(self) -> list[str]:
-        said: list[str] = []
+        rules: list[str] = []
         if len(self.keys) > 1:
-            said.append("Everything must be in that day's city, and nothing may come twice.")
+            rules.append("Everything must be in that day's city, and nothing may come twice.")
         if self.connected:
-            said.append("Every city must have a transport connection from the one before it.")
+            rules.append("Every city must have a transport connection from the one before it.")
         if self.dry:
-            said.append("Where it rains on the day, the attraction must not be outdoors.")
+            rules.append("Where it rains on the day, the attraction must not be outdoors.")
         if not self.bands:
-            return said
+            return rules
         day = "" if len(self.dates) == 1 else f" of day {self.rule_day + 1}"
         for band in self.bands:
             most = "" if band.high is None else f" and below {band.high}"
-            said.append(f"If the hotel{day} costs at least {band.low} CNY{most}: {_terms(band)}.")
-        return said
+            rules.append(f"If the hotel{day} costs at least {band.low} CNY{most}: {_terms(band)}.")
+        return rules
 
     def _form(self) -> str:
         if self.plain:
@@ -194,17 +196,17 @@ class TripTask:
 
 
 def _terms(band: Band) -> str:
-    said = [
+    terms = [
         (band.meals_below, "both restaurants together cost less than {} CNY"),
         (band.both_rated, "both restaurants are rated at least {}"),
         (band.one_rated, "at least one restaurant is rated at least {}"),
         (band.ticket_below, "the attraction's ticket costs less than {} CNY"),
     ]
-    return ", ".join(text.format(value) for value, text in said if value is not None) or "anything"
+    return ", ".join(text.format(value) for value, text in terms if value is not None) or "anything"
 
 
 def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """A world and a task in it, which may have no solution: `environment.make_task` looks."""
+    """Draw a world and a task, which may have no solution; `environment.make_task` checks."""
     draw = random.Random(f"task {seed}")
     first = START_OF_TIME + datetime.timedelta(days=draw.randrange(60))
     dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
@@ -212,7 +214,7 @@ def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
     prices = sorted(hotel.price for hotel in world.hotels.values())
     cities = draw.sample(world.cities, level.days if level.fixed else 1)
     at_most = None
-    if not level.bands:  # the cheaper half of the city's hotels may do, and at least one
+    if not level.bands:  # at least one and at most half of the city's hotels are cheap enough
         prices = sorted(one.price for one in world.hotels.values() if one.city == cities[0])
         at_most = prices[draw.randrange(max(1, len(prices) // 2))]
     exact = level.bands == REPORT
@@ -231,7 +233,7 @@ def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
 
 
 def _varied(band: Band, draw: random.Random) -> Band:
-    """The same band with other bounds."""
+    """Return the band with bounds drawn near its own."""
     return replace(
         band,
         meals_below=band.meals_below and band.meals_below + 10 * draw.randrange(-6, 7),

@@ -1,4 +1,4 @@
-"""Whether a submitted plan does what its task asks for."""
+"""Checks whether a submitted plan meets its task's demands."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Day = Mapping[str, str]
 
 
 def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
-    """Each demand by name, and whether `answer` meets it. It is right if it meets all of them.
+    """Return each demand's name and whether `answer` meets it.
 
-    A text that is no plan of as many days meets none: the demands are then those of its form.
+    If the answer is malformed, the only demand is `form`.
     """
     plan = parse(task, answer)
     if plan is None:
@@ -26,7 +26,7 @@ def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
 
 
 def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
-    """The days of a plan, each with the task's keys and no others. None: it is no such thing."""
+    """Return a plan's days, each with exactly the task's keys, or None for a malformed answer."""
     if len(answer) > MOST_CHARACTERS:
         return None
     if task.plain:
@@ -36,10 +36,10 @@ def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
             return None
         return [dict(zip(task.keys, day, strict=True)) for day in words]
     try:
-        found = json.loads(answer)
+        value = json.loads(answer)
     except (ValueError, RecursionError):
         return None
-    days = cast(list[Any], found) if isinstance(found, list) else []
+    days = cast(list[Any], value) if isinstance(value, list) else []
     if len(days) != len(task.dates):
         return None
     for day in days:
@@ -50,21 +50,21 @@ def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
 
 
 def judge(world: World, task: TripTask, plan: Sequence[Day]) -> dict[str, bool]:
-    """The demands on a plan of the right form."""
+    """Check the demands on a well-formed plan."""
     days = [{"time": date, **day} for date, day in zip(task.dates, plan, strict=True)]
     if task.cities is not None:
         days = [{"city": city, **day} for city, day in zip(task.cities, days, strict=True)]
-    told: dict[str, bool] = {}
+    met: dict[str, bool] = {}
     if "time" in task.keys:
-        told["time"] = [day["time"] for day in days] == list(task.dates)
+        met["time"] = [day["time"] for day in days] == list(task.dates)
     cities = [day["city"] for day in days]
     if "city" in task.keys:
-        wanted = task.cities is None or cities == list(task.cities)
-        told["cities"] = wanted and all(c in world.cities and c != task.start for c in cities)
-        told["no city twice"] = len(set(cities)) == len(cities)
+        as_named = task.cities is None or cities == list(task.cities)
+        met["cities"] = as_named and all(c in world.cities and c != task.start for c in cities)
+        met["no city twice"] = len(set(cities)) == len(cities)
     if task.connected:
         legs = zip((task.start, *cities), cities, strict=False)
-        told["connections"] = all(leg in world.routes for leg in legs)
+        met["connections"] = all(leg in world.routes for leg in legs)
     places: dict[str, Mapping[str, Any]] = {
         "hotel": world.hotels,
         "afternoon_restaurant": world.restaurants,
@@ -74,29 +74,29 @@ def judge(world: World, task: TripTask, plan: Sequence[Day]) -> dict[str, bool]:
     keys = [key for key in task.keys if key in places]
     known = True
     for key in keys:
-        found = [places[key].get(day[key]) for day in days]
-        there = [
+        places_named = [places[key].get(day[key]) for day in days]
+        in_city = [
             one is not None and one.city == day["city"]
-            for one, day in zip(found, days, strict=True)
+            for one, day in zip(places_named, days, strict=True)
         ]
-        told[f"{key} in the city"] = all(there)
-        known = known and all(one is not None for one in found)
+        met[f"{key} in the city"] = all(in_city)
+        known = known and all(one is not None for one in places_named)
     names = [day[key] for day in days for key in keys]
     if len(names) > 1:
-        told["nothing twice"] = len(set(names)) == len(names)
+        met["nothing twice"] = len(set(names)) == len(names)
     if task.hotel_at_most is not None:
-        told["hotel's price"] = known and all(
+        met["hotel's price"] = known and all(
             world.hotels[day["hotel"]].price <= task.hotel_at_most for day in days
         )
     if task.bands:
-        told["rule"] = known and _rule(world, task.bands, days[task.rule_day])
+        met["rule"] = known and _rule(world, task.bands, days[task.rule_day])
     if task.dry:
-        told["no rain"] = known and not any(
+        met["no rain"] = known and not any(
             world.attractions[day["afternoon_attraction"]].outdoor
             and world.weather.get((day["city"], date)) == "rain"
             for date, day in zip(task.dates, days, strict=True)
         )
-    return told
+    return met
 
 
 def _rule(world: World, bands: Sequence[Band], day: Day) -> bool:
@@ -113,7 +113,7 @@ def _rule(world: World, bands: Sequence[Band], day: Day) -> bool:
 
 
 def band_of(bands: Sequence[Band], price: int) -> Band | None:
-    """The band of a hotel's price."""
+    """Return the band that contains a hotel's price."""
     for band in bands:
         if band.low <= price and (band.high is None or price < band.high):
             return band
@@ -121,7 +121,7 @@ def band_of(bands: Sequence[Band], price: int) -> Band | None:
 
 
 def band_holds(band: Band, meals: Sequence[tuple[int, float]], ticket: int) -> bool:
-    """meals: price and rating of each restaurant."""
+    """Return True if a day meets a band's demands. `meals` holds each (price, rating)."""
     ratings = [rating for _, rating in meals]
     return (
         (band.meals_below is None or sum(price for price, _ in meals) < band.meals_below)

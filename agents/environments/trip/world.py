@@ -1,6 +1,6 @@
-"""A synthetic country: cities with their hotels, restaurants and attractions, and how to get about.
+"""A made-up country: cities with hotels, restaurants, attractions and transport.
 
-Everything comes from a seed, and every name stands for one thing alone.
+Everything is drawn from a seed, and all names are unique.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Hotel:
     name: str
     city: str
     price: int
-    """CNY a night."""
+    """Price per night in CNY."""
     rating: float
 
 
@@ -31,7 +31,7 @@ class Restaurant:
     name: str
     city: str
     price: int
-    """CNY a person."""
+    """Price per person in CNY."""
     rating: float
     cuisine: str
 
@@ -41,14 +41,14 @@ class Attraction:
     name: str
     city: str
     ticket: int
-    """CNY."""
+    """Ticket price in CNY."""
     rating: float
     outdoor: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """From one city to another, and the same back."""
+    """A connection between two cities, in both directions."""
 
     by: str
     hours: float
@@ -57,19 +57,20 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large a world is."""
+    """Size of a world."""
 
     cities: int
     hotels: int
-    """In each city, as are the next two."""
+    """Hotels per city. Restaurants and attractions are also counted per city."""
     restaurants: int
     attractions: int
     long_names: bool = True
-    """Else of two letters, which a small model copies more easily; there are 70 such names."""
+    """Use long names. Otherwise names have two letters, which a small model copies more easily; 70
+    such names exist."""
     price_step: int = 10
-    """Hotels' prices are multiples of it, from 200 CNY."""
+    """Hotel prices are multiples of this, starting at 200 CNY."""
     routes: float = 1.0
-    """Share of the pairs of cities with a route between them."""
+    """Share of city pairs with a route between them."""
 
     def __post_init__(self) -> None:
         each = 1 + self.hotels + self.restaurants + self.attractions
@@ -83,19 +84,19 @@ class Size:
 class World:
     cities: tuple[str, ...]
     hotels: dict[str, Hotel]
-    """By name, as are the next two."""
+    """Hotels keyed by name. Restaurants and attractions are keyed in the same way."""
     restaurants: dict[str, Restaurant]
     attractions: dict[str, Attraction]
     routes: dict[tuple[str, str], Route]
-    """Both ways."""
+    """Routes keyed by (from, to), in both directions."""
     transport: dict[str, tuple[str, ...]]
-    """Inside each city."""
+    """Local transport of each city."""
     weather: dict[tuple[str, str], str]
-    """By city and date."""
+    """Weather keyed by city and date."""
 
 
 def make_world(seed: int, size: Size, dates: tuple[str, ...]) -> World:
-    """The same for the same seed, on every machine."""
+    """Draw a world. The same seed gives the same world on every machine."""
     draw = random.Random(f"world {seed}")
     names = _names(draw, size.long_names)
     cities = tuple(next(names) for _ in range(size.cities))
@@ -103,11 +104,11 @@ def make_world(seed: int, size: Size, dates: tuple[str, ...]) -> World:
     restaurants: dict[str, Restaurant] = {}
     attractions: dict[str, Attraction] = {}
     long = size.long_names
-    most = 1000 if size.price_step == 100 else 1200  # of as many digits, where they are few
+    max_price = 1000 if size.price_step == 100 else 1200  # coarse prices all have three digits
     for city in cities:
         for _ in range(size.hotels):
             name = next(names) + (draw.choice((" Inn", " Hotel", " House")) if long else "")
-            price, rating = draw.randrange(200, most, size.price_step), _rating(draw)
+            price, rating = draw.randrange(200, max_price, size.price_step), _rating(draw)
             hotels[name] = Hotel(name=name, city=city, price=price, rating=rating)
         for _ in range(size.restaurants):
             name = next(names) + (draw.choice((" Kitchen", " Table", " Diner")) if long else "")
@@ -154,16 +155,16 @@ def _rating(draw: random.Random) -> float:
 
 
 def _names(draw: random.Random, long: bool) -> Iterator[str]:
-    """Each once."""
+    """Yield unique names."""
     short = [one + two for one in _CONSONANTS for two in _VOWELS]
     if not long:
         draw.shuffle(short)
         yield from (name.capitalize() for name in short)
         return
-    given: set[str] = set()
+    used: set[str] = set()
     while True:
         name = "".join(draw.choices(short, k=draw.choice((2, 3)))).capitalize()
         name += draw.choice(("", "n", "r", "s"))
-        if name not in given:
-            given.add(name)
+        if name not in used:
+            used.add(name)
             yield name
