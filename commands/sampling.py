@@ -60,7 +60,7 @@ MAX_ANSWER = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class SampledPolicy:
     """The model to sample from, with the prompts to ask it."""
 
     config: Config
@@ -89,7 +89,9 @@ class Policy:
         return {name: prompts[: settings.size or None] for name, prompts in sets.items()}
 
 
-def choose_policy(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) -> Policy:
+def choose_policy(
+    recipe: str, overrides: Sequence[str], knob: str, checkpoint: str
+) -> SampledPolicy:
     """The endpoint, or the model at `checkpoint`, the value of `knob`. Raises ConfigError."""
     config = load_config(recipe, overrides)
     if config.endpoint.base_url:
@@ -117,7 +119,7 @@ def choose_policy(recipe: str, overrides: Sequence[str], knob: str, checkpoint: 
                 runtime.wake()
             yield runtime
 
-    return Policy(
+    return SampledPolicy(
         config=task.config,
         dataset=task.dataset,
         identity=(source or "the base model") + suffix,
@@ -130,7 +132,7 @@ def choose_policy(recipe: str, overrides: Sequence[str], knob: str, checkpoint: 
     )
 
 
-def _endpoint_policy(config: Config) -> Policy:
+def _endpoint_policy(config: Config) -> SampledPolicy:
     """A model behind an endpoint, whose tokens cannot be counted. Raises ConfigError."""
     endpoint = config.endpoint
     require_prompts(config)
@@ -181,7 +183,7 @@ def _endpoint_policy(config: Config) -> Policy:
 
     lines = [*source_lines(config, dataset), *(f"{name}: {note}" for name, note in notes.items())]
     identity = f"{endpoint.model} at {endpoint.base_url}"
-    return Policy(
+    return SampledPolicy(
         config=config,
         dataset=dataset,
         identity=identity,

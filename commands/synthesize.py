@@ -14,8 +14,8 @@ from typing import Any, Protocol, Self
 
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig
-from keel.synthesis.author import Author, AuthorLost, Budget, BudgetSpent, EndpointAuthor
-from keel.synthesis.ledger import Ledger, Outcome, Rejected
+from keel.synthesis.author import Author, AuthorLost, BudgetSpent, EndpointAuthor, SynthesisBudget
+from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
 
 Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
 """Make the task of a key and write it to the folder, completely or not at all.
@@ -116,7 +116,7 @@ async def _make_left(
                 under_way.discard(key)
             lost, seconds = 0, round(time.monotonic() - begun, 3)
             ledger.add(
-                Outcome(
+                TaskOutcome(
                     key=key,
                     outcome=outcome,
                     gate=gate,
@@ -203,7 +203,7 @@ async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
         # asyncio's handler needs the loop, which preparing may block for long.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, _leave)
-        budget = Budget(config.budget, ledger.spent, ledger.used)
+        budget = SynthesisBudget(config.budget, ledger.spent, ledger.used)
         authors: list[EndpointAuthor] = []
 
         def author_of(value: AuthorConfig) -> EndpointAuthor:

@@ -24,7 +24,7 @@ LEFT_OUT = (*SAMPLED, "longer ones", "for balance")
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class DistilledCandidate:
     """A specialist's completion."""
 
     kind: Kind
@@ -46,9 +46,9 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
     bounds = _bounds(config)
     parts: set[str] = set()
     counts: defaultdict[Kind, Counter[str]] = defaultdict(Counter)
-    chosen: list[tuple[int, Candidate]] = []
+    chosen: list[tuple[int, DistilledCandidate]] = []
     seen: set[str] = set()
-    prompts: defaultdict[str, list[Candidate]] = defaultdict(list)
+    prompts: defaultdict[str, list[DistilledCandidate]] = defaultdict(list)
     for candidate in candidates(sampled, config.least):
         why, content = candidate.why_not, _content(candidate)
         of: Mapping[str, float] = candidate.line["parts"]
@@ -88,7 +88,7 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
     return [_text(counts, learned), f"to learn        {out}"]
 
 
-def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[Candidate]:
+def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[DistilledCandidate]:
     """Yield all completions in the order of specialists and prompts. Raises ConfigError."""
     for specialist, folder in sampled.items():
         for asked in read_evaluation(folder):
@@ -106,7 +106,7 @@ def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[Candidate]
                 why = "wrong" if sample["correct"] < least - FAIL else ""
                 why = "cut off" if sample["finish_reason"] != "stop" else why
                 why = "not scored" if sample["error"] else why
-                yield Candidate(
+                yield DistilledCandidate(
                     kind=(asked.domain, bool(record["thinking"])),
                     prompt=asked.id,
                     tokens=sample["tokens"],
@@ -123,16 +123,16 @@ def _bounds(config: SelectConfig) -> list[tuple[str, float, float]]:
 
 
 def _balanced(
-    chosen: Sequence[tuple[int, Candidate]],
+    chosen: Sequence[tuple[int, DistilledCandidate]],
     balance: float,
     counts: Mapping[Kind, Counter[str]],
-) -> list[tuple[int, Candidate]]:
+) -> list[tuple[int, DistilledCandidate]]:
     """Limit each kind to `balance` times the smallest; prompts' first completions come first."""
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:
         return list(chosen)
     most, taken = int(balance * min(sizes.values())), Counter[Kind]()
-    kept: list[tuple[int, Candidate]] = []
+    kept: list[tuple[int, DistilledCandidate]] = []
     for place, one in sorted(chosen, key=lambda pair: pair[0]):
         if taken[one.kind] < most:
             taken[one.kind] += 1
@@ -142,7 +142,7 @@ def _balanced(
     return kept
 
 
-def _content(candidate: Candidate) -> str:
+def _content(candidate: DistilledCandidate) -> str:
     """Identifies the conversation, to find duplicates."""
     messages: Sequence[Mapping[str, Any]] = candidate.line["messages"]
     return json.dumps([candidate.kind[1], messages], sort_keys=True)

@@ -36,7 +36,7 @@ class BudgetSpent(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class CallUsage:
     """Tokens and price of one call."""
 
     model: str
@@ -81,11 +81,11 @@ class Author(Protocol):
         ...
 
 
-class Budget:
+class SynthesisBudget:
     """Tokens and money spent, and reserved for calls in flight. Belongs to one event loop."""
 
     def __init__(
-        self, limits: CostConfig, spent: Sequence[Usage], record: Callable[[Usage], None]
+        self, limits: CostConfig, spent: Sequence[CallUsage], record: Callable[[CallUsage], None]
     ) -> None:
         """`spent` is the usage of earlier starts; `record` saves the usage of each new call."""
         self._limits, self._record = limits, record
@@ -114,7 +114,7 @@ class Budget:
             self._held_tokens -= tokens
             self._held_usd -= usd
 
-    def _took(self, usage: Usage) -> None:
+    def _took(self, usage: CallUsage) -> None:
         self.tokens += usage.tokens
         self.usd += usage.usd
         self._record(usage)
@@ -123,7 +123,7 @@ class Budget:
 class EndpointAuthor:
     """A model behind an OpenAI-compatible endpoint. Belongs to one event loop."""
 
-    def __init__(self, config: AuthorConfig, budget: Budget) -> None:
+    def __init__(self, config: AuthorConfig, budget: SynthesisBudget) -> None:
         """Raises ValueError if its key is not set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
@@ -151,8 +151,8 @@ class EndpointAuthor:
         request = _encodable(list(messages))
         bound = most_tokens(json.dumps([*request, *offered], ensure_ascii=False)), config.max_tokens
 
-        def used(tokens: tuple[int, int]) -> Usage:
-            return Usage(
+        def used(tokens: tuple[int, int]) -> CallUsage:
+            return CallUsage(
                 model=self.name,
                 purpose=purpose,
                 prompt_tokens=tokens[0],

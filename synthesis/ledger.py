@@ -1,6 +1,6 @@
 """Record of a synthesis in its folder, which the next start continues.
 
-outcomes.jsonl   one line per finished task (`Outcome`)
+outcomes.jsonl   one line per finished task (`TaskOutcome`)
 usage.jsonl      one line per model call: {"model", "purpose", "prompt_tokens", …}
 settings.json    the settings that tasks depend on
 report.json      totals: made, kept, rejected by gate with reasons, tokens and money by purpose
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from keel.configs.work_folder import WorkFolder
-from keel.synthesis.author import Usage
+from keel.synthesis.author import CallUsage
 
 REASONS = 5
 """Reasons listed per gate."""
@@ -25,7 +25,7 @@ MOST_SAID = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TaskOutcome:
     """Result of a task."""
 
     key: str
@@ -55,8 +55,8 @@ class Ledger:
         """`settings` are the settings that tasks depend on, as JSON."""
         self.folder = folder
         self._settings = settings
-        self.outcomes: dict[str, Outcome] = {}
-        self.spent: list[Usage] = []
+        self.outcomes: dict[str, TaskOutcome] = {}
+        self.spent: list[CallUsage] = []
 
     def __enter__(self) -> Self:
         """Raises ConfigError if the folder cannot be written, is in use, or has other settings."""
@@ -64,8 +64,8 @@ class Ledger:
             folder = stack.enter_context(WorkFolder(self.folder, "dir", "synthesis"))
             self._outcomes, self._usage = map(folder.lines, ("outcomes.jsonl", "usage.jsonl"))
             try:
-                outcomes = [Outcome(**line) for line in self._outcomes.read()]
-                self.spent = [Usage(**line) for line in self._usage.read()]
+                outcomes = [TaskOutcome(**line) for line in self._outcomes.read()]
+                self.spent = [CallUsage(**line) for line in self._usage.read()]
             except (ValueError, TypeError) as error:
                 raise folder.error(f"cannot be read: {error}") from error
             self.outcomes = {outcome.key: outcome for outcome in outcomes}
@@ -83,12 +83,12 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def used(self, usage: Usage) -> None:
+    def used(self, usage: CallUsage) -> None:
         """Record the usage of a call."""
         self.spent.append(usage)
         self._usage.add(asdict(usage))
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: TaskOutcome) -> None:
         """Record the outcome of a task whose files are already in the folder."""
         self._outcomes.add(asdict(outcome))
         self.outcomes[outcome.key] = outcome

@@ -10,7 +10,7 @@ from typing import Any
 
 from keel.commands.report.files import UNREADABLE, brief, loads
 from keel.commands.report.knobs import changed, settings_of
-from keel.commands.report.shape import Chunk, Chunks, RunData, as_json, listed, packed
+from keel.commands.report.shape import Chunks, ReportChunk, RunData, as_json, listed, packed
 from keel.configs.schema import ConfigError
 from keel.data.eval_store import Asked
 from keel.data.eval_store import asked_in as as_asked
@@ -56,7 +56,7 @@ def read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
     for first in range(0, len(asked), PER_CHUNK):
         begin, *_, end = ends[first : first + PER_CHUNK + 1]
         read = partial(read_chunk, path, begin, end)
-        chunks[chunk_name(first)] = Chunk(read, (end - begin) // PACKED)
+        chunks[chunk_name(first)] = ReportChunk(read, (end - begin) // PACKED)
     return run, chunks
 
 

@@ -17,7 +17,15 @@ from typing import Any
 from keel.commands.report.evaluations import SAMPLES, read_evaluation
 from keel.commands.report.files import UNKNOWN, UNREADABLE, brief, json_lines, loads, number
 from keel.commands.report.knobs import changed, chosen_in, knobs_of
-from keel.commands.report.shape import Chunk, Chunks, Group, RunData, as_json, listed, packed
+from keel.commands.report.shape import (
+    Chunks,
+    ReportChunk,
+    ReportGroup,
+    RunData,
+    as_json,
+    listed,
+    packed,
+)
 from keel.configs.schema import ConfigError
 from keel.rl.metrics import MEASURES
 
@@ -41,7 +49,7 @@ class StepFile:
 
     stamp: tuple[int, int] = (0, 0)
     """Its nanoseconds and bytes when it was read."""
-    groups: Sequence[Group] = ()
+    groups: Sequence[ReportGroup] = ()
     as_is: bool = True
     """A browser can read the file's own bytes."""
     wrong: str = ""
@@ -136,7 +144,7 @@ def read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
             continue
         run.groups += file.groups
         read = path.read_bytes if file.as_is else partial(readable, path)
-        chunks[path.name] = Chunk(read, file.stamp[1])
+        chunks[path.name] = ReportChunk(read, file.stamp[1])
     if run.steps and run.steps[-1] > 0 and not chunks and samples(run):
         older = (
             " (its files of text are from an older release)" if any(folder.glob("*.txt")) else ""

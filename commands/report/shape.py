@@ -16,7 +16,7 @@ HEAD, TAIL = 70, 50
 
 
 @dataclass(slots=True, kw_only=True)
-class Group:
+class ReportGroup:
     """A line in the list of trajectories."""
 
     step: int
@@ -34,9 +34,9 @@ class Group:
     """Sampled tokens of each trajectory."""
 
 
-def listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> Group:
+def listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> ReportGroup:
     """List a line of a chunk. Raises one of `UNREADABLE` for anything else."""
-    return Group(
+    return ReportGroup(
         step=step,
         chunk=chunk,
         line=line,
@@ -62,7 +62,7 @@ def question_of(group: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ReportChunk:
     """Compressed lines of JSON, one group a line, that are read on demand."""
 
     read: Callable[[], bytes]
@@ -77,7 +77,7 @@ class Chunk:
             raise OSError(brief(error)) from error
 
 
-Chunks = dict[str, Chunk]
+Chunks = dict[str, ReportChunk]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class RunData:
     """Knobs that differ from their defaults."""
     summary: dict[str, str] = field(default_factory=dict[str, str])
     """Label → text, for the table at the top."""
-    groups: list[Group] = field(default_factory=list[Group])
+    groups: list[ReportGroup] = field(default_factory=list[ReportGroup])
     notes: list[str] = field(default_factory=list[str])
     """Missing parts, and why."""
 

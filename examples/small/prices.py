@@ -25,7 +25,7 @@ def price(item: str) -> int:
 
 
 @dataclass(frozen=True)
-class Question:
+class PriceQuestion:
     """Asks for the price of one item, or for the cheaper of two."""
 
     items: tuple[str, ...]
@@ -60,15 +60,15 @@ def draw_prices(draw: random.Random) -> dict[str, int]:
     return dict(zip(names(draw, ITEMS), draw.sample(range(10, 100), ITEMS), strict=True))
 
 
-def draw_question(draw: random.Random, prices: Mapping[str, int]) -> Question:
-    return Question(tuple(draw.sample(list(prices), draw.choice((1, 2)))))
+def draw_question(draw: random.Random, prices: Mapping[str, int]) -> PriceQuestion:
+    return PriceQuestion(tuple(draw.sample(list(prices), draw.choice((1, 2)))))
 
 
 def write(folder: Path, count: int, seed: int) -> None:
     """Write an environment with `count` distinct tasks into a new folder."""
     draw = random.Random(f"prices {seed}")
     prices = draw_prices(draw)
-    request: dict[Question, None] = {}
+    request: dict[PriceQuestion, None] = {}
     while len(request) < count:
         request[draw_question(draw, prices)] = None
     tasks = [{"question": question.text, "tools": ["price"]} for question in request]

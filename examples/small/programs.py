@@ -14,7 +14,7 @@ INPUTS = (0, 5, -8, 31)
 
 
 @dataclass(frozen=True)
-class Program:
+class NumberProgram:
     """The operation of a task."""
 
     sign: str
@@ -32,9 +32,9 @@ class Program:
         return {"+": n + self.number, "-": n - self.number, "*": n * self.number}[self.sign]
 
 
-def every_program(draw: random.Random) -> list[Program]:
+def every_program(draw: random.Random) -> list[NumberProgram]:
     """Return all two-digit programs in random order."""
-    made = [Program(sign, number) for sign in SIGNS for number in range(10, 100)]
+    made = [NumberProgram(sign, number) for sign in SIGNS for number in range(10, 100)]
     draw.shuffle(made)
     return made
 
@@ -43,7 +43,7 @@ def answer(source: str) -> str:
     return f"```\n{source}\n```"
 
 
-def line(program: Program) -> Mapping[str, Any]:
+def line(program: NumberProgram) -> Mapping[str, Any]:
     """Return the JSONL line of a task."""
     tests = [{"stdin": f"{n}\n", "stdout": f"{program.after(n)}\n"} for n in INPUTS]
     name = f"{SIGNS[program.sign]}-{program.number}"

@@ -29,7 +29,7 @@ from typing import Any, cast
 from keel.rewards.code.compare import min_output, same_text, same_value
 from keel.rewards.code.spec import CodeTask, CodeTest, code_block, read_task
 from keel.rewards.sandbox.sandbox import Sandbox, open_sandbox
-from keel.rewards.sandbox.watch import Limits, Outcome
+from keel.rewards.sandbox.watch import Limits, SandboxOutcome
 from keel.rewards.text import outside_think
 
 _SAMPLES, _SUBTASK = "samples", "subtask/"
@@ -265,7 +265,7 @@ class _Attempt:
         except RecursionError:
             return False
 
-    def _start(self, command: Sequence[str], stdin: bytes, lines: int = 0) -> Outcome:
+    def _start(self, command: Sequence[str], stdin: bytes, lines: int = 0) -> SandboxOutcome:
         return self._sandbox.run(
             command,
             files=self._files,

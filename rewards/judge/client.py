@@ -51,7 +51,7 @@ _MAX_REPLY_BYTES = 16 << 20
 T = TypeVar("T")
 
 
-class Endpoint:
+class JudgeEndpoint:
     """An OpenAI-compatible endpoint behind a cache. Belongs to one event loop."""
 
     def __init__(

@@ -62,10 +62,10 @@ class Judge:
         Raises ValueError naming the knob for a missing endpoint or key and an unusable cache.
         """
         # Imported late: few runs have a judge, and openai takes more than a second to load.
-        from keel.rewards.judge.client import Endpoint  # noqa: PLC0415
+        from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
 
         self._settings = settings
-        self._endpoint = Endpoint(settings, server=server, backoff_s=backoff_s)
+        self._endpoint = JudgeEndpoint(settings, server=server, backoff_s=backoff_s)
         self._rate = FailureRate(settings.max_failure_fraction)
         self._failed: Counter[FailureKind] = Counter()
         self._judged = self._unasked = 0

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """Resources of a process tree at one moment."""
 
     resident: int
@@ -38,7 +38,7 @@ class Usage:
     processes: int
 
 
-def usage(root: int, *, include_root: bool = True) -> Usage:
+def usage(root: int, *, include_root: bool = True) -> ProcessUsage:
     """Usage of the tree below `root`; zeros once it has exited.
 
     Orphans stay in a sandbox's tree: the first process of its PID namespace adopts them. Raises
@@ -65,7 +65,7 @@ def usage(root: int, *, include_root: bool = True) -> Usage:
         ticks += sum(int(value) for value in fields[11:15])
         resident += max(thread_pages, int(fields[21])) * _PAGE
         processes += 1
-    return Usage(resident=resident, cpu_s=ticks / _TICKS, processes=processes)
+    return ProcessUsage(resident=resident, cpu_s=ticks / _TICKS, processes=processes)
 
 
 def _stat(folder: Path) -> list[bytes]:

@@ -25,7 +25,7 @@ _PYTHON = re.compile(r"python[0-9.]*t?")
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
+class SandboxRuntime:
     """An executable and the paths it reads."""
 
     executable: str
@@ -35,7 +35,7 @@ class Runtime:
 
 
 @lru_cache(maxsize=64)
-def runtime(program: str) -> Runtime:
+def runtime(program: str) -> SandboxRuntime:
     """Inspect a Python interpreter, a script with a `#!` line, or any other executable.
 
     Raises FileNotFoundError if it does not exist.
@@ -55,10 +55,10 @@ def runtime(program: str) -> Runtime:
             words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
         if words:
             paths += runtime(words[0]).paths
-    return Runtime(str(path), paths)
+    return SandboxRuntime(str(path), paths)
 
 
-def _python(path: Path) -> Runtime:
+def _python(path: Path) -> SandboxRuntime:
     # Without `site`: nothing from the environment runs outside the sandbox.
     command = [str(path), "-I", "-S", "-c", _QUERY]
     env = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}
@@ -80,7 +80,7 @@ def _python(path: Path) -> Runtime:
         if (folder / name).exists()
         for part in _names(folder / name)
     ]
-    return Runtime(executable, tuple(dict.fromkeys([*paths, *_names(Path(executable))])))
+    return SandboxRuntime(executable, tuple(dict.fromkeys([*paths, *_names(Path(executable))])))
 
 
 def _names(path: Path) -> Iterator[Path]:

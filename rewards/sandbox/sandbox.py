@@ -44,7 +44,7 @@ from keel.rewards.sandbox.bubblewrap import (
 )
 from keel.rewards.sandbox.processes import reap, subreaper
 from keel.rewards.sandbox.seccomp import seccomp_filter
-from keel.rewards.sandbox.watch import FIRST_PROCESS, GRACE_S, Limits, Outcome, Watch
+from keel.rewards.sandbox.watch import FIRST_PROCESS, GRACE_S, Limits, SandboxOutcome, Watch
 
 _Isolation = Literal["bubblewrap", "none-i-trust-the-answers"]
 
@@ -118,7 +118,7 @@ class Sandbox:
         lines: int = 0,
         bounded: bool = True,
         within_s: float = math.inf,
-    ) -> Outcome:
+    ) -> SandboxOutcome:
         """Run `command` in an empty writable folder.
 
         command: `{box}` stands for the read-only folder of `files`, `{python}` for the interpreter.
@@ -226,7 +226,7 @@ class Sandbox:
         return words
 
 
-def _reap(status: bytes, outcome: Outcome) -> None:
+def _reap(status: bytes, outcome: SandboxOutcome) -> None:
     first = FIRST_PROCESS.search(status)
     if first is None:
         if outcome.status == "exited":

@@ -64,7 +64,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SandboxOutcome:
     """Result of a run."""
 
     status: Status
@@ -119,7 +119,7 @@ class Watch:
         self._max_output = max(_MAX_OUTPUT, limits.output_kib << 10)
         self._ignore_output = False
 
-    def outcome(self, started: float, within_s: float) -> Outcome:
+    def outcome(self, started: float, within_s: float) -> SandboxOutcome:
         """Wait for the end of a run. Raises RuntimeError if it survives being killed."""
         self._last_deadline = started + within_s
         self._deadline = min(started + self._limits.wall_s, self._last_deadline)
@@ -128,7 +128,7 @@ class Watch:
         finally:
             self._kill()
             code = self._process.wait(GRACE_S)
-        return Outcome(
+        return SandboxOutcome(
             status=self._status,
             exit_code=code if code >= 0 else 128 - code,
             stdout=bytes(self.received[self._out]),

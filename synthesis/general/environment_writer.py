@@ -303,7 +303,7 @@ class Reference(Protocol):
         ...
 
 
-class Policy:
+class ModelReference:
     """A model that solves tasks with the tools."""
 
     def __init__(self, author: Author) -> None:

@@ -138,7 +138,7 @@ async def grounded(
     """
 
     async def over(change: Leaf, entries: Leaf = as_it_is) -> str:
-        replay = Replay(found.results, change, entries)
+        replay = ResultReplay(found.results, change, entries)
 
         async def request(call: ToolCall) -> Mapping[str, str]:
             return replay(call)
@@ -354,7 +354,7 @@ Results = Sequence[tuple[ToolCall, Mapping[str, str]]]
 """Calls, each with its result: {"text" or "failed": …}."""
 
 
-class Replay:
+class ResultReplay:
     """Answers a solution's calls with changed versions of recorded results.
 
     An argument that repeats a changed value is mapped back to the true one.

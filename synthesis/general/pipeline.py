@@ -16,7 +16,7 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
 from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
-from keel.synthesis.general.environment_writer import EnvironmentWriter, Policy, Reference
+from keel.synthesis.general.environment_writer import EnvironmentWriter, ModelReference, Reference
 from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.general.search import search_of
 from keel.synthesis.ledger import Rejected
@@ -44,7 +44,9 @@ class GeneralPipeline:
         ]
         self._category = {slug(category): category for category in config.categories}
         self._config, self._author, self._seed = config, author, seed
-        self._reference = reference if isinstance(reference, Reference) else Policy(reference)
+        self._reference = (
+            reference if isinstance(reference, Reference) else ModelReference(reference)
+        )
         self._search = search_of(config)
         self._done = folder.absolute() / "tasks"
         self._rooms = GeneralSandboxes(folder.absolute() / "making", config)

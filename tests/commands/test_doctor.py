@@ -11,7 +11,7 @@ import pytest
 
 from keel.commands import doctor
 from keel.commands.cli import main
-from keel.commands.doctor import Finding, fine, verdict
+from keel.commands.doctor import Diagnosis, fine, verdict
 
 WELL = {
     "mismatch/logp_abs": 1e-7,
@@ -29,11 +29,11 @@ def script(folder: Path, text: str) -> None:
 def test_what_is_wrong_is_counted_and_a_look_that_fails_is_one_of_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def well() -> Iterator[Finding]:
+    def well() -> Iterator[Diagnosis]:
         yield fine("as it should be")
-        yield Finding("note", "little", "more of it")
+        yield Diagnosis("note", "little", "more of it")
 
-    def fails() -> Iterator[Finding]:
+    def fails() -> Iterator[Diagnosis]:
         yield fine("so far")
         raise OSError("no such thing")
 

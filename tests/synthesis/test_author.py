@@ -15,10 +15,10 @@ from keel.rl.turns import Malformed, ToolCall, ToolSpec
 from keel.synthesis.author import (
     AuthorLost,
     AuthorReply,
-    Budget,
     BudgetSpent,
+    CallUsage,
     EndpointAuthor,
-    Usage,
+    SynthesisBudget,
 )
 from tests.rewards.judge.judge_server import Reply, Server, running
 from tests.waiting import PATIENCE_S
@@ -53,10 +53,10 @@ def endpoint() -> Iterator[Server]:
 
 def author_of(
     server: Server, limits: CostConfig | None = None, **knobs: Any
-) -> tuple[EndpointAuthor, list[Usage]]:
+) -> tuple[EndpointAuthor, list[CallUsage]]:
     config = AuthorConfig(base_url=server.url, model="m", **{"timeout_s": PATIENCE_S, **knobs})
-    kept: list[Usage] = []
-    return EndpointAuthor(config, Budget(limits or CostConfig(), [], kept.append)), kept
+    kept: list[CallUsage] = []
+    return EndpointAuthor(config, SynthesisBudget(limits or CostConfig(), [], kept.append)), kept
 
 
 def ask(author: EndpointAuthor, times: int = 1, **more: Any) -> list[AuthorReply | BaseException]:
@@ -147,8 +147,8 @@ def test_a_call_that_is_cancelled_under_way_is_charged(endpoint: Server) -> None
 
 
 def test_what_earlier_starts_spent_counts() -> None:
-    before = Usage(model="m", purpose="p", prompt_tokens=1, completion_tokens=1, usd=0.9)
-    budget = Budget(CostConfig(usd=1.0), [before], lambda _: None)
+    before = CallUsage(model="m", purpose="p", prompt_tokens=1, completion_tokens=1, usd=0.9)
+    budget = SynthesisBudget(CostConfig(usd=1.0), [before], lambda _: None)
     with pytest.raises(BudgetSpent, match=r"budget\.usd"), budget.call(5, 0.2):
         pass
     with budget.call(5, 0.05):

@@ -20,8 +20,8 @@ from keel.commands.cli import main
 from keel.commands.synthesize import MOST_LOST, Make, make_all, synthesize, told
 from keel.configs.load import load_synthesis
 from keel.configs.schema import ConfigError
-from keel.synthesis.author import AuthorLost, BudgetSpent, Usage
-from keel.synthesis.ledger import Ledger, Outcome, Rejected
+from keel.synthesis.author import AuthorLost, BudgetSpent, CallUsage
+from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
 from keel.trainer.run.progress import Wait
 from tests.waiting import PATIENCE_S
 
@@ -165,7 +165,7 @@ def test_a_defect_of_the_pipeline_is_raised_once(
 
 
 def test_usage_outlives_the_process(tmp_path: Path) -> None:
-    usage = Usage(model="m", purpose="write", prompt_tokens=3, completion_tokens=4, usd=0.5)
+    usage = CallUsage(model="m", purpose="write", prompt_tokens=3, completion_tokens=4, usd=0.5)
     with Ledger(tmp_path, {}) as ledger:
         ledger.used(usage)
     with Ledger(tmp_path, {}) as ledger:
@@ -180,7 +180,7 @@ def test_folders_that_are_not_for_it(tmp_path: Path) -> None:
     with Ledger(tmp_path / "a", {"seed": 0}):  # nothing is made: no claim
         pass
     with Ledger(tmp_path / "a", {"seed": 1}) as ledger, another:
-        ledger.add(Outcome(key="t0", outcome="kept"))
+        ledger.add(TaskOutcome(key="t0", outcome="kept"))
         Ledger(ledger.folder, {"seed": 1}).__enter__()
     with pytest.raises(ConfigError, match="other settings"):
         Ledger(tmp_path / "a", {"seed": 2}).__enter__()

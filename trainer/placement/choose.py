@@ -16,7 +16,7 @@ from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.trainer.placement.families import no_sharing
 from keel.trainer.placement.hardware import Hardware
-from keel.trainer.placement.layouts import TIE, Layout, Search, Values, with_values
+from keel.trainer.placement.layouts import TIE, Layout, LayoutSearch, Values, with_values
 from keel.trainer.placement.memory import GIB, engine_sequences, gib, held_bytes
 from keel.trainer.placement.plan import Plan, plan_on
 from keel.trainer.placement.step_time import COMPILE_S, seconds
@@ -68,12 +68,14 @@ def choose(
     search = layout = None
     if kept:
         try:
-            search = Search(with_values(config, kept), open_knobs - set(kept), facts, hardware)
+            search = LayoutSearch(
+                with_values(config, kept), open_knobs - set(kept), facts, hardware
+            )
             layout = search.best()
         except ConfigError:  # the recipe has changed and forbids them
             search = None
     if search is None or layout is None:
-        kept, search = {}, Search(config, open_knobs, facts, hardware)
+        kept, search = {}, LayoutSearch(config, open_knobs, facts, hardware)
         layout = search.best()
     if layout is None:
         raise search.refusal()
@@ -99,7 +101,7 @@ def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
 class _Reasons:
     """Explains a layout by comparing it with others; one method per knob, by its name."""
 
-    def __init__(self, search: Search, best: Layout) -> None:
+    def __init__(self, search: LayoutSearch, best: Layout) -> None:
         self._search, self._best = search, best
         self._config, self._plan = best.config, best.plan
         self._trainer = best.config.trainer

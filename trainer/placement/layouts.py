@@ -424,7 +424,7 @@ STRICTNESSES = (
 )
 
 
-class Search:
+class LayoutSearch:
     """Searches the layouts of a recipe on its hardware."""
 
     def __init__(
@@ -638,7 +638,7 @@ class Search:
         """Suggest changes after which some layout of the open knobs fits."""
 
         def planned(changed: Config) -> None:
-            if not Search(changed, self.open_knobs, facts, self.hardware).fits():
+            if not LayoutSearch(changed, self.open_knobs, facts, self.hardware).fits():
                 raise DoesNotFit("no layout")
 
         text = suggest(
@@ -653,7 +653,7 @@ class Search:
 
         def fits(gib: int) -> bool:
             larger = replace(self.hardware, gpu_gib=float(gib))
-            return Search(self.config, self.open_knobs, self.facts, larger).fits()
+            return LayoutSearch(self.config, self.open_knobs, self.facts, larger).fits()
 
         sizes = range(1 + int(self.hardware.gpu_gib), _MAX_GPU_GIB)
         least = bisect_left(sizes, True, key=fits)

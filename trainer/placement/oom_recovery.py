@@ -19,7 +19,7 @@ _MAX_REDUCTIONS = 3
 """Beyond these the memory model is not just off by a few per cent."""
 
 
-class Learner(Protocol):
+class RetryableLearner(Protocol):
     @property
     def version(self) -> int: ...
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult: ...
@@ -65,7 +65,7 @@ class OomRecovery:
 class RetryOnOom:
     """A learner that repeats steps that ran out of memory."""
 
-    learner: Learner
+    learner: RetryableLearner
     lowering: OomRecovery
     say: Callable[[str], object]
 

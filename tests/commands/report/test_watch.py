@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from keel.commands.report import folders
-from keel.commands.report.shape import Group, listed
+from keel.commands.report.shape import ReportGroup, listed
 from keel.commands.report.watch import HOST, Follower, Server, chunk
 from keel.configs.schema import ConfigError
 from tests.commands.report.runs import group_of, write_evaluation, write_run, write_step
@@ -95,7 +95,7 @@ def test_files_of_trajectories_are_read_once_and_not_kept(
 ) -> None:
     read: list[str] = []
 
-    def counted(group: Any, step: int, chunk: str, line: int) -> Group:
+    def counted(group: Any, step: int, chunk: str, line: int) -> ReportGroup:
         read.append(chunk)
         return listed(group, step, chunk, line)
 

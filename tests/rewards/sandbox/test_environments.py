@@ -19,7 +19,7 @@ import pytest
 from keel.rewards.sandbox import processes, watch
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
-from keel.rewards.sandbox.processes import MemoryLimiter, Usage
+from keel.rewards.sandbox.processes import MemoryLimiter, ProcessUsage
 from keel.rewards.sandbox.runtime import runtime
 from keel.rewards.sandbox.seccomp import LOCAL, seccomp_filter
 from tests.waiting import PATIENCE_S, wait_for
@@ -177,8 +177,8 @@ def test_an_exited_process_is_released() -> None:
 def test_a_new_process_without_memory_stays_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reports no memory for a process that has just started."""
     monkeypatch.setattr(processes, "_POLL_S", 0.01)
-    usages = [Usage(resident=0, cpu_s=0.0, processes=1)] * 3
-    usages.append(Usage(resident=65 << 20, cpu_s=0.0, processes=2))
+    usages = [ProcessUsage(resident=0, cpu_s=0.0, processes=1)] * 3
+    usages.append(ProcessUsage(resident=65 << 20, cpu_s=0.0, processes=2))
     monkeypatch.setattr(processes, "usage", lambda pid, include_root: usages.pop(0))
     limiter = MemoryLimiter()
     with subprocess.Popen(["/bin/sh", "-c", "sleep 1000; exit 7"]) as process:
@@ -188,8 +188,8 @@ def test_a_new_process_without_memory_stays_limited(monkeypatch: pytest.MonkeyPa
     assert "2 processes" in reason and "65 MiB" in reason and not usages
 
 
-def excessive(pid: int, *, include_root: bool = True) -> Usage:
-    return Usage(resident=65 << 20, cpu_s=0.0, processes=2)
+def excessive(pid: int, *, include_root: bool = True) -> ProcessUsage:
+    return ProcessUsage(resident=65 << 20, cpu_s=0.0, processes=2)
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_an_unreadable_process_has_not_exited(monkeypatch: pytest.MonkeyPatch) -
 def test_a_failed_poll_of_a_run_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[Any] = [OSError(errno.EMFILE, "too many open files"), None]
 
-    def fails_once(pid: int) -> Usage:
+    def fails_once(pid: int) -> ProcessUsage:
         if error := errors.pop(0):
             raise error
         return excessive(pid)

@@ -20,7 +20,7 @@ from keel.rewards.sandbox import watch as watch_module
 from keel.rewards.sandbox.processes import reap, usage
 from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
 from keel.rewards.sandbox.seccomp import _DENIED, seccomp_filter
-from keel.rewards.sandbox.watch import Limits, Outcome, Watch
+from keel.rewards.sandbox.watch import Limits, SandboxOutcome, Watch
 from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -45,7 +45,9 @@ def either(request: pytest.FixtureRequest) -> Sandbox:
     return open_sandbox(request.param)
 
 
-def run(box: Sandbox, source: str, *, stdin: bytes = b"", limits: Limits = PATIENT) -> Outcome:
+def run(
+    box: Sandbox, source: str, *, stdin: bytes = b"", limits: Limits = PATIENT
+) -> SandboxOutcome:
     command = ["{python}", "-S", "{box}/it.py"]
     return box.run(command, files={"it.py": source.encode()}, stdin=stdin, limits=limits)
 

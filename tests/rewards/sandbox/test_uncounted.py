@@ -14,7 +14,7 @@ import pytest
 from keel.rewards.sandbox.bubblewrap import package_folders
 from keel.rewards.sandbox.processes import _descendants, usage
 from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, _Python, open_sandbox
-from keel.rewards.sandbox.watch import Limits, Outcome
+from keel.rewards.sandbox.watch import Limits, SandboxOutcome
 from tests.waiting import wait_for, within_some
 
 PATIENT = Limits(time_s=100.0, memory_mib=256)
@@ -29,7 +29,7 @@ def box() -> Sandbox:
         pytest.skip(str(error))
 
 
-def run(box: Sandbox, source: str, limits: Limits = PATIENT) -> Outcome:
+def run(box: Sandbox, source: str, limits: Limits = PATIENT) -> SandboxOutcome:
     command = ["{python}", "-S", "{box}/it.py"]
     return box.run(command, files={"it.py": source.encode()}, limits=limits)
 

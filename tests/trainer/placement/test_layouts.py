@@ -29,7 +29,7 @@ from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing.prefix_sharing import prefix_group_size
 from keel.trainer.placement.choose import CACHED, Choice, choose, relevant_knobs
 from keel.trainer.placement.hardware import GpuSpec, Hardware, idle_nodes, place
-from keel.trainer.placement.layouts import STRICTNESSES, TIE, Layout, Search, with_values
+from keel.trainer.placement.layouts import STRICTNESSES, TIE, Layout, LayoutSearch, with_values
 from keel.trainer.placement.memory import GIB, trainer_memory
 from keel.trainer.placement.plan import make_plan
 from keel.trainer.placement.step_time import sft_seconds
@@ -50,16 +50,16 @@ def chosen(shape: str, gpus: int, gib: float, config: Config | None = None, **fi
     return choose(config, KNOBS - set(values), facts(shape), machine(gpus, gib))
 
 
-def search_of(shape: str, gpus: int, gib: float, config: Config) -> Search:
+def search_of(shape: str, gpus: int, gib: float, config: Config) -> LayoutSearch:
     hardware = machine(gpus, gib)
-    return Search(config, relevant_knobs(config, hardware), facts(shape), hardware)
+    return LayoutSearch(config, relevant_knobs(config, hardware), facts(shape), hardware)
 
 
 def with_rollout(config: Config, **knobs: Any) -> Config:
     return replace(config, rollout=replace(config.rollout, **knobs))
 
 
-def exhaustive(search: Search) -> list[Layout]:
+def exhaustive(search: LayoutSearch) -> list[Layout]:
     """Every layout that fits by the search's strictness."""
     options, layouts = search.options, list[Layout]()
     for seats in options.placements:
@@ -343,7 +343,7 @@ def test_half_precision_is_compiled(dtype: Any, compiled: bool) -> None:
 
 def test_activations_are_kept_in_smaller_micro_batches() -> None:
     """Large micro-batches would halve the engine's concurrency on 79 GiB."""
-    search = Search(recipe(), KNOBS, facts("0.6b"), machine(1, 79.2))
+    search = LayoutSearch(recipe(), KNOBS, facts("0.6b"), machine(1, 79.2))
     search.strictness = STRICTNESSES[0]
     best = search.best()
     assert best is not None and not best.config.trainer.activation_checkpointing
@@ -431,10 +431,12 @@ def test_lone_float16_rank_uses_the_cheaper_stage() -> None:
     """ZeRO-2 has 7.5 GiB of buckets; ZeRO-1 has gradients twice in an update."""
     config = sft_recipe(dtype="float16", conversations_per_step=64, max_context_tokens=2048)
     assert chosen("8b", 1, 178.0, config).values["trainer.zero_stage"] == 2
-    small = Search(config, KNOBS, facts("0.6b"), machine(1, 24.0)).best()
+    small = LayoutSearch(config, KNOBS, facts("0.6b"), machine(1, 24.0)).best()
     assert small is not None and small.config.trainer.zero_stage == 1
     second = replace(config, trainer=replace(config.trainer, zero_stage=2))
-    other = Search(second, KNOBS - {"trainer.zero_stage"}, facts("0.6b"), machine(1, 24.0)).best()
+    other = LayoutSearch(
+        second, KNOBS - {"trainer.zero_stage"}, facts("0.6b"), machine(1, 24.0)
+    ).best()
     assert other is not None and other.cost > 2 * small.cost
 
 
