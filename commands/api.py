@@ -110,8 +110,8 @@ def train(
         KeyboardInterrupt: Ctrl-C, or as its subclass `keel.Preempted` SIGTERM, SIGHUP or SIGUSR1
             stopped the run, after a checkpoint.
     """
-    given = cast(object, recipe)
-    if not isinstance(given, (str, Path, Mapping)) or (isinstance(given, str) and not given):
+    value = cast(object, recipe)
+    if not isinstance(value, (str, Path, Mapping)) or (isinstance(value, str) and not value):
         raise ConfigError(f"keel.train(recipe={recipe!r}): must be a file, a name or a mapping")
     overrides, told = overrides_of(knobs), _Telling(callbacks)
     holdout, weights = held_out(holdout), [] if rewards is None else weights_of(rewards)

@@ -94,14 +94,14 @@ def _summary(
     are ignored."""
     config = policy.config
     ids = {prompt.prompt_id for prompts in policy.sets.values() for prompt in prompts}
-    asked = [one for one in out.asked if one.id in ids]
-    if not asked:
+    request = [one for one in out.asked if one.id in ids]
+    if not request:
         return [f"nothing was sampled; rerun the same command to resume in {out.path}"]
-    scores = results(asked, config.eval.each_pass_at, config.eval.submissions)
+    scores = results(request, config.eval.each_pass_at, config.eval.submissions)
     lines = table(scores)
     if ignored := len({one.id for one in out.asked} - ids):
         lines.append(f"{ignored:,} prompts sampled earlier are in no set now: left out")
-    reasons = Counter(reason for one in asked for reason in one.missing)
+    reasons = Counter(reason for one in request for reason in one.missing)
     lines += [f"{n:,} completions missing, counted as wrong: {r}" for r, n in reasons.items()]
     if complete:
         out.finish(scores)
@@ -109,7 +109,7 @@ def _summary(
         lines.append("not all is sampled; rerun the same command to resume")
     if baseline:
         try:
-            lines += [f"− {config.eval.against}:", *compared_table(compared(baseline, asked))]
+            lines += [f"− {config.eval.against}:", *compared_table(compared(baseline, request))]
         except ValueError as error:  # nothing in common so far
             lines.append(f"− {config.eval.against}: {error}")
     return [*lines, f"completions and results: {out.path}"]
@@ -128,10 +128,10 @@ def _sample_variant(
         for prompt in out.waiting(variant.name, prompts)
     }
 
-    def record(asked: Prompt, groups: Sequence[ScoredGroup]) -> None:
+    def record(request: Prompt, groups: Sequence[ScoredGroup]) -> None:
         if to_be_retried(groups):
             return
-        prompt, source = sources[asked.prompt_id]
+        prompt, source = sources[request.prompt_id]
         out.add(
             asked_of(
                 *(variant.name, source, prompt, groups, answer_of, thinking_of),

@@ -96,8 +96,8 @@ def _exported_by(path: str) -> str:
     if folder.name != "model" or folder.exists():
         return ""
     for name, file in shipped().items():
-        given = re.search(r"^  dir: (\S+)", file.read_text("utf-8"), flags=re.MULTILINE)
-        if given and Path(given[1]) == folder.parent:
+        value = re.search(r"^  dir: (\S+)", file.read_text("utf-8"), flags=re.MULTILINE)
+        if value and Path(value[1]) == folder.parent:
             first = name.partition("-")[0]
             command = first if first in ("sft", "pretrain") else "train"
             return f"; `keel {command} {name}` is that run"

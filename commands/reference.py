@@ -333,8 +333,8 @@ def _named(query: str, name: str) -> str:
     knobs = [knob for knob in all_knobs() if knob.name == query]
     knobs = knobs or [knob for knob in all_knobs() if f".{knob.name}".endswith(f".{query}")]
     metric = find_metric(name) if "/" in name else None
-    found = [metric] if metric else [each for each in metrics() if each.name == name]
-    return _entries([*knobs, *found]) if knobs or found else ""
+    result = [metric] if metric else [each for each in metrics() if each.name == name]
+    return _entries([*knobs, *result]) if knobs or result else ""
 
 
 def _unknown(name: str, query: str) -> str:

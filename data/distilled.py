@@ -91,15 +91,15 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
 def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[DistilledCandidate]:
     """Yield all completions in the order of specialists and prompts. Raises ConfigError."""
     for specialist, folder in sampled.items():
-        for asked in read_evaluation(folder):
-            for sample in asked.samples:
+        for request in read_evaluation(folder):
+            for sample in request.samples:
                 record = dict(sample["record"])
                 line = {
                     **record,
                     "messages": [*record.pop("asked"), *sample["messages"]],
                     "reward": sample["correct"],
                     "parts": {"correct": sample["correct"], **sample["parts"]},
-                    "source": asked.source,
+                    "source": request.source,
                     "specialist": specialist,
                 }
                 line.pop("asked")
@@ -107,8 +107,8 @@ def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[DistilledC
                 why = "cut off" if sample["finish_reason"] != "stop" else why
                 why = "not scored" if sample["error"] else why
                 yield DistilledCandidate(
-                    kind=(asked.domain, bool(record["thinking"])),
-                    prompt=asked.id,
+                    kind=(request.domain, bool(record["thinking"])),
+                    prompt=request.id,
                     tokens=sample["tokens"],
                     why_not=why,
                     line=line,

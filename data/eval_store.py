@@ -156,13 +156,13 @@ def read_evaluation(folder: Path) -> list[Asked]:
         ) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as an evaluation: {error}") from error
-    asked: list[Asked] = []
+    request: list[Asked] = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            asked.append(asked_in(json.loads(line.decode("utf-8", "surrogatepass"))))
+            request.append(asked_in(json.loads(line.decode("utf-8", "surrogatepass"))))
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: not a line of an evaluation: {error}") from error
-    return asked
+    return request
 
 
 def asked_in(line: Any) -> Asked:
@@ -217,8 +217,8 @@ class EvaluationFolder:
             self._folder, self._lines = folder, folder.lines("samples.jsonl")
             self.asked = read_evaluation(self.path)
             self._number = self._passes = 0
-            for asked in self.asked:
-                self._count(asked)
+            for request in self.asked:
+                self._count(request)
             self._opened = stack.pop_all()
         return self
 
@@ -239,23 +239,23 @@ class EvaluationFolder:
                 )
         return [prompt for prompt in prompts if prompt.prompt_id not in known]
 
-    def add(self, asked: Asked) -> None:
+    def add(self, request: Asked) -> None:
         """Append the completions to a prompt in a variant."""
-        self._lines.add(asdict(asked))
-        self.asked.append(asked)
-        self._count(asked)
+        self._lines.add(asdict(request))
+        self.asked.append(request)
+        self._count(request)
 
     def progress(self) -> str:
         if not self._number:
             return "nothing to keep so far"
         return f"pass@1 so far {self._passes / self._number:.3f}"
 
-    def _count(self, asked: Asked) -> None:
-        self._number, self._passes = self._number + asked.number, self._passes + asked.passes
+    def _count(self, request: Asked) -> None:
+        self._number, self._passes = self._number + request.number, self._passes + request.passes
 
-    def finish(self, found: Mapping[str, Any]) -> None:
+    def finish(self, result: Mapping[str, Any]) -> None:
         """Write the results, which marks the evaluation as complete."""
-        content = {"settings": self._settings, "results": found}
+        content = {"settings": self._settings, "results": result}
         self._folder.write("results.json", json.dumps(content, indent=1) + "\n")
 
     def _take(self, folder: WorkFolder, stack: ExitStack) -> bool:

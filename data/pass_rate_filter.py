@@ -148,8 +148,8 @@ class FilterFolder:
         rates = list(self._rates.values())
         rows = {name: [r for r in rates if r.source == name] for name in self._sources}
         of = Counter(source.domain_name for source in self._sources.values())
-        own = {name for name, one in self._sources.items() if one.domain_name == name}
-        domains = {name for name, sources in of.items() if sources > 1 or name not in own}
+        local = {name for name, one in self._sources.items() if one.domain_name == name}
+        domains = {name for name, sources in of.items() if sources > 1 or name not in local}
         rows |= {
             f"domain {name}": [r for r in rates if r.domain == name] for name in sorted(domains)
         }

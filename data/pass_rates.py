@@ -62,8 +62,8 @@ class PassRate:
 
 def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> PassRate:
     """Compute the pass rate of a prompt over all groups of its completions."""
-    found = evaluation(groups)
-    score, passes = found["score"].value, found["pass@1"]
+    result = evaluation(groups)
+    score, passes = result["score"].value, result["pass@1"]
     samples = sum(len(group.parts_G) + len(group.group.dropped) for group in groups)
     return PassRate(
         id=prompt.prompt_id,
@@ -72,15 +72,15 @@ def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> 
         samples=samples,
         passes=round(passes.value * samples),
         score=score if score == score else None,
-        unscored=round(found["unscored"].value),
+        unscored=round(result["unscored"].value),
         dropped=dict(Counter(reason for group in groups for reason in group.group.dropped)),
         digest=digest_of(prompt),
     )
 
 
 def digest_of(prompt: Prompt) -> str:
-    asked: list[Any] = [[dict(message) for message in prompt.messages], dict(prompt.reward)]
-    return digest(json.dumps(asked, sort_keys=True, default=str))
+    request: list[Any] = [[dict(message) for message in prompt.messages], dict(prompt.reward)]
+    return digest(json.dumps(request, sort_keys=True, default=str))
 
 
 def read_pass_rates(path: Path) -> dict[str, PassRate]:

@@ -20,39 +20,39 @@ from keel.data.statistics import (
 from keel.rl.evaluation import pass_at_k, passed
 
 
-def summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
+def summary(request: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
     """Summarise the completions to some prompts.
 
     pass_at: each k of pass@k and maj@k (and fewest@k, if every completion has turns), at most the
     completions per prompt. submissions: see `contest_score`; 0 leaves it out.
     """
-    samples = [sample for one in asked for sample in one.samples]
+    samples = [sample for one in request for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
-    passes, numbers = [one.passes for one in asked], [one.number for one in asked]
-    found: dict[str, Any] = {
-        "prompts": len(asked),
+    passes, numbers = [one.passes for one in request], [one.number for one in request]
+    result: dict[str, Any] = {
+        "prompts": len(request),
         "completions": sum(numbers),
         "pass@1": sum(passes) / sum(numbers),
         "pass@1_interval": pass_interval(passes, numbers),
     }
     for k in pass_at:
         if k > 1:
-            found[f"pass@{k}"] = fmean(pass_at_k(one.number, one.passes, k) for one in asked)
-            found[f"maj@{k}"] = fmean(majority_at_k(one.answers, RIGHT, k) for one in asked)
+            result[f"pass@{k}"] = fmean(pass_at_k(one.number, one.passes, k) for one in request)
+            result[f"maj@{k}"] = fmean(majority_at_k(one.answers, RIGHT, k) for one in request)
             if samples and all("turns" in sample for sample in samples):
-                found[f"fewest@{k}"] = fmean(
-                    fewest_steps_at_k(one.steps, one.right, k) for one in asked
+                result[f"fewest@{k}"] = fmean(
+                    fewest_steps_at_k(one.steps, one.right, k) for one in request
                 )
     if submissions:
-        found["contest"] = fmean(contest_score(one.samples, submissions) for one in asked)
+        result["contest"] = fmean(contest_score(one.samples, submissions) for one in request)
     unscored = sum(s["error"] > 0 and not passed(s["correct"]) for s in samples)
-    return found | {
+    return result | {
         "score": fmean(s["correct"] for s in samples) if samples else None,
         "tokens_mean": fmean(tokens) if tokens else None,
         "tokens_median": median(tokens) if tokens else None,
         "tokens_most": max(tokens, default=None),
         "cut": sum(s["finish_reason"] != "stop" for s in samples) / max(1, len(samples)),
-        "unscored": unscored + sum(len(one.missing) for one in asked),
+        "unscored": unscored + sum(len(one.missing) for one in request),
     }
 
 
@@ -85,43 +85,45 @@ def _parts(sample: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def results(
-    asked: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
+    request: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Variant → set (see `sets_of`) → `summary`."""
-    found: dict[str, dict[str, Any]] = {}
-    for variant in dict.fromkeys(one.variant for one in asked):
-        chosen = [one for one in asked if one.variant == variant]
+    result: dict[str, dict[str, Any]] = {}
+    for variant in dict.fromkeys(one.variant for one in request):
+        chosen = [one for one in request if one.variant == variant]
         sets = {
             name: [chosen[place] for place in places] for name, places in sets_of(chosen).items()
         }
-        found[variant] = {name: summary(some, pass_at, submissions) for name, some in sets.items()}
-    return found
+        result[variant] = {name: summary(some, pass_at, submissions) for name, some in sets.items()}
+    return result
 
 
-def sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
+def sets_of(request: Sequence[Asked]) -> dict[str, list[int]]:
     """Set → indices of its prompts: sources, `domain …` if not a single source, and `all`."""
-    sources = dict.fromkeys(one.source for one in asked)
-    of_one = {s for s in sources if all(o.source == s for o in asked if o.domain == s)}
-    domains = sorted({one.domain for one in asked} - of_one)
-    sets = {s: [n for n, one in enumerate(asked) if one.source == s] for s in sources}
-    sets |= {f"domain {d}": [n for n, one in enumerate(asked) if one.domain == d] for d in domains}
-    return sets | ({"all": [*range(len(asked))]} if len(sources) > 1 else {})
+    sources = dict.fromkeys(one.source for one in request)
+    of_one = {s for s in sources if all(o.source == s for o in request if o.domain == s)}
+    domains = sorted({one.domain for one in request} - of_one)
+    sets = {s: [n for n, one in enumerate(request) if one.source == s] for s in sources}
+    sets |= {
+        f"domain {d}": [n for n, one in enumerate(request) if one.domain == d] for d in domains
+    }
+    return sets | ({"all": [*range(len(request))]} if len(sources) > 1 else {})
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """`results` as a human-readable table."""
     head = ["", "prompts", "pass@1", "95 %"]
-    names = dict.fromkeys(name for sets in found.values() for of in sets.values() for name in of)
+    names = dict.fromkeys(name for sets in result.values() for of in sets.values() for name in of)
     at_k = ("pass@", "maj@", "fewest@")
     more = [name for name in names if name.startswith(at_k) and "_" not in name][1:]
     more += ["contest"] if "contest" in names else []
     rows = [[*head, *more, "score", "tokens", "most", "cut", "unscored"]]
-    for variant, sets in found.items():
+    for variant, sets in result.items():
         for name, of in sets.items():
             low, high = of["pass@1_interval"]
             rows.append(
                 [
-                    f"{variant}: {name}" if len(found) > 1 else name,
+                    f"{variant}: {name}" if len(result) > 1 else name,
                     f"{of['prompts']:,}",
                     f"{of['pass@1']:.3f}",
                     f"{low:.3f}–{high:.3f}",
@@ -162,30 +164,30 @@ def compared(
     for one, other in pairs:
         if one.digest != other.digest:
             raise ValueError(f"{one.id}: the two evaluations have different prompts of this name")
-    found: dict[str, dict[str, tuple[int, Difference]]] = {}
+    result: dict[str, dict[str, tuple[int, Difference]]] = {}
     for variant in dict.fromkeys(other.variant for _, other in pairs):
         chosen = [pair for pair in pairs if pair[1].variant == variant]
         before, after = (
             [one.passes / one.number for one in some] for some in zip(*chosen, strict=True)
         )
-        found[variant] = {
+        result[variant] = {
             name: (
                 len(places),
                 paired_difference([before[n] for n in places], [after[n] for n in places]),
             )
             for name, places in sets_of([other for _, other in chosen]).items()
         }
-    return found
+    return result
 
 
-def compared_table(found: Mapping[str, Mapping[str, tuple[int, Difference]]]) -> list[str]:
+def compared_table(result: Mapping[str, Mapping[str, tuple[int, Difference]]]) -> list[str]:
     """`compared` as a human-readable table."""
     rows = [["", "pairs", "pass@1", "95 %", "p"]]
-    for variant, sets in found.items():
+    for variant, sets in result.items():
         for name, (pairs, of) in sets.items():
             rows.append(
                 [
-                    f"{variant}: {name}" if len(found) > 1 else name,
+                    f"{variant}: {name}" if len(result) > 1 else name,
                     f"{pairs:,}",
                     f"{of.mean:+.3f}",
                     f"{of.low:+.3f} … {of.high:+.3f}",

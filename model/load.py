@@ -207,13 +207,13 @@ def checkpoint_tensors(
     are split one module at a time, so only one module's weights exist twice. Tied weights are
     yielded once. `whole`: see `module_tensors`.
     """
-    for own in module_tensors(model, whole=whole):
-        yield from as_checkpoint(model, own).items()
+    for local in module_tensors(model, whole=whole):
+        yield from as_checkpoint(model, local).items()
 
 
-def as_checkpoint(model: PreTrainedModel, own: Named) -> Named:
+def as_checkpoint(model: PreTrainedModel, local: Named) -> Named:
     """Convert one module's tensors to checkpoint format."""
-    return revert_weight_conversion(model, dict(own))
+    return revert_weight_conversion(model, dict(local))
 
 
 def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Iterator[Named]:

@@ -210,10 +210,10 @@ def _try_packed(model: PreTrainedModel) -> None:
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Raise ConfigError if a tokenizer's ids differ from the model's own tokenizer."""
     try:
-        own = AutoTokenizer.from_pretrained(path, **hub_options(path))
+        local = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError):
         return
-    tokens = {index: token for token, index in own.get_vocab().items()}
+    tokens = {index: token for token, index in local.get_vocab().items()}
     shared = [(t, tokens[i], i) for t, i in tokenizer.get_vocab().items() if i in tokens]
     different = sorted((i, new, old) for new, old, i in shared if new != old)
     if len(different) > _RENAMED * len(shared):

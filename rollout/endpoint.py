@@ -204,8 +204,8 @@ class EndpointCompletions:
                 return read_reply(body, seconds=time.monotonic() - begin)
         except TimeoutError:
             if (status := _status.get()) in _BUSY_STATUS:
-                own = "endpoint.timeout_s and endpoint.retries"
-                knobs = own if limit_s < within_s else "rollout.timeout_s"
+                local = "endpoint.timeout_s and endpoint.retries"
+                knobs = local if limit_s < within_s else "rollout.timeout_s"
                 return f"{LATER}the endpoint returned HTTP {status} for {limit_s:g} s ({knobs})"
             if limit_s == within_s:
                 raise

@@ -138,13 +138,13 @@ async def _try_source(
         more = f" and {len(names) - _SHOWN_TOOLS} more" if len(names) > _SHOWN_TOOLS else ""
         later = f", then {trial.forked_s:.2f} s each, forked" if trial.forked_s else ""
         later += f", each alone: {trial.fork_disabled_reason}" if trial.fork_disabled_reason else ""
-        own = config.budget(source.domain_name)
-        room = own.window - (trial.opening_tokens or 0)
+        local = config.budget(source.domain_name)
+        room = local.window - (trial.opening_tokens or 0)
         little = ""
-        if room < own.max_tokens:
+        if room < local.max_tokens:
             little = (
-                f". WARNING: that leaves {room} tokens of the window of {own.window} "
-                f"(agents.window), and a turn may take {own.max_tokens}"
+                f". WARNING: that leaves {room} tokens of the window of {local.window} "
+                f"(agents.window), and a turn may take {local.max_tokens}"
             )
         if trial.parts is not None and (odd := unknown_parts(source.rewards, trial.parts)):
             little += f". WARNING: {odd}"
@@ -229,14 +229,14 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
 
 
 def budget(config: Config, source: SourceConfig) -> Budget:
-    own = config.budget(source.domain_name)
+    local = config.budget(source.domain_name)
     return Budget(
-        turns=own.max_turns,
-        turn_tokens=own.max_tokens,
-        tokens=own.max_sampled_tokens or sys.maxsize,
-        window=own.window,
+        turns=local.max_turns,
+        turn_tokens=local.max_tokens,
+        tokens=local.max_sampled_tokens or sys.maxsize,
+        window=local.window,
         timeout_s=config.rollout.timeout_s,
-        call_s=own.call_s,
+        call_s=local.call_s,
         calls=config.agents.max_thinking_calls if config.agents.tools_in_thinking else math.inf,
     )
 
@@ -267,7 +267,7 @@ def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
     """System prompt of a source, as a function of its environment's tools."""
     arguments = source.environment.arguments
     cell_s, ending_s = (
-        own if isinstance(own := arguments.get(name), int | float) else default
+        local if isinstance(local := arguments.get(name), int | float) else default
         for name, default in (("cell_s", CELL_S), ("ending_s", ENDING_S))
     )
     cell_s, *_ = split_call_time(cell_s, ending_s, config.budget(source.domain_name).call_s)
@@ -329,7 +329,7 @@ def agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
         isolated = wrap(
             config, source, network="loopback" if environment.network == "none" else "host"
         )
-        own = runtime(command[0]).paths if isolated is not not_wrapped else ()
+        local = runtime(command[0]).paths if isolated is not not_wrapped else ()
         return AgentProgram(
             command=command,
             open_s=environment.open_s,
@@ -338,7 +338,7 @@ def agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
             env=environment.env,
             memory_mib=environment.memory_mib,
             wrap=isolated,
-            readable=(*own, *readable(environment)),
+            readable=(*local, *readable(environment)),
             tells_reward=environment.tells_reward,
             drop_failures=environment.on_failure == "drop",
             judges=not environment.target,
@@ -389,8 +389,8 @@ def wrap(config: Config, source: SourceConfig, *, network: Network | None = None
 
 def _prompt_files(config: Config) -> list[Path]:
     sources = [source for source in config.data.sources if source.path]
-    own = [data_path(source.path) for source in sources if source.source != "hub"]
-    return own + (cached_places() if len(own) < len(sources) else [])
+    local = [data_path(source.path) for source in sources if source.source != "hub"]
+    return local + (cached_places() if len(local) < len(sources) else [])
 
 
 def _generators(config: Config, python: str) -> list[Path]:

@@ -397,8 +397,8 @@ def _may_follow_a_loss(error: RayError) -> bool:
     """Return True if the loss of another rank may have caused this failure: collectives then raise
     RuntimeError, sockets OSError."""
     cause = ray_timeouts.cause(error)
-    own = type(cause).__name__ in ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
-    return isinstance(cause, RuntimeError | OSError) and not own
+    local = type(cause).__name__ in ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
+    return isinstance(cause, RuntimeError | OSError) and not local
 
 
 def _merge_files(parts: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:

@@ -69,10 +69,10 @@ class BucketPacker:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal modules
-            for index, own in enumerate(module_tensors(self._model, whole=self._whole)):
+            for index, local in enumerate(module_tensors(self._model, whole=self._whole)):
                 modules += 1
-                named = self._named(own)
-                places = {name: _origin(tensor, own) for name, tensor in named.items()}
+                named = self._named(local)
+                places = {name: _origin(tensor, local) for name, tensor in named.items()}
                 if None in places.values():
                     computed.add(index)
                     places = {name: (name, 0) for name in named}
@@ -94,18 +94,18 @@ class BucketPacker:
                 _append(runs[module], _Run(source, start, entry.numel, number, entry.offset, dtype))
         self._tables, self._runs, self._computed = tables, runs, computed
 
-    def _named(self, own: Named) -> Named:
+    def _named(self, local: Named) -> Named:
         try:
             with _WithoutCopies():
-                return as_checkpoint(self._model, own)
+                return as_checkpoint(self._model, local)
         except RuntimeError:  # a conversion that needs a contiguous tensor
-            return as_checkpoint(self._model, own)
+            return as_checkpoint(self._model, local)
 
     def _replay(self) -> Iterator[FlatBucket]:
         number, flat = -1, torch.empty(0)
         modules = module_tensors(self._model, whole=self._whole)
-        for index, (own, runs) in enumerate(zip(modules, self._runs, strict=True)):
-            sources = as_checkpoint(self._model, own) if index in self._computed else own
+        for index, (local, runs) in enumerate(zip(modules, self._runs, strict=True)):
+            sources = as_checkpoint(self._model, local) if index in self._computed else local
             for run in runs:
                 if run.bucket != number:
                     if number >= 0:
@@ -131,9 +131,9 @@ class _WithoutCopies(TorchFunctionMode):
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _origin(tensor: Tensor, own: Mapping[str, Tensor]) -> tuple[str, int] | None:
+def _origin(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | None:
     """The tensor of `own` that contains this one without gaps, and the first element in it."""
-    for name, whole in own.items():
+    for name, whole in local.items():
         start, rest = divmod(tensor.data_ptr() - whole.data_ptr(), whole.itemsize)
         if (
             tensor.dtype == whole.dtype

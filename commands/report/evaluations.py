@@ -32,7 +32,7 @@ def read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
     run.changed = changed(run.knobs)
     if not (folder / "results.json").exists():
         run.notes.append("the evaluation has not ended: this is what there is so far")
-    path, asked, ends = folder / SAMPLES, list[Asked](), [0]
+    path, request, ends = folder / SAMPLES, list[Asked](), [0]
     with path.open("rb") as file:
         for at, line in enumerate(file):
             if not line.endswith(b"\n"):  # it is being written
@@ -40,12 +40,12 @@ def read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
             try:
                 one = asked_in(line)
                 run.groups.append(listed(group_of(one), 0, chunk_name(at), at % PER_CHUNK))
-                asked.append(counted(one))
+                request.append(counted(one))
             except UNREADABLE as error:
                 text = f"no line of an evaluation: {brief(error)}"
                 raise ConfigError(f"{path}:{at + 1}: {text}") from error
             ends.append(ends[-1] + len(line))
-    for variant, sets in results([one for one in asked if one.number], (1,)).items():
+    for variant, sets in results([one for one in request if one.number], (1,)).items():
         for name, of in sets.items():
             low, high = of["pass@1_interval"]
             label = f"pass@1 {name}" if variant == ONLY else f"pass@1 {variant}: {name}"
@@ -53,7 +53,7 @@ def read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
                 f"{of['pass@1']:.3f} ({low:.3f}–{high:.3f}), {of['prompts']} prompts"
             )
     chunks: Chunks = {}
-    for first in range(0, len(asked), PER_CHUNK):
+    for first in range(0, len(request), PER_CHUNK):
         begin, *_, end = ends[first : first + PER_CHUNK + 1]
         read = partial(read_chunk, path, begin, end)
         chunks[chunk_name(first)] = ReportChunk(read, (end - begin) // PACKED)
@@ -76,7 +76,7 @@ def asked_in(line: bytes) -> Asked:
     return as_asked(loads(line.decode("utf-8", "surrogatepass")))
 
 
-def counted(asked: Asked) -> Asked:
+def counted(request: Asked) -> Asked:
     """Keep the numbers that results are made of, and no text. Raises one of `UNREADABLE`."""
     samples = [
         {
@@ -85,28 +85,28 @@ def counted(asked: Asked) -> Asked:
             "tokens": int(float(sample["tokens"])),
             "finish_reason": str(sample["finish_reason"]),
         }
-        for sample in asked.samples
+        for sample in request.samples
     ]
     return replace(
-        asked,
-        variant=str(asked.variant),
-        source=str(asked.source),
-        domain=str(asked.domain),
+        request,
+        variant=str(request.variant),
+        source=str(request.source),
+        domain=str(request.domain),
         samples=samples,
-        missing=[str(reason) for reason in asked.missing],
+        missing=[str(reason) for reason in request.missing],
         prompt=(),
     )
 
 
-def group_of(asked: Asked) -> dict[str, Any]:
+def group_of(request: Asked) -> dict[str, Any]:
     """A group in the form that `keel.trainer.run.trajectory_files` writes."""
     return {
-        "prompt": asked.id,
-        "domain": f"{asked.domain} · {asked.variant}",
-        "messages": asked.prompt,
-        "reference": asked.expected,
-        "dropped": asked.missing,
-        "trajectories": [trajectory(at, sample) for at, sample in enumerate(asked.samples)],
+        "prompt": request.id,
+        "domain": f"{request.domain} · {request.variant}",
+        "messages": request.prompt,
+        "reference": request.expected,
+        "dropped": request.missing,
+        "trajectories": [trajectory(at, sample) for at, sample in enumerate(request.samples)],
     }
 
 

@@ -111,11 +111,11 @@ def load_lessons(
             if one.question not in reserved and one.prompt_id not in reserved_ids
         ]
         elsewhere = len(part.usable) - len(part.heldout) - len(not_held)
-        left = {**part.left_out, "held out by another source": elsewhere}
-        left["held out by data.sources"] = len(not_held) - len(kept)
-        left = {why: count for why, count in left.items() if count}
+        remaining = {**part.left_out, "held out by another source": elsewhere}
+        remaining["held out by data.sources"] = len(not_held) - len(kept)
+        remaining = {why: count for why, count in remaining.items() if count}
         if source.repeat > 0 and not kept:
-            raise _nothing_left(source, part, left)
+            raise _nothing_left(source, part, remaining)
         lessons = [one.lesson for one in kept] if source.repeat > 0 else []
         train[source.name] = lessons
         report[source.name] = Report(
@@ -127,7 +127,7 @@ def load_lessons(
             longest=max((lesson.longest for lesson in lessons), default=0),
             documents=len({one.question for one in kept}) if source.is_text else 0,
             sampled=sum(one.sampled for one in kept),
-            left_out=left,
+            left_out=remaining,
             skipped=part.read.skipped,
             unread=frozenset(key for one in part.read.examples for key in one.unread),
         )
@@ -302,9 +302,11 @@ def _held(
     return held
 
 
-def _nothing_left(source: ConversationsConfig, part: _Part, left: Mapping[str, int]) -> ConfigError:
+def _nothing_left(
+    source: ConversationsConfig, part: _Part, remaining: Mapping[str, int]
+) -> ConfigError:
     knob = f"sft.sources[{source.name}]"
-    counts = {**left, "held out": len(part.heldout)}
+    counts = {**remaining, "held out": len(part.heldout)}
     why = ", ".join(f"{count:,} {why}" for why, count in counts.items() if count) or "it is empty"
     message = f"{knob}: no {_unit(source)} is left to learn from ({why})"
     message += _first(part.read.skipped)

@@ -28,9 +28,9 @@ def retrieval_texts(
     """
     if length < 16:
         raise ValueError(f"length = {length}: must be at least 16")
-    for name, given, most in (("letters", letters, len(_KEYS)), ("digits", digits, 10)):
-        if not 1 <= given <= most:
-            raise ValueError(f"params.{name} = {given}: must be from 1 to {most}")
+    for name, value, most in (("letters", letters, len(_KEYS)), ("digits", digits, 10)):
+        if not 1 <= value <= most:
+            raise ValueError(f"params.{name} = {value}: must be from 1 to {most}")
     for number in range(count):
         yield _text(random.Random(f"{seed} {number}"), length, letters, digits)
 
@@ -44,8 +44,8 @@ def _text(draw: random.Random, length: int, letters: int, digits: int) -> str:
     pieces = [key + values[key] for key in keys]
     pieces += draw.choices(_FILLER, k=room - 2 * pairs)
     draw.shuffle(pieces)
-    asked = [f"{_ASK}{key}{values[key]}" for key in draw.choices(keys, k=asking // 3)]
-    return ("".join(pieces) + "".join(asked)).ljust(length, _ASK)
+    request = [f"{_ASK}{key}{values[key]}" for key in draw.choices(keys, k=asking // 3)]
+    return ("".join(pieces) + "".join(request)).ljust(length, _ASK)
 
 
 def answers(text: str) -> list[int]:

@@ -64,12 +64,12 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
     knob = f"sft.sources[{source.name}]"
     files, others = _files(data_path(source.path), f"{knob}.path")
     examples: list[Example] = []
-    left: Counter[str] = Counter()
+    remaining: Counter[str] = Counter()
     if others:
         names = ", ".join(file.name for file in others[:_MAX_SHOWN]) + ", …" * (
             len(others) > _MAX_SHOWN
         )
-        left[f"files of other kinds ({names})"] = len(others)
+        remaining[f"files of other kinds ({names})"] = len(others)
     skipped: list[str] = []
     documents = 0
     for file in files:
@@ -87,12 +87,12 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
             documents += 1
             tokens = [*by.before, *by.encode(document), *by.after]
             windows = list(_windows(at, document, tokens, len(by.before), window))
-            left["too short to learn from"] += not windows
+            remaining["too short to learn from"] += not windows
             examples += windows
     if not documents:
         why = f"; {len(skipped)} omitted, the first: {skipped[0]}" if skipped else ""
         raise ConfigError(f"{knob}.path = {source.path!r}: there is no text in it{why}")
-    return ReadSource(examples=tuple(examples), skipped=tuple(skipped), unselected=left)
+    return ReadSource(examples=tuple(examples), skipped=tuple(skipped), unselected=remaining)
 
 
 def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSource:

@@ -35,7 +35,7 @@ _CHOICES: dict[Any, Any] = {}
 """Chosen function for each kind and shape of call, with rows rounded up to a power of two."""
 
 
-def linear(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the bits of `own`.
 
     Without splitting K, cuBLAS sums in the order of vLLM's kernel on Hopper, and is faster. For few
@@ -45,12 +45,12 @@ def linear(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -
     chosen: Linear | None = _CHOICES.get(kind)
     if chosen is None:
         if not len(x) or torch.cuda.is_current_stream_capturing():  # no comparison is possible
-            return own(x, weight, bias)
-        chosen = _CHOICES[kind] = _choose_linear(own, x, weight, bias)
+            return local(x, weight, bias)
+        chosen = _CHOICES[kind] = _choose_linear(local, x, weight, bias)
     return chosen(x, weight, bias)
 
 
-def norm_heads(own: Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_heads(local: Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D].
 
     The result has the bits of `own`, which needs a contiguous copy of x.
@@ -59,23 +59,23 @@ def norm_heads(own: Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     chosen: Norm | None = _CHOICES.get(kind)
     if chosen is None:
         if not len(x) or torch.cuda.is_current_stream_capturing():
-            return own(x, weight, eps)
+            return local(x, weight, eps)
         from keel.model.batch_invariant import kernels  # noqa: PLC0415  (Triton)
 
         trial = _random(x[:FEW])  # tokens are independent
-        same = torch.equal(own(trial, weight, eps), kernels.norm_heads(trial, weight, eps))
-        chosen = _CHOICES[kind] = kernels.norm_heads if same else own
+        same = torch.equal(local(trial, weight, eps), kernels.norm_heads(trial, weight, eps))
+        chosen = _CHOICES[kind] = kernels.norm_heads if same else local
     return chosen(x, weight, eps)
 
 
-def _choose_linear(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
+def _choose_linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
     half = x.dtype in (torch.bfloat16, torch.float16)
     if not half or torch.cuda.get_device_capability(x.device)[0] != HOPPER:
-        return own
+        return local
     few, fewest = len(x) <= FEW, (1 << _doublings(len(x))) // 2 + 1
     # Random inputs: an engine's first calls have identical rows, or zeros after attention.
     trial, bias = _random(x[:MOST]), None if bias is None else _random(bias)
-    expected = own(trial, weight, bias)
+    expected = local(trial, weight, bias)
 
     def same(variant: Linear) -> bool:
         """Compare also for the fewest rows, because cuBLAS chooses tiles by their number."""
@@ -92,7 +92,7 @@ def _choose_linear(own: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) 
         variants.append(kernels.few_rows)
     variants = [variant for variant in variants if same(variant)]
     if len(variants) < 2:
-        return variants[0] if variants else own
+        return variants[0] if variants else local
     return min(variants, key=lambda variant: _seconds(lambda: variant(trial, weight, bias)))
 
 

@@ -442,11 +442,11 @@ def _gemm_operand(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_cuda else tensor.to(_accumulate_dtype(tensor))
 
 
-def _matmul(left: Tensor, right: Tensor) -> Tensor:
+def _matmul(remaining: Tensor, right: Tensor) -> Tensor:
     """Multiply with sums *and result* in float32; a bfloat16 logit of 20 is off by up to 0.06."""
-    if left.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
+    if remaining.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(remaining, right, out_dtype=torch.float32)
+    return remaining @ right
 
 
 def _flat(pairs: _Pairs, row: slice, pair: slice, vocab: int) -> Tensor:
@@ -553,8 +553,8 @@ def _check_values(
         repeated = keys[1:][keys[1:] == keys[:-1]]
     # Without repeated ids, every mask has its target iff there are as many hits as masks.
     if len(repeated) or np.count_nonzero(hits) != np.count_nonzero(sizes):
-        found = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[hits], minlength=len(sizes))
-        missing = (found == 0) & (sizes > 0)
+        result = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[hits], minlength=len(sizes))
+        missing = (result == 0) & (sizes > 0)
         if missing.any():
             row = int(missing.argmax())
             raise ValueError(

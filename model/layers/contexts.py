@@ -46,10 +46,10 @@ class Contexts:
 
         follows: index of the earlier segment that each continues, −1 for none.
         """
-        own, before = np.asarray(lengths), np.asarray(follows)
-        started = np.where(before >= 0, own[before], 0)
-        whole = started + own
-        starts, offsets = (np.concatenate([[0], each.cumsum()]) for each in (own, whole))
+        local, before = np.asarray(lengths), np.asarray(follows)
+        started = np.where(before >= 0, local[before], 0)
+        whole = started + local
+        starts, offsets = (np.concatenate([[0], each.cumsum()]) for each in (local, whole))
         rows, places, shared, others, counts = [], [], [], [], []
         for s, first in enumerate(before):
             if first >= 0:
@@ -58,8 +58,8 @@ class Contexts:
             places.append(np.arange(offsets[s] + started[s], offsets[s + 1]))
             if len(followers := np.flatnonzero(before == s)):
                 shared.append(np.arange(starts[s], starts[s + 1]))
-                others.append(np.add.outer(np.arange(own[s]), offsets[followers]).ravel())
-                counts.append(np.full(own[s], len(followers)))
+                others.append(np.add.outer(np.arange(local[s]), offsets[followers]).ravel())
+                counts.append(np.full(local[s], len(followers)))
         none = np.zeros(0, np.int64)
         index = [np.concatenate(each or [none]) for each in (rows, places, shared, others, counts)]
         moved = [to_device(torch.from_numpy(each.astype(np.int64)), device) for each in index]

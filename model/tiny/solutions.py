@@ -36,8 +36,8 @@ def _chain_working(metadata: Metadata) -> str:
     terms = str(metadata["expression"]).split(" ")
     lines: list[str] = []
     while len(terms) > 1:
-        left, sign, right, *rest = terms
-        terms = [str(int(left) + (1 if sign == "+" else -1) * int(right)), *rest]
+        remaining, sign, right, *rest = terms
+        terms = [str(int(remaining) + (1 if sign == "+" else -1) * int(right)), *rest]
         lines.append(" ".join(terms))
     return "\n".join(lines) or terms[0]
 

@@ -53,19 +53,19 @@ def _same(expected: Any, value: Any, tolerance: float | None, budget: _Budget) -
     if _is_number(expected) and _is_number(value):
         return _close(expected, value, tolerance)
     if _are_lists(expected, value):
-        kind, left, right = "~tuple", cast(list[Any], expected), cast(list[Any], value)
+        kind, remaining, right = "~tuple", cast(list[Any], expected), cast(list[Any], value)
     else:
-        kind, left = _items_of(expected)
+        kind, remaining = _items_of(expected)
         other, right = _items_of(value)
         if kind != other or kind == "?":  # malformed
             return False
     if kind == "":
         return type(expected) is type(value) and expected == value
-    if len(left) != len(right):
+    if len(remaining) != len(right):
         return False
     if kind != "~tuple":
-        return _Items(left, right, tolerance, budget).same()
-    return all(_same(a, b, tolerance, budget) for a, b in zip(left, right, strict=True))
+        return _Items(remaining, right, tolerance, budget).same()
+    return all(_same(a, b, tolerance, budget) for a, b in zip(remaining, right, strict=True))
 
 
 class _Items:
@@ -135,9 +135,9 @@ def same_text(expected: str, output: str, tolerance: float | None = None) -> boo
     """
     if tolerance is None:
         return _lines(expected) == _lines(output)
-    left, right = expected.split(), output.split()
-    return len(left) == len(right) and all(
-        a == b or _close_words(a, b, tolerance) for a, b in zip(left, right, strict=True)
+    remaining, right = expected.split(), output.split()
+    return len(remaining) == len(right) and all(
+        a == b or _close_words(a, b, tolerance) for a, b in zip(remaining, right, strict=True)
     )
 
 
@@ -160,12 +160,12 @@ def _close(expected: int | float, value: int | float, tolerance: float | None) -
     if isinstance(expected, int) and isinstance(value, int):
         return expected == value
     try:
-        left, right = float(expected), float(value)
+        remaining, right = float(expected), float(value)
     except OverflowError:  # an integer beyond floating point
         return False
-    if math.isnan(left) or math.isnan(right):
-        return math.isnan(left) and math.isnan(right)
-    return _near(left, right, tolerance, whole=isinstance(expected, int))
+    if math.isnan(remaining) or math.isnan(right):
+        return math.isnan(remaining) and math.isnan(right)
+    return _near(remaining, right, tolerance, whole=isinstance(expected, int))
 
 
 def _near(expected: float, value: float, tolerance: float | None, *, whole: bool) -> bool:
@@ -187,10 +187,10 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
     if not value.isascii() or "_" in value:  # numbers to Python only
         return False
     try:
-        left, right = float(expected), float(value)
+        remaining, right = float(expected), float(value)
     except ValueError:
         return False
-    return _near(left, right, tolerance, whole=whole)
+    return _near(remaining, right, tolerance, whole=whole)
 
 
 def _items_of(value: Any) -> tuple[str, list[Any]]:

@@ -92,10 +92,10 @@ def number(value: Any) -> Value:
     return _context.mpf(value.numerator) / value.denominator
 
 
-def close(left: Value, right: Value) -> bool:
+def close(remaining: Value, right: Value) -> bool:
     """Compare two values up to the last 20 digits of the larger one."""
-    bound = max(abs(left), abs(right)) * _digit(20 - _context.dps)
-    return bool(left == right or abs(left - right) <= bound < _context.inf)
+    bound = max(abs(remaining), abs(right)) * _digit(20 - _context.dps)
+    return bool(remaining == right or abs(remaining - right) <= bound < _context.inf)
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
@@ -114,14 +114,18 @@ def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
 def _agree(one: Formula, other: Formula, points: range, *, ratio: bool) -> bool:
     factors: list[Value] = []
     for point in points:
-        left = one.at(point)
-        if left is None or (point and not one.imaginary and _context.im(left)):
+        remaining = one.at(point)
+        if remaining is None or (point and not one.imaginary and _context.im(remaining)):
             continue  # outside the domain of a real formula
         right = other.at(point)
-        if right is None or bool(left) != bool(right) or not (ratio or close(left, right)):
+        if (
+            right is None
+            or bool(remaining) != bool(right)
+            or not (ratio or close(remaining, right))
+        ):
             return False
-        if left or not ratio:
-            factors.append(right / left if ratio else 1)
+        if remaining or not ratio:
+            factors.append(right / remaining if ratio else 1)
     return len(factors) > ratio and all(close(factors[0], factor) for factor in factors)
 
 

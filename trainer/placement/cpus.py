@@ -46,13 +46,13 @@ def has_bfloat16() -> bool:
     return not BFLOAT16.isdisjoint(flags)
 
 
-def with_dtype(config: Config, left: frozenset[str], *, gpu: bool) -> Config:
+def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Config:
     """Resolve `model.dtype: auto`.
 
     A resumed run keeps its dtype; a new one uses float32 on a CPU without bfloat16 instructions,
     else the schema's bfloat16.
     """
-    if DTYPE not in left:
+    if DTYPE not in remaining:
         return config
     folder = Path(config.run.dir).expanduser()
     saved = folder / "config.yaml"

@@ -93,8 +93,8 @@ def with_values(config: Config, values: Values) -> Config:
 
 @lru_cache(maxsize=4096)  # a search combines a few hundred sections in tens of thousands of ways
 def _changed(section: _Section, values: tuple[tuple[str, Any], ...]) -> _Section:
-    own = {knob.partition(".")[2]: value for knob, value in values}
-    return replace(section, **own) if own else section
+    local = {knob.partition(".")[2]: value for knob, value in values}
+    return replace(section, **local) if local else section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,13 +206,13 @@ class Options:
         knobs = ("rollout.time_share", "trainer.offload_while_sampling")
         if not self.config.data.sources:
             return [{}]
-        own = (self.config.rollout.time_share, self.config.trainer.offload_while_sampling)
+        local = (self.config.rollout.time_share, self.config.trainer.offload_while_sampling)
         return [
             self.open(dict(zip(knobs, way, strict=True)))
-            for way in ((False, own[1]), (True, False), (True, True))
+            for way in ((False, local[1]), (True, False), (True, True))
             if all(
                 knob in self.open_knobs or value == fixed
-                for knob, value, fixed in zip(knobs, way, own, strict=True)
+                for knob, value, fixed in zip(knobs, way, local, strict=True)
             )
         ]
 
@@ -531,10 +531,10 @@ class LayoutSearch:
         return bool(self.config.data.sources) and any(map(offloading, self.options.turns))
 
     def _rank(self, values: Values) -> Memory:
-        own = tuple(item for item in values.items() if item[0].startswith("trainer."))
-        if own not in self._ranks:
-            self._ranks[own] = trainer_memory(self._config(values), self.facts, gpu=True)
-        return self._ranks[own]
+        local = tuple(item for item in values.items() if item[0].startswith("trainer."))
+        if local not in self._ranks:
+            self._ranks[local] = trainer_memory(self._config(values), self.facts, gpu=True)
+        return self._ranks[local]
 
     def _placed(self, values: Values) -> Placement | None:
         """The placement, or None if the knobs break a rule or there are too few GPUs."""

@@ -245,9 +245,9 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     held = count - routed * (1 - 1 / trainer.expert_parallel)
     shard = count / ranks
     learned, of_experts = learned_parameters(config, facts)
-    own = learned - of_experts * (1 - 1 / trainer.expert_parallel)
+    local = learned - of_experts * (1 - 1 / trainer.expert_parallel)
     # Adam's two moments, and from stage 1 up float32 master weights.
-    state = 12 * learned / ranks if stage >= 1 else 8 * own
+    state = 12 * learned / ranks if stage >= 1 else 8 * local
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
     if not gpu:  # transformers' own norms and experts run there
         facts = replace(facts, fused_norms=False, fused_experts=False)
@@ -258,7 +258,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     parts = {
         "weights": width * (shard if stage == 3 else held),
         "gradients": 4
-        * (learned / ranks if stage >= 2 else own)
+        * (learned / ranks if stage >= 2 else local)
         * (not (offloaded and stage == 3)),
         "optimizer": state * (not offloaded),
         "reference": width * with_reference * (shard if stage == 3 else held),
@@ -268,7 +268,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     }
     if ranks > 1 or (stage >= 1 and not sums_in_float32(config.model.dtype, trainer)):
         buckets = _ZERO_2_BUCKETS if stage == 2 else 1
-        parts["buckets"] = 4 * buckets * min(own, bucket_elements(trainer))
+        parts["buckets"] = 4 * buckets * min(local, bucket_elements(trainer))
         # One gradient on its way to host memory, at most as large as the embeddings.
         parts["buckets"] += width * facts.vocab_size * facts.hidden_size * (offloaded and stage < 3)
     # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.
@@ -278,7 +278,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         parts["gathered"] = width * (max(min(held, _LIVE_ELEMENTS), largest) + largest)
     elif mixed:
         # One layer's, before they join the float32 sum.
-        parts["new gradients"] = width * min(own, largest)
+        parts["new gradients"] = width * min(local, largest)
     of_a_step = sum(parts.get(name, 0.0) for name in (*STEP_PARTS, "gathered"))
     parts[_JOINED] = max(0.0, update_copy_bytes(config, parts, gpu=gpu) - of_a_step)
     if gpu:

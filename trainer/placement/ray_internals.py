@@ -100,11 +100,11 @@ def killing_own_processes() -> Iterator[None]:
     even if `ray.shutdown` was never called.
     """
     node, handles = _node(), list[int]()
-    own = [pid for pids in own_processes().values() for pid in pids]
-    for pid in [*own, *(child for root in own for child in descendants(root))]:
+    local = [pid for pids in own_processes().values() for pid in pids]
+    for pid in [*local, *(child for root in local for child in descendants(root))]:
         with suppress(ProcessLookupError):
             handles.append(os.pidfd_open(pid))
-    if own:
+    if local:
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
     try:

@@ -100,10 +100,10 @@ def start_watchdog(
     say: Callable[[str], Any], hang_timeout_s: float, nodes: Set[str] = frozenset()
 ) -> Iterator[Watchdog]:
     """Run a watchdog until exit. nodes: see `Watchdog.nodes`."""
-    own = own_processes()
-    if own:
-        (raylet,) = own["raylet"]
-        processes = {name: own[kind][0] for kind, name in RAY_PROCESSES.items() if kind in own}
+    local = own_processes()
+    if local:
+        (raylet,) = local["raylet"]
+        processes = {name: local[kind][0] for kind, name in RAY_PROCESSES.items() if kind in local}
         detector = HangDetector(
             raylet, processes, start=ray_timeouts.start(), hang_timeout_s=hang_timeout_s
         )
