@@ -32,7 +32,7 @@ class Attacker:
         """Try every attack that does not end the process."""
         here = os.getcwd()
         libc = ctypes.CDLL(None, use_errno=True)
-        found = {
+        results = {
             "environment": sorted(os.environ),
             "secret": secret in str(dict(os.environ)) or self._in_proc(secret),
             "internet": refused(lambda: socket.socket(socket.AF_INET)),
@@ -62,8 +62,8 @@ class Attacker:
             "chroot": (b"/tmp",),
         }
         for name, arguments in calls.items():
-            found[name] = getattr(libc, name)(*arguments) == -1 and ctypes.get_errno()
-        return found
+            results[name] = getattr(libc, name)(*arguments) == -1 and ctypes.get_errno()
+        return results
 
     def _in_proc(self, secret: str) -> bool:
         for one in os.listdir("/proc"):
@@ -73,19 +73,19 @@ class Attacker:
         return False
 
     def leave(self, word: str) -> list:
-        """Leave traces, after looking for those of others."""
-        place, found = "/keel-trace", []
+        """Leave traces, after looking for other episodes' traces."""
+        place, traces = "/keel-trace", []
         for folder in ("/tmp", "/dev/shm", "/dev/pts"):
-            found += [f"{folder}/{one}" for one in sorted(os.listdir(folder)) if one != "ptmx"]
-        found = [one for one in found if not __file__.startswith(one + "/")]  # a checkout in /tmp
+            traces += [f"{folder}/{one}" for one in sorted(os.listdir(folder)) if one != "ptmx"]
+        traces = [one for one in traces if not __file__.startswith(one + "/")]  # a checkout in /tmp
         for folder in ("/tmp", "/dev/shm"):
             Path(folder + place).write_text(word)
         self._terminal = os.openpty()
         listener = socket.socket(socket.AF_UNIX)
-        found += [refused(lambda: listener.bind("\0trace"))]
+        traces += [refused(lambda: listener.bind("\0trace"))]
         listener.listen()
         self._listener = listener
-        return [*found, *(one for one in os.listdir("/proc") if one.isdigit())]
+        return [*traces, *(one for one in os.listdir("/proc") if one.isdigit())]
 
     def kill_all(self) -> str:
         return refused(lambda: os.kill(-1, 10)) + refused(lambda: os.kill(3, 9))

@@ -22,7 +22,7 @@ Open = Callable[[], AbstractAsyncContextManager[Hosted]]
 
 
 def instance(folder: Path) -> dict[str, Any]:
-    """Its prefix and sealed file are made in `folder`. Returns the reward spec."""
+    """Return the reward spec of a task whose prefix and sealed file are made in `folder`."""
     rooms = CodeSandboxes(config(source()), folder)
     (rooms.folder / "prefixes" / "p" / "bin").mkdir(parents=True)
     script = SETUP.split("printf '")[1].split("' >")[0].replace("\\n", "\n")
@@ -31,15 +31,15 @@ def instance(folder: Path) -> dict[str, Any]:
     program.chmod(0o755)
     (rooms.folder / "packages" / "p.json").write_text("{}")
     built = Prefix(name="p", setup="", test=TEST)
-    found = instance_of(candidate(), built, tests_s=PATIENCE_S)
-    found["env"] = {}  # one of the attacks is a plugin
-    found |= {"f2p": [WHERE + "the_hidden_one"], "p2p": [WHERE + "some"], "canary": True}
-    return rooms.sealed("one", found)
+    spec = instance_of(candidate(), built, tests_s=PATIENCE_S)
+    spec["env"] = {}  # one of the attacks is a plugin
+    spec |= {"f2p": [WHERE + "the_hidden_one"], "p2p": [WHERE + "some"], "canary": True}
+    return rooms.sealed("one", spec)
 
 
 @asynccontextmanager
 async def opened(folder: Path) -> AsyncGenerator[Open]:
-    """What opens an episode, forked from one process."""
+    """Yield a function that opens an episode, forked from one process."""
     wrap_of()
     reward = instance(folder)
     where = (folder / "environment").absolute()
@@ -82,7 +82,7 @@ async def bash(hosted: Hosted, command: str) -> str:
 
 
 async def worth(hosted: Hosted) -> tuple[float, dict[str, Any]]:
-    """The reward, and the facts."""
+    """Return the reward and the facts."""
     judged = await hosted.verdict(transcript())
     assert not isinstance(judged, Unscored), judged.reason
     return judged.parts["correct"], dict(judged.facts)

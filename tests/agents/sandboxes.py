@@ -18,7 +18,7 @@ from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wr
 from tests.agents.episodes import HERE, alive, program
 
 MINE = os.environ.get("MINE", str(os.getpid()))
-"""Tags this test's processes, to tell them from those of other tests."""
+"""Tag of this test's processes, which separates them from other tests' processes."""
 
 
 def sleeping(seconds: int) -> list[int]:

@@ -148,7 +148,7 @@ class Shop:
 
 
 class Graded:
-    """Returns the verdict it was given."""
+    """Returns a fixed verdict."""
 
     def __init__(self, verdict: object) -> None:
         self._verdict = verdict
@@ -189,8 +189,8 @@ class Offers:
 class Opens:
     """Opens with the configured messages."""
 
-    def __init__(self, said: list) -> None:
-        self._said = said
+    def __init__(self, observations: list) -> None:
+        self._said = observations
 
     def opening(self) -> list:
         return self._said
@@ -250,8 +250,8 @@ class Echo:
         self._turns = 0
 
     def get_observation(self) -> tuple:
-        said = [(-1, f"Say [{self._word}].", 1), (0, "(it is your turn)", 2)]
-        return 0, said + [(-1, f"That was no {self._word}.", 1)] * self._turns
+        observations = [(-1, f"Say [{self._word}].", 1), (0, "(it is your turn)", 2)]
+        return 0, observations + [(-1, f"That was no {self._word}.", 1)] * self._turns
 
     def step(self, action: str) -> tuple:
         self._turns += 1

@@ -1,4 +1,4 @@
-"""The calculator works out arithmetic, and nothing else."""
+"""The calculator evaluates arithmetic and refuses everything else."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_arithmetic(expression: str, result: str) -> None:
         ("1j", "only numbers"),
     ],
 )
-def test_what_is_no_arithmetic(expression: str, why: str) -> None:
-    began = time.thread_time()  # whatever else the machine does
+def test_invalid_expressions_are_refused(expression: str, why: str) -> None:
+    began = time.thread_time()  # independent of the load of the machine
     with pytest.raises(ValueError, match=why):
         evaluate(expression)
     assert time.thread_time() - began < 2
@@ -93,14 +93,14 @@ def joined(parts: tuple[Term, str, Term]) -> Term:
         max_leaves=8,
     )
 )
-def test_whole_numbers_are_exact(term: Term) -> None:
+def test_integers_are_exact(term: Term) -> None:
     text, value = term
     if len(text) <= 500:
         assert evaluate(text) == value
 
 
 @pytest.mark.e2e
-def test_as_an_environment() -> None:
+def test_the_calculator_runs_as_an_environment() -> None:
     async def play() -> None:
         target = "keel.agents.environments.calculator:Calculator"
         environment = Hosted(Program(target=target, folder=Path(keel.__file__).parent))

@@ -1,4 +1,4 @@
-"""The code environment: its tools, what it grades, and policies that would rather cheat."""
+"""The code environment: its tools, its grading, and policies that try to cheat."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_tools_and_an_honest_solution(tmp_path: Path) -> None:
             assert "bytes left out" in long and len(long) < 21_000
             assert "+    result = 0" in await bash(hosted, "git diff")
             assert (await bash(hosted, "git log --oneline")).count("\n") == 1
-            # What it does to the tests does not count.
+            # Changes to the tests have no effect.
             await bash(hosted, "echo 'def test_some(): assert 0' > tests/test_adding.py")
             await bash(hosted, "echo 'raise SystemExit' > conftest.py; echo x > pytest.ini")
             facts = {"f2p": 1, "f2p_passed": 1, "p2p": 1, "p2p_passed": 1, "canary": "as wanted"}
@@ -51,8 +51,8 @@ def test_the_tools_and_an_honest_solution(tmp_path: Path) -> None:
     run(play())
 
 
-def test_what_grades_it_is_out_of_reach(tmp_path: Path) -> None:
-    """No file, no process and no variable has the hidden test's name, the key, or the answer."""
+def test_hidden_tests_and_answer_are_unreachable(tmp_path: Path) -> None:
+    """No file, process or variable contains the hidden test's name, the key or the answer."""
     hunt = f"""
     grep -rIl --devices=skip --exclude-dir=site-packages -e {HIDDEN} -e 'sum(numbers)' \\
         /tmp /dev/shm {tmp_path} 2>/dev/null
@@ -72,9 +72,9 @@ def test_what_grades_it_is_out_of_reach(tmp_path: Path) -> None:
     async def play() -> None:
         async with opened(tmp_path) as open_, open_() as hosted:
             (tmp_path / "instances").mkdir()
-            said = await bash(hosted, hunt.replace("hidden_one", "hidden[_]one"))
-            assert said.split() == ["environment", "searched"], said
-            # Links that lead into the process that reads lead into one that knows nothing.
+            result = await bash(hosted, hunt.replace("hidden_one", "hidden[_]one"))
+            assert result.split() == ["environment", "searched"], result
+            # Links into the reading process lead to one without secrets.
             await bash(hosted, "ln -sf /proc/self/cmdline link; ln -sf /proc/self/mem memory")
             assert "files.py" in (await use(hosted, "view", path="link")).text
             assert (await use(hosted, "view", path="memory")).failed
@@ -177,8 +177,8 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("half", [0, 1])
-def test_cheating_is_worth_nothing(half: int, tmp_path: Path) -> None:
-    """And none is left out: all but the honest one are graded 0."""
+def test_cheating_earns_no_reward(half: int, tmp_path: Path) -> None:
+    """Every cheat is graded 0, and the honest solution is not."""
     cheats = dict(list({**CHEATS, "honest": f"{WATCHER}{PLUGIN}{FIX}"}.items())[half::2])
     rewards: dict[str, float] = {}
     facts: dict[str, dict[str, object]] = {}

@@ -1,4 +1,4 @@
-"""Scripted conversations say what the environments say, and end as they should."""
+"""Scripted conversations match the environments' messages and end as intended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_trips(level: int) -> None:
     assert not others & {p.prompt_id for p in trip_prompts(level, 12, seed=3 + (1 << 20))}
 
 
-def test_a_trip_in_haste_is_wrong_and_one_that_is_worked_out_is_right() -> None:
+def test_careful_trips_succeed_and_hasty_ones_fail() -> None:
     for number, one in enumerate(trip_demonstrations(30, seed=0, arguments={})):
         seed = (1 << 20) * 1_000_000 + number
         for messages, right in ((one.worked, 1.0), (one.hasty, 0.0)):
@@ -60,16 +60,16 @@ def test_a_trip_in_haste_is_wrong_and_one_that_is_worked_out_is_right() -> None:
             assert parts["correct"] == right and (parts["progress"] == 1.0) == bool(right)
 
 
-def test_the_small_tasks_are_short() -> None:
-    """Of the tiny model's tokens."""
+def test_small_tasks_fit_few_tokens() -> None:
+    """Counted in the tiny model's tokens."""
     chat = chat_of("tiny")
     for one in trip_demonstrations(10, seed=1, arguments={}):
         assert len(chat.opening(one.worked[:1], one.tools, thinking=True)) == 19
         assert len(chat.opening(one.worked, one.tools, thinking=True)) <= 64
 
 
-def test_the_smallest_tasks_verifier_by_brute_force() -> None:
-    """Every name of the country and of two letters, and other forms of the right one."""
+def test_level_zero_verifier_matches_brute_force() -> None:
+    """Tries every two-letter name, and other forms of each."""
     for seed in range(40):
         world, task = make_task(seed, LEVELS[0])
         assert task.cities is not None and task.hotel_at_most is not None
@@ -79,16 +79,16 @@ def test_the_smallest_tasks_verifier_by_brute_force() -> None:
         good = 0
         for name in sorted(names):
             hotel = world.hotels.get(name)
-            wanted = (
+            expected = (
                 hotel is not None
                 and hotel.city == task.cities[0]
                 and hotel.price <= task.hotel_at_most
             )
-            assert all(checks(world, task, name).values()) == wanted, name
-            good += wanted
+            assert all(checks(world, task, name).values()) == expected, name
+            good += expected
             for other in (f"{name}, {name}", f"{name}\n{name}", name.lower(), f'["{name}"]', ""):
                 assert not all(checks(world, task, other).values())
-            assert all(checks(world, task, f" {name}\n").values()) == wanted
+            assert all(checks(world, task, f" {name}\n").values()) == expected
         assert 1 <= good <= 2
 
 
@@ -115,7 +115,7 @@ def unfinished() -> Calls:
         (unfinished, "ends after 1 calls, and the environment does not; .* it returns None"),
     ],
 )
-def test_what_a_script_does_wrong(script: Callable[[], Calls], why: str) -> None:
+def test_invalid_scripts_are_reported(script: Callable[[], Calls], why: str) -> None:
     shop = Shop()
     with pytest.raises(ValueError, match=why):
         play(Object(shop, methods_of(shop)), {}, 0, script())
@@ -136,13 +136,15 @@ def test_guesses() -> None:
                 drawn = random.Random(f"guess 3 {number}").randrange(1 << 31)
                 seen, _ = game.reset(seed=drawn)
                 assert messages[0]["content"] == seen == "Guess a number from 1 to 7."
-                total, over, said = 0.0, False, list[str]()
+                total, over, texts = 0.0, False, list[str]()
                 for name, arguments in calls_of(messages):
                     assert name == "play" and not over
                     text, reward, over, _, _ = game.step(**arguments)
-                    said.append(text)
+                    texts.append(text)
                     total += reward
-                assert over and said[:-1] == [m["content"] for m in messages if m["role"] == "tool"]
+                assert over and texts[:-1] == [
+                    m["content"] for m in messages if m["role"] == "tool"
+                ]
                 won[habit] += total == 1.0
     finally:
         random.setstate(before)

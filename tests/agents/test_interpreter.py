@@ -44,7 +44,7 @@ def kernels(pid: int) -> list[int]:
 
 @pytest.mark.e2e
 @needs_jupyter
-def test_a_kernel_from_cell_to_cell() -> None:
+def test_the_kernel_keeps_its_state() -> None:
     async def play() -> None:
         environment = Hosted(PYTHON)
         opening = await environment.open(TASK, seed=3)
@@ -61,9 +61,9 @@ def test_a_kernel_from_cell_to_cell() -> None:
         assert "ZeroDivisionError: division by zero" in await cell("x / 0")
         assert "SyntaxError" in await cell("x +")
         assert "StdinNotImplementedError" in await cell("input()")
-        said = await cell("print('y' * 50_000)")
-        assert len(said) < MOST_CHARACTERS + 100 and "characters left out" in said
-        # Dead: started anew.
+        output = await cell("print('y' * 50_000)")
+        assert len(output) < MOST_CHARACTERS + 100 and "characters left out" in output
+        # A dead kernel is restarted.
         assert "all variables are gone" in await cell("import os; os._exit(3)")
         assert "NameError" in await cell("x")
         assert environment._process is not None
@@ -77,7 +77,7 @@ def test_a_kernel_from_cell_to_cell() -> None:
 
 @pytest.mark.e2e
 @needs_jupyter
-def test_a_cell_that_takes_too_long() -> None:
+def test_a_slow_cell_is_interrupted() -> None:
     async def play(cell_s: float) -> None:
         environment = Hosted(replace(PYTHON, arguments={"cell_s": cell_s, "ending_s": cell_s}))
         await environment.open(TASK, seed=3)
@@ -85,15 +85,15 @@ def test_a_cell_that_takes_too_long() -> None:
         async def cell(code: str) -> str:
             return (await use(environment, "python", code=code)).text
 
-        # Interrupted; the cells after it run, and the state is still there.
-        said = await cell("x = 6\nprint('begun', flush=True)\nimport time; time.sleep(1000)")
-        assert said.startswith("begun") and "KeyboardInterrupt" in said
-        assert f"a cell may run for {cell_s:g} s" in said
+        # After an interrupt, later cells run and the state is kept.
+        output = await cell("x = 6\nprint('begun', flush=True)\nimport time; time.sleep(1000)")
+        assert output.startswith("begun") and "KeyboardInterrupt" in output
+        assert f"a cell may run for {cell_s:g} s" in output
         assert [await cell(f"x + {one}") for one in range(3)] == ["6", "7", "8"]
-        # Deaf to interrupts: started anew.
+        # A kernel that ignores interrupts is restarted.
         deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(1000)"
-        said = await cell(deaf)
-        assert "could not be interrupted" in said and "all variables are gone" in said
+        output = await cell(deaf)
+        assert "could not be interrupted" in output and "all variables are gone" in output
         assert await cell("1 + 1") == "2"
         await environment.close()
 
@@ -102,7 +102,7 @@ def test_a_cell_that_takes_too_long() -> None:
 
 @pytest.mark.e2e
 @needs_jupyter
-def test_a_kernel_ends_with_its_episode() -> None:
+def test_the_kernel_ends_with_its_episode() -> None:
     async def play() -> None:
         environment = Hosted(PYTHON)
         await environment.open(TASK, seed=3)
@@ -117,7 +117,7 @@ def test_a_kernel_ends_with_its_episode() -> None:
 
 
 @pytest.mark.parametrize("call_s", [AgentsConfig().call_s, 2.0, 150.0, 240.0, float("inf")])
-def test_a_call_has_time_for_a_cell_and_for_a_new_kernel(call_s: float) -> None:
+def test_limits_fit_the_call_time(call_s: float) -> None:
     cell_s, ending_s, start_s = split_call_time(CELL_S, ENDING_S, call_s)
     assert cell_s + 2 * ending_s < call_s and cell_s + ending_s + start_s < call_s
     assert min(cell_s, ending_s, start_s) > 0
@@ -127,8 +127,8 @@ def test_a_call_has_time_for_a_cell_and_for_a_new_kernel(call_s: float) -> None:
 
 @pytest.mark.e2e
 @needs_jupyter
-def test_an_endless_cell_never_costs_the_episode() -> None:
-    """By default a cell may take longer than a call."""
+def test_an_endless_cell_does_not_end_the_episode() -> None:
+    """The default time limit of a cell may exceed a call's."""
 
     async def play(call_s: float) -> None:
         environment = Hosted(replace(PYTHON, arguments={}))
@@ -147,36 +147,36 @@ def test_an_endless_cell_never_costs_the_episode() -> None:
 
 @needs_jupyter
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_temporary_folder_whose_path_is_too_long_for_its_sockets(
+def test_long_temporary_paths_still_allow_sockets(
     more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):  # which it sets
         monkeypatch.setenv(name, "")
-    own = len("/kernel-12345678/k1000-5")
-    long = tmp_path / ("x" * (107 + more - own - len(f"{tmp_path}/")))
+    suffix_length = len("/kernel-12345678/k1000-5")
+    long = tmp_path / ("x" * (107 + more - suffix_length - len(f"{tmp_path}/")))
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    found = Interpreter()
-    assert Path(found._folder).parent == (Path("/tmp") if more else long)
-    found.close()
-    assert not Path(found._folder).exists() and not list(long.iterdir())
+    interpreter = Interpreter()
+    assert Path(interpreter._folder).parent == (Path("/tmp") if more else long)
+    interpreter.close()
+    assert not Path(interpreter._folder).exists() and not list(long.iterdir())
 
 
 def test_a_long_output_loses_its_middle() -> None:
-    said = _Said()
+    output = _Said()
     for one in range(10_000):
-        said.add("stream", {"text": f"{one}\n"})
-    text = str(said)
+        output.add("stream", {"text": f"{one}\n"})
+    text = str(output)
     assert text.startswith("0\n1\n") and text.endswith("9998\n9999")
     assert MOST_CHARACTERS < len(text) < MOST_CHARACTERS + 50
-    said = _Said()
-    said.add("error", {"traceback": ["\x1b[0;31mKeyError\x1b[0m: 3"]})
-    said.add("execute_result", {"data": {"text/plain": "x"}})
-    assert str(said) == "KeyError: 3\nx"
+    output = _Said()
+    output.add("error", {"traceback": ["\x1b[0;31mKeyError\x1b[0m: 3"]})
+    output.add("execute_result", {"data": {"text/plain": "x"}})
+    assert str(output) == "KeyError: 3\nx"
 
 
 @pytest.mark.e2e
-def test_without_the_packages_it_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_packages_name_the_install_command(tmp_path: Path) -> None:
     (tmp_path / "ipykernel.py").write_text("import nobody_has_this\n")
 
     async def play() -> None:

@@ -1,4 +1,4 @@
-"""Files of a task in the interpreter: copies for each episode, and nothing of its answer."""
+"""A task's files in the interpreter: each episode gets copies, and no answer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ found
 """
 
 
-def test_where_files_come_from(tmp_path: Path) -> None:
+def test_files_come_from_the_folder_or_task(tmp_path: Path) -> None:
     folder, where = tmp_path / "files", tmp_path / "work"
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "b.csv").write_text("x\n1\n")
@@ -73,14 +73,14 @@ def test_where_files_come_from(tmp_path: Path) -> None:
         ({"a.json": {"x": 1}}, r"has a dict for 'a\.json', must give its text"),
         ({"a": None}, "has a NoneType for 'a'"),
     ]
-    for given, why in refused:
+    for environment_config, why in refused:
         with pytest.raises(ValueError, match=why):
-            put_files(given, str(folder), str(where))
+            put_files(environment_config, str(folder), str(where))
     with pytest.raises(ValueError, match=r"not in the folder '' \(files\)"):
         put_files(["a/b.csv"], "", str(where))
 
 
-def test_its_folder_is_there_for_the_sandbox(tmp_path: Path) -> None:
+def test_prepare_makes_the_folder_readable(tmp_path: Path) -> None:
     assert prepare({"cell_s": 5}, []) == ({"cell_s": 5}, [])
     assert prepare({"files": str(tmp_path)}, []) == ({"files": str(tmp_path)}, [tmp_path])
     with pytest.raises(ValueError, match="files = /nowhere: there is no such folder"):
@@ -90,17 +90,17 @@ def test_its_folder_is_there_for_the_sandbox(tmp_path: Path) -> None:
 def source(tmp_path: Path, *lines: dict[str, Any], **arguments: Any) -> SourceConfig:
     path = tmp_path / "files" / "tasks.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    given = EnvironmentConfig(target=TARGET, arguments=arguments)
-    return SourceConfig(name="x", source="jsonl", path=str(path), environment=given)
+    environment_config = EnvironmentConfig(target=TARGET, arguments=arguments)
+    return SourceConfig(name="x", source="jsonl", path=str(path), environment=environment_config)
 
 
 @pytest.mark.e2e
 @needs_jupyter
-def test_an_episode_has_its_files_and_not_its_answer(tmp_path: Path) -> None:
-    wrap_of()  # or a skip
+def test_an_episode_sees_files_but_no_answer(tmp_path: Path) -> None:
+    wrap_of()  # skips without a sandbox
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "sales.csv").write_text("day,units\n1,20\n2,22\n")
-    asked = source(
+    config = source(
         tmp_path,
         {
             "prompt": "How many?",
@@ -109,8 +109,8 @@ def test_an_episode_has_its_files_and_not_its_answer(tmp_path: Path) -> None:
         },
         files=str(tmp_path / "files"),
     )
-    (item,) = load_jsonl(asked, check_spec).items
-    made = environment_spec(Config(data=DataConfig(sources=(asked,))), asked)
+    (item,) = load_jsonl(config, check_spec).items
+    made = environment_spec(Config(data=DataConfig(sources=(config,))), config)
     assert isinstance(made, Program)
 
     async def play() -> None:
@@ -122,8 +122,8 @@ def test_an_episode_has_its_files_and_not_its_answer(tmp_path: Path) -> None:
         )
         code = "import csv; sum(int(r['units']) for r in csv.DictReader(open('sales.csv')))"
         assert (await use(environment, "python", code=code)).text == "42"
-        said = await use(environment, "python", code="open('sales.csv', 'w').write('mine')")
-        assert said.text == "4"
+        result = await use(environment, "python", code="open('sales.csv', 'w').write('mine')")
+        assert result.text == "4"
         assert (await use(environment, "python", code=THIEF)).text == "[]"
         await environment.close()
 
@@ -131,11 +131,11 @@ def test_an_episode_has_its_files_and_not_its_answer(tmp_path: Path) -> None:
     assert (tmp_path / "files" / "sales.csv").read_text().startswith("day")
 
 
-def test_a_recipe_whose_files_are_not_there(tmp_path: Path) -> None:
+def test_missing_files_fail_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
-    asked = source(tmp_path, {"prompt": "a", "answer": "1"}, files=str(tmp_path / "none"))
+    config = source(tmp_path, {"prompt": "a", "answer": "1"}, files=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"sources\[x\].environment: .*there is no such folder"):
-        environment_spec(Config(data=DataConfig(sources=(asked,))), asked)
+        environment_spec(Config(data=DataConfig(sources=(config,))), config)
 
 
 def procedural(**environment: Any) -> SourceConfig:
@@ -150,8 +150,8 @@ def procedural(**environment: Any) -> SourceConfig:
 
 
 def test_procedural_tasks_with_the_interpreter() -> None:
-    asked = procedural()
-    assert asked.environment.enabled and Config(data=DataConfig(sources=(asked,))).with_agents
+    config = procedural()
+    assert config.environment.enabled and Config(data=DataConfig(sources=(config,))).with_agents
 
 
 MAKER = (KEEL / "examples" / "small" / "prices.py").resolve()
@@ -164,21 +164,23 @@ found + [path for path in [{str(MAKER)!r}] if os.path.exists(path)]
 
 @pytest.mark.e2e
 @needs_jupyter
-def test_what_made_the_tasks_cannot_be_asked() -> None:
-    """With a seed that can be tried it says every answer."""
-    wrap_of()  # or a skip
+def test_task_generators_are_hidden_from_the_policy() -> None:
+    """A visible generator would let the policy try seeds and read the answers."""
+    wrap_of()  # skips without a sandbox
     (item,) = load_reasoning_gym(replace(procedural(), size=1), seed=3).items
 
     async def play() -> list[str]:
-        said: list[str] = []
-        for given in (procedural(), procedural(readable=(str(GYM),))):
-            made = environment_spec(Config(data=DataConfig(sources=(given,))), given)
+        result: list[str] = []
+        for environment_config in (procedural(), procedural(readable=(str(GYM),))):
+            made = environment_spec(
+                Config(data=DataConfig(sources=(environment_config,))), environment_config
+            )
             assert isinstance(made, Program)
             environment = Hosted(made)
             await environment.open(item.prompt, seed=1)
-            said.append((await use(environment, "python", code=GENERATORS)).text)
+            result.append((await use(environment, "python", code=GENERATORS)).text)
             await environment.close()
-        return said
+        return result
 
     assert MAKER.is_file()
     assert run(play()) == ["['math']", "['math', 'reasoning_gym']"]

@@ -66,12 +66,12 @@ def test_attacks_fail(
             return result.text
 
         report = await tried("attempts", secret="hunter2hunter2", abstract=name, outside=outside)
-        found = json.loads(report)
-        assert set(found.pop("environment")) <= set(GIVEN)
+        report_values = json.loads(report)
+        assert set(report_values.pop("environment")) <= set(GIVEN)
         # The results differ if Keel runs as root.
-        assert found.pop("first killed") in ("", "PermissionError 1")
-        assert found.pop("root") in ("OSError 22", "PermissionError 1")
-        assert found == {
+        assert report_values.pop("first killed") in ("", "PermissionError 1")
+        assert report_values.pop("root") in ("OSError 22", "PermissionError 1")
+        assert report_values == {
             "secret": False,
             "internet": "OSError 95",
             "netlink": "OSError 95",
@@ -151,8 +151,8 @@ def test_forked_siblings_are_isolated(small: Wrap) -> None:
             await one.open(TASK, seed=3)
             await other.open(TASK, seed=3)
             for each in (one, other):
-                found = json.loads((await use(each, "leave", word="trace")).text)
-                assert found == ["", "1", "2"]  # an abstract socket, and two processes
+                report_values = json.loads((await use(each, "leave", word="trace")).text)
+                assert report_values == ["", "1", "2"]  # an abstract socket, and two processes
             await use(one, "kill_all")
             with pytest.raises(EnvironmentLost):
                 await use(one, "crash")

@@ -1,4 +1,4 @@
-"""Games of TextArena: of its shape, with a stand-in; and its own, where it is installed."""
+"""TextArena games: a stand-in, and the real package where it is installed."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def hosted(folder: Path, **arguments: Any) -> Hosted:
-    given = {"game": "GuessTheNumber-v0", **arguments}
-    return Hosted(program(TARGET, arguments=given, folder=folder))
+    all_arguments = {"game": "GuessTheNumber-v0", **arguments}
+    return Hosted(program(TARGET, arguments=all_arguments, folder=folder))
 
 
 async def verdict_of(environment: Hosted) -> Verdict:
@@ -91,39 +91,39 @@ async def verdict_of(environment: Hosted) -> Verdict:
 
 
 @pytest.mark.e2e
-def test_a_game_in_few_words_by_tool_calls(folder: Path) -> None:
+def test_brief_game_with_tool_calls(folder: Path) -> None:
     async def play() -> list[str]:
         environment = hosted(folder, options={"max_number": 7}, brief=True)
         opening = await environment.open(TASK, seed=5)
-        (asked,) = opening.messages
-        assert asked["content"] == "Guess a number from 1 to 7."
+        (question,) = opening.messages
+        assert question["content"] == "Guess a number from 1 to 7."
         result = await use(environment, "play", action="seven")
         assert (result.text, result.failed) == ("No: no number.", False)
-        low, high, said = 1, 7, list[str]()
+        low, high, observation = 1, 7, list[str]()
         for _ in range(2):
             middle = (low + high) // 2
             result = await use(environment, "play", action=str(middle))
-            said.append(result.text)
+            observation.append(result.text)
             low, high = (middle + 1, high) if result.text == "higher" else (low, middle - 1)
         verdict = await verdict_of(environment)
-        # How far it has come, as the game has it, and never all of the way.
-        assert verdict.parts["correct"] == float(said[-1] == "won")
+        # A game that is not won scores its progress, which is below 1.
+        assert verdict.parts["correct"] == float(observation[-1] == "won")
         assert 0.5 < verdict.parts["score"] <= 1
         await environment.close()
-        return said
+        return observation
 
     assert run(play()) == run(play())
 
 
 @pytest.mark.e2e
-def test_a_game_in_its_own_words_by_what_is_said(folder: Path) -> None:
+def test_full_game_with_text_replies(folder: Path) -> None:
     async def play() -> None:
         environment = hosted(folder, play_by="text", options={"max_number": 1})
         opening = await environment.open(TASK, seed=5)
         assert opening.messages[0]["content"] == "You have to guess." and not opening.tools
         reply = await environment.reply({"role": "assistant", "content": "[2]"})
         assert reply is not None and reply["content"] == "The target number is lower."
-        # The same observation again is no less of one.
+        # A repeated observation is returned again.
         reply = await environment.reply({"role": "assistant", "content": "[2]"})
         assert reply is not None and reply["content"] == "The target number is lower."
         assert await environment.reply({"role": "assistant", "content": "1"}) is None
@@ -135,7 +135,7 @@ def test_a_game_in_its_own_words_by_what_is_said(folder: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("most", "score"), [(20, 0.0), (99, MOST_LOST)])
-def test_a_lost_game_is_not_correct_whatever_it_pays(folder: Path, most: int, score: float) -> None:
+def test_a_lost_game_is_never_correct(folder: Path, most: int, score: float) -> None:
     async def play() -> None:
         environment = hosted(folder, options={"max_number": most})
         await environment.open(TASK, seed=5)
@@ -160,7 +160,7 @@ def test_a_lost_game_is_not_correct_whatever_it_pays(folder: Path, most: int, sc
         ({"play_by": "mail"}, "must be 'tool' or 'text'"),
     ],
 )
-def test_a_game_that_cannot_be_says_why(folder: Path, arguments: dict[str, Any], why: str) -> None:
+def test_invalid_arguments_are_reported(folder: Path, arguments: dict[str, Any], why: str) -> None:
     async def play() -> None:
         environment = hosted(folder, **arguments)
         with pytest.raises(EnvironmentLost, match=why):
@@ -171,7 +171,7 @@ def test_a_game_that_cannot_be_says_why(folder: Path, arguments: dict[str, Any],
 
 
 @pytest.mark.e2e
-def test_without_the_package_it_says_what_installs_it(tmp_path: Path) -> None:
+def test_a_missing_package_names_the_install_command(tmp_path: Path) -> None:
     (tmp_path / "textarena.py").write_text("raise ModuleNotFoundError('No module: textarena')\n")
 
     async def play() -> None:
@@ -197,7 +197,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def right_moves(name: str, game: Any) -> Iterator[str]:
-    """Moves that win, of one who sees what is hidden."""
+    """Yield winning moves, using the hidden state."""
     hidden = game._game
     if name.startswith("Guess"):
         yield str(hidden.game_number)
@@ -260,7 +260,7 @@ def light_moves(grid: list[list[bool]]) -> list[str]:
 
 @pytest.fixture
 def dice() -> Iterator[None]:
-    """The games draw from the global random state."""
+    """Restore the global random state, which the games draw from."""
     before = random.getstate()
     yield
     random.setstate(before)
@@ -268,7 +268,7 @@ def dice() -> Iterator[None]:
 
 @real
 @pytest.mark.parametrize("name", SIZES)
-def test_a_game_is_seeded_can_be_won_and_pays_what_it_is_worth(name: str, dice: None) -> None:
+def test_games_are_seeded_and_winnable(name: str, dice: None) -> None:
     first: set[str] = set()
     for seed in range(4):
         game = Game(name, SIZES[name], brief=True)
@@ -283,25 +283,25 @@ def test_a_game_is_seeded_can_be_won_and_pays_what_it_is_worth(name: str, dice: 
         assert name[0] in "GM" or board
         total, over = 0.0, False
         for move in right_moves(name, game):
-            said, reward, over, _, _ = game.step(move)
-            assert "Board:" not in said and "grid" not in said
+            observation, reward, over, _, _ = game.step(move)
+            assert "Board:" not in observation and "grid" not in observation
             total += reward
             if over:
                 break
         assert over
-        if name[0] != "2":  # played without looking
-            assert (said, total) == ("won", 1.0)
-        assert (said == "won") == (total == 1.0)
+        if name[0] != "2":  # the moves ignore the board
+            assert (observation, total) == ("won", 1.0)
+        assert (observation == "won") == (total == 1.0)
     assert len(first) > 1 or name[:5] in ("Guess", "Maste", "Tower", "Mines")
 
 
 @real
 @pytest.mark.parametrize("name", ["GuessTheNumber-v0", "Mastermind-v0", "2048-v0-ultra-easy"])
-def test_a_game_that_is_lost_pays_less(name: str, dice: None) -> None:
+def test_lost_games_score_less(name: str, dice: None) -> None:
     game = Game(name)
     game.reset(seed=1)
     total, over = 0.0, False
     while not over:
-        said, reward, over, _, _ = game.step("nonsense")
+        observation, reward, over, _, _ = game.step("nonsense")
         total += reward
-    assert said and 0 <= total < 0.5
+    assert observation and 0 <= total < 0.5

@@ -1,4 +1,4 @@
-"""The trip planner: its tasks can be solved by its tools, and its verifier is right."""
+"""The trip planner: tasks are solvable with their tools, and the verifier is correct."""
 
 from __future__ import annotations
 
@@ -58,39 +58,39 @@ def solution(seed: int, level: int) -> tuple[World, TripTask, str]:
 
 
 @pytest.mark.parametrize("level", range(len(LEVELS)))
-def test_every_task_can_be_solved_by_its_tools_alone(level: int) -> None:
+def test_every_task_is_solvable_with_its_tools(level: int) -> None:
     for seed in range(12):
         world, task, answer = solution(seed, level)
         assert right(world, task, answer)
         assert (world, task) == make_task(seed, LEVELS[level])
         draw = random.Random(seed)
         guesses = [judge(world, task, a_plan(world, task, draw)) for _ in range(60)]
-        assert sum(all(met.values()) for met in guesses) < 50  # some plans of its form are wrong
+        assert sum(all(met.values()) for met in guesses) < 50  # some well-formed plans are wrong
 
 
 @pytest.mark.parametrize("level", range(len(LEVELS)))
-def test_the_tools_that_are_offered_are_enough(level: int) -> None:
+def test_the_offered_tools_suffice(level: int) -> None:
     _, _, task = begun(3, level)
     offered = LEVELS[level].tools or TOOLS
     trip, _, _ = begun(3, level)
     used: list[str] = []
 
     def watched() -> Any:
-        calls, said = solve(task), None
+        calls, result = solve(task), None
         while True:
             try:
-                name, arguments = calls.send(said) if said is not None else next(calls)
+                name, arguments = calls.send(result) if result is not None else next(calls)
             except StopIteration as end:
                 return end.value
             used.append(name)
-            said = yield name, arguments
+            result = yield name, arguments
 
     assert answers(trip, watched())
     assert set(used) <= set(offered) and used[-1] == "submit_result"
 
 
 def plans(world: World, task: TripTask) -> Iterator[list[dict[str, str]]]:
-    """Every plan whose fields name things of the right kind."""
+    """Yield every plan whose fields name places of the right kind."""
     kinds = {
         "time": task.dates[:1],
         "city": world.cities,
@@ -111,7 +111,7 @@ def plans(world: World, task: TripTask) -> Iterator[list[dict[str, str]]]:
 
 
 def by_hand(world: World, task: TripTask, plan: Sequence[dict[str, str]]) -> bool:
-    """What the task's text says, written down a second time and more simply."""
+    """Check a plan with a second, simpler implementation of the task's text."""
     seen: list[str] = []
     before = task.start
     for number, day in enumerate(plan):
@@ -170,17 +170,17 @@ def small_task(world: World, days: int, **fields: Any) -> TripTask:
     [{}, {"connected": True}, {"dry": True}, {"start": ""}],
     ids=["report", "connected", "dry", "anywhere"],
 )
-def test_the_verifier_and_the_solver_by_brute_force(fields: dict[str, Any]) -> None:
-    """Every plan of one day in small worlds, those included whose things are elsewhere."""
+def test_verifier_and_solver_match_brute_force(fields: dict[str, Any]) -> None:
+    """Tries every one-day plan in small worlds, with places in any city."""
     possible = 0
     for seed in range(2):
         world = make_world(seed, SMALL, DATES)
         task = small_task(world, 1, **({"start": world.cities[0]} | fields))
         good = 0
         for plan in plans(world, task):
-            wanted = by_hand(world, task, plan)
-            assert all(judge(world, task, plan).values()) == wanted, plan
-            good += wanted
+            expected = by_hand(world, task, plan)
+            assert all(judge(world, task, plan).values()) == expected, plan
+            good += expected
         trip = Trip(ready=(world, task, LEVELS[4]))
         assert answers(trip, solve(task)) == (good > 0)
         possible += good > 0
@@ -189,8 +189,8 @@ def test_the_verifier_and_the_solver_by_brute_force(fields: dict[str, Any]) -> N
     assert possible
 
 
-def test_two_days_by_brute_force() -> None:
-    """All plans of two days that keep each thing to a city, though not to the day's."""
+def test_two_day_plans_match_brute_force() -> None:
+    """Tries two-day plans that keep each place to one city, though not always the day's."""
     size = replace(SMALL, hotels=1, restaurants=2, attractions=1)
     good = 0
     for seed in range(12):
@@ -211,9 +211,9 @@ def test_two_days_by_brute_force() -> None:
         exact = [day for day in places if by_place(world, day)]
         for pair in [*some, *itertools.product(exact, repeat=2)]:
             plan = [{"time": d, **day} for d, day in zip(task.dates, pair, strict=True)]
-            wanted = by_hand(world, task, plan)
-            assert right(world, task, json.dumps(plan)) == wanted
-            found += wanted
+            expected = by_hand(world, task, plan)
+            assert right(world, task, json.dumps(plan)) == expected
+            found += expected
         trip = Trip(ready=(world, task, LEVELS[4]))
         assert answers(trip, solve(task)) == (found > 0)
         good += found > 0
@@ -227,7 +227,7 @@ def by_place(world: World, day: dict[str, str]) -> bool:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_a_mutated_answer_is_right_only_where_it_still_is(data: st.DataObject) -> None:
+def test_mutated_answers_are_verified_again(data: st.DataObject) -> None:
     level = data.draw(st.sampled_from([3, 4, 5]))
     world, task, answer = solution(data.draw(st.integers(0, 3)), level)
     plan: list[dict[str, str]] = json.loads(answer)
@@ -245,16 +245,16 @@ def test_a_mutated_answer_is_right_only_where_it_still_is(data: st.DataObject) -
         and all(d[name] in kind for name, kind in zip(names, kinds, strict=True))
         for d, date in zip(plan, task.dates, strict=True)
     )
-    wanted = sound and (by_hand(world, task, plan) if level > 3 else None)
+    expected = sound and (by_hand(world, task, plan) if level > 3 else None)
     got = right(world, task, json.dumps(plan))
-    if wanted is not None:
-        assert got == wanted
+    if expected is not None:
+        assert got == expected
     if changed and (key in ("time", "city") or not sound):
         assert not got
 
 
 @pytest.mark.parametrize("level", range(len(LEVELS)))
-def test_answers_that_are_none_are_refused(level: int) -> None:
+def test_malformed_answers_are_wrong(level: int) -> None:
     world, task, answer = solution(1, level)
     easier = [solution(seed, lower)[2] for lower in range(level) for seed in range(3)]
     junk = ["", "[]", "{}", "null", "[[]]", "[1, 2, 3]", "[" * 5000, "x" * 30_000, "the first", ","]
@@ -284,8 +284,8 @@ def test_answers_that_are_none_are_refused(level: int) -> None:
         assert trip.verdict()[0]["correct"] == 0.0
 
 
-def test_bounds_are_as_the_text_says_them() -> None:
-    """At least includes the bound; below and less than do not."""
+def test_bounds_match_the_task_text() -> None:
+    """ "At least" includes the bound; "below" and "less than" exclude it."""
     assert [band_of(REPORT, price) for price in (199, 200, 499, 500, 799, 800)] == [
         None,
         REPORT[2],
@@ -303,7 +303,7 @@ def test_bounds_are_as_the_text_says_them() -> None:
     assert not band_holds(REPORT[2], [(1, 3.1), (1, 3.1)], 0)
 
 
-def test_only_what_was_submitted_first_counts() -> None:
+def test_only_the_first_submission_counts() -> None:
     world, task, answer = solution(2, 0)
     wrong = next(name for name in world.hotels if not right(world, task, name))
     trip = Trip(ready=(world, task, LEVELS[0]))
@@ -317,8 +317,8 @@ def test_only_what_was_submitted_first_counts() -> None:
     assert parts["correct"] == 0.0 and 0 < parts["share"] < 1 and facts["not met"]
 
 
-def test_the_smallest_tasks_are_small() -> None:
-    """A call, and the one of three names whose price is right."""
+def test_level_zero_tasks_are_small() -> None:
+    """One call lists three names, and one or two have the right price."""
     for seed in range(20):
         trip, world, task = begun(seed, 0)
         assert task.cities is not None
@@ -329,7 +329,7 @@ def test_the_smallest_tasks_are_small() -> None:
     assert solution(0, 0)[2] in begun(0, 0)[1].hotels
 
 
-def test_worlds_are_whole_and_seeded() -> None:
+def test_worlds_are_complete_and_reproducible() -> None:
     size = LEVELS[5].size
     world = make_world(4, size, DATES)
     assert world == make_world(4, size, DATES) != make_world(5, size, DATES)

@@ -1,4 +1,4 @@
-"""The trip planner as an environment: its prompts, its tools, a task in a process of its own."""
+"""The trip planner as an environment: prompts, tools, and a task in a separate process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_prompts() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("level", [0, 5])
-def test_a_task_from_its_prompt_to_its_verdict_in_a_process_of_its_own(level: int) -> None:
+def test_a_task_runs_in_its_own_process(level: int) -> None:
     async def play() -> None:
         (prompt,) = trip_prompts(level, 1, seed=3)
         here = Path(keel.__file__).parent
@@ -39,8 +39,8 @@ def test_a_task_from_its_prompt_to_its_verdict_in_a_process_of_its_own(level: in
             opening = await environment.open(prompt, seed=0)
             assert opening.messages == prompt.messages
             offered = {tool.name: list(tool.parameters["properties"]) for tool in opening.tools}
-            wanted = LEVELS[level].tools or TOOLS
-            assert offered == {name: TOOLS[name] for name in wanted}
+            expected = LEVELS[level].tools or TOOLS
+            assert offered == {name: TOOLS[name] for name in expected}
             assert all(tool.description for tool in opening.tools)
             if level == 5:
                 for name, arguments, why in [

@@ -1,4 +1,4 @@
-"""Episodes that a program drives: how each end is recorded, and what a trial reports."""
+"""Episodes that a program drives: the record of each end, and the report of a trial."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def running(
             yield runner
         assert not os.listdir(folder)
     assert not any(t.name == "keel-agents" for t in threading.enumerate())
-    wait_for(lambda: not more(held(), before), "the end of what was started")
+    wait_for(lambda: not more(held(), before), "the end of all processes")
 
 
 def test_each_end_gives_a_trajectory_or_reason() -> None:

@@ -1,4 +1,4 @@
-"""What the policy sees of a file, line by line."""
+"""Lines of a file as the policy sees and edits them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keel.agents.environments.code.files import apply_edit, execute, number_line
         ("", []),
     ],
 )
-def test_lines_are_those_that_compilers_and_tools_count(text: str, lines: list[str]) -> None:
+def test_lines_match_those_of_compilers(text: str, lines: list[str]) -> None:
     assert number_lines(text, 0, 0) == "\n".join(
         f"{n:6}\t{line}" for n, line in enumerate(lines, 1)
     )
@@ -32,13 +32,13 @@ def test_lines_are_those_that_compilers_and_tools_count(text: str, lines: list[s
 
 def test_an_edit_shows_its_place_behind_form_feeds() -> None:
     text = "\f\n" * 20 + "here\n" + "after\n" * 20
-    new, said = apply_edit("a.py", text, "here", "there")
-    assert new == text.replace("here", "there") and "    21\tthere" in said
+    new, message = apply_edit("a.py", text, "here", "there")
+    assert new == text.replace("here", "there") and "    21\tthere" in message
 
 
 @contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """No file may grow longer."""
+    """Limit the size of files."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -47,7 +47,7 @@ def at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_an_edit_that_fails_leaves_the_file(tmp_path: Path) -> None:
+def test_a_failed_edit_keeps_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text("one\n" * 2 + "two\n")
     edit = {"do": "edit", "path": str(path), "old": "two", "new": "x" * 1000}
@@ -62,7 +62,7 @@ def test_an_edit_that_fails_leaves_the_file(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["a.py"]
 
 
-def test_an_edited_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
+def test_edits_keep_modes_and_link_targets(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     path, link = tmp_path / "bin" / "run.sh", tmp_path / "run"
     path.write_text("one\r\n")

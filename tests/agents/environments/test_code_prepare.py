@@ -9,10 +9,8 @@ import pytest
 from keel.agents.environments.code.environment import prepare
 
 
-def test_the_folder_is_the_same_from_everywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An episode runs in it, where a relative path would lead elsewhere."""
+def test_prepare_makes_the_folder_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An episode runs in another folder, where a relative path would be wrong."""
     (tmp_path / "tasks/environment/sealed").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     arguments, paths = prepare({"folder": "tasks/environment"}, [])

@@ -1,4 +1,4 @@
-"""What an author's code may say, and folders of environments."""
+"""Checks of an author's code, and folders of environments."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from keel.agents.environments.general.rules import Part, function, parsed
         ("verify", "-" * 100_000 + "1", "is no Python"),
     ],
 )
-def test_what_is_not_said(part: Part, source: str, reason: str) -> None:
+def test_forbidden_code_is_refused(part: Part, source: str, reason: str) -> None:
     with pytest.raises(InvalidEnvironment, match=re.escape(reason)):
         parsed(source, part)
 
 
-def test_a_function_comes_with_its_own_imports() -> None:
+def test_a_function_includes_its_imports() -> None:
     source = (
         "import json\n\ndef verify_0(a, b): pass\n\nfrom math import *\ndef verify_1(a, b): pass"
     )
@@ -75,9 +75,9 @@ def test_folders_by_name_and_by_path(tmp_path: Path) -> None:
         folders([str(tmp_path)])[0].tasks()
 
 
-def test_tasks_are_numbered_through_all_folders() -> None:
+def test_tasks_are_numbered_across_folders() -> None:
     environment = General(["order_filling", "trip_planning"])
-    named = environment._named  # a process would be forked by `opening`
+    named = environment._named  # `opening` would fork a process
     assert named({"prompt_id": "x/2"}) == (environment._folders[0], 2)
     assert named({"prompt_id": "x/5"}) == (environment._folders[1], 2)
     assert named({"prompt_id": "x/5", "reward": {"general": {"task": 0}}})[1] == 0
@@ -87,15 +87,15 @@ def test_tasks_are_numbered_through_all_folders() -> None:
         named({"prompt_id": "x"})
 
 
-def test_answers_that_are_json_or_not() -> None:
+def test_answers_are_parsed_as_json_or_text() -> None:
     assert answer_of('{"a": [1, 2.5]}') == {"a": [1, 2.5]}
     for text in ("NaN", "[1e999]", '"\\ud83d"', "1" * 60_000, "[" * 100_000, "Kesek Inn", ""):
-        assert answer_of(text) == text  # nothing that no verifier could be sent
+        assert answer_of(text) == text  # can be sent to a verifier
     assert answer_of("\ud83d") == "?"
     assert answer_of(json.dumps("x")) == "x"
 
 
-def test_tools_that_only_the_task_decides_on() -> None:
+def test_the_task_can_decide_the_tools() -> None:
     class Later:
         done = False
 

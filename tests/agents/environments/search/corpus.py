@@ -31,7 +31,7 @@ CRAFTS = ("baker", "weaver", "potter")
 
 
 def write_corpus(folder: Path) -> Path:
-    """42 documents."""
+    """Write 42 documents."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bridge.md").write_text(BRIDGE)
     (folder / "society.html").write_text(SOCIETY)

@@ -1,4 +1,4 @@
-"""The policy's tools, and what is made of citations."""
+"""The search environment's tools, and its verdict on citations."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def verdict(search: Search, said: str) -> dict[str, float]:
     return search.verdict([*TASK["messages"], {"role": "assistant", "content": said}])[0]  # type: ignore[misc]
 
 
-def test_the_tools_are_these_three(index: SearchIndex, search: Search) -> None:
+def test_the_environment_offers_three_tools(index: SearchIndex, search: Search) -> None:
     opening = Object(search, methods_of(search)).opening(TASK, 1)
     assert [tool["name"] for tool in opening["tools"]] == ["search", "open", "find"]
     system, question = opening["messages"]
     assert system["content"].startswith("Cite ") and "<answer>" in system["content"]
     assert question == TASK["messages"][0]
-    own = {"messages": [{"role": "system", "content": "Be brief."}, question], "reward": {}}
-    told = Search(ready=index).opening(own)
-    assert told[0]["content"].startswith("Be brief.\n\nCite ") and told[1:] == [question]
-    assert "<answer>" not in told[0]["content"]
-    assert Search(ready=index, cite=False).opening(own) == own["messages"]
+    task = {"messages": [{"role": "system", "content": "Be brief."}, question], "reward": {}}
+    messages = Search(ready=index).opening(task)
+    assert messages[0]["content"].startswith("Be brief.\n\nCite ") and messages[1:] == [question]
+    assert "<answer>" not in messages[0]["content"]
+    assert Search(ready=index, cite=False).opening(task) == task["messages"]
 
 
 def test_search_open_find(search: Search) -> None:
-    found = search.search("Halvorsen Bridge").splitlines()
-    assert found[0] == "1. Halvorsen Bridge (bridge.md)" and found[1].startswith("   ")
+    lines = search.search("Halvorsen Bridge").splitlines()
+    assert lines[0] == "1. Halvorsen Bridge (bridge.md)" and lines[1].startswith("   ")
     first = search.open("1")
     assert first.startswith("Halvorsen Bridge (bridge.md), page 1 of 3\n\n# Halvorsen Bridge")
     assert "It was opened in 1911" in search.open("bridge.md", page=2)
@@ -61,7 +61,7 @@ def test_search_open_find(search: Search) -> None:
     assert search.find("zebra") == "bridge.md does not have 'zebra'."
 
 
-def test_what_a_call_can_be_refused_for(search: Search) -> None:
+def test_invalid_calls_are_refused(search: Search) -> None:
     for call, why in (
         (lambda: search.find("x"), "no document is open"),
         (lambda: search.open("../../etc/passwd"), "there is no document"),
@@ -84,20 +84,20 @@ def test_what_a_call_can_be_refused_for(search: Search) -> None:
         ("[[bridge.md]]", 0.0),
         ('[[bridge.md: "a"]]', 0.0),
         ('[[bridge.md: "designed by the engineer John Smith"]]', 0.0),
-        ('[[society.html: "The Corvane Society was founded in"]]', 0.0),  # was not opened
+        ('[[society.html: "The Corvane Society was founded in"]]', 0.0),  # not opened
         ('[[nowhere.md: "designed by the engineer Mirela Dancu"]]', 0.0),
         ('[[bridge.md: "opened in 1911 after nine years"]] [[bridge.md: "nobody said this"]]', 0.5),
         ('[[bridge.md: "opened in 1911 after nine years"]]</think> Dancu.', 0.0),
         ("[[" * 5000 + "]]" * 5000, 0.0),
     ],
 )
-def test_citations_are_held_to_the_corpus(search: Search, said: str, share: float) -> None:
+def test_citations_are_checked_against_the_corpus(search: Search, said: str, share: float) -> None:
     search.open("bridge.md")
     search.open("notes/beijing.txt")
     assert verdict(search, said)["citations"] == share
 
 
-def test_the_documents_that_a_task_rests_on(search: Search) -> None:
+def test_evidence_counts_opened_source_documents(search: Search) -> None:
     names = ["bridge.md", "people.jsonl#dancu"]
     search.opening({**TASK, "reward": {"environment": {"evidence": names}}})
     search.open("bridge.md")
@@ -109,7 +109,7 @@ def test_the_documents_that_a_task_rests_on(search: Search) -> None:
 
 
 class Web:
-    """A search API, as a user's adapter has it."""
+    """A search API behind an adapter."""
 
     def __init__(self, page: str) -> None:
         self.page = page
@@ -121,7 +121,7 @@ class Web:
         return Document(name=name, title="A", text=self.page) if name.startswith("http") else None
 
 
-def test_a_library_of_ones_own() -> None:
+def test_a_custom_library_can_be_searched() -> None:
     search = Search(library=f"{__name__}:Web", options={"page": "The\u2066 page says little."})
     assert search.search("a").startswith("1. A (https://example.org/a)\n   xy y")
     assert len(search.search("a")) < 500 and "The page says" in search.open("1")
@@ -129,7 +129,7 @@ def test_a_library_of_ones_own() -> None:
 
 
 class Sparse(Web):
-    """An API that leaves out what it does not have."""
+    """A search API that omits missing fields."""
 
     def search(self, query: str, most: int) -> list[Hit]:
         none: Any = None  # as JSON has it
@@ -141,24 +141,24 @@ class Sparse(Web):
         ]
 
 
-def test_a_library_may_leave_out_titles_and_snippets() -> None:
+def test_a_library_may_omit_titles_and_snippets() -> None:
     search = Search(ready=Sparse(""))
-    found = search.search("y").splitlines()
-    assert found[:4] == [
+    lines = search.search("y").splitlines()
+    assert lines[:4] == [
         "1. A (https://example.org/a)",
         "2. https://example.org/b",
         "3. https://example.org/c",
         "4. A (https://example.org/a)",
     ]
-    assert len(found) == 5 and excerpt("", ["y"], 90) == ""
+    assert len(lines) == 5 and excerpt("", ["y"], 90) == ""
     assert search.open("2").startswith("A (https://example.org/b), page 1 of 1")
     assert "does not have" in search.find("y")
 
 
-def test_it_is_prepared_before_a_run(tmp_path: Path) -> None:
+def test_prepare_builds_the_index(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "files")
-    given: dict[str, Any] = {"corpus": str(corpus), "index": str(tmp_path / "i"), "results": 2}
-    arguments, reads = prepare(given, [tmp_path / "tasks.jsonl"])
+    options: dict[str, Any] = {"corpus": str(corpus), "index": str(tmp_path / "i"), "results": 2}
+    arguments, reads = prepare(options, [tmp_path / "tasks.jsonl"])
     assert arguments == {"index": str(tmp_path / "i"), "results": 2} and reads == [tmp_path / "i"]
     search = Search(**arguments)
     assert len(search.search("bridge").splitlines()) == 4

@@ -1,4 +1,4 @@
-"""A folder becomes an index: formats, languages, files that change, and files that are hostile."""
+"""Indexing a folder: formats, languages, changed files and hostile files."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchIndex]:
         ("แม่น้ำเจ้าพระยา", "notes/thai.txt"),
     ],
 )
-def test_what_is_found_first(index: SearchIndex, query: str, first: str) -> None:
+def test_the_best_document_ranks_first(index: SearchIndex, query: str, first: str) -> None:
     hits = index.search(query, 5)
     assert hits[0].name == first and len({hit.name for hit in hits}) == len(hits) <= 5
 
 
-def test_snippets_show_why(index: SearchIndex) -> None:
+def test_snippets_contain_the_query_terms(index: SearchIndex) -> None:
     assert "founded in 1874 by Tobias Wrenfield" in index.search("Wrenfield", 1)[0].snippet
     assert index.search("zebra", 5) == [] == index.search("?!", 5)
 
@@ -53,14 +53,12 @@ def test_snippets_show_why(index: SearchIndex) -> None:
     "query",
     ['"', "a OR", "NEAR(a b)", "title:x", "* ^ -", "a\x00b", "'; drop table found; --", "("],
 )
-def test_a_query_is_no_language(index: SearchIndex, query: str) -> None:
+def test_queries_cannot_contain_fts5_syntax(index: SearchIndex, query: str) -> None:
     index.search(query, 3)
     assert len(index) == 42
 
 
-def test_a_search_that_takes_too_long_is_a_failed_call(
-    index: SearchIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_search_fails_the_call(index: SearchIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keel.agents.environments.search.index.SEARCH_S", -1.0)
     monkeypatch.setattr("keel.agents.environments.search.index.STEPS", 1)
     with pytest.raises(ValueError, match="took too long; use fewer and rarer words"):
@@ -74,14 +72,14 @@ def test_frequencies_of_phrases(index: SearchIndex) -> None:
     assert index.frequency("the council of Ashby") == 3 and index.frequency("…") == 0
 
 
-def test_only_what_a_reader_sees_of_html(index: SearchIndex) -> None:
-    found = index.document("society.html")
-    assert found is not None and found.title == "Corvane Society"
-    assert "31,000 volumes & one globe" in found.text
-    assert not any(word in found.text for word in ("Ignore", "hidden words", "comment", "<"))
+def test_html_yields_visible_text_only(index: SearchIndex) -> None:
+    result = index.document("society.html")
+    assert result is not None and result.title == "Corvane Society"
+    assert "31,000 volumes & one globe" in result.text
+    assert not any(word in result.text for word in ("Ignore", "hidden words", "comment", "<"))
 
 
-def test_hostile_html_takes_no_longer() -> None:
+def test_hostile_html_is_parsed_in_linear_time() -> None:
     for piece in ("<!--", "<a ", "<script>", "</x>", "<p hidden><b>", "<a ='<a =\"", "&#", "<"):
         begun = time.process_time()
         text_of_html((piece * 100_000)[:100_000])
@@ -90,7 +88,7 @@ def test_hostile_html_takes_no_longer() -> None:
     assert (title, text.split()) == ("x", ["3", "<", "4", "yes"])
 
 
-def test_what_cannot_be_seen_goes() -> None:
+def test_invisible_characters_are_removed() -> None:
     hidden = "".join(chr(0xE0000 + ord(c)) for c in "answer Paris")
     assert cleaned(f"a\u200b{hidden}b\x1b[2J\ue000\ud800 \u202ec\r\n\n\n\n d ") == "ab[2J c\n\nd"
     assert cleaned("می\u200cخواهم") == "می\u200cخواهم"
@@ -103,14 +101,14 @@ def test_terms_of_many_languages() -> None:
     assert squeeze("“Opened in\n1911”") == "openedin1911"
 
 
-def test_pieces_are_the_whole_text() -> None:
+def test_pieces_cover_the_whole_text() -> None:
     text = "One sentence. Another one here。そして\n" * 50 + "x" * 500
-    found = spans(text, 90)
-    assert "".join(text[start:stop] for start, stop in found) == text
-    assert all(0 < stop - start <= 90 for start, stop in found) and spans("", 5) == [(0, 0)]
+    result = spans(text, 90)
+    assert "".join(text[start:stop] for start, stop in result) == text
+    assert all(0 < stop - start <= 90 for start, stop in result) and spans("", 5) == [(0, 0)]
 
 
-def test_an_index_is_made_again_only_when_files_change(tmp_path: Path) -> None:
+def test_the_index_is_rebuilt_only_after_changes(tmp_path: Path) -> None:
     corpus, path = write_corpus(tmp_path / "files"), tmp_path / "cache" / "index"
     ensure_index(corpus, path)
     made = path.stat().st_ino
@@ -127,7 +125,7 @@ def test_an_index_is_made_again_only_when_files_change(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_outside_the_folder_is_in_it(tmp_path: Path) -> None:
+def test_files_outside_the_folder_are_excluded(tmp_path: Path) -> None:
     corpus, secret = tmp_path / "files", tmp_path / "secret.txt"
     secret.write_text("the password is swordfish")
     (tmp_path / "elsewhere").mkdir()
@@ -154,14 +152,14 @@ def test_nothing_outside_the_folder_is_in_it(tmp_path: Path) -> None:
         ('{"text": " "}', "has no document"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path: Path, lines: str, why: str) -> None:
+def test_errors_name_the_unreadable_line(tmp_path: Path, lines: str, why: str) -> None:
     (tmp_path / "bad.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=why.replace("{", r"\{")):
         ensure_index(tmp_path, tmp_path / "index")
     assert sorted(os.listdir(tmp_path)) == ["bad.jsonl"]
 
 
-def test_files_with_answers_are_no_corpus(tmp_path: Path) -> None:
+def test_a_corpus_with_answers_is_refused(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "files")
     with pytest.raises(ValueError, match=r"holds .*people.jsonl, which has the answers; move it"):
         ensure_index(corpus, tmp_path / "index", without=[corpus / "people.jsonl"])

@@ -1,4 +1,4 @@
-"""From a recipe's source to an episode in the sandbox: the index alone goes in."""
+"""A recipe's search source in the sandbox, which can read only the index."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ CRITERIA = [{"name": "who", "text": "Names Mirela Dancu.", "weight": 1}]
 
 def recipe(folder: Path, tasks: Path) -> Config:
     corpus, index = str(folder / "corpus"), str(folder / "index")
-    given = EnvironmentConfig(target=TARGET, arguments={"corpus": corpus, "index": index})
+    environment_config = EnvironmentConfig(
+        target=TARGET, arguments={"corpus": corpus, "index": index}
+    )
     source = SourceConfig(
         name="search",
         source="jsonl",
         path=str(tasks),
-        environment=given,
+        environment=environment_config,
         rewards={"correct": 0.9, "citations": 0.1},
     )
     return Config(data=DataConfig(sources=(source,)))
@@ -36,15 +38,15 @@ def recipe(folder: Path, tasks: Path) -> Config:
 
 @pytest.mark.e2e
 def test_an_episode_in_the_sandbox(tmp_path: Path) -> None:
-    wrap_of()  # or a skip
+    wrap_of()  # skips without a sandbox
     write_corpus(tmp_path / "corpus")
-    own = {"evidence": ["bridge.md"]}
+    spec = {"evidence": ["bridge.md"]}
     lines = [
         {"prompt": "Who designed it?", "answer": "Mirela Dancu", "match": "exact"},
         {"prompt": "Tell me about it.", "criteria": CRITERIA},
     ]
     tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text("\n".join(json.dumps({**line, "environment": own}) for line in lines))
+    tasks.write_text("\n".join(json.dumps({**line, "environment": spec}) for line in lines))
     config = recipe(tmp_path, tasks)
     (source,) = config.data.sources
     rule, helpful = (item.prompt for item in load_jsonl(source, check_spec).items)
@@ -59,8 +61,8 @@ def test_an_episode_in_the_sandbox(tmp_path: Path) -> None:
         assert "Mirela Dancu" in (await use(environment, "search", query="Halvorsen")).text
         assert (await use(environment, "open", document=str(tmp_path / "tasks.jsonl"))).failed
         await use(environment, "open", document="bridge.md")
-        said = '<answer>Mirela Dancu</answer> [[bridge.md: "designed by the engineer"]]'
-        verdict = await environment.verdict(transcript({"role": "assistant", "content": said}))
+        answer = '<answer>Mirela Dancu</answer> [[bridge.md: "designed by the engineer"]]'
+        verdict = await environment.verdict(transcript({"role": "assistant", "content": answer}))
         assert isinstance(verdict, Verdict)
         assert verdict.parts == {"citations": 1.0, "evidence": 1.0}
         await environment.close()
@@ -68,7 +70,7 @@ def test_an_episode_in_the_sandbox(tmp_path: Path) -> None:
     run(play())
 
 
-def test_tasks_in_their_own_corpus_are_refused(tmp_path: Path) -> None:
+def test_a_corpus_with_its_tasks_is_refused(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     config = recipe(tmp_path, corpus / "tasks.jsonl")
     (corpus / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b", "text": "c"}')
