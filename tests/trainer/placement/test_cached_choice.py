@@ -1,4 +1,4 @@
-"""What was chosen for a run stays while the hardware does."""
+"""A run keeps its chosen layout while the hardware stays the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOUR = Hardware(gpu=True, nodes=tuple(idle_nodes(1, 4)), gpu_gib=139.7).signatur
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Of a run that has a checkpoint, and for which something was chosen."""
+    """A run with a checkpoint and a saved choice."""
     saved = tmp_path / "checkpoints" / "step_000002"
     saved.mkdir(parents=True)
     (saved / STATE).write_text("{}")
@@ -33,9 +33,7 @@ def config(tmp_path: Path) -> Config:
     return Config(run=RunConfig(dir=str(tmp_path)), data=DataConfig(sources=(SOURCE,)))
 
 
-def test_it_is_kept_on_the_same_hardware_and_as_it_was_lowered(
-    config: Config, tmp_path: Path
-) -> None:
+def test_choice_is_reused_on_the_same_hardware(config: Config, tmp_path: Path) -> None:
     assert load_choice(config, FOUR) == SavedChoice(values=VALUES)
     update_choice(tmp_path, {"trainer.micro_batch_tokens": 9216, "trainer.compile": True})
     assert load_choice(config, FOUR).values == {**VALUES, "trainer.micro_batch_tokens": 9216}
@@ -43,9 +41,7 @@ def test_it_is_kept_on_the_same_hardware_and_as_it_was_lowered(
     assert load_choice(started_over, FOUR) == SavedChoice()
 
 
-def test_a_run_without_a_checkpoint_or_with_a_damaged_file_has_no_choice(
-    config: Config, tmp_path: Path
-) -> None:
+def test_missing_checkpoint_or_damaged_file_means_no_choice(config: Config, tmp_path: Path) -> None:
     (tmp_path / "chosen.json").write_text('{"values": 3')
     assert load_choice(config, FOUR) == SavedChoice()
     update_choice(tmp_path, {"trainer.micro_batch_tokens": 1})  # no error
@@ -54,11 +50,11 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_file_has_no_choice(
     assert load_choice(config, FOUR) == SavedChoice()
 
 
-def test_what_others_hold_is_read_of_the_gpus_that_are_visible() -> None:
+def test_only_memory_of_visible_gpus_counts() -> None:
     listed = "GPU-aa-1, 40960\nGPU-bb-2, 81920\nGPU-cc-3, 300\n"
     assert used_gib(listed, {"aa-1", "cc-3"}) == 40.0
-    assert used_gib(listed, {"cc-3"}) == 0.0  # an idle driver's own
+    assert used_gib(listed, {"cc-3"}) == 0.0  # used by an idle driver
     assert used_gib("GPU-aa-1, [N/A]\n", {"aa-1"}) == 0.0
-    # On a cluster Ray knows which are somebody's.
+    # On a cluster, Ray tracks which GPUs are taken.
     assert used_gib(listed, {"aa-1", "bb-2"}, least=True) == 40.0
     assert used_gib(listed, {"aa-1", "cc-3"}, least=True) == 0.0

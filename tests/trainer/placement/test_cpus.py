@@ -24,7 +24,7 @@ OPEN = frozenset({DTYPE})
 def bfloat16(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    """Whether the CPU of /proc/cpuinfo has bfloat16 instructions."""
+    """Fake /proc/cpuinfo; returns True if the CPU has bfloat16 instructions."""
     flags = "fpu avx2" + " avx512f avx512_bf16" * request.param
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
@@ -44,9 +44,7 @@ def recipe(tmp_path: Path, dtype: str) -> tuple[Config, frozenset[str]]:
 
 
 @pytest.mark.parametrize("dtype", ["", ", dtype: auto"])
-def test_an_open_precision_is_what_the_cpu_computes_fast(
-    bfloat16: bool, tmp_path: Path, dtype: str
-) -> None:
+def test_auto_dtype_is_fast_on_the_cpu(bfloat16: bool, tmp_path: Path, dtype: str) -> None:
     config, left = recipe(tmp_path, dtype)
     assert DTYPE in left
     chosen = with_dtype(config, left, gpu=False)
@@ -57,10 +55,7 @@ def test_an_open_precision_is_what_the_cpu_computes_fast(
 
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("begun", ["float32", "bfloat16"])
-def test_a_run_keeps_the_precision_it_began_with(
-    bfloat16: bool, tmp_path: Path, begun: str, gpu: bool
-) -> None:
-    """On another machine too."""
+def test_resumed_run_keeps_its_dtype(bfloat16: bool, tmp_path: Path, begun: str, gpu: bool) -> None:
     config, left = recipe(tmp_path, "")
     config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")))
     before = replace(config, model=replace(config.model, dtype=begun))
@@ -71,9 +66,7 @@ def test_a_run_keeps_the_precision_it_began_with(
     assert with_dtype(config, left, gpu=gpu).model.dtype == begun
 
 
-def test_a_precision_that_is_given_stays_and_a_slow_one_is_warned_of(
-    bfloat16: bool, tmp_path: Path
-) -> None:
+def test_explicit_dtype_stays_and_slow_one_warns(bfloat16: bool, tmp_path: Path) -> None:
     config, left = recipe(tmp_path, ", dtype: bfloat16")
     assert with_dtype(config, left, gpu=False).model.dtype == "bfloat16"
     assert ("model.dtype=float32" in slow_dtype(config, gpu=False)) != bfloat16
@@ -97,7 +90,7 @@ def test_times_grow_with_the_work(tmp_path: Path) -> None:
     assert estimate(config, flops=2e11).training < base.training
 
 
-def test_a_slow_start_names_what_to_lower(tmp_path: Path) -> None:
+def test_slow_estimate_names_a_knob_to_lower(tmp_path: Path) -> None:
     config, _ = recipe(tmp_path, "")
     (fast,) = estimate(config, flops=1e14).lines()
     assert "ESTIMATE" in fast and "per evaluation" in fast

@@ -1,4 +1,4 @@
-"""A hub's model on the further nodes of a cluster: fetched before anything starts there."""
+"""Model downloads on the other nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOSTS = {"a": "one", "b": "two"}
 
 
 class Nodes:
-    """Two of them; what they say at each look, a second apart."""
+    """Two nodes with scripted progress, polled once per second."""
 
     def __init__(self, *looks: tuple[DownloadProgress, DownloadProgress]) -> None:
         self.now, self._looks = 0.0, list(looks)
@@ -31,7 +31,7 @@ class Nodes:
         follow("o/m", HOSTS, sizes, self.look, clock=lambda: self.now, pause=self.pause)
 
 
-def test_it_ends_once_all_have_all_of_it() -> None:
+def test_waits_for_all_nodes() -> None:
     nodes = Nodes(
         (DownloadProgress(100, done=False), DownloadProgress(3000, done=False)),
         (DownloadProgress(2000, done=False), DownloadProgress(4000, done=True)),
@@ -41,20 +41,20 @@ def test_it_ends_once_all_have_all_of_it() -> None:
     assert nodes.now == 2.0
 
 
-def test_a_node_whose_download_breaks_off_is_named() -> None:
+def test_failed_download_names_its_node() -> None:
     broken = DownloadProgress(100, done=True, error="model 'o/m': its download broke off")
     with pytest.raises(ConfigError, match="node two"):
         Nodes((DownloadProgress(1, done=False), broken)).follow()
 
 
-def test_a_node_on_which_nothing_comes_is_given_up() -> None:
+def test_stalled_download_times_out() -> None:
     nodes = Nodes((DownloadProgress(4000, done=True), DownloadProgress(3000, done=False)))
     with pytest.raises(RuntimeError, match="two"):
         nodes.follow()
-    assert nodes.now == STALL_TIMEOUT_S + 1  # the first look had more than there was before
+    assert nodes.now == STALL_TIMEOUT_S + 1  # the first poll saw progress
 
 
-def test_a_folder_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_folder_needs_no_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "_other_nodes", lambda _: pytest.fail("asked"))
     for path in (str(tmp_path), "./here"):
         downloads.download_on_nodes(path, timeout_s=1)

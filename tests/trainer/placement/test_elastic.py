@@ -1,4 +1,4 @@
-"""What a run starts on, with all nodes and without some, by a clock of the test's."""
+"""Elastic starts with all nodes or fewer, on a fake clock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def recipe(*, engines: int = 4, elastic_wait_s: float = 60.0, **trainer: int) ->
 
 
 class Cluster:
-    """Its nodes at each second, and what a run on it says."""
+    """A cluster whose nodes depend on the time, and the messages of a run on it."""
 
     def __init__(self, at: Callable[[float], list[Node]]) -> None:
         self.now, self.said = 0.0, list[str]()
@@ -83,7 +83,7 @@ class Cluster:
         )
 
     def begun(self, layouts: ElasticLayouts) -> Config:
-        """What it started on when all was there."""
+        """Start with all nodes and return the config."""
         at, self._at = self._at, lambda _: BOTH
         config = layouts.next()
         self._at = at
@@ -94,9 +94,7 @@ def one_lost(now: float) -> list[Node]:
     return BOTH[:1]
 
 
-def test_a_first_start_and_one_that_finds_all_there_wait_for_nothing(
-    facts: ModelFacts, tmp_path: Path
-) -> None:
+def test_complete_cluster_starts_at_once(facts: ModelFacts, tmp_path: Path) -> None:
     cluster = Cluster(lambda _: BOTH)
     layouts = cluster.layouts(recipe(), facts, tmp_path)
     assert layouts.next() == layouts.next() == recipe()
@@ -104,14 +102,12 @@ def test_a_first_start_and_one_that_finds_all_there_wait_for_nothing(
 
 
 def cores(*free: float) -> list[Node]:
-    """Nodes of one core each, and what is free of it."""
+    """Single-core nodes with these numbers of free cores."""
     nodes = zip(idle_nodes(len(free), 0), free, strict=True)
     return [replace(node, cpus=1, free_cpus=left) for node, left in nodes]
 
 
-def test_a_first_start_whose_ranks_the_cores_can_never_hold_says_so_and_ends_with_it(
-    facts: ModelFacts, tmp_path: Path
-) -> None:
+def test_first_start_without_enough_cores_times_out(facts: ModelFacts, tmp_path: Path) -> None:
     lacking = "needs 3 trainer ranks of 0.5 CPU cores, and the cluster has {} free cores"
     cluster = Cluster(lambda _: cores(0))
     cluster.layouts(recipe(ranks=2), facts, tmp_path, gib=0).next()
@@ -129,10 +125,7 @@ def test_a_first_start_whose_ranks_the_cores_can_never_hold_says_so_and_ends_wit
     assert 30 <= cluster.now <= 34
 
 
-def test_a_first_start_goes_on_with_the_ranks_that_there_is_room_for(
-    facts: ModelFacts, tmp_path: Path
-) -> None:
-    """Of a run that is resumed, and of a new one."""
+def test_first_start_continues_with_fewer_ranks(facts: ModelFacts, tmp_path: Path) -> None:
     cluster = Cluster(one_lost)
     layouts = cluster.layouts(recipe(min_ranks=1), facts, tmp_path)
     config = layouts.next()
@@ -147,7 +140,7 @@ def test_a_first_start_goes_on_with_the_ranks_that_there_is_room_for(
     assert whole.next() == recipe(min_ranks=1) and 30 <= cluster.now <= 34
 
 
-def test_ctrl_c_ends_the_wait_of_a_first_start(facts: ModelFacts, tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_the_wait(facts: ModelFacts, tmp_path: Path) -> None:
     layouts = Cluster(one_lost).layouts(recipe(min_ranks=1), facts, tmp_path)
 
     def pause(seconds: float) -> None:
@@ -158,10 +151,8 @@ def test_ctrl_c_ends_the_wait_of_a_first_start(facts: ModelFacts, tmp_path: Path
         layouts.next()
 
 
-def test_on_a_cluster_that_no_node_joins_a_first_start_waits_for_nothing(
-    facts: ModelFacts, tmp_path: Path
-) -> None:
-    cluster = Cluster(lambda _: cores(0))  # as Ray says of one that has just begun
+def test_local_cluster_does_not_wait_for_nodes(facts: ModelFacts, tmp_path: Path) -> None:
+    cluster = Cluster(lambda _: cores(0))  # as Ray reports right after a start
     less = cluster.layouts(recipe(ranks=3, min_ranks=2), facts, tmp_path, gib=0)
     less.joinable = False
     assert less.next().trainer.ranks == 2 and len(cluster.said) == 1
@@ -172,15 +163,13 @@ def test_on_a_cluster_that_no_node_joins_a_first_start_waits_for_nothing(
     assert cluster.now == 0
 
 
-def test_half_a_core_that_another_run_leaves_is_room_for_a_rank(
-    facts: ModelFacts, tmp_path: Path
-) -> None:
+def test_half_a_free_core_fits_a_rank(facts: ModelFacts, tmp_path: Path) -> None:
     cluster = Cluster(lambda _: cores(0.5))
     cluster.layouts(recipe(ranks=1, min_ranks=1), facts, tmp_path, gib=0).next()
     assert (cluster.now, cluster.said) == (0, [])
 
 
-def test_after_the_time_half_of_the_gpus_have_half_of_the_ranks_and_engines(
+def test_lost_node_halves_ranks_and_engines_after_the_wait(
     facts: ModelFacts, tmp_path: Path
 ) -> None:
     cluster = Cluster(one_lost)
@@ -200,9 +189,7 @@ def test_after_the_time_half_of_the_gpus_have_half_of_the_ranks_and_engines(
     assert layouts.lowering.config == config and layouts.lowering.fewer
 
 
-def test_a_node_that_comes_back_in_time_is_taken_and_so_it_is_at_the_next_start(
-    facts: ModelFacts, tmp_path: Path
-) -> None:
+def test_returning_node_is_used_again(facts: ModelFacts, tmp_path: Path) -> None:
     back_s = 30.0
     cluster = Cluster(lambda now: BOTH if now >= back_s else BOTH[:1])
     layouts = cluster.layouts(recipe(min_ranks=1), facts, tmp_path)
@@ -222,7 +209,7 @@ def test_a_node_that_comes_back_in_time_is_taken_and_so_it_is_at_the_next_start(
         ({"min_ranks": 3, "sequence_parallel": 2}, True),
     ],
 )
-def test_where_the_recipe_allows_no_less_the_run_waits_and_ends(
+def test_run_times_out_if_fewer_ranks_are_forbidden(
     facts: ModelFacts, tmp_path: Path, trainer: dict[str, int], first: bool
 ) -> None:
     cluster = Cluster(one_lost)
@@ -239,10 +226,8 @@ def test_where_the_recipe_allows_no_less_the_run_waits_and_ends(
     assert hint == (not trainer)
 
 
-def test_what_does_not_fit_the_memory_of_a_gpu_is_not_tried(
-    facts: ModelFacts, tmp_path: Path
-) -> None:
-    """Master weights and optimizer: shared by four ranks they do, and not by three."""
+def test_layouts_that_exceed_gpu_memory_are_skipped(facts: ModelFacts, tmp_path: Path) -> None:
+    """Master weights and optimizer fit when sharded over four ranks, but not over three."""
     cluster = Cluster(one_lost)
     tight = recipe(min_ranks=1, zero_stage=2, micro_batch_tokens=512)
     layouts = cluster.layouts(tight, facts, tmp_path, gib=24.5)
@@ -251,7 +236,7 @@ def test_what_does_not_fit_the_memory_of_a_gpu_is_not_tried(
         layouts.next()
 
 
-def test_what_the_recipe_leaves_open_is_chosen_anew(facts: ModelFacts, tmp_path: Path) -> None:
+def test_auto_knobs_are_chosen_again(facts: ModelFacts, tmp_path: Path) -> None:
     left = frozenset(
         {"trainer.ranks", "rollout.engines", "trainer.zero_stage", "trainer.micro_batch_tokens"}
     )
@@ -264,9 +249,7 @@ def test_what_the_recipe_leaves_open_is_chosen_anew(facts: ModelFacts, tmp_path:
     place(less, BOTH[:1])
 
 
-def test_what_did_not_fit_before_does_not_come_back_with_the_node(
-    facts: ModelFacts, tmp_path: Path
-) -> None:
+def test_smaller_micro_batch_survives_a_returning_node(facts: ModelFacts, tmp_path: Path) -> None:
     cluster = Cluster(lambda now: BOTH if now >= 100 else BOTH[:1])
     layouts = cluster.layouts(recipe(min_ranks=2), facts, tmp_path)
     tokens = cluster.begun(layouts).trainer.micro_batch_tokens
@@ -278,14 +261,12 @@ def test_what_did_not_fit_before_does_not_come_back_with_the_node(
     assert (config.trainer.ranks, config.trainer.micro_batch_tokens) == (4, tokens // 2)
 
 
-def test_a_node_that_does_not_answer_is_waited_for_until_ray_gives_it_up(
-    facts: ModelFacts, tmp_path: Path
-) -> None:
+def test_silent_node_is_awaited_until_ray_drops_it(facts: ModelFacts, tmp_path: Path) -> None:
     cluster = Cluster(lambda now: BOTH[:1] if now >= 60 else BOTH)
     layouts = cluster.layouts(recipe(min_ranks=1, elastic_wait_s=0.0), facts, tmp_path)
 
     def silent() -> list[str]:
-        cluster.now += 0.01  # it asks, and waits
+        cluster.now += 0.01  # a poll takes time
         return ["host-b"] if cluster.now < 60 else []
 
     layouts.silent = silent
@@ -318,7 +299,7 @@ def test_ranks_without_gpus_need_half_a_core_each(facts: ModelFacts, tmp_path: P
         ({"engines": 1}, 3, (2, 1)),
     ],
 )
-def test_ranks_and_engines_become_fewer_alike(
+def test_ranks_and_engines_shrink_in_proportion(
     shape: dict[str, int], gpus: int, best: tuple[int, int]
 ) -> None:
     first = next(smaller_configs(recipe(**shape), 1, gpus=gpus))

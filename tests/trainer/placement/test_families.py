@@ -1,4 +1,4 @@
-"""Which families are refused for a dtype, against what vLLM itself says of them."""
+"""Model families, dtypes and head sizes that vLLM refuses."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def recipe(dtype: Any, engine_dtype: Any = "") -> Config:
     )
 
 
-def test_the_types_are_those_that_vllm_refuses() -> None:
-    """Read and not imported: vLLM takes long to."""
+def test_float16_table_matches_vllm() -> None:
+    """Parse the source, because importing vLLM is slow."""
     vllm = find_spec("vllm")
     assert vllm is not None and vllm.origin is not None
     source = Path(vllm.origin).parent / "config" / "model.py"
@@ -68,7 +68,7 @@ def test_the_types_are_those_that_vllm_refuses() -> None:
         (recipe("float16", "float16"), "rollout.dtype"),
     ],
 )
-def test_an_engine_in_float16_is_refused_for_them(config: Config, knob: str) -> None:
+def test_float16_engine_is_refused(config: Config, knob: str) -> None:
     for model_type in NOT_IN_FLOAT16:
         said = rf"{knob} = .*{model_type}"
         with pytest.raises(ConfigError, match=said):
@@ -76,7 +76,7 @@ def test_an_engine_in_float16_is_refused_for_them(config: Config, knob: str) -> 
     check_engine_dtype(config, "qwen3")
 
 
-def test_a_float32_residual_is_for_families_whose_layers_are_known() -> None:
+def test_float32_residual_needs_a_supported_family() -> None:
     plain = recipe("float16")
     wide = replace(plain, model=replace(plain.model, residual_dtype="float32"))
     for model_type in FLOAT32_RESIDUAL:
@@ -88,7 +88,7 @@ def test_a_float32_residual_is_for_families_whose_layers_are_known() -> None:
         replace(wide, rollout=RolloutConfig(tensor_parallel=2))
 
 
-def test_a_recipe_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+def test_float16_recipe_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
     build_tokenizer().save_pretrained(tmp_path)
     Gemma3TextConfig(
         vocab_size=1024,
@@ -108,7 +108,7 @@ def test_a_recipe_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
         prepare(str(path), ["run.device=cpu"])
 
 
-def test_flash_attention_4_is_refused_where_it_has_no_kernels() -> None:
+def test_flash_attention_4_needs_its_kernels() -> None:
     def check(kernels: Any, *, gpu: bool, flash4: bool) -> None:
         trainer = TrainerConfig(attention_kernels=kernels)
         config = Config(data=DataConfig(sources=(SUMS,)), trainer=trainer)
@@ -123,7 +123,7 @@ def test_flash_attention_4_is_refused_where_it_has_no_kernels() -> None:
         check("flash4", gpu=False, flash4=True)
 
 
-def test_sparse_attention_is_refused_where_vllm_has_no_kernels_for_it() -> None:
+def test_sparse_attention_needs_vllm_kernels() -> None:
     sparse = "DeepseekV32ForCausalLM"
     data = DataConfig(sources=(SUMS,))
     config = Config(model=ModelConfig(path="m"), data=data)
@@ -141,8 +141,7 @@ def test_sparse_attention_is_refused_where_vllm_has_no_kernels_for_it() -> None:
         check_sequence_parallel(2, architecture=sparse, heads=4)
 
 
-def test_the_sizes_of_heads_are_those_of_vllms_cpu_backend() -> None:
-    """Read and not imported, as above."""
+def test_head_sizes_match_vllms_cpu_backend() -> None:
     vllm = find_spec("vllm")
     assert vllm is not None and vllm.origin is not None
     source = Path(vllm.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
@@ -156,7 +155,7 @@ def test_the_sizes_of_heads_are_those_of_vllms_cpu_backend() -> None:
     assert sizes is not None and tuple(ast.literal_eval(sizes)) == _CPU_HEADS
 
 
-def test_heads_without_a_kernel_are_refused_on_a_cpu() -> None:
+def test_unsupported_head_size_is_refused_on_cpu() -> None:
     for size in (0, 32, 128):
         check_engine_heads(recipe("bfloat16"), heads=4, head_size=size, gpu=False)
     check_engine_heads(recipe("bfloat16"), heads=4, head_size=16, gpu=True)
@@ -164,7 +163,7 @@ def test_heads_without_a_kernel_are_refused_on_a_cpu() -> None:
         check_engine_heads(recipe("bfloat16"), heads=4, head_size=16, gpu=False)
 
 
-def test_heads_that_cannot_be_dealt_out_to_an_engines_gpus_are_refused() -> None:
+def test_tensor_parallel_size_must_divide_the_heads() -> None:
     config = recipe("bfloat16")
     for wide, instead in ((1, 0), (2, 0), (4, 0), (3, 2), (8, 7)):
         made = replace(config, rollout=replace(config.rollout, tensor_parallel=wide))
@@ -176,7 +175,7 @@ def test_heads_that_cannot_be_dealt_out_to_an_engines_gpus_are_refused() -> None
             check_engine_heads(made, heads=28, head_size=128, gpu=True)
 
 
-def test_what_an_engine_cannot_serve_or_nobody_can_teach_is_refused_by_the_check(
+def test_check_refuses_unservable_models_and_untrainable_data(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match="head_dim"):

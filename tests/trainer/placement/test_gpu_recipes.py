@@ -1,4 +1,4 @@
-"""The recipes for GPUs, as `keel check` sees them on a machine without any."""
+"""GPU recipes pass `keel check` on a machine without GPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_a_recipe_fits_the_gpus_in_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_check_plans_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_plans_gpu_recipes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     overrides = ["run.gpu_gib=80", f"run.gpus_per_node={GPUS[name]}"]
     for number in range(len(load_config(name).data.sources)):
@@ -72,7 +74,7 @@ def test_check_plans_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "OFF" not in text
 
 
-def test_all_four_stabilisers_are_at_work_at_a_hundred_million() -> None:
+def test_tiny_100m_uses_all_stabilisers() -> None:
     config = load_config("tiny-100m")
     facts = facts_of(model_config(config.model.tiny, build_tokenizer()))
     assert facts.parameters >= 100_000_000
@@ -84,7 +86,7 @@ def test_all_four_stabilisers_are_at_work_at_a_hundred_million() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu2-async", "gpu4-expert-parallel"])
-def test_more_gpus_change_no_more_than_how_they_are_used(name: str) -> None:
+def test_multi_gpu_recipes_differ_in_layout_only(name: str) -> None:
     one, more = load_config("tiny-100m"), load_config(name)
     assert (one.model, one.data, one.rewards, one.eval) == (
         more.model,

@@ -50,7 +50,7 @@ class Machine:
         return detector.poll()
 
     def run(self, detector: HangDetector, seconds: float) -> list[str]:
-        """Messages of that many seconds, in which every process makes progress unless stopped."""
+        """Run for `seconds`; every process makes progress unless stopped."""
         messages: list[str] = []
         for turn in range(round(seconds / POLL_S)):
             for pid in (RAYLET, ENGINE, OTHER):
@@ -269,7 +269,7 @@ def begin() -> Iterator[Begin]:
 
 @pytest.mark.e2e
 def test_real_processes(begin: Begin) -> None:
-    """The idle one is found on kernels that count context switches."""
+    """The idle process is detected only on kernels that count context switches."""
     stopped, idle = begin("sleep 600 & wait", "stopped"), begin("exec sleep 600", "idle")
     busy, now = begin("while read x; do :; done", "busy"), 0.0
     (child,) = wait_for(psutil.Process(stopped.pid).children)

@@ -1,4 +1,4 @@
-"""GPUs of their own, one shared, or a refusal that counts and names the knobs."""
+"""Placement of actors on GPUs: exclusive, shared, or refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def nodes(*sizes: int, cpus: int = 64) -> list[Node]:
 
 
 def homes(placement: Placement, kind: str) -> list[str]:
-    """Node of each actor of a kind, by index."""
+    """Node names of the actors of one kind, by index."""
     seats = sorted((s for s in placement.seats if s.kind == kind), key=lambda s: s.index)
     return [seat.node.name for seat in seats]
 
@@ -56,18 +56,18 @@ def homes(placement: Placement, kind: str) -> list[str]:
     ("shape", "sizes", "engines", "ranks"),
     [
         ((1, 2, 2), (4,), ["n0"], ["n0"] * 2),
-        # Ranks stay together, beside the engines or on a node of their own.
+        # Ranks stay together, next to the engines or on a separate node.
         ((2, 2, 4), (4, 4), ["n0"] * 2, ["n1"] * 4),
         ((4, 1, 8), (8, 8), ["n1"] * 4, ["n0"] * 8),
         ((2, 1, 8), (2, 8), ["n0"] * 2, ["n1"] * 8),
-        # They part only where no node holds them all, neighbours together.
+        # They split only if no node holds them all; neighbours stay together.
         ((1, 4, 8), (4, 4, 4), ["n0"], ["n1"] * 4 + ["n2"] * 4),
-        # An engine never spans nodes, even if that parts the ranks.
+        # An engine never spans nodes, even if that splits the ranks.
         ((2, 2, 2), (3, 3), ["n0", "n1"], ["n0", "n1"]),
         ((3, 2, 0), (2, 4), ["n1", "n1", "n0"], []),
     ],
 )
-def test_engines_are_whole_and_ranks_together(
+def test_engines_never_span_nodes_and_ranks_stay_together(
     shape: tuple[int, int, int], sizes: tuple[int, ...], engines: list[str], ranks: list[str]
 ) -> None:
     recipe = config(engines=shape[0], width=shape[1], ranks=max(1, shape[2]))
@@ -85,7 +85,7 @@ def test_every_gpu_has_one_owner() -> None:
     assert max(gpu for _, gpu in owned) == 7
 
 
-def test_lines_say_who_sits_where() -> None:
+def test_lines_list_actors_by_node() -> None:
     placement = place(config(engines=2, width=2, ranks=4), nodes(4, 4))
     assert list(placement.lines()) == [
         "n0: engines 0–1 on GPUs 0–3 (2 each)",
@@ -93,7 +93,7 @@ def test_lines_say_who_sits_where() -> None:
     ]
 
 
-def test_ids_are_not_made_up_on_a_node_that_others_use() -> None:
+def test_busy_node_has_no_gpu_ids() -> None:
     (node,) = nodes(8)
     placement = place(config(engines=1, ranks=2), [replace(node, free_gpus=5)])
     assert list(placement.lines()) == [
@@ -108,10 +108,10 @@ def test_one_engine_and_one_rank_share_a_single_gpu() -> None:
     assert not place(config(), nodes(2)).shared
     busy = [replace(node, free_gpus=1) for node in nodes(4)]
     with pytest.raises(ConfigError, match=r"needs 2 GPU\(s\) .* has 1"):
-        place(config(), busy)  # will have its own when the others are done
+        place(config(), busy)  # the other GPUs are busy, not absent
 
 
-def test_colocated_engines_sit_beside_the_ranks() -> None:
+def test_colocated_engines_share_gpus_with_ranks() -> None:
     recipe = config(engines=6, ranks=6)
     recipe = replace(recipe, rollout=replace(recipe.rollout, colocated=True))
     placement = place(recipe, nodes(4, 4))
@@ -131,7 +131,7 @@ def test_colocated_engines_sit_beside_the_ranks() -> None:
         place(recipe, nodes(8, cpus=7))  # each pair needs two cores
 
 
-def test_only_who_shares_a_gpu_can_take_turns_on_it() -> None:
+def test_time_sharing_needs_shared_gpus() -> None:
     recipe = config(engines=2, ranks=2)
     asleep = replace(recipe, rollout=replace(recipe.rollout, time_share=True))
     with pytest.raises(ConfigError, match=r"^rollout\.time_share: .* rollout\.colocated"):
@@ -140,13 +140,13 @@ def test_only_who_shares_a_gpu_can_take_turns_on_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [{"engines": 1, "ranks": 2}, {"engines": 2, "width": 2}])
-def test_colocation_is_one_engine_for_one_rank(shape: dict[str, int]) -> None:
+def test_colocation_needs_one_engine_per_rank(shape: dict[str, int]) -> None:
     recipe = config(**{"ranks": 2, **shape})
     with pytest.raises(ConfigError, match=r"rollout\.(engines|tensor_parallel) = \d"):
         replace(recipe, rollout=replace(recipe.rollout, colocated=True))
 
 
-def test_a_run_uses_no_more_than_the_recipe_says_it_has() -> None:
+def test_recipe_limits_nodes_and_gpus() -> None:
     run = RunConfig(gpus_per_node=2, nodes=2)
     few, many, busy = nodes(1, 8, 8)
     busy = replace(busy, free_gpus=1)
@@ -156,7 +156,7 @@ def test_a_run_uses_no_more_than_the_recipe_says_it_has() -> None:
         ("n0", 1, 1, False),
     ]
     assert allowed([few, many, busy], RunConfig()) == [few, many, busy]
-    # One GPU of a machine that has more is a single GPU, which is shared, whoever has the others.
+    # A run limited to one GPU shares it, even if the machine has more.
     one = RunConfig(gpus_per_node=1)
     recipe = replace(config(), run=one)
     assert place(recipe, allowed([many], one)).shared
@@ -168,7 +168,7 @@ def test_a_run_uses_no_more_than_the_recipe_says_it_has() -> None:
         place(replace(recipe, trainer=TrainerConfig(ranks=2)), allowed([many], one))
 
 
-def test_an_engine_that_no_node_can_hold_is_refused_by_name() -> None:
+def test_engine_larger_than_any_node_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^rollout\.tensor_parallel = 8: .* the largest has 4: n0"
     ):
@@ -179,13 +179,13 @@ def test_an_engine_that_no_node_can_hold_is_refused_by_name() -> None:
         place(config(engines=2, ranks=2), nodes(4, cpus=2))
 
 
-def test_without_a_cluster_there_are_nodes_enough() -> None:
+def test_assumed_nodes_are_sufficient() -> None:
     recipe = config(engines=3, width=16, ranks=20)
     placement = place(recipe, assumed_nodes(recipe, node_gpus=8))
     assert sum(seat.gpus for seat in placement.seats) == 68
 
 
-def test_a_judge_that_the_run_serves_has_gpus_of_its_own() -> None:
+def test_served_judge_has_dedicated_gpus() -> None:
     server = JudgeServerConfig(tensor_parallel=2)
     rewards = RewardsConfig(judge=JudgeConfig(model="m", serve=True, server=server))
     recipe = replace(config(), rewards=rewards)
@@ -198,7 +198,7 @@ def test_a_judge_that_the_run_serves_has_gpus_of_its_own() -> None:
             place(recipe, nodes(available))
 
 
-def test_ranks_alone_take_no_room_for_the_engines_of_their_recipe() -> None:
+def test_ranks_only_placement_ignores_engines() -> None:
     given = config(engines=4, width=2, ranks=2)
     together = replace(config(engines=2, ranks=2), rollout=RolloutConfig(engines=2, colocated=True))
     for recipe in (given, together):

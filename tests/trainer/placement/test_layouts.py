@@ -1,4 +1,4 @@
-"""Chosen layouts: nothing faster or fitting is left out, and fixed knobs stay."""
+"""Layout search finds every fitting layout and respects fixed knobs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def quick_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(shape: str, gpus: int, gib: float, config: Config | None = None, **fixed: Any) -> Choice:
-    """Choose all knobs but the `fixed` ones, whose names have `__` for a dot."""
+    """Choose all knobs except `fixed` ones, whose names have `__` for a dot."""
     values = {name.replace("__", "."): value for name, value in fixed.items()}
     config = with_values(config or recipe(), values)
     return choose(config, KNOBS - set(values), facts(shape), machine(gpus, gib))
@@ -60,7 +60,7 @@ def with_rollout(config: Config, **knobs: Any) -> Config:
 
 
 def exhaustive(search: LayoutSearch) -> list[Layout]:
-    """Every layout that fits by the search's strictness."""
+    """Enumerate all layouts that pass the search's memory check."""
     options, layouts = search.options, list[Layout]()
     for seats in options.placements:
         ranks = seats.get("trainer.ranks", search.config.trainer.ranks)
@@ -239,7 +239,7 @@ def test_assumed_hardware_fixes_the_number_of_actors() -> None:
 
 
 @pytest.mark.usefixtures("quick_refusals")
-def test_memory_of_other_processes_is_left_out() -> None:
+def test_memory_of_other_processes_is_subtracted() -> None:
     hardware = machine(1, 139.0, taken_gib=90.0)
     choice = choose(recipe(), KNOBS, facts("1.7b"), hardware)
     total = choice.plan.engine.total + choice.plan.trainer.total
@@ -362,7 +362,7 @@ def test_any_split_of_gpus_is_tried() -> None:
     assert min(six) > 1.4 * best.cost
 
 
-def test_cost_is_that_of_the_busiest_rank() -> None:
+def test_busiest_rank_determines_the_cost() -> None:
     """Nine sequences on eight ranks take as long as sixteen."""
     trainer = TrainerConfig(ranks=8, micro_batch_tokens=16_384, share_prompts=False)
 
@@ -412,7 +412,7 @@ def test_last_gpu_next_to_a_judge_is_shared(gpus: int) -> None:
 
 
 def test_micro_batch_holds_whole_prefix_groups() -> None:
-    """Two groups per rank: not one token more is of use."""
+    """Two groups per rank, so a larger micro-batch gains nothing."""
     choice = chosen("0.6b", 8, 79.0).config
     a = choice.algorithm
     assert choice.trainer.share_prompts and a.prompts_per_step == 2 * choice.trainer.ranks
@@ -482,7 +482,7 @@ def test_offloaded_optimizer_holds_gradients_once() -> None:
 def test_measured_memory_fits_next_to_the_engine(
     draw: int, allowed: float, beyond: float, stays: float
 ) -> None:
-    """GiB on an H200: an engine's process beyond its share, and a rank that has offloaded."""
+    """Measured on an H200 in GiB: engine overhead beyond its share, and an offloaded rank."""
     workload = drawn(draw)
     shape = workload.shape
     sampling = SamplingConfig(

@@ -1,4 +1,4 @@
-"""Warnings about values that nobody uses, and none about a recipe of ours."""
+"""Warnings about unusual values; shipped recipes have none."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "configs").g
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_recipe_of_ours_is_unusual(name: str) -> None:
+def test_shipped_recipes_have_no_warnings(name: str) -> None:
     config = load_config(name)
-    # What an earlier stage made of the tiny model has its shape.
+    # Models of earlier stages have the shape of the tiny model.
     stages = ("sft-specialists", "pretrain-dense", "pretrain-warm-up")
     made = [f"{load_config(stage).run.dir}/model" for stage in stages]
     tiny = config.model.path in ("tiny", *made)
@@ -48,7 +48,7 @@ def test_no_recipe_of_ours_is_unusual(name: str) -> None:
         ("run.hang_timeout_s", 5.0),
     ],
 )
-def test_a_value_that_nobody_uses_is_warned_about(knob: str, value: Any) -> None:
+def test_unusual_value_warns(knob: str, value: Any) -> None:
     usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
     assert lint_recipe(usual, DENSE) == []
     assert lint_recipe(with_knob(usual, ["run", "hang_timeout_s"], 0.0), DENSE) == [], "never"
@@ -62,7 +62,7 @@ def test_a_small_model_may_learn_faster() -> None:
     assert "data.sources[sums].kl_coef = 3 is" in lint_recipe(recipe(beta=3.0), DENSE)[0]
 
 
-def test_supervised_runs_have_rates_of_their_own_and_reach_them() -> None:
+def test_supervised_learning_rates_have_separate_limits() -> None:
     supervised = load_config("sft-quickstart", ["trainer.warmup_steps=5"]).supervised(100)
 
     def said(lr: float, **trainer: Any) -> list[str]:
@@ -77,7 +77,7 @@ def test_supervised_runs_have_rates_of_their_own_and_reach_them() -> None:
     assert line.startswith("trainer.warmup_steps = 100: the run ends after 100 step(s), before")
 
 
-def test_knobs_that_a_supervised_run_does_not_read_are_named() -> None:
+def test_knobs_unused_by_sft_are_named() -> None:
     source: dict[str, Any] = {"name": "a", "source": "jsonl", "path": "a"}
     sources = (ConversationsConfig(**source),)
     config = Config(sft=SftConfig(sources=sources, max_context_tokens=256))
@@ -89,7 +89,7 @@ def test_knobs_that_a_supervised_run_does_not_read_are_named() -> None:
     assert line.startswith("algorithm.prompts_per_step: ")
     (line,) = ignored_knobs(changed, frozenset())
     assert line.startswith("rollout.engines, algorithm.prompts_per_step: ")
-    assert [*ignored_knobs(load_config("sft-quickstart"), frozenset())] == [], "what comes after it"
+    assert [*ignored_knobs(load_config("sft-quickstart"), frozenset())] == [], "knobs of later stages"
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_knobs_that_a_supervised_run_does_not_read_are_named() -> None:
         (["run.seed=60"], 0),
     ],
 )
-def test_steps_that_epochs_decide_are_no_override(overrides: list[str], said: int) -> None:
+def test_steps_are_ignored_with_epochs(overrides: list[str], said: int) -> None:
     config = load_config("sft-quickstart", overrides)
     lines = [*ignored_knobs(config, frozenset(), overrides)]
     assert len(lines) == said
     assert all(line.startswith("run.steps = 60") for line in lines)
 
 
-def test_old_completions_under_masks_whose_mass_nobody_holds_are_warned_about() -> None:
+def test_stale_masked_completions_without_mass_penalty_warn() -> None:
     usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
     old = replace(usual.algorithm, publish_every=4, max_lag=1, updates_per_batch=4)
     (line,) = lint_recipe(replace(usual, algorithm=old), DENSE)
@@ -127,7 +127,7 @@ def test_old_completions_under_masks_whose_mass_nobody_holds_are_warned_about() 
         (5, 1, 8, 2, ()),  # ranks share completions, not prompts
     ],
 )
-def test_batches_that_cannot_be_shared_evenly_are_warned_about(
+def test_uneven_batches_warn(
     prompts: int, updates: int, group: int, ranks: int, named: tuple[str, ...]
 ) -> None:
     base = recipe()
@@ -140,14 +140,14 @@ def test_batches_that_cannot_be_shared_evenly_are_warned_about(
     assert all(part in lines[0] for part in named)
 
 
-def test_rewards_for_what_is_wrong_are_warned_about() -> None:
+def test_negative_correctness_reward_warns() -> None:
     config = load_config("quickstart", ["data.sources[spelling].rewards={correct: -1}"])
     shape = facts_of(model_config(config.model.tiny, build_tokenizer()))
     (line,) = lint_recipe(config, shape)
     assert "spelling" in line and "correct: -1" in line
 
 
-def test_more_than_a_machine_without_a_gpu_has_is_warned_about(
+def test_insufficient_cpu_memory_warns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -1,4 +1,4 @@
-"""The Ray that a run on this machine starts: its token, and a path with a space."""
+"""The local Ray cluster of a run: its token, and an environment path with a space."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ print(ray.get(actor.niceness.remote(), timeout=300) - os.nice(0))
 def named(process):
     try:
         return " ".join(process.cmdline())
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return ""
 ours = psutil.Process().children(recursive=True)
 def listens(process):
@@ -89,7 +89,7 @@ for code, home in zip(sys.argv[1::2], sys.argv[2::2]):
     exec(code, {"__name__": "__main__"})
     break
 """
-"""Programs one after the other, each in a process, and a home, of its own."""
+"""Run several programs in turn, each in its own process and home directory."""
 TOKEN = Path(".ray", "auth_token")
 RAYLET = """
 import subprocess, sys
@@ -99,13 +99,13 @@ sys.stdin.read()
 """
 
 
-def test_in_the_agents_place_nothing_listens_and_ends_with_the_raylet(tmp_path: Path) -> None:
+def test_stub_agent_does_not_listen_and_ends_with_raylet(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RAYLET, str(_AGENT), str(tmp_path), "7"]
     raylet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert raylet.stdin and raylet.stdout
     agent = psutil.Process(int(raylet.stdout.readline()))
     told = {f"{name}_7": "-1" for name in PORTS}
-    # They are written beside, and then renamed.
+    # Files are written under a temporary name, then renamed.
     wait_for(lambda: {path.name for path in tmp_path.iterdir()} == told.keys(), "its ports")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == told
     assert agent.is_running() and not agent.net_connections()
@@ -114,7 +114,7 @@ def test_in_the_agents_place_nothing_listens_and_ends_with_the_raylet(tmp_path: 
     wait_for(lambda: not agent.is_running(), "its end")
 
 
-def test_what_is_bound_ends_with_who_has_started_it() -> None:
+def test_tied_process_ends_with_its_parent() -> None:
     waits = [str(_TIED), sys.executable, "-c", "import time; time.sleep(1000)"]
     raylet = subprocess.Popen(
         [sys.executable, "-c", RAYLET, *waits],
@@ -137,14 +137,14 @@ class Program:
     status: int
 
     def lines(self) -> list[str]:
-        """What it has said."""
+        """Lines of standard output."""
         assert self.status == 0, (self.home / "errors").read_text()
         return (self.home / "said").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In an environment with a space in its path."""
+    """Interpreter of an environment with a space in its path."""
     home = tmp_path_factory.mktemp("environments") / "my environment"
     venv.create(home, with_pip=False)
     site = home / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
@@ -154,7 +154,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, Program]:
-    """`KNOCK` in an empty home, and `ACTOR` in one with a token."""
+    """Run `KNOCK` in an empty home and `ACTOR` in a home with a token."""
     homes = [tmp_path_factory.mktemp(name) for name in ("knock", "actor")]
     (homes[1] / TOKEN).parent.mkdir()
     (homes[1] / TOKEN).write_text("1" * 64)
@@ -172,7 +172,7 @@ def ran(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Program
     return knock, actor
 
 
-def test_nobody_joins_without_the_token_which_is_nowhere_to_be_read(
+def test_joining_needs_the_secret_token(
     ran: tuple[Program, Program],
 ) -> None:
     said = ran[0].lines()
@@ -181,14 +181,12 @@ def test_nobody_joins_without_the_token_which_is_nowhere_to_be_read(
     assert not (ran[0].home / ".ray").exists()
 
 
-def test_an_environment_with_a_space_in_its_path_and_a_token_of_another_use(
-    python: Path, ran: tuple[Program, Program]
-) -> None:
+def test_actor_runs_from_a_path_with_a_space(python: Path, ran: tuple[Program, Program]) -> None:
     own, where, kept, behind, reached, idle = ran[1].lines()
     assert own == "['gcs_server', 'raylet']"
-    # No process but the actor's: nobody waits, and no part of the dashboard.
+    # Only the actor's process: no idle worker and no dashboard.
     assert (where, idle) == (str(python), "[]")
     assert kept == "0", "or the GCS grows with every call"
     assert behind == "0", "or whatever else the machine does comes first"
-    assert reached == "[] True"  # and none that listens to other machines
+    assert reached == "[] True"  # no process listens to other machines
     assert (ran[1].home / TOKEN).read_text() == "1" * 64

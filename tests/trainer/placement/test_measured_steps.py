@@ -1,4 +1,4 @@
-"""The planner's estimates beside training steps that were measured on H200s."""
+"""Planner estimates against training steps measured on H200s."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MIXTURE: list[tuple[float, float, dict[str, Any]]] = [
     (0.645, 29.6, {"recompute": True}),
 ]
 COPIED = replace(Rates(), summed_bytes=Rates().gradient_bytes)
-"""Rates of the commit of the last two tables, which copied gradients before adding them."""
+"""Rates of the commit behind the last two tables, which copied gradients before adding them."""
 STEPS = [
     pytest.param(seconds, gib, replace(USUAL, shape=shape, **changes), rates, id=f"{shape}-{index}")
     for shape, rates, rows in (
@@ -47,12 +47,12 @@ STEPS = [
     )
     for index, (seconds, gib, changes) in enumerate(rows)
 ]
-"""Seconds, GiB of the GPU, and the step of `python -m benchmarks.training`."""
+"""Seconds, GiB of GPU memory, and the case of `python -m benchmarks.training`."""
 
 
 @pytest.mark.parametrize(("seconds", "gib", "case", "rates"), STEPS)
 def test_estimates_are_within_a_tenth(seconds: float, gib: float, case: Case, rates: Rates) -> None:
-    """Memory is at most 3 % too low: what `keel check` accepts has to fit."""
+    """Memory may be underestimated by 3 % at most, so recipes that pass `keel check` fit."""
     facts = facts_of(model_of(case.shape, small=False))
     estimated_s, estimated_bytes = estimates(case, facts, gpu=True, rates=rates)
     assert 0.9 <= estimated_s / seconds <= 1.1

@@ -1,4 +1,4 @@
-"""The memory model against sums by hand and measured figures, and what it refuses."""
+"""The memory model against hand calculations and measurements."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DENSE = ModelFacts(
     head_size=128,
     attention_heads=8,
 )
-"""80 M a layer beside the embeddings: 4 M of attention and an MLP of 76 M / 3,000 numbers."""
+"""Each layer has 80 M parameters without embeddings: 4 M in attention, 76 M / 3,000 MLP units."""
 SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 
 
@@ -90,14 +90,14 @@ def billions(config: Config, *names: str) -> list[float]:
         (3, [2 / 4, 4 / 4, 12 / 4, 2 / 4]),
     ],
 )
-def test_zero_shards_what_its_stage_says(stage: Any, state: list[float]) -> None:
+def test_zero_stage_determines_sharding(stage: Any, state: list[float]) -> None:
     config = recipe(ranks=4, zero_stage=stage, beta=0.1)
     assert billions(config, "weights", "gradients", "optimizer", "reference") == state
 
 
 @pytest.mark.parametrize(("stage", "shared"), [(1, 1), (2, 4), (3, 4)])
-def test_a_warm_up_has_gradients_and_state_of_its_indexers_alone(stage: Any, shared: int) -> None:
-    """Of all else there are weights."""
+def test_warm_up_trains_indexers_only(stage: Any, shared: int) -> None:
+    """All other parameters have weights only."""
     facts = replace(DENSE, indexer_parameters=40_000_000, head_size=0)
     config = recipe(ranks=4, zero_stage=stage, attention="warm-up")
     parts = trainer_memory(config, facts, gpu=True).parts
@@ -105,22 +105,22 @@ def test_a_warm_up_has_gradients_and_state_of_its_indexers_alone(stage: Any, sha
     assert parts["optimizer"] == 12 * 40e6 / 4
     assert parts["weights"] == 2e9 / (4 if stage == 3 else 1)
     away = recipe(ranks=4, zero_stage=stage, attention="warm-up", offload_optimizer=True)
-    # Beside it gradients: under ZeRO 3 twice, else once and new weights.
+    # Host memory also holds gradients: twice under ZeRO-3, else once with new weights.
     assert host_bytes(away, facts, OffloadPlan()) == (20 if stage == 3 else 18) * 40e6 / 4
 
 
-def test_one_head_of_keys_is_no_latent() -> None:
-    """As Gemma 3's smallest have it."""
+def test_single_key_head_is_not_latent_attention() -> None:
+    """Small Gemma 3 models have one."""
     assert key_width(replace(DENSE, kv_heads=1, kv_width=256)) == 128
     assert key_width(replace(DENSE, kv_heads=1, kv_width=576, head_size=0)) == 1000
 
 
 MLP = (1e9 - 2e8 - 4e7) / 10 / 3000
 WHOLE = 4 * 1000 + 3 * 1000 + 3 * 256 + 4 * MLP
-"""Numbers that a layer of `DENSE` keeps for a token: residual and norms, queries and attention's
-output, keys and values, MLP."""
+"""Elements per token saved by a layer of `DENSE`: residual and norms, queries and attention output,
+keys and values, MLP."""
 FLOWING = 2 * MLP + 1000
-"""Gradients inside a layer."""
+"""Gradient elements in flight inside a layer."""
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ FLOWING = 2 * MLP + 1000
         ),
     ],
 )
-def test_what_layers_keep(options: dict[str, Any], numbers: float) -> None:
-    """Compiled layers compute norms, activation and product again, one layer at a time."""
+def test_saved_activations(options: dict[str, Any], numbers: float) -> None:
+    """Compiled layers recompute norms, activation and product, one layer at a time."""
     (kept,) = billions(recipe(micro_batch_tokens=8000, **options), "activations")
     assert kept == pytest.approx(numbers * 2 * 8000 / 1e9)
 
 
-def test_norms_that_are_not_one_kernel_keep_copies() -> None:
+def test_unfused_norms_save_copies() -> None:
     config = recipe(micro_batch_tokens=8000)
     fused = plan(config).trainer.parts["activations"]
     copies = plan(config, replace(DENSE, fused_norms=False)).trainer.parts["activations"] - fused
@@ -156,10 +156,8 @@ def test_norms_that_are_not_one_kernel_keep_copies() -> None:
 
 @pytest.mark.parametrize(("fused", "widths"), [(True, 3), (False, 4)])
 @pytest.mark.parametrize(("recompute", "layers"), [(False, 10), (True, 1)])
-def test_what_tokens_keep_at_their_experts(
-    fused: bool, widths: int, recompute: bool, layers: int
-) -> None:
-    """Copies of the token on the way there and back, and what is between the products."""
+def test_saved_expert_activations(fused: bool, widths: int, recompute: bool, layers: int) -> None:
+    """Copies of the token in both directions, and the intermediate activations."""
     experts = {"experts": 8, "experts_per_token": 2, "expert_parameters": 10 * 8 * 3 * 1000 * 500}
     moe = replace(DENSE, moe_layer_ids=tuple(range(10)), fused_experts=fused, **experts)
     config = recipe(micro_batch_tokens=8000, activation_checkpointing=recompute)
@@ -167,10 +165,12 @@ def test_what_tokens_keep_at_their_experts(
     assert kept == pytest.approx(layers * 2 * (2 * 1000 + widths * 500) * 2 * 8000)
 
 
-def test_the_cache_is_for_every_completion_at_full_length_and_each_groups_prompt() -> None:
+def test_kv_cache_holds_completions_and_shared_prompts() -> None:
     token = 10 * 512 * 2
     parts = plan(recipe()).engine.parts
-    assert parts["KV cache"] == token * (16 * 7000 + 3 * 1000)  # 16 may be of three groups
+    assert parts["KV cache"] == token * (
+        16 * 7000 + 3 * 1000
+    )  # 16 completions may span three groups
     each = plan(recipe(rollout={"enable_prefix_caching": False})).engine.parts
     assert each["KV cache"] == token * 16 * 8000
     windows = plan(recipe(), replace(DENSE, full_attention=False)).engine.parts
@@ -189,7 +189,7 @@ def test_the_cache_is_for_every_completion_at_full_length_and_each_groups_prompt
         (151_936, 2048, None, 2.08),
     ],
 )
-def test_the_support_head_takes_what_was_measured(
+def test_support_head_matches_measurement(
     vocabulary: int, hidden: int, mean_set: float | None, measured: float
 ) -> None:
     facts = replace(DENSE, vocab_size=vocabulary, hidden_size=hidden)
@@ -198,7 +198,7 @@ def test_the_support_head_takes_what_was_measured(
     assert support_head_bytes(config, facts, 2) / GIB == pytest.approx(measured, rel=0.1)
 
 
-def test_held_masks_take_the_whole_head_too() -> None:
+def test_mass_penalty_needs_the_whole_head() -> None:
     config = recipe(rollout={"sampling": SamplingConfig(top_p=0.9, top_k=64, max_tokens=7_000)})
     held = replace(config, algorithm=replace(config.algorithm, kept_mass_coef=1.0))
     more = support_head_bytes(held, DENSE, 2) - support_head_bytes(config, DENSE, 2)
@@ -207,14 +207,14 @@ def test_held_masks_take_the_whole_head_too() -> None:
     assert more == support_head_bytes(whole, DENSE, 2)
 
 
-def test_an_engine_that_cannot_hold_one_trajectory_is_refused_with_its_sum() -> None:
+def test_engine_too_small_for_one_trajectory_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"an engine's GPU needs .*weights 1\.9 GiB") as raised:
         plan(recipe(), gpu_gib=4)
     for knob in ("rollout.gpu_memory_utilization = 0.85", "run.gpu_gib"):
         assert knob in str(raised.value)
 
 
-def test_a_cache_for_a_few_is_said_and_slows_the_estimate() -> None:
+def test_small_cache_is_reported_and_slows_the_estimate() -> None:
     small = {"ranks": 4, "zero_stage": 3, "activation_checkpointing": True}
     config = recipe(rollout={"gpu_memory_utilization": 0.3, "max_num_seqs": 64}, **small)
     tight = plan(config, gpu_gib=15.2)
@@ -233,20 +233,18 @@ def test_a_cache_for_a_few_is_said_and_slows_the_estimate() -> None:
     ("trainer", "gib"),
     [({"micro_batch_tokens": 8000}, 16), ({"ranks": 8, "zero_stage": 1}, 8)],
 )
-def test_a_rank_that_does_not_fit_is_refused_with_its_sum(
-    trainer: dict[str, Any], gib: float
-) -> None:
+def test_rank_that_does_not_fit_is_refused(trainer: dict[str, Any], gib: float) -> None:
     with pytest.raises(DoesNotFit, match=r"a trainer rank needs .* \(run\.gpu_gib\)"):
         plan(recipe(**trainer), gpu_gib=gib)
-    plan(recipe(**trainer))  # nobody knows the GPU: nothing to refuse
+    plan(recipe(**trainer))  # unknown GPU: no check
 
 
-def test_a_trajectory_longer_than_a_micro_batch_is_one_by_itself() -> None:
+def test_long_trajectory_fills_a_micro_batch_alone() -> None:
     short, long = (billions(recipe(micro_batch_tokens=n), "activations") for n in (1000, 8000))
     assert short == long
 
 
-def test_a_shared_gpu_leaves_the_trainer_what_the_engine_does_not_take() -> None:
+def test_engine_share_limits_the_trainer() -> None:
     config = recipe(micro_batch_tokens=8000, rollout={"gpu_memory_utilization": 0.5})
     plan(config, gpu_gib=48)
     with pytest.raises(ConfigError, match=r"shared with an engine that takes 0\.5 of it"):
@@ -254,7 +252,7 @@ def test_a_shared_gpu_leaves_the_trainer_what_the_engine_does_not_take() -> None
     plan(config, gpu_gib=80, shared=True)
 
 
-def test_where_engine_and_rank_take_turns_each_has_nearly_all() -> None:
+def test_time_sharing_gives_each_nearly_all_memory() -> None:
     config = recipe(
         micro_batch_tokens=8000, rollout={"gpu_memory_utilization": 0.9, "time_share": True}
     )
@@ -275,7 +273,7 @@ def test_where_engine_and_rank_take_turns_each_has_nearly_all() -> None:
         plan(greedy, gpu_gib=need + 2, shared=True)
 
 
-def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
+def test_rank_without_offloading_limits_the_engine() -> None:
     trainer = {"micro_batch_tokens": 8000, "offload_while_sampling": False}
     config = recipe(**trainer, rollout={"gpu_memory_utilization": 0.9, "time_share": True})
     memory = plan(config).trainer
@@ -283,7 +281,7 @@ def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
     gpu_gib = need + 2
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0\.9: .* stay") as raised:
         plan(config, gpu_gib=gpu_gib, shared=True)
-    beside = TRAINER_CUDA_GIB + TRAINER_UNUSED_GIB + 0.25  # and a block
+    beside = TRAINER_CUDA_GIB + TRAINER_UNUSED_GIB + 0.25  # and a block in transfer
     assert f"{held + beside:.1f} GiB of" in str(raised.value)
     share = (need - held - TRAINER_UNUSED_GIB) / gpu_gib
     modest = replace(config, rollout=replace(config.rollout, gpu_memory_utilization=share))
@@ -300,10 +298,8 @@ def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
         ({"zero_stage": 3, "ranks": 2}, (2 + 12) / 2),
     ],
 )
-def test_what_stays_beside_an_engine_that_is_awake(
-    options: dict[str, Any], bytes_each: int
-) -> None:
-    """Gradients are given back, or gone."""
+def test_rank_memory_held_while_sampling(options: dict[str, Any], bytes_each: int) -> None:
+    """Gradients are freed."""
     config = recipe(micro_batch_tokens=8000, **options)
     assert held_bytes(plan(config).trainer) == pytest.approx(bytes_each * 1e9)
 
@@ -318,7 +314,7 @@ def test_what_stays_beside_an_engine_that_is_awake(
         ({"activation_checkpointing": True}, 10 * 1000 + 2 * 1000 + 1000),
     ],
 )
-def test_a_float32_residual_is_kept_as_such(options: dict[str, Any], more: float) -> None:
+def test_float32_residual_costs_extra_activations(options: dict[str, Any], more: float) -> None:
     narrow = recipe(**options)
     wide = replace(narrow, model=replace(narrow.model, residual_dtype="float32"))
     found = activation_elements(DENSE, wide) - activation_elements(DENSE, narrow)

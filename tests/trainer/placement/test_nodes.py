@@ -1,4 +1,4 @@
-"""What is said of a cluster that is not there; one that is: `test_reservation.py`."""
+"""Unreachable clusters and detected hardware; `test_reservation.py` tests a live cluster."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def well() -> Iterator[None]:
     ray_timeouts.joined()
 
 
-def test_a_signal_does_not_leave_a_cluster_half_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray ends a process whose cluster is gone before it has left it."""
+def test_signal_does_not_interrupt_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray kills a process whose cluster is gone before the process has disconnected."""
     ended: list[str] = []
 
     def leave(*_: object) -> None:
@@ -78,9 +78,9 @@ def test_a_signal_does_not_leave_a_cluster_half_ended(monkeypatch: pytest.Monkey
     assert ended == ["Ray"]
 
 
-def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and never listens
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=rf"^RAY_ADDRESS = {address}: no Ray cluster answers"):
@@ -88,10 +88,10 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     assert not ray.is_initialized()
 
 
-def test_a_cluster_that_lets_nobody_in_is_waited_for_no_longer_than_that(
+def test_joining_a_hung_cluster_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with a GCS that stands still: whoever connects is heard by the kernel alone."""
+    """Imitates a hung GCS: only the kernel accepts connections."""
     never = threading.Event()
     monkeypatch.setattr("ray.init", lambda **_: never.wait())
     monkeypatch.setattr("keel.trainer.placement.nodes.JOIN_S", 0.01)
@@ -105,7 +105,7 @@ def test_a_cluster_that_lets_nobody_in_is_waited_for_no_longer_than_that(
     assert "take this process into the cluster" in ray_timeouts.lost_reason()
 
 
-def test_gpus_that_ray_does_not_take_back_hide_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_release_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     seats = SimpleNamespace(group="a group")
     monkeypatch.setattr(reservation, "_reserve", lambda *_: seats)
@@ -118,7 +118,7 @@ def test_gpus_that_ray_does_not_take_back_hide_no_error(monkeypatch: pytest.Monk
     assert "give up a reservation" in ray_timeouts.lost_reason()
 
 
-def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_local_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(**_: object) -> None:
         raise Exception("The current node timed out during startup.")  # as Ray does
 
@@ -129,8 +129,8 @@ def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.e2e
-def test_a_ray_that_was_late_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it had started of itself is ended first."""
+def test_slow_local_start_is_retried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of the failed start are killed first."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     started: list[subprocess.Popen[bytes]] = []
 
@@ -152,7 +152,7 @@ def test_a_ray_that_was_late_is_started_once_more(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("given", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_a_cluster_of_our_own_has_a_token_of_its_own_unless_one_is_given(
+def test_local_cluster_gets_a_token_unless_set(
     given: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
@@ -187,7 +187,7 @@ def sizes(hardware: Hardware) -> tuple[list[int], float]:
     return [node.gpus for node in hardware.nodes], hardware.gpu_gib
 
 
-def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_default_to_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, gpus=0, gib=0.0)
     with pytest.raises(ConfigError, match=r"run\.device = gpu: this machine has no GPU"):
         planned_hardware(recipe())
@@ -205,14 +205,14 @@ def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.Mo
         seat_lines(wide, planned_hardware(wide))
 
 
-def test_a_part_of_a_core_that_is_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fractional_free_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
     node = {"NodeID": "a", "Alive": True, "NodeManagerHostname": "x", "Resources": {"CPU": 1.0}}
     monkeypatch.setattr("keel.trainer.placement.nodes.ray.nodes", lambda: [node])
     monkeypatch.setattr("keel.trainer.placement.nodes.free_by_node", lambda: {"a": {"CPU": 0.5}})
     assert [node.free_cpus for node in nodes.cluster_nodes(gpus=False)] == [0.5]
 
 
-def test_what_may_start_on_fewer_ranks_is_planned_as_a_whole(
+def test_plan_includes_missing_nodes_of_elastic_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here(monkeypatch, gpus=4, gib=80.0)
@@ -239,17 +239,17 @@ def test_what_may_start_on_fewer_ranks_is_planned_as_a_whole(
         (("auto", 0, 0, 1), (0, 0.0), None, None),
         (("auto", 0, 0, 1), (2, 80.0), ([2], 80.0), ([2], 80.0)),
         (("cpu", 0, 0, 1), (2, 80.0), None, None),
-        # GPUs that the recipe speaks of are planned for, and a run without any is not one on a CPU.
+        # GPUs in the recipe are planned for; a run without GPUs does not fall back to CPU.
         (("auto", 139, 0, 1), (0, 0.0), ([8], 139.0), ([], 139.0)),
         (("auto", 139, 4, 2), (0, 0.0), ([4, 4], 139.0), ([], 139.0)),
         (("auto", 0, 4, 1), (0, 0.0), ([4], 0.0), ([], 0.0)),
-        # A run has no more than there is, and no more than the recipe says.
+        # A run uses at most the present GPUs and the recipe's limit.
         (("auto", 139, 8, 1), (2, 80.0), ([8], 139.0), ([2], 80.0)),
         (("auto", 40, 1, 1), (2, 80.0), ([1], 40.0), ([1], 40.0)),
         (("auto", 139, 0, 1), (2, 80.0), ([2], 139.0), ([2], 80.0)),
     ],
 )
-def test_what_a_check_plans_on_and_what_a_run_has(
+def test_planned_and_detected_hardware(
     monkeypatch: pytest.MonkeyPatch,
     said: tuple[Any, float, int, int],
     found: tuple[int, float],
@@ -272,15 +272,15 @@ def test_what_a_check_plans_on_and_what_a_run_has(
     [
         # nodes: of a cluster, 0 without one; said: run.gpu_gib; taken: of each of two GPUs of 80
         (0, 0, (35, 0), 80, 45),
-        (0, 40, (35, 0), 40, 40),  # others may have the half that the run leaves
+        (0, 40, (35, 0), 40, 40),  # other processes may use the remaining half
         (0, 40, (60, 0), 40, 20),
-        (1, 0, (70, 0), 80, 80),  # Ray knows which is somebody's
+        (1, 0, (70, 0), 80, 80),  # Ray tracks which GPUs are taken
         (1, 0, (70, 50), 80, 30),
         (1, 139, (0, 0), 80, 80),
-        (2, 139, (0, 0), 139, 139),  # the others are larger, says the recipe
+        (2, 139, (0, 0), 139, 139),  # other nodes may have larger GPUs
     ],
 )
-def test_what_others_hold_and_what_a_gpu_has(
+def test_memory_of_other_processes_reduces_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
     nodes: int,
     said: float,
@@ -298,7 +298,7 @@ def test_what_others_hold_and_what_a_gpu_has(
     assert (found.gpu_gib, found.gpu_gib - found.taken_gib) == (size, left)
 
 
-def test_a_recipe_for_a_cpu_does_not_speak_of_gpus() -> None:
+def test_cpu_recipe_refuses_gpu_knobs() -> None:
     speeches: list[dict[str, Any]] = [{"gpu_gib": 80.0}, {"gpus_per_node": 2}]
     for speech in speeches:
         with pytest.raises(ConfigError, match=r"run\.gpu.* run\.device"):
@@ -307,7 +307,7 @@ def test_a_recipe_for_a_cpu_does_not_speak_of_gpus() -> None:
         RunConfig(nodes=2)
 
 
-def test_a_ray_that_starts_its_processes_elsewhere_starts_them(
+def test_unknown_ray_release_is_not_patched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = vars(importlib.import_module(_NODE))["Node"]
@@ -322,7 +322,7 @@ def test_a_ray_that_starts_its_processes_elsewhere_starts_them(
         pass
 
 
-def test_memory_is_what_the_machine_has_or_a_container_may_have(tmp_path: Path) -> None:
+def test_container_limits_host_memory(tmp_path: Path) -> None:
     most, none, limit = tmp_path / "max", tmp_path / "absent", tmp_path / "memory.max"
     most.write_text("max\n")
     limit.write_text(f"{GIB // 2}\n")
@@ -331,7 +331,7 @@ def test_memory_is_what_the_machine_has_or_a_container_may_have(tmp_path: Path) 
     assert nodes.memory_gib((most, none, limit)) == 0.5
 
 
-def test_a_raylet_has_no_agent_of_the_dashboard_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raylet_starts_without_the_dashboard_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     services, commands = importlib.import_module(_SERVICES), list[list[str]]()
     monkeypatch.setattr(
         services, _START_PROCESS, lambda command, kind, **_: commands.append(command)

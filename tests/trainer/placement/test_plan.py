@@ -1,4 +1,4 @@
-"""What the plan refuses, and what it says of a recipe that it should not be."""
+"""Refusals and text of the plan."""
 
 from __future__ import annotations
 
@@ -62,24 +62,24 @@ def stabilisers(config: Config) -> str:
     return next(line for line in text.splitlines() if line.startswith("stabilisers"))
 
 
-def test_a_moe_without_routing_replay_is_refused_unless_allowed() -> None:
+def test_moe_without_routing_replay_is_refused_by_default() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.keep_routing = False: some/moe"):
         make_plan(config(keep_routing=False), MOE, gpu=False)
     make_plan(config(keep_routing=False, allow_unsound=True), MOE, gpu=False)
 
 
-def test_the_plan_shouts_where_a_replay_is_missing() -> None:
+def test_disabled_stabilisers_are_shown_as_off() -> None:
     assert "OFF" not in stabilisers(config())
     line = stabilisers(config(keep_routing=False, keep_sampling_mask=False, allow_unsound=True))
     assert line.count("OFF (algorithm.allow_unsound: never for training)") == 2
 
 
-def test_the_plan_says_that_the_mass_of_masks_is_held() -> None:
+def test_mass_penalty_is_shown() -> None:
     assert "mass" not in stabilisers(config())
     assert stabilisers(config(kept_mass_coef=0.5)).endswith(", its mass held with weight 0.5")
 
 
-def test_the_plan_of_an_evaluation_says_nothing_of_steps() -> None:
+def test_evaluation_plan_omits_training() -> None:
     of = (config(), MOE, make_plan(config(), MOE, gpu=False), ["sums", "words"])
     whole = describe(*of, hardware=CPU).splitlines()
     shown = describe(*of, hardware=CPU, trains=False).splitlines()
@@ -90,7 +90,7 @@ def test_the_plan_of_an_evaluation_says_nothing_of_steps() -> None:
     assert len(shown) == len(whole) - 4  # a batch has two lines, steps and stabilisers one
 
 
-def test_engine_memory_counts_the_engines_own_precision() -> None:
+def test_engine_memory_uses_rollout_dtype() -> None:
     full, half = (
         make_plan(config(dtype=dtype), MOE, gpu=False).engine.parts["weights"]
         for dtype in ("", "bfloat16")
@@ -106,16 +106,14 @@ def test_engine_memory_counts_the_engines_own_precision() -> None:
         ({"experts": 9}, "must divide the 9 experts of a layer of Qwen3MoeForCausalLM"),
     ],
 )
-def test_expert_parallelism_of_experts_that_cannot_be_spread_is_refused(
-    facts: dict[str, Any], message: str
-) -> None:
+def test_unsupported_expert_parallelism_is_refused(facts: dict[str, Any], message: str) -> None:
     recipe = replace(config(), trainer=TrainerConfig(ranks=4, expert_parallel=2))
     with pytest.raises(ConfigError, match=f"^trainer.expert_parallel = 2: .*{message}"):
         make_plan(recipe, replace(MOE, **facts), gpu=False)
 
 
-def test_expert_parallelism_splits_the_experts_memory_and_nothing_else() -> None:
-    """600,000 parameters are idle of 8 experts minus 2, so 800,000 belong to experts."""
+def test_expert_parallelism_shards_expert_memory_only() -> None:
+    """6 of 8 experts are idle with 600,000 parameters, so all experts have 800,000."""
     recipe = replace(config(), trainer=TrainerConfig(ranks=4, expert_parallel=4))
     parts = make_plan(recipe, MOE, gpu=True).trainer.parts
     assert parts["weights"] == 4 * (200_000 + 800_000 / 4)
@@ -125,14 +123,14 @@ def test_expert_parallelism_splits_the_experts_memory_and_nothing_else() -> None
     )
 
 
-def test_a_judge_that_the_run_serves_is_an_actor() -> None:
+def test_served_judge_is_shown() -> None:
     judge = JudgeConfig(model="a/judge", serve=True)
     served = replace(config(), rewards=RewardsConfig(judge=judge))
     plan = make_plan(served, MOE, gpu=True)
     assert "the judge's vLLM server of a/judge\n" in describe(served, MOE, plan, [], hardware=GPU)
 
 
-def test_sequence_parallelism_shares_out_heads_and_activations() -> None:
+def test_sequence_parallelism_shards_activations() -> None:
     recipe = replace(config(), trainer=TrainerConfig(ranks=4, sequence_parallel=2))
     plan = make_plan(recipe, MOE, gpu=True)
     alone = make_plan(replace(recipe, trainer=TrainerConfig(ranks=2)), MOE, gpu=True)
@@ -145,7 +143,7 @@ def test_sequence_parallelism_shares_out_heads_and_activations() -> None:
         make_plan(recipe, replace(MOE, attention_heads=3), gpu=True)
 
 
-def test_an_offloaded_optimizer_is_not_on_the_gpu() -> None:
+def test_offloaded_optimizer_uses_no_gpu_memory() -> None:
     recipe = replace(config(), trainer=TrainerConfig(zero_stage=2, offload_optimizer=True))
     plan = make_plan(recipe, MOE, gpu=True)
     assert plan.trainer.parts["optimizer"] == 0
@@ -153,7 +151,7 @@ def test_an_offloaded_optimizer_is_not_on_the_gpu() -> None:
     assert "optimizer in host memory" in describe(recipe, MOE, plan, [], hardware=GPU)
 
 
-def test_the_stage_of_zero_that_is_used_is_shown() -> None:
+def test_effective_zero_stage_is_shown() -> None:
     recipe = config()
     for dtype, gpu, stage in (("bfloat16", True, 1), ("bfloat16", False, 0), ("float32", True, 0)):
         used = replace(recipe, model=replace(recipe.model, dtype=dtype))

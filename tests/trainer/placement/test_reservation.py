@@ -1,4 +1,4 @@
-"""Ray keeps the placement: on fake GPUs, with actors that only say where they are."""
+"""Placement groups on a Ray cluster with fake GPUs."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def config(*, engines: int = 1, width: int = 1, ranks: int = 1) -> Config:
 
 
 def sit(reservation: Reservation, kind: str, count: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Start `count` actors on their seats; where they say they are, by index."""
+    """Start `count` actors on their seats; returns their nodes and GPU ids by index."""
     return report([reservation.options(kind, index) for index in range(count)])
 
 
 def report(options: list[dict[str, Any]]) -> list[tuple[str, tuple[int, ...]]]:
-    class Reporter:  # in here it travels by value, and its process does not load this module
+    class Reporter:  # local class: pickled by value, so the actor does not import this module
         def where(self) -> tuple[str, tuple[int, ...]]:
             ids = tuple(int(gpu) for gpu in ray.get_gpu_ids())
             return ray.get_runtime_context().get_node_id(), ids
@@ -75,18 +75,17 @@ def report(options: list[dict[str, Any]]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def placement_groups() -> list[Any]:
-    """Those that hold or wait for something."""
+    """Placement groups that are not removed."""
     return [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
 
 
 def wait_until_free(gpus: int) -> None:
-    """Until nothing of a reservation is left behind."""
     wait_for(lambda: sum(node.free_gpus for node in cluster_nodes()) == gpus, "free GPUs")
 
 
 @pytest.fixture(scope="module")
 def fake_gpus() -> Iterator[None]:
-    """Ray counts them by this variable, which hides the real ones from `make test` and `keel`."""
+    """Unset the variable that hides GPUs, which Ray uses to count them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         yield
@@ -94,7 +93,7 @@ def fake_gpus() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    """The address of one, which nodes of the cluster ask."""
+    """Address of a fake hub for the nodes of the cluster."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -103,7 +102,7 @@ def hub() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The second node's own."""
+    """Hub cache of the second node."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -123,14 +122,14 @@ def cluster(fake_gpus: None, hub: str, cache: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def two_nodes(cluster: Cluster) -> str:
-    """Six free GPUs: Ray says some time after a reservation has gone that its GPUs are free."""
+    """A cluster with six free GPUs; Ray frees the GPUs of a removed reservation late."""
     wait_until_free(6)
     return cluster.address
 
 
 @pytest.fixture
 def outside(two_nodes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """As a command finds the cluster, which it has not joined."""
+    """A cluster that this process has not joined, as for a command."""
     ray.shutdown()
     monkeypatch.setenv("RAY_ADDRESS", two_nodes)
     yield two_nodes
@@ -138,7 +137,7 @@ def outside(two_nodes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     wait_for(lambda: not placement_groups())
 
 
-def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
+def test_actors_run_on_their_planned_gpus(two_nodes: str) -> None:
     large, small = cluster_nodes()
     assert (large.gpus, small.gpus) == (4, 2)
     with reserve_gpus(config(engines=1, width=3, ranks=3), timeout_s=PATIENCE_S) as reservation:
@@ -151,24 +150,24 @@ def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
         }
         ranks = sit(reservation, RANK, 3)
         assert ranks == [planned[RANK, index] for index in range(3)]
-        # A seat outlives its actor: an engine that has died is started on the same GPUs.
+        # A seat outlives its actor: a dead engine restarts on the same GPUs.
         for _ in range(2):
             assert sit(reservation, ENGINE, 1) == [planned[ENGINE, 0]]
-    wait_until_free(6)  # nothing is left behind
+    wait_until_free(6)
 
 
-def test_a_model_is_fetched_where_actors_have_seats(two_nodes: str, cache: Path) -> None:
+def test_model_is_downloaded_on_nodes_with_actors(two_nodes: str, cache: Path) -> None:
     large, small = cluster_nodes()
-    download_on_nodes("owner/model", timeout_s=PATIENCE_S, nodes=[small.id])  # where this runs
+    download_on_nodes("owner/model", timeout_s=PATIENCE_S, nodes=[small.id])  # this node
     assert not list(cache.iterdir())
-    for _ in range(2):  # the second time all is there
+    for _ in range(2):  # the second download finds everything cached
         download_on_nodes("owner/model", timeout_s=PATIENCE_S, nodes=[large.id, small.id])
         (folder,) = cache.glob("models--owner--model/snapshots/*")
         there = {path.name: path.stat().st_size for path in folder.iterdir()}
         assert there == {name: size for name, size in SIZES.items() if "/" not in name}
 
 
-def test_what_no_node_can_hold_is_refused_at_once_and_holds_nothing(two_nodes: str) -> None:
+def test_impossible_placement_is_refused_at_once(two_nodes: str) -> None:
     for shape, message in (
         ({"width": 5}, r"^rollout\.tensor_parallel = 5: each engine needs its GPUs on one"),
         ({"ranks": 6}, r"needs 7 GPU\(s\) .* the cluster has 6"),
@@ -179,7 +178,7 @@ def test_what_no_node_can_hold_is_refused_at_once_and_holds_nothing(two_nodes: s
     wait_for(lambda: not placement_groups())
 
 
-def test_gpus_that_others_use_are_waited_for_until_the_deadline(two_nodes: str) -> None:
+def test_busy_gpus_are_awaited_until_the_deadline(two_nodes: str) -> None:
     with reserve_gpus(config(ranks=5), timeout_s=PATIENCE_S):
         with (
             pytest.raises(TimeoutError, match="startup_timeout_s"),
@@ -191,7 +190,7 @@ def test_gpus_that_others_use_are_waited_for_until_the_deadline(two_nodes: str) 
         assert len(reservation.placement.seats) == 2
 
 
-def test_a_run_that_has_lost_a_node_has_the_gpus_of_the_others(
+def test_run_continues_on_the_remaining_nodes(
     two_nodes: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     third = cluster.add_node(num_cpus=CPUS, num_gpus=2)
@@ -222,7 +221,7 @@ def test_a_run_that_has_lost_a_node_has_the_gpus_of_the_others(
         assert len(reservation.placement.seats) == 6, "a first start, too"
 
 
-def test_check_asks_the_cluster(outside: str) -> None:
+def test_check_uses_the_cluster(outside: str) -> None:
     recipe = replace(config(engines=1, width=2, ranks=4), run=RunConfig(device="gpu"))
     hardware = planned_hardware(recipe)
     assert hardware == detect_hardware(recipe)
@@ -235,7 +234,7 @@ def test_check_asks_the_cluster(outside: str) -> None:
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_run_that_cannot_be_placed_ends_before_anything_starts(
+def test_unplaceable_run_fails_before_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = ("train", "quickstart", "run.device=gpu", f"run.dir={tmp_path / 'run'}")
@@ -247,7 +246,7 @@ def test_a_run_that_cannot_be_placed_ends_before_anything_starts(
 
 
 @pytest.mark.usefixtures("outside")
-def test_check_plans_all_ranks_of_a_run_that_may_start_on_fewer(
+def test_check_plans_all_ranks_of_an_elastic_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = ("check", "quickstart", "run.device=gpu", f"run.dir={tmp_path / 'run'}")

@@ -1,4 +1,4 @@
-"""What becomes a worker of Ray: as Ray's own program does it, where it is sure of that."""
+"""Keel's worker setup matches Ray's, or delegates to it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ GIVEN = {"A": "1", "B": "${A}/2", "C": "${NOBODY}x $HOME"}
 
 @pytest.mark.usefixtures("variables")
 @pytest.mark.parametrize("python", ["/usr/bin/python3", "'/a b/python'"])
-def test_a_worker_is_what_rays_own_program_makes_it(
-    monkeypatch: pytest.MonkeyPatch, python: str
-) -> None:
+def test_worker_matches_rays_setup(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
     context = {"py_executable": python, "env_vars": GIVEN}
     mine = command_of(told(**context, command_prefix=[], java_jars=[]))
     assert (found := dict(os.environ))["B"] == "1/2" and found["C"] == f"x {found['HOME']}"
@@ -70,12 +68,12 @@ def test_a_worker_is_what_rays_own_program_makes_it(
     ],
     ids=str,
 )
-def test_what_is_not_known_is_left_to_rays_own_program(arguments: list[str]) -> None:
+def test_unknown_arguments_are_delegated_to_ray(arguments: list[str]) -> None:
     assert command_of(arguments) == [sys.executable, "/ray/setup_worker.py", *arguments]
     assert os.environ["A"] == "before"
 
 
-def test_rays_own_program_is_where_it_is_looked_for() -> None:
+def test_rays_setup_worker_exists() -> None:
     import ray._private.workers.default_worker as worker  # noqa: PLC0415  # pyright: ignore
 
     assert Path(worker.__file__).with_name("setup_worker.py").is_file()

@@ -1,4 +1,4 @@
-"""The time model: limits that can be worked out by hand, and the measurements it is held to."""
+"""The time model against hand calculations and measurements."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=
 
 @pytest.fixture(scope="module")
 def moe() -> ModelFacts:
-    """Mixture of experts of 1.6 B parameters."""
+    """A mixture of experts with 1.6 B parameters."""
     return facts_of(
         Qwen3MoeConfig(
             vocab_size=151_936,
@@ -87,8 +87,8 @@ def compute(
     return compute_seconds(config, facts, 65_536, micro_batches, GpuSpec(), Rates())
 
 
-def test_a_step_is_products_and_memory(moe: ModelFacts) -> None:
-    """By hand, of a model that is products alone, and of one that is memory alone."""
+def test_step_is_the_sum_of_compute_and_memory_time(moe: ModelFacts) -> None:
+    """Compute-bound and memory-bound cases by hand."""
     free = {
         "layer_moves": 0.0,
         "expert_moves": 0.0,
@@ -111,8 +111,8 @@ def test_a_step_is_products_and_memory(moe: ModelFacts) -> None:
     assert at_experts - got - more == pytest.approx(moved / machine.memory_bytes)
 
 
-def test_a_prompt_that_is_shared_is_computed_once_a_group(moe: ModelFacts) -> None:
-    """64 completions in groups of 8; as many of them as fit a micro-batch with it."""
+def test_shared_prompt_is_computed_once_per_group(moe: ModelFacts) -> None:
+    """64 completions in groups of 8, packed into micro-batches with their prompt."""
 
     def made(tokens: int, *, share: bool = True) -> Config:
         return recipe(prompt=512, share_prompts=share, micro_batch_tokens=tokens)
@@ -128,7 +128,7 @@ def test_a_prompt_that_is_shared_is_computed_once_a_group(moe: ModelFacts) -> No
     assert times[1] < times[0]
 
 
-def test_layers_that_are_not_fused_take_longer(moe: ModelFacts) -> None:
+def test_unfused_layers_take_longer(moe: ModelFacts) -> None:
     assert compute(moe) < compute(replace(moe, fused_norms=False))
     assert compute(moe) < compute(replace(moe, fused_experts=False))
     compiled = compute(moe, compile=True)
@@ -137,7 +137,7 @@ def test_layers_that_are_not_fused_take_longer(moe: ModelFacts) -> None:
     assert spread == compute(replace(moe, fused_experts=False), ranks=4, expert_parallel=4)
 
 
-def test_layers_with_experts_take_the_host_longer(moe: ModelFacts) -> None:
+def test_expert_layers_take_longer_to_launch(moe: ModelFacts) -> None:
     rates = Rates()
     dense = replace(moe, moe_layer_ids=())
     more = [
@@ -148,7 +148,7 @@ def test_layers_with_experts_take_the_host_longer(moe: ModelFacts) -> None:
     assert more == pytest.approx([rates.expert_pass_s * 16 * 3 * 4] * 2)
 
 
-def test_what_makes_a_step_longer(moe: ModelFacts) -> None:
+def test_step_time_depends_on_options(moe: ModelFacts) -> None:
     usual = compute(moe)
     assert compute(moe, compile=True) < usual < compute(moe, activation_checkpointing=True)
     assert usual < compute(moe, top_k=0)
@@ -162,7 +162,7 @@ def test_what_makes_a_step_longer(moe: ModelFacts) -> None:
     assert compute(moe, micro_batches=1, ranks=4) == pytest.approx(usual / 4)
 
 
-def test_batch_invariant_kernels_take_longer_in_both(moe: ModelFacts) -> None:
+def test_batch_invariant_kernels_slow_sampling_and_training(moe: ModelFacts) -> None:
     plain = recipe(micro_batch_tokens=65_536)
     invariant = replace(plain, model=replace(plain.model, batch_invariant=True))
     compiled = replace(plain, trainer=replace(plain.trainer, compile=True))
@@ -171,9 +171,9 @@ def test_batch_invariant_kernels_take_longer_in_both(moe: ModelFacts) -> None:
     assert 1 < after.compute / before.compute < Rates().invariant_pass
 
 
-def test_a_decoding_step_of_a_small_model_is_the_hosts(moe: ModelFacts) -> None:
-    """11.5 ms at 256 sequences with the native recorder, as measured; with the packed one what
-    32 sequences took, and as much for each one more as where every step was prepared anew."""
+def test_small_model_decoding_is_host_bound(moe: ModelFacts) -> None:
+    """11.5 ms at 256 sequences with the native recorder, as measured. The packed recorder has the
+    cost measured at 32 sequences, extrapolated linearly."""
     config = recipe(answers=256)
     time = estimate(config, moe)
     assert time.host_bound and time.decode_step == pytest.approx(11.48e-3, rel=0.01)
@@ -181,11 +181,11 @@ def test_a_decoding_step_of_a_small_model_is_the_hosts(moe: ModelFacts) -> None:
     packed = replace(config, rollout=replace(config.rollout, recorder="packed"))
     without = Rates(sampler_s=0.0)
     assert estimate(packed, moe, rates=without).decode_step == pytest.approx(2.02e-3, rel=0.01)
-    time = estimate(packed, moe)  # of a profile the GPU's part
+    time = estimate(packed, moe)  # GPU time of a profile
     assert not time.host_bound and time.decode_step == pytest.approx(2.3e-3, rel=0.05)
 
 
-def test_a_large_dense_model_decodes_at_the_memorys_rate(moe: ModelFacts) -> None:
+def test_large_dense_model_decoding_is_memory_bound(moe: ModelFacts) -> None:
     count = 70_000_000_000
     dense = replace(
         moe, experts=0, experts_per_token=0, expert_parameters=0, moe_layer_ids=(), tied=True
@@ -198,10 +198,8 @@ def test_a_large_dense_model_decodes_at_the_memorys_rate(moe: ModelFacts) -> Non
 
 
 @pytest.mark.parametrize(("heads", "together"), [(4, 8), (8, 4), (16, 1)])
-def test_a_prompt_is_read_once_for_completions_of_its_group(
-    moe: ModelFacts, heads: int, together: int
-) -> None:
-    """heads: of queries; of keys there are two."""
+def test_cascade_attention_reads_a_prompt_once(moe: ModelFacts, heads: int, together: int) -> None:
+    """heads: query heads; there are two key heads."""
     facts = replace(moe, head_size=128, kv_heads=2, kv_width=512, attention_width=128 * heads)
     config = recipe(answers=64, prompt=2048)
     config = replace(config, algorithm=replace(config.algorithm, group_size=8))
@@ -220,7 +218,7 @@ def test_a_prompt_is_read_once_for_completions_of_its_group(
     assert before - after == pytest.approx(expected)
 
 
-def test_few_sequences_touch_few_experts(moe: ModelFacts) -> None:
+def test_few_sequences_use_few_experts(moe: ModelFacts) -> None:
     quick = Rates(step_s=0.0, sequence_s=0.0)
     few = estimate(recipe(answers=8, prompt=1), moe, rates=quick).decode_step
     many = estimate(recipe(answers=256, prompt=1), moe, rates=quick).decode_step
@@ -228,7 +226,7 @@ def test_few_sequences_touch_few_experts(moe: ModelFacts) -> None:
     assert few < 0.75 * many
 
 
-def test_a_small_cache_means_more_rounds(moe: ModelFacts) -> None:
+def test_small_cache_needs_more_decoding_rounds(moe: ModelFacts) -> None:
     all_at_once = estimate(recipe(answers=256), moe)
     in_four = estimate(recipe(answers=256), moe, sequences=64)
     assert in_four.sequences == 64
@@ -273,7 +271,7 @@ def test_all_steps_of_a_batch_have_traffic(moe: ModelFacts) -> None:
     assert times[1].traffic > times[0].traffic
 
 
-def test_what_a_node_has_decides_what_goes_over_the_network(moe: ModelFacts) -> None:
+def test_gpus_per_node_determine_network_traffic(moe: ModelFacts) -> None:
     eight, four = (
         Hardware(gpu=True, nodes=tuple(idle_nodes(8 // n, n)), gpu_gib=139.0).spec for n in (8, 4)
     )
@@ -289,7 +287,7 @@ def test_what_a_node_has_decides_what_goes_over_the_network(moe: ModelFacts) -> 
     assert more == pytest.approx(moved / eight.link_bytes)
 
 
-def test_weights_of_a_shared_gpu_stay_on_it(moe: ModelFacts) -> None:
+def test_shared_gpu_needs_no_weight_transfer(moe: ModelFacts) -> None:
     config = recipe(ranks=8)
     config = replace(config, rollout=replace(config.rollout, engines=8))
     shared, apart = (estimate(config, moe, shared=is_shared) for is_shared in (True, False))
@@ -297,7 +295,7 @@ def test_weights_of_a_shared_gpu_stay_on_it(moe: ModelFacts) -> None:
     assert apart.weights - shared.weights == pytest.approx(sent / 50e9 - sent / 450e9)
 
 
-def test_the_parts_add_up_and_are_called_an_estimate(moe: ModelFacts) -> None:
+def test_parts_add_up_to_the_estimate(moe: ModelFacts) -> None:
     config = recipe()
     plan = make_plan(config, moe, gpu=True)
     assert plan.time is not None
@@ -308,10 +306,10 @@ def test_the_parts_add_up_and_are_called_an_estimate(moe: ModelFacts) -> None:
     assert make_plan(config, moe, gpu=False).time is None
 
 
-def test_attention_in_long_contexts_is_estimated_by_its_kernels_and_by_what_is_kept(
+def test_long_context_attention_depends_on_the_kernels(
     moe: ModelFacts,
 ) -> None:
-    """Seconds of attention alone: 32,768 tokens, of which each sees half, in 4 passes."""
+    """Attention time alone: 32,768 causal tokens in 4 passes."""
     longest, tokens = 32_768, 65_536
 
     def seconds(machine: GpuSpec = GpuSpec(), **trainer: Any) -> float:  # noqa: B008  (frozen)
@@ -329,7 +327,7 @@ def test_attention_in_long_contexts_is_estimated_by_its_kernels_and_by_what_is_k
         assert whole - kept == pytest.approx(flops / at[name])
 
 
-def test_an_optimizer_in_host_memory_takes_time_there_and_on_the_way(moe: ModelFacts) -> None:
+def test_offloaded_optimizer_costs_cpu_and_transfer_time(moe: ModelFacts) -> None:
     def seconds(micro_batches: int, stage: int, *, away: bool) -> float:
         trainer: dict[str, Any] = {"ranks": 2, "zero_stage": stage, "offload_optimizer": away}
         config = recipe(**trainer)
@@ -337,7 +335,7 @@ def test_an_optimizer_in_host_memory_takes_time_there_and_on_the_way(moe: ModelF
 
     owned = moe.parameters / 2
     for count, stage in product((1, 4), (1, 2, 3)):
-        sums = (30 - 14) * (stage == 1)  # gradients are not added up in one pass then
+        sums = (30 - 14) * (stage == 1)  # gradients need an extra pass
         on_gpu = owned * 65 - sums * moe.parameters * count
         crossing = 4 + 2 + 8 * (count - 1) * (stage == 3)
         there = owned * (3.5e-10 + crossing / GpuSpec().host_bytes)
@@ -363,9 +361,7 @@ def test_an_optimizer_in_host_memory_takes_time_there_and_on_the_way(moe: ModelF
         ("NVIDIA GeForce RTX 4090", "RTX 4090", 165, 1.01),
     ],
 )
-def test_a_gpu_is_known_by_its_drivers_name(
-    driver: str, sheet: str, tflops: float, terabytes: float
-) -> None:
+def test_gpu_specs_by_driver_name(driver: str, sheet: str, tflops: float, terabytes: float) -> None:
     found = spec_of(driver)
     assert found.name == f"NVIDIA {sheet}"
     assert (found.flops, found.memory_bytes) == (tflops * 1e12, terabytes * 1e12)
@@ -373,7 +369,7 @@ def test_a_gpu_is_known_by_its_drivers_name(
     assert found.host_bytes == (44e9 if found.flash4 or "5090" in sheet else 22e9)
 
 
-def test_of_a_gpu_that_is_not_known_the_plan_says_whose_rates_it_has() -> None:
+def test_unknown_gpu_uses_named_default_rates() -> None:
     assert spec_of("") == GpuSpec()
     found = spec_of("NVIDIA T4")
     assert found.flops == GpuSpec().flops and not found.flash4

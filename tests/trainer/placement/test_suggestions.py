@@ -1,4 +1,4 @@
-"""A cure that is named has been tried, and helps."""
+"""Every suggested change makes the recipe fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refusal(config: Config, hardware: Hardware) -> str:
 
 
 def ways(said: str) -> list[dict[str, Any]]:
-    """The changes that a refusal names."""
+    """Changes suggested by a refusal."""
     (text,) = re.findall(r"To make it fit: (.*)\. \(", said)
     values = {"true": True, "false": False, "bfloat16": "bfloat16"}
     return [
@@ -44,7 +44,7 @@ LONG = SamplingConfig(top_k=64, max_tokens=30_000)
 @pytest.mark.parametrize(
     ("config", "hardware", "first"),
     [
-        # The engine takes 0.85 of a GPU that it shares, and needs little: that is named first.
+        # The engine takes 0.85 of a shared GPU but needs little, so lowering it comes first.
         (
             recipe(micro_batch_tokens=8000),
             machine(1, 139),
@@ -79,7 +79,7 @@ LONG = SamplingConfig(top_k=64, max_tokens=30_000)
         ),
     ],
 )
-def test_every_cure_that_is_named_helps(
+def test_every_suggestion_makes_the_recipe_fit(
     config: Config, hardware: Hardware, first: dict[str, Any] | None
 ) -> None:
     named = ways(refusal(config, hardware))
@@ -100,30 +100,28 @@ def getattr_path(config: Any, knob: str) -> Any:
     return config
 
 
-def test_what_breaks_another_rule_is_no_cure() -> None:
-    """Sampling ahead does not go with sleep, nor torch.compile with ZeRO-3."""
+def test_invalid_changes_are_not_suggested() -> None:
+    """Asynchronous sampling excludes time sharing, and torch.compile excludes ZeRO-3."""
     config = recipe(micro_batch_tokens=8000, compile=True)
     asleep = replace(config, algorithm=AlgorithmConfig(max_lag=1))
     said = refusal(asleep, machine(1, 24))
     assert "sleep" not in said and "zero_stage=3" not in said
 
 
-def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "keel.trainer.placement.suggestions._MAX_KNOBS", 2
-    )  # it takes a second to try all of 4
+    )  # trying all 4 takes a second
     said = refusal(recipe(), machine(1, 3))
     assert "It needs more or larger GPUs: no change of up to 2 knobs makes it fit" in said
     assert "To make it fit" not in said
     assert "1 node(s) of 1 GPU(s), 3.0 GiB each: made up" in said
 
 
-def test_memory_too_small_for_a_tenth_of_a_gib_is_not_called_none(
+def test_tiny_memory_is_shown_in_mib(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "keel.trainer.placement.suggestions.TRIED", 1
-    )  # a second for what is no cure
+    monkeypatch.setattr("keel.trainer.placement.suggestions.TRIED", 1)  # saves a second
     said = refusal(recipe(), machine(1, 0.02))
     assert "of a GPU with 20 MiB (run.gpu_gib) is 17 MiB" in said
     assert "1 node(s) of 1 GPU(s), 20 MiB each: made up" in said

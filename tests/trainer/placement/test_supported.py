@@ -1,4 +1,4 @@
-"""The page of models says what `keel check` does."""
+"""The page of supported models matches `keel check`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from keel.trainer.placement.supported import FAMILIES, PAGE, config_of, page
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def test_the_page_of_models_is_generated() -> None:
+def test_models_page_is_up_to_date() -> None:
     assert (DOCS / PAGE).read_text("utf-8") == page(), (
-        "python -m keel.trainer.placement.supported docs writes it anew"
+        "python -m keel.trainer.placement.supported docs rewrites it"
     )
 
 
-def test_no_family_is_out_of_bounds() -> None:
+def test_every_family_passes_the_config_check() -> None:
     for family in FAMILIES:
         content = json.loads(json.dumps(config_of(family).to_dict(), default=str))
         check_config(family.model_type, content)

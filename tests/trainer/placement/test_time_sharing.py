@@ -1,4 +1,4 @@
-"""What waits in host memory where an engine and a rank share a GPU by turns, by hand."""
+"""Offloading to host memory while an engine and a rank share a GPU, by hand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def memory(config: Config) -> Memory:
     return trainer_memory(config, DENSE, gpu=True)
 
 
-def test_nothing_waits_where_nobody_needs_the_room() -> None:
+def test_nothing_is_offloaded_without_need() -> None:
     config = turns(0.1)
     roomy = offload_plan(config, memory(config), 1000.0, shared=True)
     assert (
@@ -59,22 +59,22 @@ def test_nothing_waits_where_nobody_needs_the_room() -> None:
     ("lacking", "state", "weights"),
     [(0.5e9, 4e9, 0), (3.9e9, 4e9, 0), (4.1e9, 8e9, 0), (11e9, 12e9, 0), (13e9, 12e9, 1e9)],
 )
-def test_as_much_waits_as_an_engine_has_no_room_for(
+def test_offloads_only_the_bytes_the_engine_needs(
     lacking: float, state: float, weights: float
 ) -> None:
-    """Of 2 GB of weights and 12 of the optimizer, in three pieces under ZeRO-1. The reference goes
-    first, and is in host memory already, so it moves one way."""
+    """Weights take 2 GB, the optimizer 12 GB in three pieces under ZeRO-1. The reference is dropped
+    first; its copy in host memory makes that a one-way move."""
     for beta, reference in ((0.0, 0.0), (0.1, 2e9)):
         config = turns(0.5, beta=beta)
         held = held_bytes(memory(config))
         assert held == pytest.approx(14e9 + reference)
-        beside = 1.3 + 0.25  # CUDA, a block on its way
+        beside = 1.3 + 0.25  # CUDA and a block in transfer
         gpu_gib = ((held - lacking - reference) / GIB + beside) / (0.5 - _FRAGMENTED)
         waits = offload_plan(config, memory(config), gpu_gib, shared=True)
         assert waits.sampling == pytest.approx(state + weights + reference, rel=1e-6)
 
 
-def test_under_zero_3_layers_wait_by_themselves() -> None:
+def test_zero_3_offloads_single_layers() -> None:
     config = turns(0.5, ranks=2, zero_stage=3)
     held = held_bytes(memory(config))
     assert held == pytest.approx(7e9)
@@ -85,9 +85,9 @@ def test_under_zero_3_layers_wait_by_themselves() -> None:
 
 @pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_the_optimizer_makes_way_for_activations(updates: int, beta: float) -> None:
-    """On a GPU that lacks 3 GB for all at once, with 6 % to spare, and has room for an update;
-    nearly all is the trainer's. Each update of a batch needs it anew."""
+def test_optimizer_is_offloaded_for_activations(updates: int, beta: float) -> None:
+    """The GPU lacks 3 GB for everything at once, with 6 % spare, but fits an update. Each update of
+    a batch reloads the optimizer."""
     config = turns(0.01, beta=beta, updates=updates)
     rank = memory(config)
     parts, lacks = rank.parts, 3e9
@@ -100,8 +100,8 @@ def test_the_optimizer_makes_way_for_activations(updates: int, beta: float) -> N
     assert peak_bytes(config, rank, waits) == pytest.approx(rank.total - lacks)
 
 
-def test_the_reference_makes_way_for_an_update() -> None:
-    """Little is activations', so that the update is what needs most."""
+def test_reference_is_offloaded_for_an_update() -> None:
+    """With few activations, the update has the highest peak."""
     config = turns(0.01, beta=0.1, updates=3)
     rank = memory(config)
     small = Memory(parts={**rank.parts, "activations": 0.0})
@@ -133,14 +133,14 @@ def test_the_reference_makes_way_for_an_update() -> None:
         ("float32", 0, 1, 0.0),
     ],
 )
-def test_what_an_update_copies(dtype: Any, stage: int, ranks: int, copied: float) -> None:
+def test_bytes_copied_by_an_update(dtype: Any, stage: int, ranks: int, copied: float) -> None:
     config = turns(0.5, zero_stage=stage, ranks=ranks)
     config = replace(config, model=replace(config.model, dtype=dtype))
     assert update_copy_bytes(config, memory(config).parts, gpu=True) == pytest.approx(copied)
 
 
-def test_a_share_with_room_for_every_answer_leaves_the_cache_what_nobody_has_to_measure() -> None:
-    """A tenth and 1 GiB are kept back of what the engine takes beside the cache."""
+def test_ample_share_guarantees_the_cache_without_profiling() -> None:
+    """A margin of 10 % of the other parts and 1 GiB is reserved."""
     config = recipe(rollout={"gpu_memory_utilization": 0.5})
     parts = engine_memory(config, DENSE, gpu=True).parts
     beside = sum(size for name, size in parts.items() if name != "KV cache")
@@ -151,14 +151,14 @@ def test_a_share_with_room_for_every_answer_leaves_the_cache_what_nobody_has_to_
     assert guaranteed_cache_bytes(config, DENSE, just - 0.01) == 0
 
 
-def test_engine_and_rank_start_together_where_neither_takes_what_the_other_wants() -> None:
-    """The engine its share, and the rank what it holds before its first step."""
+def test_engine_and_rank_start_together_if_both_fit() -> None:
+    """The engine takes its share, the rank the state before its first step."""
     rollout = {"gpu_memory_utilization": 0.5}
     config = recipe(rollout=rollout, micro_batch_tokens=8000)
     parts = trainer_memory(config, DENSE, gpu=True).parts
     there = 1.06 * sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
     enough = 2 * there / GIB
-    assert enough > 40  # so that the engine's cache is certain
+    assert enough > 40  # so the engine's cache is guaranteed
     assert can_start_together(config, DENSE, enough + 0.1, 0.0)
     assert not can_start_together(config, DENSE, enough - 0.1, 0.0)
     assert not can_start_together(config, DENSE, enough + 0.1, 1.0)

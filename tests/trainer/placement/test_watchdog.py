@@ -41,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def watching(*healths: NodeHealth, say: Any = None) -> tuple[Watchdog, list[str]]:
-    """A watchdog that has polled these, and then polls the last forever."""
+    """A watchdog with these polls; the last one repeats forever."""
     remaining, messages, done = list(healths), list[str](), threading.Event()
 
     def poll() -> NodeHealth:
