@@ -1,5 +1,4 @@
-"""What all tests share: a token for the Ray they start, their order, the warnings they log, and a
-line about what was skipped."""
+"""Shared setup of all tests: a Ray token, test order, log records, and a summary of skips."""
 
 from __future__ import annotations
 
@@ -19,31 +18,29 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# As the Makefile has it, before torch is loaded: with threads that spin while they wait, two
-# processes on two cores took 125 s instead of 94.
+# Same as in the Makefile; must be set before torch loads. With spinning threads, two processes
+# on two cores took 125 s instead of 94.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# The same examples in every run: what fails on one machine fails on all of them. Others are drawn
-# with `--hypothesis-profile=explore`. A busy machine may take its time over an example.
+# Use the same examples in every run, so failures reproduce on all machines. Draw others with
+# `--hypothesis-profile=explore`. No deadline, since the machine may be busy.
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("explore", **SLOW)
 settings.register_profile("suite", derandomize=True, database=None, max_examples=50, **SLOW)
 settings.load_profile("suite")
 
-# Without one, the first test to start Ray leaves a token in the home folder
+# Without a token, the first test that starts Ray writes one to the home folder
 # (trainer/placement/nodes.py).
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-# Ray's first `init` of a process sets it, and its library reads it once: a cluster that the same
-# process starts later, in another file of tests, must be told the same.
+# Ray's first `init` sets this, and its library reads it once per process; clusters started later
+# by the same process need the same value.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as there, to save time
-# Actors come no later than what other tests do, and pyright beside them.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # also set in nodes.py, to save time
+# Do not let actors run at a lower priority than other tests and pyright.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# Memory is the tests' to plan, as in `keel.commands.train.start_ray`: Ray would end an actor for
-# what
-# other tests take.
+# Disable Ray's memory monitor, as nodes.py does: it would kill actors because of other tests.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-# `nohup` has it ignored, and what tests start would inherit that and not hear it.
+# `nohup` ignores SIGHUP, and child processes would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -59,18 +56,18 @@ WANTS = {
     "no pyarrow": "pyarrow (make install)",
     "no Chromium": "a browser (apt-get install chromium)",
 }
-"""Part of a skip's reason → what was missing, and how to get it. The first that fits counts."""
+"""Part of a skip reason → the missing requirement and how to get it. The first match counts."""
 
 
 def pytest_configure() -> None:
-    """Half a million objects of libraries are made while tests are collected, and all of them stay:
-    looking for garbage among them is a fifth of that time."""
+    """Disable garbage collection during test collection. Half a million library objects stay alive,
+    and scanning them takes a fifth of the time."""
     gc.disable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file that `-m "not e2e and not gpu"` leaves out as a whole is not read: it would be for its
-    imports alone, seconds of them."""
+    """Skip files that `-m "not e2e and not gpu"` deselects entirely, since importing them takes
+    seconds."""
     terms = str(config.getoption("-m")).split(" and ")
     if collection_path.suffix != ".py" or not all(re.fullmatch(r"not \w+", term) for term in terms):
         return None
@@ -88,13 +85,13 @@ TOGETHER = (
         r"|weights/test_updates)"
     ),
 )
-"""Files whose processes are forked from one that has loaded the libraries (tests/forked.py), which
-one of pytest's processes then keeps: loading them takes seconds."""
+"""Files that fork processes from one preloaded server (tests/forked.py). Running each group in one
+pytest process loads the libraries once."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, such files go to one process, one after the other."""
+    """Assign these groups of files to one process each with `--dist loadfile`."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415  (pytest works without it)
@@ -108,7 +105,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones first, so that no process is left with one of them at the end."""
+    """Run slow tests first, so that no process ends with one of them."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
 
 
@@ -118,12 +115,12 @@ def pytest_collection_finish() -> None:
 
 
 STARTED: list[str] = []
-"""Processes that the test has started so far."""
+"""Processes started by the current test."""
 _popen = subprocess.Popen.__init__
 
 
 def _noted(self: Any, args: Any, *rest: Any, **named: Any) -> None:
-    if args != ["uname", "-p"]:  # Python's own, once in a process that asks what it runs on
+    if args != ["uname", "-p"]:  # started by Python's platform module
         STARTED.append(str(args))
     _popen(self, args, *rest, **named)
 
@@ -141,11 +138,11 @@ os.register_at_fork(before=_forks)
 
 @pytest.fixture(autouse=True)
 def processes_are_for_marked_tests(request: pytest.FixtureRequest) -> Iterator[None]:
-    """`make unit` runs what needs no other process, and is quick for it."""
+    """Fail unmarked tests that start a process, so that `make unit` stays fast."""
     STARTED.clear()
     marked = any(request.node.get_closest_marker(name) for name in ("e2e", "gpu"))
     runtimes = sys.modules.get("keel.rewards.sandbox.runtime")
-    if runtimes is not None and not marked:  # or the first of the tests that ask pays for all
+    if runtimes is not None and not marked:  # else only the first test would start the probe
         runtimes.runtime.cache_clear()
     yield
     if STARTED and not marked:
@@ -154,10 +151,9 @@ def processes_are_for_marked_tests(request: pytest.FixtureRequest) -> Iterator[N
 
 @pytest.fixture(autouse=True, scope="module")
 def process_as_it_was() -> Iterator[None]:
-    """Signal handlers, environment, working folder, module path and process groups as they were
-    before the file: which tests share a process is chance, and Ray's `init` leaves a handler of its
-    own for SIGTERM, a trainer in this process its ranks' group, an environment its folder, a run
-    that Ray has been ended."""
+    """Restore signal handlers, environment, working folder, module path and process groups after
+    each file. Files share processes in any order, and Ray, trainers and environments leave state
+    behind."""
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     environ, folder, path = dict(os.environ), Path.cwd(), [*sys.path]
     yield
@@ -166,10 +162,10 @@ def process_as_it_was() -> Iterator[None]:
         signal.signal(number, handler)
     if (ray_timeouts := sys.modules.get("keel.model.ray_timeouts")) is not None:
         ray_timeouts.joined()
-    distributed = sys.modules.get("torch.distributed")  # only a trainer in this process has it up
+    distributed = sys.modules.get("torch.distributed")  # initialized by a trainer in this process
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
-        # DeepSpeed keeps what it has made of it.
+        # DeepSpeed caches the group.
         if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
             vars(groups)["_WORLD_GROUP"] = None
         if (comm := sys.modules.get("deepspeed.comm.comm")) is not None:
@@ -182,7 +178,7 @@ def process_as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def logged() -> Iterator[list[logging.LogRecord]]:
-    """The warnings and errors logged so far in the test."""
+    """Warnings and errors logged so far in the test."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = records.append
@@ -192,7 +188,7 @@ def logged() -> Iterator[list[logging.LogRecord]]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line: how many tests were skipped for want of what."""
+    """Print one line that counts skipped tests by missing requirement."""
     wants = Counter(want(report) for report in terminalreporter.getreports("skipped"))
     if wants:
         in_order = sorted(wants.items(), key=lambda item: (-item[1], item[0]))

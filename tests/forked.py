@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has imported their libraries."""
+"""Processes forked from a server that has preloaded their libraries."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _LOADED: list[str] = []
 
 
 def forked_from(*modules: str) -> ForkServerContext:
-    """Python keeps one such process, which has the environment of its start. The first of its
-    `modules` says whose it is: that of another is ended here."""
+    """Return a forkserver context that preloads `modules`. Python runs a single such server, so a
+    server with another first module is stopped."""
     context = get_context("forkserver")
     if _LOADED and _LOADED[0] != modules[0]:
         server: Any = forkserver._forkserver  # type: ignore[attr-defined]

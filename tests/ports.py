@@ -1,4 +1,4 @@
-"""Ports of this machine for tests that have to name one before it is used."""
+"""Free ports for tests that must name a port before using it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import suppress
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the system hands out to whoever asks for any, so that nobody else takes one
-    before it is used, and above those that Ray's workers have."""
+    """Return ports between those of Ray's workers and the ephemeral range, so no other process
+    takes them."""
     found: list[int] = []
     for port in random.sample(range(21_000, 32_000), 100):
         with suppress(OSError), socket.socket() as probe:

@@ -61,7 +61,7 @@ def imports_of(path: Path) -> list[str]:
     """Every module that a file imports, inside functions and for type checkers too."""
     found: list[str] = []
     blocks: list[ast.AST] = [ast.parse(path.read_text())]
-    while blocks:  # statements stand in blocks alone: no expression is looked into
+    while blocks:  # statements occur in blocks only, so expressions are skipped
         node = blocks.pop()
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
@@ -70,12 +70,14 @@ def imports_of(path: Path) -> list[str]:
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         for block in ("body", "orelse", "handlers", "finalbody", "cases"):
             inner = getattr(node, block, ())
-            blocks += inner if isinstance(inner, list) else ()  # a lambda's is an expression
+            blocks += (
+                inner if isinstance(inner, list) else ()
+            )  # the body of a lambda is an expression
     return found
 
 
 def sources(*more: str) -> list[Path]:
-    """Without tasks that come along, which are data."""
+    """Source files without shipped tasks, which are data."""
     return [
         path
         for package in (*MAY_IMPORT, *more)
@@ -114,15 +116,15 @@ def test_imports_point_one_way() -> None:
 
 WAITS = ("get", "put", "wait", "kill", "nodes", "init", "shutdown", "cancel")
 RAY_ITSELF = {
-    "trainer/placement/nodes.py": {"init"},  # of its own cluster, which has deadlines, or `bounded`
+    "trainer/placement/nodes.py": {"init"},  # local cluster with deadlines, or wrapped in `bounded`
     "rollout/pool/ray_engines.py": {"cancel"},  # does not wait
-    "trainer/placement/node_monitor.py": {"remote"},  # on a thread that nobody waits for
-    "trainer/placement/ray_internals.py": {"nodes"},  # `cluster_nodes` waits for it so long
+    "trainer/placement/node_monitor.py": {"remote"},  # on a background thread
+    "trainer/placement/ray_internals.py": {"nodes"},  # `cluster_nodes` bounds the wait
 }
 
 
 def waits_of(path: Path) -> set[str]:
-    """The calls of Ray in a file that may wait for it."""
+    """Ray calls in a file that may block."""
     text = path.read_text()
     if "ray." not in text and ".remote" not in text:
         return set()
@@ -138,8 +140,8 @@ def waits_of(path: Path) -> set[str]:
     } | {call.attr for call in calls if call.attr == "remote"}
 
 
-def test_no_call_of_ray_waits_without_a_deadline() -> None:
-    """A raylet that stands still answers none of them, whatever their `timeout`."""
+def test_ray_calls_have_deadlines() -> None:
+    """A hung raylet blocks these calls despite their `timeout`."""
     found = {name_of(path): waits_of(path) for path in sources()}
     assert found.pop("model/ray_timeouts.py") >= {"get", "put", "wait"}
     wrong = {
@@ -151,7 +153,7 @@ def test_no_call_of_ray_waits_without_a_deadline() -> None:
 
 
 def arrows(unit: Callable[[str], str]) -> dict[str, set[str]]:
-    """Who imports whom, by `unit` of the modules' names."""
+    """Import graph between units, where `unit` maps a module to its unit."""
     known = {module_of(path) for path in sources("benchmarks")}
     graph: dict[str, set[str]] = {}
     for path in sources("benchmarks"):
@@ -164,20 +166,20 @@ def arrows(unit: Callable[[str], str]) -> dict[str, set[str]]:
 
 
 def folder_of(module: str) -> str:
-    """`keel.trainer.engine` of `keel.trainer.engine.zero`; a module at a package's top alone."""
+    """Folder of a module; modules directly in a package count alone."""
     return ".".join(module.split(".")[: 2 if module.startswith("benchmarks") else 3])
 
 
 @pytest.mark.parametrize("unit", [str, folder_of], ids=["modules", "folders"])
-def test_there_is_no_cycle(unit: Callable[[str], str]) -> None:
+def test_no_import_cycles(unit: Callable[[str], str]) -> None:
     try:
         TopologicalSorter(arrows(unit)).prepare()
     except CycleError as error:
         pytest.fail(" → ".join(error.args[1]))
 
 
-def test_tests_stand_where_the_code_does() -> None:
-    """In folders of the same names; beside them what runs the whole system, or needs a GPU."""
+def test_test_folders_mirror_the_code() -> None:
+    """Only end-to-end and GPU tests have separate folders."""
     code = {name_of(path.parent) for path in sources("benchmarks")}
     tests = {
         str(path.parent.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("*.py")
@@ -200,7 +202,7 @@ ENGINES = ("vllm", "deepspeed", "transformers")
 
 
 def lines_of(program: str) -> list[str]:
-    """What a new process prints."""
+    """Output of a new process."""
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -230,7 +232,7 @@ def lines_of(program: str) -> list[str]:
     ids=["without torch", "with torch"],
 )
 def test_light_modules_load_nothing_heavy(modules: dict[str, tuple[str, ...]]) -> None:
-    """One process loads one after the other: what is absent after it is so before."""
+    """One process imports the modules in turn: a library absent at the end was never loaded."""
     program = (
         f"import importlib, sys\n"
         f"for module, absent in {modules!r}.items():\n"
@@ -241,8 +243,8 @@ def test_light_modules_load_nothing_heavy(modules: dict[str, tuple[str, ...]]) -
 
 
 @pytest.mark.e2e
-def test_a_wrong_recipe_is_refused_before_anything_heavy_loads() -> None:
-    """Which takes it a second; torch and Ray alone would take longer."""
+def test_invalid_recipe_is_refused_before_heavy_imports() -> None:
+    """Importing torch and Ray alone would take longer than the refusal."""
     source = "{name: a, source: jsonl, path: /nowhere/at-all.jsonl}"
     table = "{name: a, source: file, path: /nowhere/at-all.csv}"
     commands = [
@@ -270,6 +272,6 @@ def test_a_wrong_recipe_is_refused_before_anything_heavy_loads() -> None:
         f"    for command in commands:\n"
         f"        print('status', main(command), *(n for n in heavy if n in sys.modules))"
     )
-    # On a busy machine lines stand between that say what is waited for.
+    # A busy machine prints progress lines in between.
     said = [line for line in lines_of(program) if line.startswith("status ")]
     assert said == ["status 2"] * len(commands + named)

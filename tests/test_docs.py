@@ -1,5 +1,5 @@
-"""The documentation: every page has its place, every link leads somewhere, and what pages quote of
-the code is there. Without mkdocs, whose strict build `make docs` is."""
+"""Pages, links and quoted code of the documentation, checked without mkdocs. `make docs` runs its
+strict build."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ FENCE = re.compile(r"^(```+)(\w*)\n(.*?)^\1$", flags=re.MULTILINE | re.DOTALL)
 
 
 def prose(text: str) -> str:
-    """Without fenced blocks and inline code, in which brackets are no links."""
+    """Remove fenced blocks and inline code, whose brackets are not links."""
     return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", FENCE.sub("", text))
 
 
 def slug(heading: str) -> str:
-    """An anchor as GitHub and pymdownx make it."""
+    """Anchor of a heading, as GitHub and pymdownx generate it."""
     shown = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
     return re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
 
@@ -49,7 +49,7 @@ def anchors(page: str) -> set[str]:
 
 
 class Tagged(yaml.SafeLoader):
-    """mkdocs.yml names a function of pymdownx, which is not needed here."""
+    """Ignores the Python function that mkdocs.yml names."""
 
 
 Tagged.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
@@ -69,7 +69,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_and_pictures_lead_somewhere(page: str) -> None:
+def test_links_and_pictures_exist(page: str) -> None:
     for picture, target in re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", prose(PAGES[page])):
         if target.startswith(("https://", "http://")):
             continue
@@ -85,7 +85,7 @@ def test_links_and_pictures_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(name), f"{page}: {target}: no such heading"
 
 
-def test_the_api_page_names_what_there_is() -> None:
+def test_api_page_names_existing_members() -> None:
     text = PAGES["api.md"]
     blocks = re.split(r"^::: ", text, flags=re.MULTILINE)[1:]
     assert len(blocks) > 10
@@ -107,11 +107,8 @@ def test_the_api_page_names_what_there_is() -> None:
         assert not listed or set(listed[1].split(", ")) <= there, module
 
 
-# Names in tables.
-
-
 def known(name: str) -> bool:
-    """Whether a knob or a section is called so, or it is one inside a table of names."""
+    """Return True for the name of a knob, a section, or an entry in a table of names."""
     names = {knob.name for knob in all_knobs()} | {section.name for section in sections()}
     return name in names or f"{name}[]" in names or any(n.startswith(f"{name}.") for n in names)
 
@@ -123,14 +120,13 @@ GUIDES = tuple(name for name in PAGES if name not in ("knobs.md", "metrics.md"))
 
 
 def ours(page: str) -> Iterator[str]:
-    """The parts of a page that speak of Keel: of a table from elsewhere, the columns after the
-    first."""
+    """Lines about Keel: in tables of other frameworks' names, all columns but the first."""
     for line in PAGES[page].splitlines():
         yield line.split("|", 2)[2] if page == "coming-from.md" and line.startswith("|") else line
 
 
 @pytest.mark.parametrize("page", GUIDES)
-def test_knobs_that_guides_name_are_knobs(page: str) -> None:
+def test_guides_name_existing_knobs(page: str) -> None:
     wrong = [
         name
         for line in ours(page)
@@ -144,7 +140,7 @@ METRICS = "agents|domain|eval|indexer|judge|kl|length|mask|mismatch|reward|routi
 
 
 @pytest.mark.parametrize("page", GUIDES)
-def test_metrics_that_guides_name_are_metrics(page: str) -> None:
+def test_guides_name_existing_metrics(page: str) -> None:
     for name in re.findall(rf"`((?:{METRICS})/[\w@<>/]+)`", "\n".join(ours(page))):
         assert (ROOT / name).exists() or find_metric(name), name
 
@@ -158,7 +154,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def school(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's prompts, three hundred lines of them."""
+    """A folder with 300 prompts in the format of the page."""
     folder = tmp_path_factory.mktemp("school")
     (rows,) = [text for language, text in blocks("start.md") if language == "json"]
     lines = [json.loads(line) for line in rows.splitlines()]
@@ -173,7 +169,7 @@ def school(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_start_is_what_keel_new_writes_and_check_takes(
+def test_start_page_matches_keel_new_and_check(
     school: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(school)
@@ -198,7 +194,7 @@ def test_start_is_what_keel_new_writes_and_check_takes(
     for given in taken:
         if getattr(given, "recipe", "") == "school.yaml":
             load_config(given.recipe, given.override)
-    # All of the check but the model, which is the hub's.
+    # The whole check except the model, which would come from the hub.
     with at(NOTHING):
         few = ["model.path=tiny", "model.tiny.cold_start.steps=0", "run.device=cpu"]
         few += ["run.gpu_gib=0", "run.gpus_per_node=0", "rollout.sampling.max_tokens=64"]
@@ -206,9 +202,7 @@ def test_start_is_what_keel_new_writes_and_check_takes(
     assert "270 to train on, 30 held out" in capsys.readouterr().out
 
 
-def test_the_first_hours_commands_are_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_hour_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(new_recipe, "gpus_here", lambda: (0, 0.0))
     (table,) = [text for language, text in blocks("first-hour.md") if language == "csv"]
@@ -234,7 +228,7 @@ def test_the_first_hours_commands_are_commands(
     assert load_config("sums.yaml").data.sources[0].columns == {"prompt": "question"}
 
 
-def test_the_reward_of_start_does_what_it_says(school: Path) -> None:
+def test_start_page_reward_works(school: Path) -> None:
     (code,) = [text for language, text in blocks("start.md") if language == "python"]
     (first, second) = [text for language, text in blocks("start.md") if language == "yaml"]
     names: dict[str, Any] = {}
@@ -248,9 +242,7 @@ def test_the_reward_of_start_does_what_it_says(school: Path) -> None:
     assert load_config(path).data.sources[0].rewards == {"correct": 1.0, "my_rewards.brief": 0.2}
 
 
-def test_a_recipe_that_starts_from_the_shelf_is_one(
-    school: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_from_shipped_defaults_loads(school: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(school)
     (mine,) = [text for language, text in blocks("recipes.md") if language == "yaml"]
     Path("mine.yaml").write_text(mine)
@@ -261,6 +253,6 @@ def test_a_recipe_that_starts_from_the_shelf_is_one(
             load_config(parser().parse_args(line.split()[1:]).recipe)
 
 
-def test_recipes_that_start_names_come_along() -> None:
+def test_start_page_names_shipped_recipes() -> None:
     named = re.findall(r"`defaults: ([\w.-]+)`", PAGES["start.md"])
     assert named and set(named) <= set(shipped())

@@ -1,4 +1,4 @@
-"""What `make install` takes, asked of pip itself; the lists; and what README says to install."""
+"""`make install` with pip, the requirement lists, and the install commands in the docs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CUDA_BUILD = (  # torch 2.13.0 on PyPI, for every Python alike
     'nvidia-nvshmem-cu13==3.4.5; platform_system == "Linux"',
     'triton==3.7.1; platform_system == "Linux" and python_version < "3.15"',
 )
-TOOLKIT = (  # what those extras of cuda-toolkit 13.0.3 require
+TOOLKIT = (  # requirements of these extras of cuda-toolkit 13.0.3
     "nvidia-cublas==13.1.1.*",
     "nvidia-cuda-cupti==13.0.85.*",
     "nvidia-cuda-nvrtc==13.0.88.*",
@@ -48,11 +48,11 @@ TOOLKIT = (  # what those extras of cuda-toolkit 13.0.3 require
     "cuda-pathfinder",
 )
 EVERYWHERE = ("filelock", "jinja2")
-"""Some that every build requires."""
+"""Some requirements of every build."""
 
 
 def wheel(folder: Path, version: str, requires: tuple[str, ...]) -> Path:
-    """A wheel of a torch that holds nothing."""
+    """Write an empty torch wheel."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"torch-{version}-py3-none-any.whl"
     about = f"torch-{version}.dist-info"
@@ -86,13 +86,12 @@ for line in sys.stdin:
         os._exit(status)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Half of a second goes by before pip begins, and as much until it has said in its user agent what
-is installed. This one has done both, and forks for each command."""
+"""A pip server that forks for each command, which saves a second of start-up per command."""
 
 
 @pytest.fixture(scope="module")
 def pip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """In the place of `subprocess.run`."""
+    """A replacement for `subprocess.run` that uses the pip server."""
     said = tmp_path_factory.mktemp("pip")
     with subprocess.Popen(
         [sys.executable, "-c", PIP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -113,7 +112,7 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: Callable[..., Any]) -> Path:
-    """pip with one index, which has the CUDA build, and no other configuration."""
+    """An index with the CUDA build; pip has no other configuration."""
     constants = {"DEVNULL": subprocess.DEVNULL, "PIPE": subprocess.PIPE}
     monkeypatch.setattr(install, "subprocess", SimpleNamespace(run=pip, **constants))
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
@@ -128,20 +127,20 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: Callable[..., An
 
 
 def listed(folder: Path) -> str:
-    """The address of an index that has these wheels of torch."""
+    """Write the index page of a folder of torch wheels and return the index address."""
     links = [f'<a href="{path.name}">{path.name}</a>' for path in sorted(folder.glob("*.whl"))]
     (folder / "index.html").write_text("<!DOCTYPE html><html><body>" + "".join(links))
     return folder.parent.as_uri()
 
 
 @pytest.mark.e2e
-def test_the_cuda_build_is_taken_where_pip_finds_no_other(index: Path) -> None:
+def test_cuda_build_is_the_fallback(index: Path) -> None:
     build = install.choose("2.13.0")
     assert build.cuda and build.version == "2.13.0"
     assert build.address == (index / "torch-2.13.0-py3-none-any.whl").as_uri()
 
 
-def test_the_cpu_build_of_a_folder_is_taken(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_build_in_a_folder_is_preferred(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = index.parent.parent / "wheels"
     wheel(folder, "2.13.0+cpu", EVERYWHERE)
     wheel(folder, "2.13.0+cu126", (*EVERYWHERE, "nvidia-cudnn-cu12==9"))  # sorts after +cpu
@@ -150,7 +149,7 @@ def test_the_cpu_build_of_a_folder_is_taken(index: Path, monkeypatch: pytest.Mon
     assert (build.cuda, build.version) == (False, "2.13.0+cpu")
 
 
-def test_the_cpu_build_of_another_index_is_taken(
+def test_cpu_build_in_another_index_is_preferred(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = index.parent.parent / "other" / "torch"
@@ -159,7 +158,7 @@ def test_the_cpu_build_of_another_index_is_taken(
     assert install.choose("2.13.0").version == "2.13.0+cpu"
 
 
-def test_a_cpu_build_without_a_label_is_known_by_what_it_requires(
+def test_unlabelled_cpu_build_is_detected_by_requirements(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = index.parent.parent / "wheels"
@@ -169,27 +168,25 @@ def test_a_cpu_build_without_a_label_is_known_by_what_it_requires(
     assert (build.cuda, build.address) == (False, path.as_uri())
 
 
-def test_a_build_of_another_cuda_is_not_taken_for_the_pinned_one(
-    index: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_for_another_cuda_is_ignored(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(index, "2.13.0+cu126", (*EVERYWHERE, "nvidia-cudnn-cu12==9"))
     monkeypatch.setenv("PIP_INDEX_URL", listed(index))
     assert install.choose("2.13.0").version == "2.13.0"
 
 
-def test_where_there_is_no_build_pip_says_why(index: Path) -> None:
+def test_missing_build_shows_pips_error(index: Path) -> None:
     with pytest.raises(LookupError, match=r"No matching distribution found for torch===9\.9\.9"):
         install.choose("9.9.9")
 
 
 @pytest.mark.e2e
-def test_what_is_installed_stays() -> None:
+def test_installed_build_is_kept() -> None:
     build = install.choose(install.pinned(install.CPU)["torch"])
     assert build.version == metadata.version("torch")
     assert install.announcement(build, 0.0) == f"torch {build.version} is installed."
 
 
-def test_the_choice_and_its_size_are_said(tmp_path: Path) -> None:
+def test_announcement_has_build_and_size(tmp_path: Path) -> None:
     files = [tmp_path / "one", tmp_path / "two"]
     for file in files:
         file.write_bytes(bytes(60_000_000))
@@ -208,7 +205,7 @@ def test_the_choice_and_its_size_are_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
-def test_the_lists_have_what_the_cuda_build_loads(python: str) -> None:
+def test_lists_cover_the_cuda_build(python: str) -> None:
     pins = install.pinned(install.CPU)
     assert pins["torch"] == "2.13.0", "CUDA_BUILD and TOOLKIT above are those of torch 2.13.0"
     pins |= install.pinned(install.CUDA)
@@ -219,7 +216,7 @@ def test_the_lists_have_what_the_cuda_build_loads(python: str) -> None:
         assert Version(pins[wanted.name]) in wanted.specifier, line
 
 
-def test_the_lists_agree_with_the_torch_that_is_installed() -> None:
+def test_lists_agree_with_the_installed_torch() -> None:
     pins = install.pinned(install.CPU) | install.pinned(install.CUDA)
     todo, seen = [("torch", frozenset[str]())], set[str]()
     while todo:
@@ -237,7 +234,7 @@ def test_the_lists_agree_with_the_torch_that_is_installed() -> None:
     assert {"filelock", "jinja2", "markupsafe"} <= {canonicalize_name(name) for name in seen}
 
 
-def test_the_lists_hold_names_and_versions_alone() -> None:
+def test_lists_contain_pinned_versions_only() -> None:
     lists = sorted((ROOT / "requirements").glob("*.txt"))
     assert {install.CPU, install.DEV, install.CUDA} <= set(lists)
     for path in lists:
@@ -248,7 +245,7 @@ def test_the_lists_hold_names_and_versions_alone() -> None:
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
-def test_the_cpu_extra_has_all_that_the_engine_requires_and_pypi_has(python: str) -> None:
+def test_cpu_extra_covers_the_engines_requirements(python: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = {
         canonicalize_name(each.name): each
@@ -262,15 +259,15 @@ def test_the_cpu_extra_has_all_that_the_engine_requires_and_pypi_has(python: str
         if wanted.marker and not wanted.marker.evaluate(there):
             continue
         if name in ("torch", "torchvision", "torchaudio", "torchcodec"):
-            continue  # torch is in the extra without a label, the others do without
+            continue  # the extra has torch without a label and omits the others
         ours = extra[name].specifier
         assert extra[name].extras >= wanted.extras, wanted
-        # As narrow, or narrowed further here (transformers) or by the engine itself (setuptools).
+        # Our specifier may be narrower (transformers), or the engine's (setuptools).
         pin = Version(install.pinned(install.CPU).get(name) or "2.0")
         assert set(wanted.specifier) <= set(ours) or pin in (wanted.specifier & ours), wanted
 
 
-def test_readme_and_docs_install_only_what_there_is() -> None:
+def test_docs_install_known_packages_only() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.py")]
     said = [
@@ -291,14 +288,14 @@ def test_readme_and_docs_install_only_what_there_is() -> None:
                 continue
             name = canonicalize_name(Requirement(word).name)
             listed = install.pinned(install.CPU) | install.pinned(install.DEV)
-            # Into an interpreter of its own, since its pins are not ours.
+            # Installed into a separate interpreter because of its pins.
             listed |= {"openenv": "0.10.0"}
             assert name in listed, f"{page}: no registry is known to have {word}"
 
 
 @pytest.mark.e2e
-def test_both_commands_ask_pip_before_they_download() -> None:
-    """The order of `make install`, from make itself."""
+def test_make_install_resolves_torch_first() -> None:
+    """The order of steps comes from make itself."""
     done = subprocess.run(
         ["make", "-n", "install", "VENV=/nowhere", "PYTHON=python3"],
         cwd=ROOT,
@@ -320,7 +317,7 @@ def test_both_commands_ask_pip_before_they_download() -> None:
         (2, ["Collecting a", "Installing collected packages: a"], "what · copying files · 0 s"),
     ],
 )
-def test_what_pip_says_is_how_far_it_is(packages: int, lines: list[str], words: str) -> None:
+def test_progress_from_pip_output(packages: int, lines: list[str], words: str) -> None:
     unit = "packages" if packages else "bytes"
     wait = install.Wait("what", total=packages, unit=unit)
     for line in lines:
@@ -329,7 +326,7 @@ def test_what_pip_says_is_how_far_it_is(packages: int, lines: list[str], words: 
 
 
 @pytest.mark.e2e
-def test_python_beside_a_checkout_called_keel_finds_the_package(tmp_path: Path) -> None:
+def test_package_is_found_next_to_a_checkout(tmp_path: Path) -> None:
     for _ in range(2):  # installed again
         install.put_on_path(tmp_path)
     (tmp_path / "work" / "keel" / "trainer").mkdir(parents=True)  # a checkout has no __init__.py
@@ -349,7 +346,7 @@ def test_python_beside_a_checkout_called_keel_finds_the_package(tmp_path: Path) 
 
 
 @pytest.mark.e2e
-def test_a_failure_of_pip_is_shown_with_its_words(
+def test_pip_failure_is_shown(
     index: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(install, "subprocess", subprocess)

@@ -1,5 +1,5 @@
-"""Other people's internals stand behind a fence: one file for each library names what it has not
-promised, and what that leans on is checked at start-up. A release breaks nothing elsewhere."""
+"""Private parts of other libraries are used in one file per library, which checks them at start-up,
+so a new release breaks nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FENCED = ("trainer", "model")
-"""Packages that these rules are about; of vLLM's internals `rollout` has rules of its own."""
+"""Packages under these rules; `rollout` has separate rules for vLLM."""
 DEEPSPEED = "trainer/engine/deepspeed_internals.py"
 NAMED = (
     DEEPSPEED,
@@ -21,23 +21,23 @@ NAMED = (
     "trainer/placement/ray_internals.py",
 )
 BY_IMPORT = ("trainer/placement/ray_internals.py",)
-"""Those that import private modules by name, when they run."""
+"""Files that import private modules by name at run time."""
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray")
 OF_DEEPSPEED = re.compile(
     r"ds_(tensor|shape|id|numel|status|persist)|ipg_\w+|fp(16|32)_\w*(groups|partition)\w*"
     r"|bf?(16|it16)_groups\w*|\w*hp_grads?\w*|autoep_\w*group|basic_optimizer|empty_partition_cache"
     r"|offload_states|averaged_gradients|parameter_offload|group_name|ep_group|model_family"
 )
-"""Attributes that it has not promised, without an underscore."""
+"""Private DeepSpeed attributes without a leading underscore."""
 CANDIDATE = re.compile(
     rf"(?<!\bself)(?<!\bcls)(?<!\bsuper\(\))\._|__(class|dict)__|(get|has|set|del)attr\("
     rf"|deepspeed\.\w|\.({OF_DEEPSPEED.pattern})\b"
 )
-"""Files without it, as text, have nothing to look for: taking all apart takes a second."""
+"""Quick text filter: parsing every file takes a second."""
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 OWN = ("self", "cls", "super")
 PUBLIC = ("_replace", "_asdict", "_fields", "_exit")
-"""Of named tuples: documented, with an underscore so as not to collide with fields. And of `os`."""
+"""Public names with an underscore, from named tuples and `os`."""
 
 
 def sources() -> list[Path]:
@@ -49,7 +49,7 @@ def private(name: str) -> bool:
 
 
 def reached_for(path: Path) -> Iterator[str]:
-    """Attributes and modules of other libraries that they have not promised."""
+    """Private attributes and modules of other libraries used in a file."""
     if not CANDIDATE.search(text := path.read_text()):
         return
     nodes = list(ast.walk(ast.parse(text)))
@@ -69,7 +69,7 @@ def reached_for(path: Path) -> Iterator[str]:
 
 
 def own(node: ast.AST) -> bool:
-    """An attribute of the class that the code is of."""
+    """Return True for an attribute of the enclosing class."""
     return (
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
@@ -84,7 +84,7 @@ def modules(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def undisclosed(module: str) -> bool:
-    """Private, or inside DeepSpeed: its documentation has all that is public in `deepspeed`."""
+    """Return True for private modules, and for anything inside DeepSpeed below its top level."""
     library, *inside = module.split(".")
     if library == "deepspeed":
         return len(inside) > 1 or (bool(inside) and inside[0].islower())
@@ -96,8 +96,8 @@ def test_internals_are_named_in_their_files_only() -> None:
     assert {name: inside for name, inside in found.items() if inside and name not in NAMED} == {}
 
 
-def test_these_files_are_what_reaches_for_them() -> None:
-    """Or the rule would see nothing."""
+def test_named_files_do_use_internals() -> None:
+    """Otherwise the rule would check nothing."""
     found = {name: set(reached_for(ROOT / name)) for name in NAMED}
     assert all(found[name] for name in NAMED if name not in BY_IMPORT)
     assert {"ds_tensor", "_update_hp_grad", "__class__"} <= found[DEEPSPEED]
@@ -105,7 +105,7 @@ def test_these_files_are_what_reaches_for_them() -> None:
     assert all("ray._private.state" in (ROOT / name).read_text() for name in BY_IMPORT)
 
 
-def test_what_the_rule_catches(tmp_path: Path) -> None:
+def test_rule_detects_private_uses(tmp_path: Path) -> None:
     path = tmp_path / "file.py"
     path.write_text(
         "import torch._dynamo.config\n"

@@ -1,4 +1,4 @@
-"""What README.md shows is what there is: every fenced block is run, or compared with what runs."""
+"""Every fenced block of README.md runs, or matches real output."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ BLOCKS = [
 
 
 QUICK = ["data.sources[logic].size=40", "data.sources[logic].holdout=16"]
-"""Twenty thousand puzzles take their time."""
+"""Use fewer puzzles; making twenty thousand is slow."""
 FEW = [f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8")]
 
 
 def block(start: str) -> str:
-    """The one block whose text begins so."""
+    """The only block that starts with this text."""
     (text,) = [text for _, text in BLOCKS if text.lstrip().startswith(start)]
     return text
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The lines of a block as a shell splits them, without comments."""
+    """Lines of a block, split like a shell does, without comments."""
     for line in text.splitlines():
         if words := shlex.split(line, comments=True):
             yield words
@@ -55,8 +55,8 @@ def test_named_paths_exist() -> None:
 
 
 @pytest.mark.e2e
-def test_the_two_commands_are_targets_of_the_makefile() -> None:
-    """`make quickstart` itself is what a fresh clone is tried with, and `make test` runs this."""
+def test_make_commands_are_makefile_targets() -> None:
+    """Running `make test` here would recurse, so make prints the commands only."""
     for words in commands(block("make")):
         assert words[0] == "make" and len(words) == 2
         done = subprocess.run(
@@ -67,8 +67,8 @@ def test_the_two_commands_are_targets_of_the_makefile() -> None:
         assert said in done.stdout
 
 
-def test_the_closing_lines_are_written_like_that(tmp_path: Path) -> None:
-    """Those of a run with the scores that the block shows, by the code that prints them."""
+def test_closing_lines_match_the_summary(tmp_path: Path) -> None:
+    """Render the summary of a run with the scores shown in the block."""
     shown = block("held-out").splitlines()
     pattern = r"held-out (\S+): ([\d.]+) at step (\d+), ([\d.]+) at step (\d+) \(([+-][\d.]+)\)"
     found = [re.fullmatch(pattern, line) for line in shown[:-1]]
@@ -92,8 +92,7 @@ def test_the_closing_lines_are_written_like_that(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `my.yaml` as README has it, the data it names, and a model of the shape it
-    names: its tokenizer is a small one and its weights are empty."""
+    """A folder with README's `my.yaml`, its data, and a model of its shape with empty weights."""
     folder = tmp_path_factory.mktemp("mine")
     (folder / "my.yaml").write_text(block("# my.yaml"))
     (line,) = re.findall(r"A line of `school.jsonl` is `([^`]*)`", TEXT)
@@ -121,11 +120,11 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_my_yaml_is_a_right_recipe_for_the_hardware_that_it_names(
+def test_my_yaml_is_accepted_for_its_hardware(
     mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The block's commands in its order: `check` where no GPU is, `train` and `eval` where there
-    are those that my.yaml speaks of, up to the engines."""
+    """Run the block's commands in order: `check` without a GPU, `train` and `eval` on the hardware
+    of my.yaml, up to the engines."""
     monkeypatch.chdir(mine)
     config = load_config("my.yaml")
     assert Path(config.model.path).name == "Qwen3-30B-A3B"
@@ -159,7 +158,7 @@ def test_the_other_commands_parse() -> None:
     assert len(parsed) > 5 and load_distillation(recipes[0]).dir == "runs/distill"
 
 
-def test_the_job_is_one_that_keel_takes(
+def test_job_is_a_valid_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """tests/e2e/test_job.py submits such a job to a cluster."""

@@ -1,4 +1,4 @@
-"""What the code never does with what it is given: unpickle it, run it, hand it to a shell."""
+"""The code never unpickles, executes or passes to a shell any input."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ PICKLES = {
     *("weights/control_channel.py", "trainer/engine/weights.py"),
     "rewards/pickled_functions.py",
 }
-"""Messages between ranks and engines of one run; functions that the caller of `keel.train` passed
-to the run's own workers, in a folder that lives as long as the call."""
+"""Messages between ranks and engines of one run, and functions that the caller of `keel.train`
+passes to the run's workers."""
 RUNS_TEXT = {
     "agents/environments/general/parts.py",
     "agents/env_runtime/fork_server.py",
     "rewards/code/call_driver.py",
     "rewards/code/languages.py",
 }
-"""Inside a sandbox."""
+"""Files that run inside a sandbox."""
 
 
 WORDS = re.compile(
     r"from_pretrained|load\(|savez?|pickle|dill|joblib|marshal|yaml|popen|system\(|shell|eval\(|exec\("
 )
-"""Of files that are looked at."""
+"""Quick text filter for files to parse."""
 
 
 @cache
 def calls() -> list[tuple[str, str, dict[str, ast.expr]]]:
-    """File, the name as it is called, and the keywords."""
+    """File, dotted name and keywords of each call."""
     found: list[tuple[str, str, dict[str, ast.expr]]] = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -62,7 +62,7 @@ def calls() -> list[tuple[str, str, dict[str, ast.expr]]]:
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c`; "" of what is no name."""
+    """Return `a.b.c`, or "" for other expressions."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -81,7 +81,7 @@ def test_models_bring_no_code() -> None:
         assert told or options.startswith("hub_options("), f"{file}: {name}"
 
 
-def test_files_are_no_pickles() -> None:
+def test_files_are_not_pickled() -> None:
     for file, name, keywords in calls():
         if name == "torch.load":
             assert ast.unparse(keywords["weights_only"]) == "True", file
@@ -91,9 +91,7 @@ def test_files_are_no_pickles() -> None:
             assert file in PICKLES, f"{file}: {name}"
 
 
-def test_a_recipe_names_no_pickle_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_cannot_name_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     (tmp_path / "python.x").mkdir()
     (tmp_path / "python.x" / "y.pkl").write_bytes(pickle.dumps(len))
@@ -108,14 +106,14 @@ def test_yaml_makes_plain_data() -> None:
             assert ast.unparse(keywords["Loader"]) == "yaml.SafeLoader", file
 
 
-def test_text_is_run_in_sandboxes_alone() -> None:
+def test_text_is_executed_in_sandboxes_only() -> None:
     for file, name, keywords in calls():
         assert name not in ("os.system", "os.popen") and "shell" not in keywords, file
         assert name not in ("eval", "exec") or file in RUNS_TEXT, f"{file}: {name}"
 
 
 @pytest.mark.parametrize("kind", ["config", "tokenizer"])
-def test_code_that_comes_with_a_model_is_not_run_whoever_says_yes(
+def test_custom_model_code_never_runs(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from keel.configs.schema import ConfigError  # noqa: PLC0415

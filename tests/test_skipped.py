@@ -1,4 +1,4 @@
-"""The line at the end of a test run that says what was skipped for want of what."""
+"""The summary of skipped tests at the end of a test run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def last_lines(folder: Path, *words: str) -> list[str]:
 
 @pytest.fixture
 def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The words of a machine that has none."""
+    """Error message on a machine without bubblewrap."""
     open_sandbox.cache_clear()
     monkeypatch.setattr("keel.rewards.sandbox.bubblewrap.shutil.which", lambda *_, **__: None)
     try:
@@ -69,7 +69,7 @@ def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "1")], ids=["one process", "xdist"])
-def test_one_line_says_what_was_skipped_for_want_of_what(
+def test_summary_counts_skips_by_missing_requirement(
     workers: tuple[str, ...], tmp_path: Path, no_bubblewrap: str
 ) -> None:
     (tmp_path / "test_some.py").write_text(TESTS.format(isolation=no_bubblewrap))
@@ -78,17 +78,17 @@ def test_one_line_says_what_was_skipped_for_want_of_what(
     assert said.startswith("skipped: ")
     parts = said.removeprefix("skipped: ").split("; ")
     assert parts[0].startswith("4 for want of a GPU (")
-    assert parts[1] == "1 because: no moon tonight"  # not in the table: its own words
+    assert parts[1] == "1 because: no moon tonight"  # not in the table: the reason itself
     assert parts[2] == "1 for want of bubblewrap (apt-get install bubblewrap)"
     assert parts[3].startswith("1 for want of user namespaces")
 
 
-def test_without_skips_nothing_is_said(tmp_path: Path) -> None:
+def test_no_summary_without_skips(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text("def test_itself(): ...")
     assert not any("skipped" in line for line in last_lines(tmp_path))
 
 
-def test_a_file_that_is_left_out_as_a_whole_is_not_read(tmp_path: Path) -> None:
+def test_deselected_files_are_not_imported(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text("def test_itself(): ...")
     costly = "import pytest\n\npytestmark = {mark}\nraise RuntimeError\n"
     (tmp_path / "test_costly.py").write_text(costly.format(mark="pytest.mark.e2e"))

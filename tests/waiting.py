@@ -1,4 +1,4 @@
-"""How long tests wait: for what must come, so long that only a hang fails, never a busy machine."""
+"""Test timeouts, long enough that only a hang fails and never a busy machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 PATIENCE_S = 300.0
-"""Any process may be stopped for half a minute at any line, or be ten times slower."""
+"""Any process may be suspended for half a minute, or run ten times slower."""
 LIMITS_S = (0.3, 5.0, 60.0)
 
 Found = TypeVar("Found")
@@ -17,13 +17,13 @@ Found = TypeVar("Found")
 
 def wait_for(
     ready: Callable[[], Found],
-    what: str = "what was to happen",
+    what: str = "an event",
     *,
     within_s: float = PATIENCE_S,
     every_s: float = 0.02,
 ) -> Found:
-    """What `ready` returns once that is true: it is asked often at first, later `every_s`. Raises
-    TimeoutError naming `what`."""
+    """Poll `ready` until it returns a true value, and return that. Polling starts fast and slows
+    down to `every_s`. Raises TimeoutError naming `what`."""
     until, pause_s = time.monotonic() + within_s, 0.001
     while not (found := ready()):
         if time.monotonic() >= until:
@@ -34,8 +34,8 @@ def wait_for(
 
 
 def within_some(play: Callable[[float], Found], limits_s: tuple[float, ...] = LIMITS_S) -> Found:
-    """`play` with a limit in seconds that something in it is to run into. What else it wants to see
-    before that may come too late on a busy machine: then it is played again with a longer one."""
+    """Call `play` with a time limit that part of it is meant to exceed. On a busy machine, other
+    parts may exceed it as well, so failures are retried with longer limits."""
     for limit_s in limits_s[:-1]:
         try:
             return play(limit_s)
@@ -45,12 +45,12 @@ def within_some(play: Callable[[float], Found], limits_s: tuple[float, ...] = LI
 
 
 def patiently(start: Callable[[], Found], undo: Callable[[], object] = lambda: None) -> Found:
-    """What starts Ray, which gives a node 30 s to start in, whatever else its machine has to do.
-    undo: of a start that was late."""
+    """Retry a start of Ray that timed out: Ray allows a node 30 s, even on a busy machine. undo:
+    cleans up a failed start."""
     for left in (3, 2, 1, 0):
         try:
             return start()
-        except Exception as error:  # Ray raises no more than that
+        except Exception as error:  # Ray raises a plain Exception
             if not left or "timed out during startup" not in str(error):
                 raise
             undo()

@@ -36,7 +36,7 @@ print(min(took))
 
 @pytest.mark.e2e
 @pytest.mark.skipif(bool(preload.unavailable()), reason=preload.unavailable())
-def test_the_wall_clock_alone_jumps_and_syncs_below_the_folder_alone_are_slow(
+def test_clock_jump_and_slow_sync_are_isolated(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"

@@ -50,7 +50,7 @@ def test_a_gpu_that_others_use_is_refused() -> None:
         memory.check_alone(lambda: 70.0 * 2**30, timeout_s=0.2)
 
 
-def test_prompts_have_the_promised_length_in_both_systems(workload: Workload) -> None:
+def test_prompt_lengths_match_in_both_systems(workload: Workload) -> None:
     tokenizer = load_tokenizer(workload.model)
     assert len(tokenizer) == workload.shape.tokens
     for prompt in messages(workload):
@@ -64,7 +64,7 @@ def test_prompts_have_the_promised_length_in_both_systems(workload: Workload) ->
         assert len(ours.token_ids) == workload.prompt_tokens
 
 
-def test_a_word_is_a_token_and_comes_back(workload: Workload) -> None:
+def test_each_word_is_one_token(workload: Workload) -> None:
     tokenizer = load_tokenizer(workload.model)
     ids = list(range(len(MARKS), len(MARKS) + 40))
     text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -83,7 +83,7 @@ def test_no_answer_can_end(workload: Workload) -> None:
     assert bool((never.max(dim=1).values < least_kept).all())
 
 
-def test_the_share_of_an_engine_is_what_its_completions_need() -> None:
+def test_engine_share_fits_its_completions() -> None:
     # 0.6 B parameters, and 128 × 1,152 tokens of 112 KiB: 15.75 GiB.
     assert 0.15 < QWEN3_06B.engine_share(140 * 2**30) < 0.19
     longer = replace(QWEN3_06B, completion_tokens=2 * QWEN3_06B.completion_tokens)
@@ -104,7 +104,7 @@ def test_every_arm_is_a_valid_recipe(workload: Workload, arm: str, tmp_path: Pat
     assert config.algorithm.prompts_per_step * config.algorithm.group_size == workload.sequences
 
 
-def test_steps_are_read_from_metrics_as_far_as_they_are_written(tmp_path: Path) -> None:
+def test_partial_metrics_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert keel_grpo.read_steps(path) == []
     lines: list[dict[str, Any]] = [{"step": 0, "time": 100.0}]
@@ -145,7 +145,7 @@ def test_slower_or_larger_misses_the_goal(seconds: float, peak: float) -> None:
     assert "no verdict" in verdict(summarize(runs[:1]))
 
 
-def test_the_verdict_is_of_the_fastest_arm_that_fits() -> None:
+def test_verdict_uses_the_fastest_fitting_arm() -> None:
     runs = [arm("trl", [11.0], 100.0), arm("keel", [6.0], 30.0), arm("keel-turns", [5.0], 39.0)]
     assert verdict(summarize(runs)).startswith("keel-turns has 2.20 times")
     runs.append(arm("keel-fast", [4.0], 60.0))
@@ -153,12 +153,12 @@ def test_the_verdict_is_of_the_fastest_arm_that_fits() -> None:
     assert "keel-fast" in verdict(summarize([runs[0], runs[3]]))
 
 
-def test_a_workload_drawn_by_seed_is_the_same_again_and_no_other() -> None:
+def test_workload_depends_on_its_seed() -> None:
     assert drawn(3) == drawn(3) != drawn(4)
     assert {drawn(seed).ends_after > 0 for seed in range(8)} == {True, False}
 
 
-def test_completions_end_as_soon_as_the_workload_says(tmp_path: Path) -> None:
+def test_completions_have_the_workloads_length(tmp_path: Path) -> None:
     shape = replace(SMALL.shape, hidden_size=256, head_dim=64, spread=0.06)
     workload = replace(SMALL, shape=shape, completion_tokens=32, ends_after=12, sharpness=8.0)
     made = write(tmp_path, workload)
@@ -174,14 +174,14 @@ def test_completions_end_as_soon_as_the_workload_says(tmp_path: Path) -> None:
     assert 0 < float((lengths == 32).float().mean()) < 0.4
 
 
-def test_memory_is_measured_by_the_fastest_arm_of_the_peer() -> None:
+def test_memory_uses_the_peers_fastest_arm() -> None:
     runs = [arm("trl", [12.0], 80.0), arm("trl-liger", [10.0], 70.0), arm("keel", [5.0], 10.0)]
     assert allowed_gib(runs) == 28.0
     assert allowed_gib([arm("keel", [5.0], 10.0), arm("trl", [], 80.0)]) == 0.0
     assert allowed_gib([replace(runs[1], status="cut short"), runs[0]]) == 32.0
 
 
-def test_runs_of_another_commit_are_not_added_to(tmp_path: Path) -> None:
+def test_runs_of_another_commit_stay_separate(tmp_path: Path) -> None:
     facts = {"machine": "m", "commit": "a", "model": "x", "a step": "y", KNOBS: "none"}
     (tmp_path / "results.json").write_text(json.dumps({"facts": facts}))
     check_same(tmp_path, facts | {"command": "again"})

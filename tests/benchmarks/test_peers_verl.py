@@ -1,4 +1,4 @@
-"""verl's arm of the comparison, as far as it goes without verl."""
+"""verl's arm of the comparison, as far as it runs without verl."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def workload(tmp_path: Path) -> Workload:
     return replace(SMALL, model='/a "model"', prompts=str(prompts))
 
 
-def test_inputs_are_in_the_form_that_verl_reads(workload: Workload, tmp_path: Path) -> None:
+def test_inputs_have_verls_format(workload: Workload, tmp_path: Path) -> None:
     verl_grpo.write_inputs(tmp_path / "run", workload)
     lines = (tmp_path / "run" / "prompts.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -58,9 +58,7 @@ def test_all_that_has_to_be_equal_is(workload: Workload, tmp_path: Path) -> None
     assert f"+actor_rollout_ref.model.override_config.attn_implementation={attention}" in said
 
 
-def test_an_engine_that_fits_has_what_the_completions_need(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_engine_fits_the_completions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(verl_grpo, "gpu_size", lambda: 80.0 * 2**30)
     shares = [
         verl_grpo.overrides(QWEN3_06B, verl_grpo.ARMS[arm], folder=tmp_path, steps=1)[
@@ -86,7 +84,7 @@ def line(step: int, **metrics: float) -> str:
     return json.dumps({"step": step, "data": data}) + "\n"
 
 
-def test_steps_are_read_from_the_log_as_far_as_it_is_written(tmp_path: Path) -> None:
+def test_partial_log_is_read(tmp_path: Path) -> None:
     watched = verl_grpo.Watched(tmp_path / "metrics.jsonl", sequences=16)
     assert watched.fresh(0, 90.0) == []
     watched.path.touch()
@@ -136,7 +134,7 @@ def test_arms_are_told_what_is_theirs(tmp_path: Path, monkeypatch: pytest.Monkey
         parse(["--out", str(tmp_path), "--arms", "other"])
 
 
-def test_the_reward_is_the_same_in_every_form() -> None:
+def test_reward_forms_are_equal() -> None:
     text = "w1 w2 w2 w3"
     (theirs,) = variety_of_all([[{"content": text}]])
     assert variety_of_solution("peers", text, "", {}) == theirs == 0.75
@@ -152,7 +150,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
-def test_attention_is_over_each_packed_sequence_by_itself() -> None:
+def test_packed_sequences_attend_separately() -> None:
     torch.manual_seed(0)
     lengths = [5, 1, 7]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]

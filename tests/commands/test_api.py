@@ -46,7 +46,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
-    """Configs passed to a fake `keel train`, whose run writes two lines of metrics."""
+    """Configs passed to a fake `keel train` that writes two lines of metrics."""
     configs: list[Config] = []
 
     def train(recipe: str, overrides: list[str], *, drive: Any, again: str) -> None:
@@ -166,7 +166,7 @@ def test_table_rows_have_arrays_and_nulls(requests: list[Config], tmp_path: Path
 
 
 @pytest.mark.parametrize("base", ["quickstart", "quickstart.yaml", "mine.yaml", Path("mine.yaml")])
-def test_python_recipe_is_written_into_the_run_folder(
+def test_python_recipe_is_saved(
     requests: list[Config], tmp_path: Path, working_folder: Path, base: Any
 ) -> None:
     Path("mine.yaml").write_text(f"defaults: {ROOT}/configs/quickstart.yaml\n")
@@ -295,7 +295,7 @@ def listening(*callbacks: Any) -> tuple[api._Telling, api._Heard]:
     return callbacks_, api._Heard(view, callbacks_)  # pyright: ignore[reportArgumentType]
 
 
-def test_callbacks_get_steps_and_may_end_the_run() -> None:
+def test_callbacks_can_stop_the_run() -> None:
     steps, reached = list[int](), np.array([1.0, 2.0])
     state, view = listening(lambda step, _: steps.append(step), lambda n, _: reached.max() <= n)
     view.record(0, {"eval/sums/pass@1": 0.5})

@@ -44,7 +44,7 @@ def sample(said: str, correct: float = 1.0, tokens: int = 5, **more: Any) -> dic
 
 
 def evaluation(folder: Path, asked: dict[str, Sequence[dict[str, Any]]], domain: str) -> Path:
-    """As `keel eval` writes it: prompt → its completions."""
+    """Write an evaluation folder: prompt → its completions."""
     folder.mkdir(parents=True)
     rows = [
         {
@@ -67,7 +67,7 @@ def learned(path: Path) -> list[tuple[str, str]]:
     return [(line["specialist"], line["messages"][-1]["content"]) for line in lines]
 
 
-def test_right_whole_different_and_short_ones_are_learned(tmp_path: Path) -> None:
+def test_selection_prefers_correct_distinct_short_completions(tmp_path: Path) -> None:
     sums = evaluation(
         tmp_path / "sums",
         {
@@ -92,13 +92,13 @@ def test_right_whole_different_and_short_ones_are_learned(tmp_path: Path) -> Non
     assert line["source"] == "sums" and line["parts"] == {"correct": 1.0, "format": 1.0}
     assert line["segments"] and "asked" not in line
     name, *counts = table.splitlines()[1].rsplit(maxsplit=9)
-    # sampled; wrong, not scored, cut off, other parts, said before, longer, for balance; to learn
+    # sampled; wrong, unscored, truncated, by parts, duplicate, longer, for balance; selected
     assert (name, counts) == ("sums, thinking", ["8", "2", "2", "1", "0", "1", "1", "0", "1"])
     select({"adder": sums}, SelectConfig(most_per_prompt=0), out)
     assert learned(out) == [("adder", "short"), ("adder", "long")]
 
 
-def test_parts_of_the_reward_that_rules_and_judges_give_are_bounded(tmp_path: Path) -> None:
+def test_reward_parts_limit_the_selection(tmp_path: Path) -> None:
     own = [("good", {"format": 1.0, "refusal": 0.0}), ("bare", {}), ("odd", {"format": 0.5})]
     own += [("declines", {"format": 1.0, "refusal": 0.5})]
     said = {text: [sample(text, parts=parts, asked=text)] for text, parts in own}
@@ -107,13 +107,16 @@ def test_parts_of_the_reward_that_rules_and_judges_give_are_bounded(tmp_path: Pa
     table, _ = select(
         folder, SelectConfig(least_parts={"format": 1}, most_parts={"refusal": 0.4}), out
     )
-    assert [text for _, text in learned(out)] == ["good", "bare"]  # what has no such part stays
+    assert [text for _, text in learned(out)] == [
+        "good",
+        "bare",
+    ]  # completions without the part stay
     assert table.splitlines()[1].split()[-5] == "2"
     with pytest.raises(ConfigError, match=r"no completion has a part 'fromat'.* format, refusal"):
         select(folder, SelectConfig(least_parts={"fromat": 1}), out)
 
 
-def test_no_domain_and_mode_drowns_the_others(tmp_path: Path) -> None:
+def test_selection_balances_domains_and_modes(tmp_path: Path) -> None:
     many = {str(n): [sample(f"{n}a", tokens=1), sample(f"{n}b", tokens=2)] for n in range(9)}
     few = {"1": [sample("plain", thinking=False)], "2": [sample("deep")]}
     folders = {
@@ -128,7 +131,7 @@ def test_no_domain_and_mode_drowns_the_others(tmp_path: Path) -> None:
     assert len(learned(out)) == 20
 
 
-def test_nothing_left_is_said_with_the_reasons(tmp_path: Path) -> None:
+def test_empty_selection_reports_reasons(tmp_path: Path) -> None:
     folder = evaluation(tmp_path / "a", {"1": [sample("no", 0.0)]}, "sums")
     with pytest.raises(ConfigError, match=r"learn(.|\n)*sums, thinking +1 +1 "):
         select({"a": folder}, SelectConfig(), tmp_path / "out.jsonl")
@@ -137,7 +140,7 @@ def test_nothing_left_is_said_with_the_reasons(tmp_path: Path) -> None:
 
 
 class Keel:
-    """Commands that end as a test has them."""
+    """Commands with scripted outcomes."""
 
     def __init__(self) -> None:
         self.ran: list[tuple[str, dict[str, str]]] = []
@@ -177,7 +180,7 @@ def recipe(folder: Path, **changes: Any) -> DistillConfig:
     return DistillConfig(**{**known, **changes})
 
 
-def test_what_was_selected_is_learned_and_fits_what_any_specialist_had_room_for(
+def test_context_fits_every_specialist(
     tmp_path: Path,
 ) -> None:
     longer = ("rollout.sampling.max_tokens=1000", "model.tiny.max_context=2048")
@@ -190,7 +193,7 @@ def test_what_was_selected_is_learned_and_fits_what_any_specialist_had_room_for(
     assert made.max_context_tokens > plain.max_context_tokens
 
 
-def test_what_the_hardware_decides_is_still_left_to_it_by_what_is_learned(tmp_path: Path) -> None:
+def test_auto_knobs_stay_open_for_sft(tmp_path: Path) -> None:
     overrides = ("rollout.engines=2", "trainer.ranks=2", "trainer.zero_stage=2")
     ours = ("trainer.micro_batch_tokens=512",)
     config = recipe(tmp_path, overrides=overrides, sft_overrides=ours)
@@ -198,12 +201,12 @@ def test_what_the_hardware_decides_is_still_left_to_it_by_what_is_learned(tmp_pa
     made, left = load_recipe(tmp_path / "lessons.yaml")
     assert left == KNOBS - {"trainer.micro_batch_tokens"}
     assert made.trainer.micro_batch_tokens == 512
-    # The layout for RL is another's.
+    # The RL layout is separate.
     assert (made.rollout.engines, made.trainer.ranks, made.trainer.zero_stage) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("status", [143, 0])  # 0: Ctrl-C has stopped it, with a checkpoint
-def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
+@pytest.mark.parametrize("status", [143, 0])  # 0: stopped by Ctrl-C with a checkpoint
+def test_links_run_in_order_and_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
     keel = Keel()
@@ -218,11 +221,11 @@ def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
     assert rest == ["train", "eval", "eval", "sft", "eval", "train", "eval"]
     (_, speller), (_, taught), (_, measured) = keel.ran[:3]
     assert speller["run.steps"] == "3" and speller["data.train_on"] == '["spelling"]'
-    # Of a model folder: engines alone are started for it.
+    # Evaluates a model folder, so only engines start.
     assert taught["model.path"] == measured["model.path"] == f"{speller['run.dir']}/model"
     assert taught["run.dir"] == measured["run.dir"] != speller["run.dir"]
     assert taught["eval.samples"] == "4" and "eval.prompts" not in measured
-    # What one holds out, no other may learn: all links that learn know the same sources.
+    # Held-out prompts must stay unseen, so all learning links share the same sources.
     known = [one.get("data.only") for _, one in keel.ran]
     both = '["spelling", "spiral"]'
     assert known == [both, both, '["spelling"]', *[both] * 3, '["spiral"]', None, *[both] * 3]
@@ -245,7 +248,7 @@ def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
         distill(recipe(tmp_path, samples=8), keel)
 
 
-def test_a_folders_name_is_one_whatever_yaml_reads_in_it(tmp_path: Path) -> None:
+def test_folder_names_survive_yaml(tmp_path: Path) -> None:
     root = tmp_path / "a: b #1 ${c}"
     words = [word for link in chain(recipe(root)) for word in link.command if str(tmp_path) in word]
     knobs = [word for word in words if word.startswith(("run.dir=", "eval.dir=", "model.path="))]
@@ -259,8 +262,8 @@ def test_a_folders_name_is_one_whatever_yaml_reads_in_it(tmp_path: Path) -> None
     assert load_config("quickstart", ["run.dir=runs/a#1"]).run.dir == "runs/a#1"
 
 
-def test_a_result_that_nobody_wrote_down_is_one(tmp_path: Path) -> None:
-    """Killed between a command's end and the line about it."""
+def test_unlogged_result_is_reused(tmp_path: Path) -> None:
+    """The process was killed between the end of a command and its log line."""
     keel = Keel()
     assert distill(recipe(tmp_path), keel) == 0
     lines = (tmp_path / "links.jsonl").read_text().splitlines(keepends=True)
@@ -270,7 +273,7 @@ def test_a_result_that_nobody_wrote_down_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_signal_is_the_commands_to_answer(tmp_path: Path) -> None:
+def test_running_command_handles_signals(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Commands() as commands:
         wait = "import os, signal, sys; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
@@ -280,7 +283,7 @@ def test_a_signal_is_the_commands_to_answer(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
+def test_invalid_links_are_refused_before_any_run(tmp_path: Path) -> None:
     keel = Keel()
     wrong = SpecialistConfig(name="a", sources=("speling",))
     with pytest.raises(ConfigError, match=r"specialists\[a\].sources: .* no source 'speling'"):
@@ -308,7 +311,7 @@ def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
     assert keel.ran == []
 
 
-def test_what_the_first_links_lack_is_said_before_any_runs(
+def test_missing_inputs_are_refused_before_any_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -323,7 +326,7 @@ def test_what_the_first_links_lack_is_said_before_any_runs(
     with pytest.raises(ConfigError, match=r"`keel sft sft-specialists` is that run"):
         distill(missing, keel)
     assert keel.ran == [] and not [*tmp_path.iterdir()]
-    # Links that are left go on from models that others have made.
+    # Remaining links start from existing models.
     (tmp_path / "runs/sft-specialists/model").mkdir(parents=True)
     keel.fails, keel.status = "mixed", 1
     assert distill(missing, keel) == 1
@@ -332,9 +335,7 @@ def test_what_the_first_links_lack_is_said_before_any_runs(
     assert distill(missing, keel) == 0
 
 
-def test_what_a_later_link_lacks_is_said_before_the_first_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_links_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     keel, wandb = Keel(), ("run.trackers=[wandb]",)
     with pytest.raises(ConfigError, match=r"^mix: .*wandb"):
@@ -353,11 +354,11 @@ def test_what_a_later_link_lacks_is_said_before_the_first_trains(
 
 
 @pytest.mark.parametrize("name", ["quickstart", "specialists"])
-def test_a_shipped_chain_is_valid_by_its_bare_name(name: str) -> None:
+def test_shipped_chains_are_valid(name: str) -> None:
     _checked(load_distillation(name))
 
 
-def test_the_six_specialists_of_the_report_in_both_modes() -> None:
+def test_specialists_cover_all_domains_and_modes() -> None:
     config = load_distillation("specialists")
     recipe = load_config(config.recipe)
     sources = {source.name: source for source in recipe.data.sources}

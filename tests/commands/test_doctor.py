@@ -26,7 +26,7 @@ def script(folder: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_what_is_wrong_is_counted_and_a_look_that_fails_is_one_of_them(
+def test_failed_checks_count_as_problems(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def well() -> Iterator[Diagnosis]:

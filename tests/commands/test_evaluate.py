@@ -42,8 +42,8 @@ OPEN = "data.sources[trip].environment.isolation=none-i-trust-the-environments"
 
 @dataclass
 class Fake:
-    """A started system. Prompt number n of a set has n of its completions right, and one late in
-    its last group of completions."""
+    """A started system. Prompt n of a set has n correct completions, one of them late in its last
+    group."""
 
     skill: int = 0
     asked: list[tuple[Prompt, int]] = field(default_factory=list[Any])
@@ -304,7 +304,7 @@ def test_too_long_variant_is_refused(
 
 @dataclass(frozen=True)
 class Agents:
-    """As far as a variant looks into a started system."""
+    """The parts of a started system that a variant uses."""
 
     config: Config
     chat: Any

@@ -1,4 +1,4 @@
-"""`keel filter` without engines: every prompt k times, in groups as in training."""
+"""`keel filter` without engines: k completions per prompt, in groups as in training."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ SMALL += ("data.sources.0.holdout=8", "data.sources.1.holdout=8")
 
 
 class Fake:
-    """A started system; of the prompts whose ids are odd, one completion of three passes."""
+    """A started system; of prompts with odd ids, one completion in three passes."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -34,7 +34,7 @@ SHAPES: dict[str, tuple[PreTrainedConfig, float]] = {
     "Qwen/Qwen3-30B-A3B": (QWEN3_30B_A3B, 30.5e9),
     "meta-llama/Llama-3.1-8B-Instruct": (LLAMA_8B, 8.03e9),
 }
-"""Name at the hub → sizes in its config.json, and its published number of parameters."""
+"""Hub name → sizes in config.json, and the published number of parameters."""
 FILES = sorted(HERE.glob(f"{HARDWARE}*x*.yaml"))
 
 

@@ -174,7 +174,7 @@ def test_refusal_writes_nothing(flags: str, here: Path, capsys: pytest.CaptureFi
 
 
 class Terminal:
-    """Types the given replies."""
+    """Types scripted replies."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *replies: str) -> None:
         self.asked: list[str] = []

@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keel.model.hub.hub_answers", lambda: False)
 
 
-def test_files_of_every_kind_are_looked_for_and_small_ones_read(tmp_path: Path) -> None:
+def test_files_must_exist_and_small_ones_parse(tmp_path: Path) -> None:
     table = tmp_path / "sums.csv"
     table.write_text("question,answer\nWhat is 1 + 1?,2\n")
     assert said(tmp_path, source("sums.csv")) == ""
@@ -42,10 +42,10 @@ def test_files_of_every_kind_are_looked_for_and_small_ones_read(tmp_path: Path) 
     (folder / "train.csv").write_text("question,answer\nWhat is 1 + 1?,\n")
     assert "train.csv:2" in said(tmp_path, source("gsm"))
     (folder / "test.csv").write_bytes(b" " * (SOON + 1))
-    assert said(tmp_path, source("gsm")) == ""  # later: it takes its time
+    assert said(tmp_path, source("gsm")) == ""  # deferred, because it is slow
 
 
-def test_conversations_to_learn_from_are_read_soon_too(tmp_path: Path) -> None:
+def test_sft_conversations_are_checked(tmp_path: Path) -> None:
     (tmp_path / "chats.csv").write_text("question,reply\nHello?,Hello.\n")
     override = "sft.sources=[{name: s, source: file, path: PATH, columns: {prompt: question}}]"
     for path, wrong in (("chatz.csv", "no such file"), ("chats.csv", "chats.csv")):
@@ -54,15 +54,15 @@ def test_conversations_to_learn_from_are_read_soon_too(tmp_path: Path) -> None:
         )
 
 
-def test_a_model_beside_other_models_is_no_name_of_the_hub(tmp_path: Path) -> None:
+def test_missing_local_model_is_not_a_hub_name(tmp_path: Path) -> None:
     (tmp_path / "models" / "qwen3").mkdir(parents=True)
     assert "models/qwen4" in said(tmp_path, "model.path=models/qwen4")
-    assert said(tmp_path, "model.path=Qwen/Qwen3-0.6B") == ""  # later: the hub has to be asked
+    assert said(tmp_path, "model.path=Qwen/Qwen3-0.6B") == ""  # deferred, because it needs the hub
     (tmp_path / "weights").write_text("")
     assert "is a file" in said(tmp_path, "model.path=weights")
 
 
-def test_a_run_that_cannot_be_continued_is_refused_before_libraries_load(tmp_path: Path) -> None:
+def test_incompatible_resume_is_refused_early(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step_000002").mkdir(parents=True)
     own = f"run.dir={run}"
@@ -78,13 +78,13 @@ def test_a_run_that_cannot_be_continued_is_refused_before_libraries_load(tmp_pat
     check_continued(*load_recipe("quickstart", other))
 
 
-def test_a_run_in_a_file_and_lessons_of_nothing(tmp_path: Path) -> None:
+def test_run_dir_is_a_file_or_sources_are_empty(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     assert "is a file" in said(tmp_path, f"run.dir={tmp_path / 'taken'}")
     assert said(tmp_path, command="sft").startswith("sft.sources: ")
 
 
-def test_a_reward_of_a_module_that_nobody_has(tmp_path: Path) -> None:
+def test_missing_reward_module_is_named(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("raise SystemExit('is not imported yet')\n")
 
     def weighed(part: str) -> str:
@@ -95,7 +95,7 @@ def test_a_reward_of_a_module_that_nobody_has(tmp_path: Path) -> None:
     assert "MODULE.FUNCTION" in weighed("'./my_rewards.py:brief'")
 
 
-def test_a_model_that_a_run_has_yet_to_export_is_the_runs_to_bring(tmp_path: Path) -> None:
+def test_unexported_model_names_its_run(tmp_path: Path) -> None:
     wrong = said(tmp_path, "model.path=runs/first/model")
     assert wrong.startswith("model.path = 'runs/first/model' does not exist")
     assert "runs/first" in wrong
@@ -107,7 +107,7 @@ def test_a_model_that_a_run_has_yet_to_export_is_the_runs_to_bring(tmp_path: Pat
     assert first.endswith("; `keel pretrain pretrain-dense` is that run")
 
 
-def test_what_an_earlier_stage_makes_is_named_where_it_is_not_there(tmp_path: Path) -> None:
+def test_missing_output_names_the_earlier_stage(tmp_path: Path) -> None:
     assert "keel.examples.small small-tasks" in said(
         tmp_path, recipe="specialists", command="train"
     )

@@ -30,11 +30,11 @@ trainer: {lr: 1.0}
 data:
   sources: [{name: sums, source: reasoning_gym, task: chain_sum, size: 10, rewards: {evil.f: 1}}]
 """
-"""Its reward would have to be imported."""
+"""A recipe whose reward must be imported."""
 
 
 class FakeLearner:
-    """One whose gradient is finite from the second call on."""
+    """Gradients are finite from the second call on."""
 
     made: list[FakeLearner]
 
@@ -88,7 +88,7 @@ def saved(run: Path, step: int) -> Path:
     return checkpoint.save(run / "checkpoints", state, lambda _: {}, keep=9)
 
 
-def test_the_newest_batch_from_the_newest_checkpoint_before_it(
+def test_newest_batch_uses_the_checkpoint_before_it(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (3, 7):
@@ -110,10 +110,10 @@ def test_the_newest_batch_from_the_newest_checkpoint_before_it(
     assert second == ["base", 2.0, "step_000002", "p", "end"]
 
 
-def test_an_overflow_that_nothing_explains_is_not_called_finite(
+def test_unexplained_overflow_is_not_called_finite(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor are GPUs reserved for engines that are not started."""
+    """No GPUs are reserved, since engines are not started."""
     result = StepResult(version=1, metrics={"train/skipped_steps": Sum(1.0)})
     monkeypatch.setattr(FakeLearner, "step", lambda self, groups, examine: result)
     found, asked = module.plan_model, []
@@ -137,7 +137,7 @@ def test_an_overflow_that_nothing_explains_is_not_called_finite(
     assert "gradient is finite" not in said and asked == [module.RANK]
 
 
-def test_what_lies_between_is_said_and_a_damaged_checkpoint_is_passed_over(
+def test_gap_is_reported_and_damaged_checkpoint_skipped(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert nearest(run / "checkpoints", 1) == (

@@ -1,4 +1,4 @@
-"""`keel serve` and `keel chat`: which model is served, and with which options of vLLM."""
+"""`keel serve` and `keel chat`: model choice and vLLM options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def test_an_export_keeps_its_runs_name_and_sampling(tmp_path: Path) -> None:
+def test_export_keeps_name_and_sampling(tmp_path: Path) -> None:
     run = write_run(tmp_path / "school", "rollout.sampling.temperature=0.7")
     found = find_model(run)
     assert (found.path, found.name) == (run / "model", "school")
@@ -107,7 +107,7 @@ def test_an_option_that_cannot_be_is_refused(word: str) -> None:
 
 
 @pytest.mark.parametrize("port", [None, -1, 65536], ids=["taken", "negative", "too high"])
-def test_an_address_that_cannot_be_had_is_named(tmp_path: Path, port: int | None) -> None:
+def test_unavailable_address_is_named(tmp_path: Path, port: int | None) -> None:
     model = ServedModel(path=tmp_path, name="m")
     with socket.create_server(("127.0.0.1", 0)) as other:
         number = int(other.getsockname()[1]) if port is None else port
@@ -172,7 +172,7 @@ def completions(monkeypatch: pytest.MonkeyPatch) -> Completions:
     return completions
 
 
-def test_a_conversation_goes_on_until_it_is_reset(
+def test_conversation_continues_until_reset(
     completions: Completions, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = iter(["one", "", "stop", "fail", "two", "/reset", "three"])

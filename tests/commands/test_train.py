@@ -33,7 +33,7 @@ from tests.trainer.engine.batches import write_model
 
 ROOT = Path(__file__).parents[2]
 FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8"))
-"""Making and measuring the thousands of prompts of the recipe takes seconds."""
+"""Making and measuring thousands of prompts takes seconds."""
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -190,7 +190,7 @@ def test_own_model_is_planned_from_its_config(
     for command in ("check", "train"):
         code, _, err = run(capsys, command, str(recipe), "rollout.sampling.max_tokens=200")
         assert (code, "model.safetensors" in err) == (2, True), err
-    # Planned for GPUs that are elsewhere: so may the weights be.
+    # The recipe targets other machines, which may have the weights.
     elsewhere = ("run.gpu_gib=80", "rollout.sampling.max_tokens=200", "trainer.lr=0.1")
     code, out, err = run(capsys, "check", str(recipe), *elsewhere)
     assert code == 0, err
@@ -218,7 +218,7 @@ def test_own_model_is_planned_from_its_config(
 def test_chats_rendered_by_code_need_no_template(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """DeepSeek-V3.2: for prompts of one turn as in an environment."""
+    """Renders single-turn prompts and environments of DeepSeek-V3.2."""
     tokenizer = tokenizer_of("deepseek-v3.2")
     tokenizer.save_pretrained(tmp_path)
     shape = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2}

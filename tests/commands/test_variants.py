@@ -1,4 +1,4 @@
-"""Other ways of asking the same prompts."""
+"""Evaluation variants of the same prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_prompt_in_a_variants_words() -> None:
     assert as_asked(other, EvalVariant(name="v", thinking="with")) == replace(other, thinking=True)
 
 
-def test_a_variant_has_to_leave_room_for_its_budget() -> None:
+def test_variant_must_fit_the_context() -> None:
     config = load_config("quickstart", ["data.max_prompt_tokens=10"])
     assert config.rollout.sampling.max_tokens == 48
     prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "12345"},))

@@ -1,4 +1,4 @@
-"""Authors that say what a test has them say."""
+"""Authors with scripted replies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keel.rl.turns import Message, ToolSpec
 from keel.synthesis.author import AuthorReply
 
 Writes = Callable[[Sequence[Message], Sequence[ToolSpec], str], AuthorReply | str]
-"""From the messages, the tools and the purpose."""
+"""Reply from messages, tools and purpose."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""An author behind an endpoint: what it is sent, what is read of it, and what it may cost."""
+"""Requests, replies and cost limits of an author behind an endpoint."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def ask(author: EndpointAuthor, times: int = 1, **more: Any) -> list[AuthorReply
     return asyncio.run(all_of_them())
 
 
-def test_what_is_sent_and_what_is_read(endpoint: Server) -> None:
+def test_request_and_reply(endpoint: Server) -> None:
     endpoint.reset()
     calls = [
         {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}},
@@ -92,8 +92,8 @@ def test_what_is_sent_and_what_is_read(endpoint: Server) -> None:
     assert kept[0].usd == pytest.approx(57e-6)
 
 
-def test_half_a_character_is_neither_sent_nor_read(endpoint: Server) -> None:
-    """Models write such escapes, and files of somebody else's have them."""
+def test_lone_surrogates_are_replaced(endpoint: Server) -> None:
+    """Models and files may contain lone surrogates."""
     endpoint.reset()
     call = {"id": "1", "function": {"name": "look", "arguments": '{"at": "\\ud83d"}'}}
     message = {"role": "assistant", "content": "a\ud83d", "tool_calls": [call]}
@@ -114,7 +114,7 @@ def test_half_a_character_is_neither_sent_nor_read(endpoint: Server) -> None:
     assert endpoint.requests[0]["messages"][0]["content"] == "?"
 
 
-def test_a_budget_is_not_exceeded_by_calls_in_flight(endpoint: Server) -> None:
+def test_calls_in_flight_respect_the_budget(endpoint: Server) -> None:
     endpoint.reset()
     endpoint.behave = lambda _: replace(
         words("x", prompt_tokens=10, completion_tokens=50), delay_s=0.05
@@ -127,7 +127,7 @@ def test_a_budget_is_not_exceeded_by_calls_in_flight(endpoint: Server) -> None:
     assert "budget.tokens" in str(spent[0])
 
 
-def test_a_call_that_is_cancelled_under_way_is_charged(endpoint: Server) -> None:
+def test_cancelled_call_in_flight_is_charged(endpoint: Server) -> None:
     """The endpoint continues generating; a call that was still queued has cost nothing."""
     endpoint.reset()
     endpoint.behave = lambda _: replace(words("x"), delay_s=PATIENCE_S)
@@ -146,7 +146,7 @@ def test_a_call_that_is_cancelled_under_way_is_charged(endpoint: Server) -> None
     assert [usage.completion_tokens for usage in kept] == [7]
 
 
-def test_what_earlier_starts_spent_counts() -> None:
+def test_earlier_spending_counts() -> None:
     before = CallUsage(model="m", purpose="p", prompt_tokens=1, completion_tokens=1, usd=0.9)
     budget = SynthesisBudget(CostConfig(usd=1.0), [before], lambda _: None)
     with pytest.raises(BudgetSpent, match=r"budget\.usd"), budget.call(5, 0.2):
@@ -155,7 +155,7 @@ def test_what_earlier_starts_spent_counts() -> None:
         pass
 
 
-def test_tokens_that_nobody_counted_are_bounded(endpoint: Server) -> None:
+def test_missing_usage_is_bounded(endpoint: Server) -> None:
     wrong = Reply(words("a" * 300).body.replace("null", '{"prompt_tokens": "7"}'))
     for reply in (words("a" * 300), wrong):
         endpoint.behave = lambda _, reply=reply: reply
@@ -178,7 +178,7 @@ def test_tokens_that_nobody_counted_are_bounded(endpoint: Server) -> None:
         (replace(words("late"), delay_s=1000), "no reply within author.timeout_s = 0.05"),
     ],
 )
-def test_a_lost_author_says_why_and_not_its_key(
+def test_lost_author_reports_no_key(
     endpoint: Server, reply: Reply, words_of_it: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTHORS_KEY", "s3cret")
@@ -188,7 +188,7 @@ def test_a_lost_author_says_why_and_not_its_key(
     with pytest.raises(AuthorLost, match=words_of_it) as caught:
         raise ask(author)[0]  # type: ignore[misc]
     assert "s3cret" not in str(caught.value)
-    # Nobody has computed what was refused; what came late may have been paid for.
+    # Refused requests were not computed; late ones may have been billed.
     assert bool(kept) == bool(reply.delay_s or "chat completion" in words_of_it)
 
 
@@ -201,7 +201,7 @@ def test_a_lost_author_says_why_and_not_its_key(
         '{"message": "the request exceeds the available context size, try increasing it"}',
     ],
 )
-def test_a_conversation_that_outgrows_the_context_is_cut_off(endpoint: Server, said: str) -> None:
+def test_overlong_conversation_is_truncated(endpoint: Server, said: str) -> None:
     """That is the task's fault; a context without room for the first reply is the recipe's."""
     endpoint.behave = lambda _: Reply(f'{{"error": {said}}}', status=400)
 

@@ -1,4 +1,4 @@
-"""A model that writes rubbish costs tasks and nothing else: every one is refused by a gate."""
+"""Every task by a model that writes rubbish is rejected, without other harm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DATABASE = ("bash", {"command": "echo '[1, 2]' > a.json"}), ("submit_database", 
 
 
 def rubbish(request: Mapping[str, Any]) -> Reply:
-    """The same for the same request."""
+    """Deterministic rubbish for each request."""
     text = json.dumps(request["messages"])
     draw = random.Random(hashlib.sha256(text.encode()).hexdigest())
     tools = [tool["function"] for tool in request.get("tools") or []]

@@ -1,4 +1,4 @@
-"""Requests to be declined and harmless ones that look like them."""
+"""Harmful requests, and harmless ones that look like them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keel.rewards.checks import check_spec
 from keel.synthesis.redteam import FRAMINGS, TOPICS, main, requests
 
 
-def test_how_something_is_asked_says_nothing_of_whether_to_do_it() -> None:
+def test_phrasing_is_independent_of_harm() -> None:
     lines = list(requests(2 * len(TOPICS) * len(FRAMINGS), seed=1))
     assert len({line["prompt"] for line in lines}) == len({line["id"] for line in lines})
     kinds = Counter((line["id"].split("-")[1], line["refuse"]) for line in lines)
@@ -26,7 +26,7 @@ def test_how_something_is_asked_says_nothing_of_whether_to_do_it() -> None:
     assert sum(line["refuse"] for line in some) == 15
 
 
-def test_the_kinds_go_into_a_file_each_with_the_same_topics(tmp_path: Path) -> None:
+def test_each_kind_has_a_file_with_equal_topics(tmp_path: Path) -> None:
     found: dict[str, list[str]] = {}
     for kind in ("refuse", "help"):
         path = tmp_path / kind
@@ -34,7 +34,7 @@ def test_the_kinds_go_into_a_file_each_with_the_same_topics(tmp_path: Path) -> N
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert {line["refuse"] for line in lines} == {kind == "refuse"}
         found[kind] = [line["id"].rpartition("-")[0] for line in lines]
-        # As docs/alarms.md has it: all are held out, none is trained on.
+        # As in docs/alarms.md: all are held out, none is trained on.
         knobs: dict[str, Any] = {"weight": 0, "holdout": 160}
         one = SourceConfig(name="s", source="jsonl", path=str(path), **knobs)
         other = SourceConfig(name="t", source="reasoning_gym", task="spell_backward", size=10)
@@ -51,7 +51,7 @@ def test_a_file_of_requests_is_a_source(tmp_path: Path, capsys: pytest.CaptureFi
     loaded = load_jsonl(SourceConfig(name="s", source="jsonl", path=str(path)), check_spec)
     rewards = [item.prompt.reward for item in loaded.items]
     assert rewards == [{"kind": "refusal", "refuse": line["refuse"]} for line in lines]
-    assert main([str(path)]) == 2  # what is there stays
+    assert main([str(path)]) == 2  # existing files stay
     assert "name a new file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(tmp_path / "more.jsonl"), "--count", "9999"])

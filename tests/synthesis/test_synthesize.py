@@ -1,4 +1,4 @@
-"""Tasks made one beside the other: kept, refused, stopped, and gone on with."""
+"""Concurrent task synthesis: kept, rejected, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def even(key: str) -> None:
         raise Rejected("parity", "is odd \ud83d"[: 6 + 2 * (key == "t1")])
 
 
-def test_each_is_kept_or_refused_by_a_gate(tmp_path: Path) -> None:
+def test_tasks_are_kept_or_rejected(tmp_path: Path) -> None:
     why, report, lines = made(tmp_path / "out", even)
     assert why == "" and (report["made"], report["kept"]) == (8, 4)
     assert report["refused"] == {
@@ -66,7 +66,7 @@ def test_each_is_kept_or_refused_by_a_gate(tmp_path: Path) -> None:
     assert said["refused"]["parity"]["reasons"] == {"is odd": 3, "is odd ?": 1}
 
 
-def test_drafts_that_were_thrown_away_are_counted(tmp_path: Path) -> None:
+def test_rejected_drafts_are_counted(tmp_path: Path) -> None:
     async def make(key: str) -> list[Rejected]:
         if key == "t1":
             refused = Rejected("last", "no")
@@ -84,7 +84,7 @@ def test_drafts_that_were_thrown_away_are_counted(tmp_path: Path) -> None:
         assert ledger.report() == report
 
 
-def test_what_is_waited_for_is_shown(tmp_path: Path) -> None:
+def test_progress_is_shown(tmp_path: Path) -> None:
     waits: list[Wait] = []
 
     @contextmanager
@@ -102,11 +102,11 @@ def test_what_is_waited_for_is_shown(tmp_path: Path) -> None:
     assert seen[-1] == "making tasks · 2 of 8 tasks · 1 in flight, 0 model calls · 0 s"
     made(tmp_path, make, show=show)
     assert [(wait.before, wait.done) for wait in waits] == [(0, 3), (3, 8)]
-    made(tmp_path, make, show=show)  # nothing is left to wait for
+    made(tmp_path, make, show=show)  # no remaining tasks
     assert len(waits) == 2
 
 
-def test_a_stopped_one_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_stopped_synthesis_resumes(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def make(key: str) -> None:
@@ -122,7 +122,7 @@ def test_a_stopped_one_goes_on_where_it_was(tmp_path: Path) -> None:
     assert lines[0] == "5 of 8 tasks already made"
 
 
-def test_a_spent_budget_ends_it_and_keeps_what_is_done(tmp_path: Path) -> None:
+def test_spent_budget_keeps_finished_tasks(tmp_path: Path) -> None:
     async def make(key: str) -> None:
         if key == "t3":
             raise BudgetSpent("budget.tokens = 5: …")
@@ -131,7 +131,7 @@ def test_a_spent_budget_ends_it_and_keeps_what_is_done(tmp_path: Path) -> None:
     assert why == "budget.tokens = 5: …" and report["made"] == 3
 
 
-def test_a_lost_author_is_asked_again_by_the_next_start(tmp_path: Path) -> None:
+def test_next_start_retries_a_lost_author(tmp_path: Path) -> None:
     lost = set(KEYS[:2])
 
     async def make(key: str) -> None:
@@ -144,7 +144,7 @@ def test_a_lost_author_is_asked_again_by_the_next_start(tmp_path: Path) -> None:
     assert made(tmp_path, make)[1]["made"] == 8
 
 
-def test_an_author_that_is_gone_ends_it(tmp_path: Path) -> None:
+def test_unreachable_author_stops_synthesis(tmp_path: Path) -> None:
     async def make(key: str) -> None:
         raise AuthorLost("no route to host")
 
@@ -152,9 +152,7 @@ def test_an_author_that_is_gone_ends_it(tmp_path: Path) -> None:
     assert why.startswith(f"{MOST_LOST} tasks in a row") and report["made"] == 0
 
 
-def test_a_defect_of_the_pipeline_is_raised_once(
-    tmp_path: Path, logged: list[logging.LogRecord]
-) -> None:
+def test_pipeline_bug_is_raised_once(tmp_path: Path, logged: list[logging.LogRecord]) -> None:
     async def make(key: str) -> None:
         raise ZeroDivisionError
 
@@ -175,9 +173,9 @@ def test_usage_outlives_the_process(tmp_path: Path) -> None:
     assert "  write: 1 calls, 7 tokens, 0.50 USD" in lines
 
 
-def test_folders_that_are_not_for_it(tmp_path: Path) -> None:
+def test_foreign_folders_are_refused(tmp_path: Path) -> None:
     another = pytest.raises(ConfigError)
-    with Ledger(tmp_path / "a", {"seed": 0}):  # nothing is made: no claim
+    with Ledger(tmp_path / "a", {"seed": 0}):  # an empty ledger does not claim the folder
         pass
     with Ledger(tmp_path / "a", {"seed": 1}) as ledger, another:
         ledger.add(TaskOutcome(key="t0", outcome="kept"))
@@ -198,9 +196,7 @@ author:
 """
 
 
-def test_recipes_are_as_strict_as_those_of_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipes_are_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "tasks.yaml"
     recipe.write_text(RECIPE.format(out=tmp_path / "out"))
     assert load_synthesis(recipe, ["author.temperature=0.5"]).author.temperature == 0.5
@@ -219,11 +215,10 @@ def test_recipes_are_as_strict_as_those_of_runs(
 
 
 @pytest.mark.parametrize(("number", "why"), [(signal.SIGINT, KeyboardInterrupt), (0, ConfigError)])
-def test_what_tasks_are_made_of_takes_an_hour_to_prepare(
+def test_slow_preparation_can_be_interrupted(
     number: int, why: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C ends it at once, in the middle of what keeps the event loop busy; and a corpus that
-    cannot be used is all that is said."""
+    """Ctrl-C interrupts blocking work; an unusable corpus prints only its error."""
 
     class Corpus:
         ready = False
@@ -248,10 +243,10 @@ def test_what_tasks_are_made_of_takes_an_hour_to_prepare(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("family", ["general", "code"])
-def test_without_a_sandbox_nothing_is_made(
+def test_synthesis_needs_a_sandbox(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What authors and projects write runs nowhere else, and no knob says otherwise."""
+    """Code of authors and projects runs in a sandbox only, and no knob changes that."""
     which = shutil.which
 
     def without(name: str, **more: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""A model at work with tools."""
+"""The tool loop of a model."""
 
 from __future__ import annotations
 

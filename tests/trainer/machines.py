@@ -1,4 +1,4 @@
-"""Commands as they run on a machine that is not here, up to their first engine."""
+"""Run commands on simulated machines, up to the first engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from keel.trainer.placement.hardware import idle_nodes
 
 
 class Accepted(BaseException):
-    """Where a run would go on to its engines. No error that a command would catch."""
+    """Raised just before engines start. Not an Exception, so commands do not catch it."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is faked to be here; `nodes` of `gpus` GPUs with `gib` of memory each."""
+    """A simulated cluster: `nodes` of `gpus` GPUs with `gib` of memory each."""
 
     gpus: int
     nodes: int = 1
@@ -29,7 +29,7 @@ NOTHING = Machine(gpus=0, gib=0.0)
 
 
 class Granted:
-    """A placement group that Ray grants at once."""
+    """A placement group that is ready at once."""
 
     def wait(self, seconds: float) -> bool:
         return True
@@ -37,7 +37,7 @@ class Granted:
 
 @contextlib.contextmanager
 def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
-    """Commands run as if `machine` were here; Accepted is raised before the first engine starts."""
+    """Run commands as if on `machine`; Accepted is raised before the first engine starts."""
     nodes = idle_nodes(machine.nodes, machine.gpus) if machine.gpus else []
 
     def accept(*_: Any) -> str:

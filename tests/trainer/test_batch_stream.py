@@ -1,4 +1,4 @@
-"""The stream of batches against futures that tests settle by hand."""
+"""The stream of batches, with futures resolved by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import PATIENCE_S
 
 
 class FakeRequests:
-    """Prompts without end, and the futures of everything that has been asked for."""
+    """Endless prompts, and the futures of all submitted requests."""
 
     def __init__(self, steps: int = 9, **algorithm: Any) -> None:
         config = Config(
@@ -112,8 +112,8 @@ def test_waits_for_samples_then_scores() -> None:
 
 
 def test_slow_group_blocks_nothing_else() -> None:
-    """It is trained on in its turn, however many have overtaken it, and by then it is as old as
-    `max_lag` allows."""
+    """It is trained on in its turn, however many groups overtake it, at an age of at most
+    `max_lag`."""
     world = FakeRequests(max_lag=1)
     world.feed.open()
     assert list(world.asked) == ["p0", "p1", "p2", "p3"]
@@ -125,7 +125,7 @@ def test_slow_group_blocks_nothing_else() -> None:
 
 
 def test_waits_only_for_the_batch() -> None:
-    """Groups sampled ahead are not waited for."""
+    """Groups sampled ahead are not awaited."""
     world = FakeRequests(max_lag=1)
     world.feed.open()
     world.finish("p1")
@@ -136,7 +136,7 @@ def test_waits_only_for_the_batch() -> None:
 
 
 class Alarm(threading.Condition):
-    """A clock that advances only during waits, each of which delivers the next group."""
+    """A clock that advances only during waits; each wait delivers the next group."""
 
     def __init__(self, world: FakeRequests, durations: Random) -> None:
         super().__init__(threading.RLock())
@@ -161,7 +161,7 @@ class Alarm(threading.Condition):
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_trained_lengths_equal_sampled_lengths(lag: int) -> None:
-    """A whole run of heavy-tailed durations, on a clock that moves as the loop waits."""
+    """Simulates a whole run with heavy-tailed durations."""
     world = FakeRequests(steps=150, max_lag=lag)
     alarm = Alarm(world, Random(lag))
     world.feed._changed, world.feed._sample = alarm, alarm.begin
@@ -221,8 +221,8 @@ def test_closing_cancels_and_keeps_the_position() -> None:
 
 
 def test_position_is_consistent() -> None:
-    """Or a prompt would count as taken and not as unfinished, and a resumed run would leave it
-    out."""
+    """Otherwise a prompt would count as drawn but not as unfinished, and a resumed run would skip
+    it."""
     world, update = FakeRequests(max_lag=1), Future[None]()
     world.feed.open()
     world.finish("p0", "p1")

@@ -278,7 +278,7 @@ def test_hub_datasets_are_hidden_in_the_cache(
 
 @pytest.mark.e2e
 def test_prompt_files_are_hidden_in_sandboxes(tmp_path: Path) -> None:
-    """They hold the answers, and may lie where an environment or a program runs."""
+    """They contain the answers, and may lie in the folder of an environment or a program."""
     tmp_path.chmod(0o755)
     tasks, more = tmp_path / "tasks.jsonl", tmp_path / "more.txt"
     for file in (tasks, more):

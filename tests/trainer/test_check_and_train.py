@@ -1,4 +1,4 @@
-"""What `keel check` says of a machine that is not here is what `keel train` does on it."""
+"""`keel check` for simulated hardware agrees with `keel train` on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.trainer.placement.test_memory import DENSE
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """The prompt that every recipe here has."""
+    """The single prompt of all recipes here."""
     folder = tmp_path_factory.mktemp("data")
     recipe(folder)
     task = prepare.prepare(str(folder / "recipe.yaml"), ["run.device=cpu"])
@@ -43,7 +43,7 @@ def recipe(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def on(machine: Machine, dataset: Dataset, facts: ModelFacts) -> Iterator[None]:
-    """There, with these data and a model of this shape."""
+    """Run on this machine with this data and a model of this shape."""
     with at(machine) as patch:
         patch.setattr("keel.trainer.prepare.load_dataset", lambda *_, **__: dataset)
         patch.setattr("keel.trainer.prepare.facts_of", lambda config: facts)
@@ -69,8 +69,8 @@ def verdict(command: str, path: Path, overrides: Sequence[str]) -> tuple[str, st
 
 
 def sensible(layout: dict[str, Any]) -> dict[str, Any]:
-    """Engines that share GPUs are one a rank, and no others sleep: so most layouts get as far as
-    the plan. The refusals of others are examples below."""
+    """Keep layouts that mostly reach the plan: colocated engines match the ranks, and only they
+    sleep. Other refusals are examples below."""
     if layout["rollout.colocated"]:
         return {**layout, "rollout.engines": layout["trainer.ranks"], "rollout.tensor_parallel": 1}
     return {**layout, "rollout.time_share": False}
@@ -155,7 +155,7 @@ def test_check_refuses_what_train_refuses(
 
 
 def test_both_verdicts_occur(dataset: Dataset, tmp_path: Path) -> None:
-    """The property above is no agreement on nothing."""
+    """The property above is not vacuous."""
     path = recipe(tmp_path)
     with on(Machine(gpus=1, nodes=1, gib=80.0), dataset, DENSE):
         assert verdict("train", path, [])[0] == ""

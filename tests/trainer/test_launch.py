@@ -43,10 +43,10 @@ def test_failed_start_is_a_worker_loss(
 
 
 class Starting:
-    """A pool, ranks and their watch: who did what, in order."""
+    """A pool, ranks and a watchdog that record events in order."""
 
     def __init__(self, *, waits_for: str) -> None:
-        """Engines are up only after the ranks did so."""
+        """Engines become ready only after these ranks."""
         self.done: list[str] = []
         self._waits_for, self._seen = waits_for, threading.Event()
 
@@ -94,7 +94,7 @@ def test_ranks_compile_while_engines_start() -> None:
     assert starting.done[-4:] == [
         "ranks are up",
         "ranks warm up",
-        "engines are up",  # so that whatever is left of a GPU's memory is the ranks'
+        "engines are up",  # so ranks get the remaining GPU memory
         "ranks warm up for whole micro-batches",
     ]
 

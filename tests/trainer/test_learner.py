@@ -1,4 +1,4 @@
-"""What of the driver's handle needs no Ray; the rest is in `test_learner_on_ray.py`."""
+"""The driver's learner without Ray; `test_learner_on_ray.py` has the rest."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Ranks:
     """Scripted answers of two ranks on a fake clock, without Ray."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *answers: tuple[float, Any]) -> None:
-        """answers: of each rank, after how many seconds, and what."""
+        """answers: delay in seconds and reply of each rank."""
         self.now, self.fetched_s, self._answers = 0.0, 60.0, dict(enumerate(answers))
-        """fetched_s: patience that fetching a result needs."""
+        """fetched_s: timeout needed to fetch a result."""
         self._actors = [Rank(number) for number in self._answers]
         patch.setattr(ray_timeouts, "wait", self._wait)
         patch.setattr(ray_timeouts, "get", self._get)
@@ -239,7 +239,7 @@ def test_ranks_must_see_the_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def scored_first(config: Config) -> list[list[int]]:
-    """Passes without gradient, of each group of ranks for each update."""
+    """Forward-only passes of each group of ranks, per update."""
     pair = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
     groups = [scored(pair, [0.0, 1.0]), scored(pair, [1.0, 1.0], kl_coef=0.1)]
 
@@ -251,7 +251,7 @@ def scored_first(config: Config) -> list[list[int]]:
 
 
 def test_split_trajectories_are_scored_first() -> None:
-    """Of two updates on two groups, the second has nothing that the mask could drop."""
+    """With two updates on two groups, the mask cannot drop anything in the second."""
     config = make_config(4, 1, tokens=10, sequence_parallel=2)
     config = replace(config, algorithm=replace(config.algorithm, updates_per_batch=2))
     assert scored_first(config) == [[1, 0], [1, 0]]
@@ -267,7 +267,7 @@ def test_scoring_waits_per_micro_batch(
     def deal(
         _: Learner, method: str, pieces: Sequence[Mapping[str, TrainBatch]], what: str
     ) -> list[dict[str, Mean]]:
-        """Counts as one wait. A token's loss is its number in the set."""
+        """Counts as one wait. The loss of a token is its index in the set."""
         assert method == "score"
         dealt.append([(name, len(b.micro_batches)) for p in pieces for name, b in p.items()])
         return [

@@ -55,7 +55,7 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 def test_run_save_resume_and_lost_rank(model: Path, tmp_path: Path) -> None:
-    """Steps, publishing, saving and resuming; then a rank dies, and another does not answer."""
+    """Train, publish, save and resume; then one rank dies and another hangs."""
     config = make_config(2, 1, tokens=TIGHT)
     config = replace(config, algorithm=replace(config.algorithm, updates_per_batch=2))
     first = start(model, config)
@@ -91,13 +91,13 @@ def test_run_save_resume_and_lost_rank(model: Path, tmp_path: Path) -> None:
     first.step(groups)
     straight = weights(first)
 
-    # Into other processes: tests/trainer/engine/test_engine.py and tests/e2e/test_command.py.
+    # trainer/engine/test_engine.py and e2e/test_command.py resume in other processes.
     first.load(saved)
     assert first.version == 2
     first.step(groups)
     same(weights(first), straight)
 
-    # Rewards out of all proportion: a norm that no float32 holds.
+    # Huge rewards overflow the gradient norm in float32.
     huge = [replace(g, advantages_G=g.advantages_G * np.float32(1e37)) for g in groups]
     first_skipped, last = first.step(huge), first.step(huge)
     assert values(first_skipped.metrics)["train/skipped_steps"] == 2
@@ -126,7 +126,7 @@ def test_failing_rank_raises_its_cause(model: Path, tmp_path: Path) -> None:
 
 
 def test_start_times_out(model: Path) -> None:
-    """Ranks that Ray cannot place: no GPU here."""
+    """Ray cannot place the ranks without a GPU."""
     learner = Learner(str(model), make_config(1, 0), gpu=True)
     with pytest.raises(
         WorkerLost, match=r"waited 1 s for the trainer's start: no answer .* rank 0 "

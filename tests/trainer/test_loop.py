@@ -52,7 +52,7 @@ def answer(name: str, sibling: int, version: int) -> Trajectory:
 
 
 class FakeRun:
-    """Every part of a run at once, writing down what happens to it."""
+    """All parts of a run in one object, which records events."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class FakeRun:
         return [prompt(f"p{self.asked - n + i}") for i in range(n)]
 
     def submit(self, what: Any, purpose: str) -> Future[Any]:
-        """Serves both protocols: a prompt is sampled, a group is scored."""
+        """Implements both protocols: sampling a prompt and scoring a group."""
         return done(self.scored(what) if isinstance(what, Group) else self.sampled(what, purpose))
 
     def sampled(self, p: Prompt, purpose: str) -> Group:
@@ -181,7 +181,7 @@ def test_order_of_a_run() -> None:
         "eval@0",
         *("train@0", "step@1", "update@1"),
         *("train@1", "step@2", "update@2"),
-        *("train@2", "eval@2"),  # the engines need not wait for an evaluation
+        *("train@2", "eval@2"),  # engines do not wait for the evaluation
         *("step@3", "update@3", "eval@3", "save@3"),
     ]
     assert sorted(world.records) == [0, 1, 2, 3]
@@ -192,7 +192,7 @@ def test_order_of_a_run() -> None:
 
 def test_partial_and_missing_completions_are_no_passes() -> None:
     world = FakeRun()
-    world.partial = (0.9999999, 0.5)  # of the two completions to each held-out prompt
+    world.partial = (0.9999999, 0.5)  # two completions per held-out prompt
     world.run(config(eval_every=2))
     metrics = world.records[3]
     assert metrics["eval/sums/pass@1"].value == 0
@@ -200,7 +200,7 @@ def test_partial_and_missing_completions_are_no_passes() -> None:
     assert metrics["eval/sums/unscored"].value == 0
     world = FakeRun(empty_eval=True)
     world.run(config(eval_every=2))
-    assert world.records[3]["eval/sums/pass@1"].value == 0  # not NaN: two were asked for
+    assert world.records[3]["eval/sums/pass@1"].value == 0  # not NaN: two were requested
     assert world.records[3]["eval/sums/unscored"].value == 2
 
 
@@ -259,7 +259,7 @@ def test_finished_run_does_nothing() -> None:
 
 
 def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 10 minutes: after 30 the next is due, counted from the last one that was saved."""
+    """Steps take 10 minutes: a checkpoint is due 30 minutes after the last one."""
     world, now = FakeRun(), [0.0]
     monkeypatch.setattr("keel.trainer.guard.time.monotonic", lambda: now[0])
     step = world.step
@@ -277,7 +277,7 @@ def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unwritten_checkpoint_is_retried() -> None:
-    """A run stopped meanwhile does another step and saves that."""
+    """A run stopped meanwhile takes another step and saves that."""
     world = FakeRun()
     world.unwritable, world.stop = [2, 3], lambda: "save@2" in world.events
     assert world.run(config(steps=9, checkpoint_every=2)) == 4
@@ -339,7 +339,7 @@ def test_bad_batch_is_dumped() -> None:
 
 
 def test_giving_up_saves_no_checkpoint() -> None:
-    """The step's numbers are written down: they say what led to it."""
+    """Metrics of the failed step are recorded, as they explain the failure."""
     world = FakeRun()
     world.went_wrong = {"findings": ("a token",), "gave_up": "three in a row"}
     with pytest.raises(RuntimeError, match="step 1: three in a row"):

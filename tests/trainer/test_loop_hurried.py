@@ -1,4 +1,4 @@
-"""Aborts, stops and failures of the loop: what it cancels, saves and makes up for."""
+"""Aborts, stops and failures of the loop: cancelled work, saved state and recovery."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.trainer.test_loop import FakeRun, config
 
 
 class Hurried(FakeRun):
-    """Preempted once `when` has happened; later requests never finish."""
+    """Preempted after event `when`; later requests never finish."""
 
     def __init__(self, when: str, **changes: Any) -> None:
         super().__init__(**changes)
@@ -39,10 +39,10 @@ class Hurried(FakeRun):
     ("when", "saved", "reached"),
     [
         ("eval@0", [], 0),
-        ("train@0", [], 0),  # as long as nothing is trained there is nothing to save
+        ("train@0", [], 0),  # nothing to save before the first step
         ("step@1", ["save@1"], 1),  # saved, without pushing its weights
         ("update@1", ["save@1"], 1),
-        ("train@1", ["save@1"], 1),  # given up: the step before it is saved
+        ("train@1", ["save@1"], 1),  # aborted: the step before it is saved
         ("eval@2", ["save@2"], 2),
         ("save@2", ["save@2"], 2),
         ("train@2", ["save@2"], 2),  # saved already
@@ -60,7 +60,7 @@ def test_abort_saves_what_is_trained(when: str, saved: list[str], reached: int) 
 
 
 class Asked(FakeRun):
-    """One whose user presses Ctrl-C in an evaluation, which then would never end."""
+    """Interrupted by Ctrl-C during an evaluation that never ends."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Asked(FakeRun):
 
 
 class Slow(Asked):
-    """One whose evaluation ends a while after Ctrl-C."""
+    """The evaluation ends some time after Ctrl-C."""
 
     def __init__(self, when: str) -> None:
         super().__init__(when)
@@ -132,7 +132,7 @@ def test_late_evaluation_can_stop_the_run() -> None:
 
 
 class Failing(FakeRun):
-    """One whose engines or rewards fail once `when` has happened."""
+    """Engines or rewards fail after event `when`."""
 
     def __init__(self, when: str, *, whole: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models as people have them: without a chat template, with another one, and with files missing."""
+"""Models without a chat template, with another one, or with missing files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_chat_template_reaches_engines_and_export(recipe: Path, tmp_path: Path) 
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
     write_tokenizer(tmp_path / "as it is", str(tmp_path))
     assert AutoTokenizer.from_pretrained(tmp_path / "as it is").chat_template is None
-    (tmp_path / "chat.jinja").unlink()  # the run has its text
+    (tmp_path / "chat.jinja").unlink()  # the run saved its text
     written = tmp_path / "config.yaml"
     written.write_text(dump_config(config))
     assert load_config(written) == config

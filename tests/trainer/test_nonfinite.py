@@ -1,4 +1,4 @@
-"""Which token is named as the one that made a gradient infinite, and when a run gives up."""
+"""Non-finite gradients: the token that is named, and when a run gives up."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def looked(
     logp: dict[int, float] | None = None,
     offset: float = 0.0,
 ) -> list[tuple[int, str, bool]]:
-    """Row → what is found there, of a network of two layers. Rows of `logp` and `slope` are of
-    sampled tokens; the second layer is the one that is changed."""
+    """Findings by row for a network of two layers. Rows of `logp` and `slope` are sampled tokens;
+    the second layer is modified."""
 
     def ones(changes: dict[int, float] | None, count: int = TOKENS) -> Tensor:
         values = torch.ones(count)
@@ -118,7 +118,7 @@ def test_certain_findings_replace_the_steepest() -> None:
 
 
 def test_loss_without_logprob_gradient() -> None:
-    """`trainer.attention: warm-up`: only indexers learn."""
+    """With `trainer.attention: warm-up`, only indexers learn."""
     for value, certain in ((math.nan, True), (2.0, False)):
         look, indexers = NanTracer([]), torch.ones((), requires_grad=True)
         with look.trace(BATCH, 0):

@@ -1,4 +1,4 @@
-"""A run whose data has changed meanwhile, or is of another model."""
+"""Resuming a run with changed data or with data of another model."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("epochs", [1.5, 2, 2.5])
 def test_finished_run_resumes_for_more_epochs(tmp_path: Path, epochs: float) -> None:
-    """The last step of the first epochs was cut short, which shifts later batches."""
+    """The last step of the first epochs was truncated, which shifts later batches."""
     path, knobs = recipe(tmp_path), ["sft.conversations_per_step=4", "sft.epochs=1"]
     first = prepare_pretraining(path, knobs)
     assert first.config.run.steps == 4, "of 14 windows the last has 2"

@@ -1,4 +1,4 @@
-"""How far an evaluation is: counted as its prompts are scored."""
+"""Progress of an evaluation, counted by scored prompts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_evaluation_says_how_far_it_is() -> None:
 
 
 class Slow(Counting):
-    """One whose evaluation ends after some decoding steps, of which each poll sees ten more."""
+    """An evaluation that ends after some decoding steps; each poll sees ten more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Slow(Counting):
         return self.steps
 
 
-def test_an_evaluation_counts_decoding_steps_before_any_prompt_is_done() -> None:
+def test_evaluation_shows_decoding_steps_before_scores() -> None:
     run, settings = Slow(), config(steps=1)
     run.run(settings)
     most = settings.rollout.sampling.max_tokens

@@ -1,4 +1,4 @@
-"""The loop on the real parts, without the loop and with few of the parts."""
+"""The loop with real parts and few fakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "
 
 
 def system_of(task: Task, **parts: Any) -> Any:
-    """As far as the loop looks into a started system."""
+    """The parts of a started system that the loop uses."""
     return SimpleNamespace(
         **{
             "task": task,
@@ -55,7 +55,7 @@ def test_stop_below_alarm_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monke
         )
         parts.journal.record(2, {"eval/spelling/pass@1": Mean(4, 10)}, [])
         assert parts.should_stop()
-        with pytest.raises(SaveError):  # none would follow it
+        with pytest.raises(SaveError):  # no other evaluation follows
             parts.save(2, {})
         return 2
 

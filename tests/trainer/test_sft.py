@@ -179,7 +179,7 @@ def test_abort_only_saves() -> None:
     run.hurry_after = 2
     assert run.fit(lessons(5)) == 2 and list(run.saved) == [2]
     assert [step for step, found in run.steps.items() if "eval/loss" in found] == [0, 1]
-    run.hurry_after = 99  # and what there was no time for is measured when the run goes on
+    run.hurry_after = 99  # the skipped evaluation runs after a resume
     assert run.fit(lessons(5), start=2) == 6
     assert [step for step, found in run.steps.items() if "eval/loss" in found] == [*range(7)]
     run = Run(lessons(*range(3, 13)), config_of())
@@ -217,8 +217,8 @@ def test_findings_are_printed() -> None:
     ("knobs", "steps"), [((4, 0, 3), 8), ((4, 25, 3), 12), ((64, 0, 1), 1), ((64, 0, 0.25), 1)]
 )
 def test_epochs_become_steps(knobs: tuple[int, int, float], steps: int) -> None:
-    """3 × 10 conversations, by fours; or 225 tokens by at most 25 of them; and fewer than a step
-    would have."""
+    """3 × 10 conversations in batches of four; 225 tokens in batches of at most 25; and less than
+    one batch."""
     given, (each, tokens, epochs) = lessons(*range(3, 13)), knobs
     sizes = {"sft.conversations_per_step": each, "sft.tokens_per_step": tokens}
     config = config_of(**sizes, **{"sft.epochs": epochs})
@@ -312,11 +312,11 @@ def test_heldout_prompts_are_not_trained_on(tmp_path: Path) -> None:
     report = task.lessons.report["chats"]
     assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
     assert task.config.data.sources == () and task.config.algorithm.mask_delta is None
-    # Though the recipe asks them in a template's words.
+    # The recipe renders them with a template.
     framed = json.dumps({"sources": [{**prompts, "template": "boxed"}]})
     report = prepare_sft(recipe(tmp_path, holdout=0), [f"data={framed}"]).lessons.report["chats"]
     assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
-    # Trajectories of the same prompts, rendered by an environment.
+    # Trajectories of the same prompts from an environment.
     path = tmp_path / "sampled.jsonl"
     told = [
         {
@@ -355,7 +355,7 @@ def test_invalid_sft_recipes_are_refused(tmp_path: Path, override: str, named: s
 
 
 def test_balance_loss_is_refused(tmp_path: Path) -> None:
-    """It would learn without, and nothing would say so."""
+    """Supervised training would silently ignore it."""
     folder = ensure_tiny_model(
         TinyModelConfig(cache_dir=str(tmp_path), cold_start=ColdStartConfig(steps=0)),
         Curriculum(seed=0),

@@ -1,4 +1,4 @@
-"""What of a rank's process needs no Ray and no DeepSpeed."""
+"""Rank processes without Ray and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     [(1, 1, 32), (8, 8, 4), (16, 8, 4), (2, 8, 16), (64, 64, 1), (4, 0, 8)],
 )
 def test_offloading_ranks_share_cores(ranks: int, gpus: int, threads: int) -> None:
-    """Ray would have each do with one."""
+    """Ray would give each rank one thread."""
     assert host_threads(ranks, gpus, cores=32) == threads
 
 

@@ -1,4 +1,4 @@
-"""Two ends of a channel, as threads of one process: gloo needs no more."""
+"""Two ends of a channel, as threads of one process with gloo."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_failed_check_ends_sending(side: ThreadPoolExecutor, rendezvous: Rendezv
     def gone() -> None:
         raise ConnectionError("the engine has died")
 
-    def told(limit_s: float) -> None:  # gloo's own end takes as long
+    def told(limit_s: float) -> None:  # closing gloo takes as long
         sender, _ = open_all(side, rendezvous, f"news {limit_s}", timeout_s=limit_s)
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="has died"):
@@ -105,7 +105,7 @@ def test_broken_channel_raises_connection_error(
 ) -> None:
     sender, worker = open_all(side, rendezvous, "broken")
     arriving = side.submit(worker.receive, ChannelData(2**26))
-    time.sleep(0.05)  # as a rule it has begun
+    time.sleep(0.05)  # it has usually begun
     sender.close()
     with pytest.raises(ConnectionError, match="channel broke"):
         arriving.result(timeout=PATIENCE_S)
@@ -129,7 +129,7 @@ def test_any_error_closes_the_channel(side: ThreadPoolExecutor, rendezvous: Rend
 def test_closing_aborts_a_pending_broadcast(
     side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:
-    """NCCL begins when the other end comes, which may be after the deadline."""
+    """NCCL starts once the other end connects, which may be after the deadline."""
     sender, _ = open_all(side, rendezvous, "begun")
     sender._timeout_s = 0.05
     met, ended = threading.Event(), list[str]()

@@ -1,4 +1,4 @@
-"""Two ends of a line, in threads of one process."""
+"""Two ends of a control channel, in threads of one process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tables_travel_once(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatc
 
 
 class Recording:
-    """A store that notes how much is put into it."""
+    """A store that records the number of bytes written."""
 
     def __init__(self, store: dist.Store, sizes: list[int]) -> None:
         self._store, self._sizes = store, sizes
@@ -94,7 +94,7 @@ def test_next_update_may_overlap_the_last_thread(
     taken: list[Message] = []
 
     class Overtaken:
-        """A store after whose answer this thread has to wait, while others go on."""
+        """A store that delays this thread after each reply while others proceed."""
 
         def __init__(self, store: dist.Store) -> None:
             self._store = store
@@ -150,7 +150,7 @@ def test_lost_trainer_raises_connection_error() -> None:
     _, inbox = ends(held[0])
     with ThreadPoolExecutor(1) as side:
         arriving = side.submit(inbox.next)
-        time.sleep(0.05)  # as a rule it waits by then
+        time.sleep(0.05)  # it usually waits by then
         held.clear()
         with pytest.raises(ConnectionError, match="the trainer is gone"):
             arriving.result(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Copies of checkpoint tensors into kernels' tensors, joined to few."""
+"""Copies of checkpoint tensors into kernel tensors, merged into few."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bucket_of(tensors: dict[str, Tensor]) -> FlatBucket:
 
 
 def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> CopiedTensor:
-    """`parts`: a kernel's index, a view of that kernel's tensor and a view of `tensor`."""
+    """parts: (kernel index, view of its tensor, view of `tensor`)."""
     pieces = tuple(
         CopyPiece(
             index,
@@ -37,7 +37,7 @@ def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> CopiedTensor:
 
 
 def experts(count: int, inner: int, hidden: int, *, rank: int = 0, ranks: int = 1) -> tuple:
-    """Per-expert tensors of a layer, and how they go into the fused ones of a rank."""
+    """Per-expert tensors of a layer, and their places in the fused tensors of a rank."""
     torch.manual_seed(0)
     tensors: dict[str, Tensor] = {}
     here = inner // ranks
@@ -76,7 +76,7 @@ def test_experts_of_a_layer_are_two_copies(ranks: int, order: str) -> None:
 
 
 def test_joined_copies_equal_single_ones() -> None:
-    """Random partitions of a tensor, as views of every shape, from buckets in every order."""
+    """Random partitions of a tensor, as views of any shape, in any bucket order."""
     draw = random.Random(0)
     joined_any = 0
     for trial in range(60):

@@ -1,4 +1,4 @@
-"""What Keel adds to vLLM's workers, outside an engine. The tests load vLLM, not this module."""
+"""Keel's extension of vLLM's workers, without an engine. The tests import vLLM, not this module."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_unfiled_slots_have_no_route() -> None:
 
     captured = torch.zeros((4, 3, 2), dtype=torch.int32)
     routes = SlotRoutes(captured, torch.tensor([5, 6, 0, 0]), layers=[0, 2], size=8)
-    routes.store(2)  # both tokens to expert 0 alone, for all that is captured
+    routes.store(2)  # both tokens use expert 0 only, also under capture
     rows = routes.rows(np.array([5, 6, 7]))
     assert (rows[:2] == 0).all() and (rows[2] == NO_ROUTE).all()
 
@@ -87,7 +87,7 @@ def test_cache_is_bounded_by_completions() -> None:
     finally:
         core.get_kv_cache_configs = before
     assert built == "configs" and given[0] == [enough, int(enough / 2), 10**12]
-    # A share without room for one completion takes what else is free, where that is enough.
+    # A share too small for one completion uses other free memory if that suffices.
     sizes = [cache.enough(room, 50, lambda: 30) for room in (60, 20, 19, -10)]
     assert sizes == [60, 50, 19, -10]
     assert cache.enough(60, 50, lambda: pytest.fail("it asks the GPU")) == 60

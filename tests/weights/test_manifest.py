@@ -1,4 +1,4 @@
-"""Every tensor of the checkpoint has to arrive, and nothing else."""
+"""An update must contain all checkpoint tensors and no others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_computed_tensors_are_not_expected() -> None:
 
 
 def test_unloaded_tensors_are_not_expected() -> None:
-    """Pythia's checkpoints have masks, which are computed nowadays."""
+    """Pythia's checkpoints contain masks that are computed nowadays."""
     own = [f"gpt_neox.layers.{n}.attention.dense.bias" for n in range(2)]
     masks = [f"gpt_neox.layers.{n}.attention.{m}bias" for n in range(2) for m in ("", "masked_")]
     unread = [r"attention.bias", r"attention.masked_bias", r"layers\.1.*"]
@@ -68,7 +68,7 @@ def test_unloaded_tensors_are_not_expected() -> None:
 
 
 def test_decoder_only_checkpoints_match() -> None:
-    """GPT-2's checkpoint is, while its tensors are published with the decoder's prefix."""
+    """GPT-2's checkpoint lacks the decoder prefix of its published tensors."""
     manifest = Manifest(["wte.weight", "h.0.b"], layers=1, tied=True, decoder="transformer")
     update(manifest, "transformer.wte.weight", "transformer.h.0.b", "lm_head.weight")
     with pytest.raises(ValueError, match=r"no tensor 'transformer.h.0.c'"):

@@ -131,7 +131,7 @@ def test_conversions_may_need_contiguous_tensors(
 
 
 def test_modules_gather_once_in_the_same_order() -> None:
-    """As ranks under ZeRO-3 must, which have empty tensors between two passes."""
+    """As under ZeRO-3, where tensors are empty between passes."""
     model = make(MOE)
     gathered: list[str] = []
 

@@ -39,8 +39,8 @@ BUCKET_BYTES = 40_000
 
 
 class Sampler:
-    """Takes weights as `keel.rollout.engine.vllm_engine.VllmEngine` does. `trouble` says what goes
-    wrong at the second bucket that it gets."""
+    """Accepts weights like `keel.rollout.engine.vllm_engine.VllmEngine`. `trouble`: failure at its
+    second bucket."""
 
     busy, open = False, True
 
@@ -85,7 +85,7 @@ class Sampler:
 
 
 class Worker:
-    """The part of a `RolloutWorker` that takes weights."""
+    """Weight updates of a `RolloutWorker`."""
 
     def __init__(self, trouble: str = "") -> None:
         self.sampler: Any = Sampler(trouble)
@@ -104,14 +104,14 @@ class Worker:
         self.engine.receive()
 
     def began(self) -> float:
-        """When its last update did."""
+        """Start time of the last update."""
         return self.sampler.began
 
     def busy(self) -> None:
         time.sleep(1000)
 
     def holds(self) -> tuple[int, float]:
-        """Its version, and the sum of its weights."""
+        """Version and sum of the weights."""
         total = sum(float(tensor.sum()) for tensor in self.sampler.weights.values())
         return self.sampler.version, total
 
@@ -134,7 +134,7 @@ def engines(*troubles: str) -> list[Receiver]:
 def test_engine_begins_at_the_first_bucket(
     sender: Callable[[float], Sender],
 ) -> None:
-    """The rank makes room on its GPU before that, for an engine that wakes up there."""
+    """The rank frees GPU memory before an engine wakes up on the same GPU."""
     there = engines("")
     made: list[float] = []
 
@@ -145,7 +145,7 @@ def test_engine_begins_at_the_first_bucket(
 
     assert sender(DEADLINE_S).send(buckets(), there, 1) == {0: 1}
     began = ray.get(there[0].actor.began.remote(), timeout=PATIENCE_S)
-    # A small bucket is sent when it is on its way; the second one waits until the first is loaded.
+    # A small bucket counts as sent once in flight; the second waits until the first is loaded.
     assert len(made) > 2 and made[0] < began < made[2]
 
 
@@ -155,7 +155,7 @@ def test_one_failing_engine_does_not_stop_others(
     monkeypatch.setattr("keel.weights.sender.GRACE_S", PATIENCE_S)  # Ray is slow
 
     def troubled(limit_s: float) -> None:
-        """The engine that hangs up is waited for until the limit; the others are in time."""
+        """The disconnected engine is awaited until the timeout; the others are in time."""
         end = sender(limit_s)
         there = engines("", "dies", "raises", "flips", "hangs up")
         expected = sum(float(tensor.sum()) for tensor in WEIGHTS.values())
@@ -174,7 +174,7 @@ def test_one_failing_engine_does_not_stop_others(
             assert isinstance(outcomes[1], RayActorError)
             assert isinstance(outcomes[2], ValueError) and "no tensor" in str(outcomes[2])
             assert isinstance(outcomes[3], RuntimeError) and "other bytes" in str(outcomes[3])
-            # Such an engine is replaced, as one that is late: the run goes on.
+            # The run replaces such an engine like a late one, and continues.
             assert isinstance(outcomes[4], TimeoutError) and "channel" in str(outcomes[4])
             # References in a traceback would keep the memory of buckets on a GPU.
             # gloo holds unsent buffers until its timeout.
@@ -189,8 +189,8 @@ def test_one_failing_engine_does_not_stop_others(
         assert ray.get(there[0].actor.holds.remote(), timeout=PATIENCE_S) == (7, expected)
         assert list(end._links) == [0]
 
-        # A new engine takes the place of the one that died; engine 0 keeps its link; one whose
-        # update failed gets another, since the old one is where the failure left it.
+        # A new engine replaces the dead one; engine 0 keeps its link; an engine whose
+        # update failed gets a new link, as the state of the old one is unknown.
         (new,) = engines("")
         kept = end._links[0]
         twice = {name: 2 * tensor for name, tensor in WEIGHTS.items()}
@@ -234,7 +234,7 @@ def test_silent_engine_times_out(sender: Callable[[float], Sender]) -> None:
 
 def test_buckets_are_freed_one_by_one(sender: Callable[[float], Sender]) -> None:
     class Watched:
-        """Blocks that are held nowhere else; whether one was still there at the next one's turn."""
+        """Records whether an unreferenced block is still alive when the next one is sent."""
 
         def __init__(self) -> None:
             self.buckets, self.held = pack_flat(WEIGHTS.items(), BUCKET_BYTES), list[bool]()

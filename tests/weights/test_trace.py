@@ -1,5 +1,5 @@
-"""vLLM's layerwise reload watched by `keel.weights.trace`, on small modules with
-loaders like vLLM's. The tests load vLLM, not this module."""
+"""Tracing of vLLM's layerwise reload by `keel.weights.trace`, on small modules with similar
+loaders. The tests import vLLM, not this module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.buckets import pack_buckets
 
 pytestmark = pytest.mark.e2e
 H, E, INNER, RANK, RANKS, WORDS = 16, 4, 8, 1, 2, 11
-"""Hidden size, experts, their inner size, tensor-parallel rank and ranks, vocabulary."""
+"""Hidden size, experts, their inner size, tensor-parallel rank and size, vocabulary."""
 BF16 = torch.bfloat16
 
 
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
 
 
 class Qkv(nn.Module):
-    """Fused, with a bias, which vLLM loads without a tensor in between."""
+    """Fused, with a bias, which vLLM loads without a temporary tensor."""
 
     rows: ClassVar = {"q": (0, 8), "k": (8, 4), "v": (12, 4)}
 
@@ -64,7 +64,7 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """One tensor-parallel rank's, from per-expert tensors; columns of the last one are strided."""
+    """One tensor-parallel rank of per-expert tensors; columns of the last one are strided."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def checkpoint(seed: int) -> dict[str, Tensor]:
 
 
 class Worker:
-    """`WeightsExtension` around a model of our own."""
+    """`WeightsExtension` around a custom model."""
 
     def __init__(self, *extra: tuple[str, nn.Module]) -> None:
         from vllm.config import VllmConfig  # noqa: PLC0415
@@ -144,14 +144,14 @@ class Worker:
         self.extension.vllm_config = config
 
     def update(self, tensors: dict[str, Tensor], *, copies: bool = True, size: int = 900) -> str:
-        """Blocks end within layers. Returns how the next update will be done."""
+        """Send an update whose blocks end within layers; returns the method of the next update."""
         self.extension.keel_begin_update("" if copies else "it is switched off")
         planned = self.extension.keel_way() == "copies"
         for bucket in pack_buckets(tensors.items(), size):
             data = np.array(bucket.data)
             self.extension.keel_load_bucket(type(bucket)(entries=bucket.entries, data=data))
             if planned:
-                data[:] = 0x55  # the bucket's owner may have it back
+                data[:] = 0x55  # the owner may reuse the bucket
         self.extension.keel_finish_update(None)
         return self.extension.keel_way()
 
@@ -160,7 +160,7 @@ class Worker:
         return {name: tensor.detach().clone() for name, tensor in named}
 
     def scribble(self) -> None:
-        """As after sleep: nothing in the weights' memory can be relied on."""
+        """Overwrite the memory of the weights, as sleep does."""
         for tensor in self.model.parameters():
             tensor.data.fill_(float("nan"))
 
@@ -172,7 +172,7 @@ def assert_equal(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 def loaded(tensors: dict[str, Tensor], *extra: tuple[str, nn.Module]) -> dict[str, Tensor]:
-    """What vLLM's loader makes of them."""
+    """Weights as vLLM's loader produces them."""
     worker = Worker(*extra)
     assert worker.update(tensors, copies=False) == "it is switched off"
     return worker.weights()
@@ -220,7 +220,7 @@ def test_unfinished_update_leaves_no_plan() -> None:
 
 
 class Single(nn.Module):
-    """A layer of one weight, with something that happens to it when it is loaded."""
+    """A layer with one weight and a hook after loading."""
 
     def __init__(self, after: Callable[[Any], None] | None = None, rows: int = 8) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def shuffles(layer: Any) -> None:
 
 
 def shuffles_unseen(layer: Any) -> None:
-    """Writes without an operation of PyTorch, as a custom kernel may."""
+    """Writes without a PyTorch operation, as a custom kernel may."""
     rows = layer.weight.data.view(torch.int16).numpy()
     rows[:] = rows[::-1].copy()
 
@@ -299,7 +299,7 @@ def test_derived_weights_are_left_to_the_loader(kind: str) -> None:
         assert why in worker.update(tensors)
         right, found = loaded(tensors, ("single", Single(after, rows))), worker.weights()
         for each in (right, found):
-            each["single.weight"] = each["single.weight"][:rows]  # the rest is anybody's
+            each["single.weight"] = each["single.weight"][:rows]  # the rest is undefined
         assert_equal(found, right)
 
 
@@ -332,7 +332,7 @@ def test_loaders_that_read_the_checkpoint_are_refused(change: str) -> None:
 
 
 def test_loaders_without_names_are_named() -> None:
-    """MiniMax-M2's norms have such."""
+    """MiniMax-M2's norms have such loaders."""
     layer = Single()
     layer.weight.weight_loader = partial(layer.load_part)  # type: ignore[attr-defined]
     layer.rows = 8

@@ -1,7 +1,5 @@
-"""Updates by copies in real engines, whose weights are left as they would be on a GPU.
-
-Otherwise vLLM packs weights on a CPU, and its loader does every update.
-"""
+"""Updates by copies in real engines with unpacked weights, as on a GPU. On a CPU, vLLM packs
+weights and its loader does every update."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def test_updates_by_copies(tmp_path: Path, of: Model) -> None:
 
 
 def test_packed_tied_head_follows_its_embedding(tmp_path: Path) -> None:
-    """Packed weights are left to the loader."""
+    """The loader handles packed weights."""
     model = make(tmp_path, "dense")
     with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
         for version in (1, 2):
@@ -43,7 +41,7 @@ def test_packed_tied_head_follows_its_embedding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("amx", [False, True], ids=["without-amx", "with-amx"])
 def test_latent_attention_in_float32_on_any_cpu(tmp_path: Path, amx: bool) -> None:
-    """Once with `copy_weights: false`."""
+    """Covers `copy_weights: false`, too."""
     model = make(tmp_path, "latent")
     spec = engine_spec(tmp_path, sampling=OPEN, kv_cache_gib=0.25, copy_weights=amx)
     with running_engine(spec, gpu=False, amx=amx) as engine:
@@ -56,7 +54,7 @@ def test_latent_attention_in_float32_on_any_cpu(tmp_path: Path, amx: bool) -> No
 def test_hub_checkpoints_with_extra_tensors(
     tmp_path: Path, of: Literal["gpt_neox", "gpt2"]
 ) -> None:
-    """With tensors that are never loaded, and without the decoder's prefix."""
+    """Some tensors are never loaded, and the decoder prefix is missing."""
     model = make_old(tmp_path, of)
     with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
         engine.update(1, change(model, 1))

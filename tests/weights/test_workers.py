@@ -24,7 +24,7 @@ class Worker:
 
 
 class InProcess:
-    """As vLLM's `UniProcExecutor`."""
+    """Imitates vLLM's `UniProcExecutor`."""
 
     def __init__(self, *workers: Worker) -> None:
         self.workers = workers

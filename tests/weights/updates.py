@@ -1,5 +1,4 @@
-"""Updates of a real engine by copies: the same weights as vLLM's loader makes, and answers that
-have the probabilities of those weights."""
+"""Updates of a real engine by copies: equal to vLLM's loader, with matching log-probabilities."""
 
 from __future__ import annotations
 
@@ -38,9 +37,8 @@ OFF = "it is switched off"
 
 
 def make(folder: Path, of: Model) -> Any:
-    """The recorders' model; a dense one whose head is tied to the embedding; or one with latent
-    attention, whose absorbed products vLLM derives from the weights. All vocabularies are padded in
-    the engine."""
+    """The recorders' model; a dense one with a tied head; or one with latent attention, whose
+    absorbed products vLLM derives. The engine pads all vocabularies."""
     model = make_model(folder)
     if of == "experts":
         return model
@@ -91,8 +89,8 @@ def make(folder: Path, of: Model) -> Any:
 
 
 def make_old(folder: Path, of: Literal["gpt_neox", "gpt2"]) -> Any:
-    """A model whose checkpoint is as those of its family on the hub: with masks in it, and GPT-2's
-    of the decoder alone."""
+    """A model whose checkpoint looks like hub checkpoints of its family: with masks, and for GPT-2
+    without the decoder prefix."""
     common: dict[str, Any] = {
         "vocab_size": make_model(folder).config.vocab_size,
         "hidden_size": 64,
@@ -120,7 +118,7 @@ def make_old(folder: Path, of: Literal["gpt_neox", "gpt2"]) -> Any:
 
 @torch.no_grad()
 def change(model: Any, seed: int) -> dict[str, torch.Tensor]:
-    """New weights under checkpoint names; `model` takes them on as well."""
+    """Return new weights by checkpoint name, and load them into `model`."""
     torch.manual_seed(seed)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("e_score_correction_bias"):
@@ -138,9 +136,9 @@ def check(
     shared: bool = False,
     **how: Any,
 ) -> None:
-    """Three updates by an engine that may copy, then by vLLM's loader: in the same engine, where
-    another one would take longer to start than all the rest; on a GPU in one that must not copy.
-    `shared`: from memory of the GPU that it is on. `how`: as for `running_engine`."""
+    """Update three times by copies, then by vLLM's loader: on a CPU in the same engine, which saves
+    a start; on a GPU in an engine that must not copy. shared: send GPU memory of the same device.
+    how: as for `running_engine`."""
     model = make(folder, of)
     options: dict[str, Any] = {
         "gpu_memory_utilization": 0.1,
@@ -157,7 +155,7 @@ def check(
                 engine.sleep()
             assert engine.updates() == ([""] if version == 1 else ["copies"])
             came.append(change(model, version))
-            # Blocks that end within a layer; the last update in others than the one before.
+            # Blocks end within a layer; the last update uses other blocks.
             update = engine.update_in_place if shared else engine.update
             update(version, came[-1], bucket=60_000 if version == UPDATES else 40_000)
             held.append(engine.fingerprint())
@@ -169,7 +167,7 @@ def check(
             engine.stop_copying()
             check_against_loader(engine, came, held)
             return
-    options |= {"copy_weights": False, "enforce_eager": True}  # weights alone are compared
+    options |= {"copy_weights": False, "enforce_eager": True}  # compares weights only
     with running_engine(engine_spec(folder, **options), **how) as engine:
         assert BLOCKS[0] <= engine.blocks() <= BLOCKS[1]
         check_against_loader(engine, came, held)
@@ -192,7 +190,7 @@ def check_against_loader(
 
 @torch.no_grad()
 def check_probabilities(model: Any, groups: Sequence[Group], version: int) -> None:
-    """All tokens were sampled from this version, with the probabilities of `model`."""
+    """Check versions and log-probabilities of all sampled tokens against `model`."""
     for group in groups:
         for trajectory in group.trajectories:
             (segment,) = trajectory.segments

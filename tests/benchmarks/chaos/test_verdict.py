@@ -29,22 +29,22 @@ Play = Callable[..., tuple[int, dict[str, Any]]]
 
 @dataclass
 class Played:
-    """What becomes of a run, and what of each fault that is done to it."""
+    """Scripted outcome of a run and of its faults."""
 
     reaches: int = STEPS
     differs: Sequence[int] = ()
-    """Steps whose metrics are not those of the run without faults."""
+    """Steps whose metrics differ from the run without faults."""
     ledger: bool = True
     reference: int = 0
     """Exit status of the run without faults."""
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Fault → its fields; others: the run went on."""
+    """Fields by fault; the run survives all other faults."""
     meets: BaseException | None = None
-    """What the third fault ends in."""
+    """Exception raised by the third fault."""
     nothing: bool = False
-    """No fault finds anything to be done to."""
+    """True if no fault finds a target."""
     tried: int = 0
-    """Faults so far, of `FAULTS`."""
+    """Number of `FAULTS` injected so far."""
 
 
 class Run:
@@ -184,7 +184,7 @@ def test_lost_score_may_change_later_steps(tmp_path: Path) -> None:
     killed = [Fault("kill", "reward worker", step=4)]
 
     def different(lost: int, faults: Sequence[Fault]) -> list[int]:
-        """Of 8 steps, of which `lost` counts an error and no later one is the same."""
+        """A run of 8 steps in which step `lost` counts an error and all later steps differ."""
         for folder in ("one", "other"):
             (tmp_path / folder).mkdir(exist_ok=True)
             lines = [{"step": step, "reward/mean": 0.5} for step in range(9)]
@@ -202,7 +202,7 @@ def test_lost_score_may_change_later_steps(tmp_path: Path) -> None:
     assert different(4, killed) == [4, 5, 6, 7, 8]
 
 
-def test_engine_lost_too_often_may_end_the_run() -> None:
+def test_repeated_engine_loss_may_end_the_run() -> None:
     lost = [Fault("kill", "engine", step=step, start=2) for step in range(3)]
     fourth = Fault("freeze", "engine", step=9, start=2)
     assert due(fourth, lost) == (None, 1)

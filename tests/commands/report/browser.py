@@ -1,4 +1,4 @@
-"""A Chromium without a window, spoken to over its DevTools protocol."""
+"""A headless Chromium, controlled over the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE_S = 300.0
 
 
 class Browser:
-    """A context manager. One page, in which one address after the other is opened."""
+    """A context manager with one page."""
 
     def __init__(self, home: Path) -> None:
         self._stack = ExitStack()
@@ -51,7 +51,7 @@ class Browser:
             raise
         self._calls = 0
         self.errors: list[str] = []
-        """What pages have complained of: exceptions, and what their policy has stopped."""
+        """Exceptions and policy violations on pages."""
         self.call("Runtime.enable")
         self.call("Log.enable")
 
@@ -86,7 +86,7 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, expression: str) -> None:
-        """Until it holds."""
+        """Poll until the expression is true."""
         end = time.monotonic() + DEADLINE_S
         while not self.js(expression):
             assert time.monotonic() < end, f"waited for {expression}: {self.errors}"

@@ -1,4 +1,4 @@
-"""Folders as runs and evaluations leave them, with words that try to break out of a page."""
+"""Run and evaluation folders whose texts try to inject HTML."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def group_of(prompt: str, texts: Sequence[str], rewards: Sequence[float]) -> Sco
 
 
 def episode() -> ScoredGroup:
-    """Thinking, a call, its result, an answer."""
+    """A trajectory of thinking, a call, its result and an answer."""
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     made = answer(
         0,
@@ -146,7 +146,7 @@ def write_run(folder: Path, *overrides: str, steps: int = 3) -> Path:
 
 
 def write_evaluation(folder: Path, prompts: int = 2) -> Path:
-    """That has not ended."""
+    """Write an unfinished evaluation."""
     folder.mkdir(parents=True)
     samples = [
         {

@@ -99,7 +99,7 @@ def test_other_curves_are_drawn_when_one_looks(browser: Browser, tmp_path: Path)
     unbroken(browser)
 
 
-def test_a_spike_of_a_long_run_is_drawn_at_its_step(browser: Browser, tmp_path: Path) -> None:
+def test_spike_is_drawn_at_its_step(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "long"
     for step in range(6001):
         seconds = {"time/rollout": 2.0 + step % 7, "time/train": 1.0 + step % 5}
@@ -136,7 +136,7 @@ def test_an_evaluation_opens_with_its_results(browser: Browser, tmp_path: Path) 
     unbroken(browser)
 
 
-def test_every_event_says_what_it_is_and_whose(browser: Browser, tmp_path: Path) -> None:
+def test_events_show_kind_and_run(browser: Browser, tmp_path: Path) -> None:
     kinds = ("resume", "engine", "alarm", "frozen", "restart", "fewer", "out of memory", "end")
     for name, number, apart_s, some in (
         ("a", 3, 100, kinds),
@@ -169,7 +169,7 @@ def test_every_event_says_what_it_is_and_whose(browser: Browser, tmp_path: Path)
     unbroken(browser)
 
 
-def test_an_alarm_that_stays_on_is_two_shapes_of_a_plot(browser: Browser, tmp_path: Path) -> None:
+def test_long_alarm_is_two_shapes(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     events = [{"step": s, "time": 1e9, "kind": "alarm", "text": ""} for s in range(1, 3001)]
     (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
@@ -261,9 +261,7 @@ def test_runs_beside_one_another(browser: Browser, folder: Path, tmp_path: Path)
     unbroken(browser)
 
 
-def test_of_ten_thousand_trajectories_only_those_shown_are_drawn(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_only_visible_trajectories_are_rendered(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "long"
     one = group_of("one of many", ["some tokens " * 4] * 10, range(10))
     for step in range(1, 11):
@@ -297,7 +295,7 @@ def test_the_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None
             run = "keel.runs[0]"
             assert browser.js(f"{run}.steps") == [0, 1, 2, 3, 4]
             assert browser.js(f"{run}.metrics['time/rollout'].at") == [0, 1, 2, 3, 4]
-            # What is unfolded is not folded up by news; they are drawn once it is closed.
+            # Updates do not collapse open sections; they are drawn once closed.
             browser.js("document.querySelector('#notes').open = true; 0")
             browser.js("document.querySelector('.member details').open = true; 0")
             write_step(folder, 5, [group_of("the very newest", ["a", "b"], [1, 0])])

@@ -1,4 +1,4 @@
-"""Curves of long runs on a page: few points, and every spike."""
+"""Curves of long runs keep few points but every spike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.commands.report.runs import write_step
 STEPS = 10 * PARTS
 
 
-def test_a_long_run_is_a_small_page_with_its_spikes_and_the_summary_of_all_steps(
+def test_long_run_keeps_spikes_on_a_small_page(
     tmp_path: Path,
 ) -> None:
     for step in range(1, STEPS + 1):
@@ -34,5 +34,5 @@ def test_a_long_run_is_a_small_page_with_its_spikes_and_the_summary_of_all_steps
     assert "5,000 steps" in shown["notes"][-1]
 
 
-def test_a_curve_of_few_points_keeps_them_all() -> None:
+def test_short_curve_keeps_all_points() -> None:
     assert extremes([None, 1.0, None, *[2.0] * (2 * PARTS - 1)]) == {1, *range(3, 2 * PARTS + 2)}

@@ -17,7 +17,7 @@ DEEP = "[" * 1_200 + "]" * 1_200
 HUGE = "1" + "0" * 400
 
 
-def test_odd_numbers_in_a_run_are_left_out(tmp_path: Path) -> None:
+def test_odd_numbers_are_omitted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": 4, "time": "abc", "reward/mean": {HUGE}, "loss": NaN}}\n')
@@ -38,7 +38,7 @@ def test_odd_numbers_in_a_run_are_left_out(tmp_path: Path) -> None:
     "trajectories",
     ['[{"reward": 1, "tokens": 1e999}]', DEEP, "null", '[{"reward": 1, "tokens": "many"}]', "[7]"],
 )
-def test_a_step_file_of_something_else_is_left_out(tmp_path: Path, trajectories: str) -> None:
+def test_foreign_step_file_is_omitted(tmp_path: Path, trajectories: str) -> None:
     folder = write_run(tmp_path / "run", steps=2)
     path = folder / "trajectories" / "step_000001.tokens.jsonl.gz"
     line = f'{{"prompt": "p", "domain": "d", "trajectories": {trajectories}}}\n'
@@ -49,7 +49,7 @@ def test_a_step_file_of_something_else_is_left_out(tmp_path: Path, trajectories:
     assert list(chunks) == ["step_000002.tokens.jsonl.gz"]
 
 
-def test_what_is_nested_deep_beside_numbers_that_json_does_not_know(tmp_path: Path) -> None:
+def test_deep_nesting_with_non_json_numbers(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1)
     path = folder / "trajectories" / "step_000001.tokens.jsonl.gz"
     facts: Any = float("nan")
@@ -72,7 +72,7 @@ def test_what_is_nested_deep_beside_numbers_that_json_does_not_know(tmp_path: Pa
         (f"a: {HUGE}", True),
     ],
 )
-def test_odd_knobs_end_in_knobs_or_in_a_note(tmp_path: Path, text: str, read: bool) -> None:
+def test_odd_knobs_are_shown_or_noted(tmp_path: Path, text: str, read: bool) -> None:
     folder = write_run(tmp_path / "run", steps=1)
     (folder / "config.yaml").write_text(text)
     run, _ = read_folder(folder)
@@ -82,7 +82,7 @@ def test_odd_knobs_end_in_knobs_or_in_a_note(tmp_path: Path, text: str, read: bo
     )
 
 
-def test_odd_settings_of_an_evaluation_end_in_a_note(tmp_path: Path) -> None:
+def test_odd_evaluation_settings_are_noted(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "eval")
     for text in (f'{{"a": {DEEP}}}', "[1]", ""):
         (folder / "settings.json").write_text(text)
@@ -101,9 +101,7 @@ def test_odd_settings_of_an_evaluation_end_in_a_note(tmp_path: Path) -> None:
         ("correct", "abc", "could not convert"),
     ],
 )
-def test_a_line_that_is_none_of_an_evaluation_is_named(
-    tmp_path: Path, key: str, value: Any, said: str
-) -> None:
+def test_invalid_evaluation_line_is_named(tmp_path: Path, key: str, value: Any, said: str) -> None:
     path = write_evaluation(tmp_path / "eval") / "samples.jsonl"
     first, second = map(json.loads, path.read_text().splitlines())
     of = second if key in second else second["samples"][1]

@@ -27,13 +27,13 @@ def test_a_run_as_data(tmp_path: Path) -> None:
     assert run.knobs["data.sources[spiral].kl_coef"] == "0.002"
     assert run.summary["steps"] == "3 of 60"
     assert len(run.groups) == 3 * (len(ATTACKS) + 1) and len(chunks) == 3
-    for group in run.groups:  # where the list says is what it says
+    for group in run.groups:  # the index points to the right line
         line = json.loads(gzip.decompress(chunks[group.chunk].data()).splitlines()[group.line])
         assert (line["prompt"], line["domain"]) == (group.prompt, group.domain)
         assert [one["reward"] for one in line["trajectories"]] == group.rewards
 
 
-def test_a_run_that_an_older_release_has_begun(tmp_path: Path) -> None:
+def test_run_of_an_older_release(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2)
     there = folder / "trajectories"
     (there / "step_000001.tokens.jsonl.gz").rename(there / "step_000001.jsonl.gz")
@@ -43,7 +43,7 @@ def test_a_run_that_an_older_release_has_begun(tmp_path: Path) -> None:
     assert list(chunks) == ["step_000001.jsonl.gz", "step_000002.tokens.jsonl.gz"]
 
 
-def test_a_run_that_is_being_written_or_was_killed(tmp_path: Path) -> None:
+def test_active_or_killed_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_step(folder, 1, [])
     write_step(folder, 2, [], **{"eval/sums/pass@1": 0.5})
@@ -65,7 +65,7 @@ def test_a_run_before_its_first_step(tmp_path: Path) -> None:
     assert run.steps == [] and "no step has ended so far" in run.notes
 
 
-def test_what_is_damaged_is_left_out_and_named(tmp_path: Path) -> None:
+def test_damaged_files_are_omitted_and_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     path = folder / "metrics.jsonl"
     first, *rest = path.read_text().splitlines()
@@ -83,7 +83,7 @@ def test_what_is_damaged_is_left_out_and_named(tmp_path: Path) -> None:
     assert all(name in note for name, note in zip(named, run.notes, strict=True))
 
 
-def test_numbers_that_json_does_not_know_reach_no_browser(tmp_path: Path) -> None:
+def test_non_json_numbers_are_omitted(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_step(folder, 1, [])
     group = {"prompt": "p", "domain": "d", "messages": [], "reference": "", "dropped": []}
@@ -109,7 +109,7 @@ def test_a_list_without_items_is_a_knob(tmp_path: Path) -> None:
     }
 
 
-def test_knobs_of_an_evaluation_are_written_as_those_of_a_run(tmp_path: Path) -> None:
+def test_evaluation_knobs_match_run_knobs(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "eval")
     given = {
         "model.path": "x's",
@@ -131,7 +131,7 @@ def test_knobs_of_an_evaluation_are_written_as_those_of_a_run(tmp_path: Path) ->
     assert asked.knobs == {"policy": "step 3", **run.knobs}
 
 
-def test_a_run_that_samples_nothing_has_no_cure_for_it(tmp_path: Path) -> None:
+def test_supervised_run_has_no_sampling_advice(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for step, loss in enumerate([2.0, 1.5]):
         write_step(folder, step, [], **{"sft/tokens": 10.0, "eval/sums/loss": loss})
@@ -168,7 +168,7 @@ def test_an_evaluation_as_data(tmp_path: Path) -> None:
     assert line["reference"] == "2" and line["trajectories"][0]["answer"] == "1"
 
 
-def test_an_evaluation_of_an_older_release_as_data(tmp_path: Path) -> None:
+def test_evaluation_of_an_older_release(tmp_path: Path) -> None:
     path = write_evaluation(tmp_path / "eval") / "samples.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -182,7 +182,7 @@ def test_an_evaluation_of_an_older_release_as_data(tmp_path: Path) -> None:
     assert [one["parts"] for one in group["trajectories"]] == [{"correct": 0.0}, {"correct": 1.0}]
 
 
-def test_a_folder_that_is_no_run_is_named_with_the_cure(
+def test_other_folder_is_refused_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -203,7 +203,7 @@ def test_a_folder_that_is_no_run_is_named_with_the_cure(
             read_folder(folder)
 
 
-def test_the_summary_says_what_came_of_a_run(tmp_path: Path) -> None:
+def test_summary_shows_the_outcome(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=40)
     write_step(folder, 40, [], **{"eval/sums/pass@1": 0.75})
     with (folder / "events.jsonl").open("a") as file:

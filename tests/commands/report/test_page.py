@@ -1,4 +1,4 @@
-"""The page: all that a run wrote is in it, and none of it can run."""
+"""The page contains everything a run wrote and executes none of it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / f"a<b {BREAKS}")
 
 
-def test_nothing_that_a_run_wrote_becomes_part_of_the_page(folder: Path) -> None:
+def test_run_text_is_never_markup(folder: Path) -> None:
     text = page([read_folder(folder)])
     parsed = Parsed(text)
     ours = [script for about, script in parsed.scripts if not about]
@@ -107,9 +107,7 @@ def test_every_trajectory_is_in_the_page(folder: Path) -> None:
     assert called["ratio"] == pytest.approx([1.10517] * len(called["text"]))
 
 
-def test_a_page_that_would_be_too_large_has_some_steps_and_says_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_page_is_limited_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, chunks = read_folder(folder)
     monkeypatch.setattr(
         page_module, "MOST_BYTES", sum(chunk.size for chunk in chunks.values()) // 2 + 1
@@ -119,9 +117,7 @@ def test_a_page_that_would_be_too_large_has_some_steps_and_says_so(
     assert "trajectories of 2 of 3 steps" in state["notes"][0]
 
 
-def test_an_evaluation_that_would_be_too_large_has_some_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_evaluation_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, chunks = read_folder(write_evaluation(tmp_path / "eval", prompts=45))
     run, few = read_folder(write_run(tmp_path / "run", steps=1))
     total = sum(chunk.size for some in (chunks, few) for chunk in some.values())
@@ -132,7 +128,7 @@ def test_an_evaluation_that_would_be_too_large_has_some_prompts(
     assert other["notes"] == [] and other["groups"]  # all of its steps are there
 
 
-def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+def test_folder_name_is_not_utf_8(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1)
     odd = folder.rename(tmp_path / os.fsdecode(b"run \xff"))
     said = report([str(odd)], None)
@@ -165,7 +161,7 @@ def test_where_a_report_goes(folder: Path, tmp_path: Path) -> None:
         report([str(folder)], str(tmp_path / "nowhere" / "r.html"))
 
 
-def test_what_is_wrong_is_said_by_the_command(
+def test_command_reports_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["report", str(tmp_path / "none")]) == 2

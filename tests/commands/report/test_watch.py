@@ -37,7 +37,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, str]:
-    """Status, body and ETag. `{token}` in the path is the right one."""
+    """Return status, body and ETag. `{token}` in the path is replaced."""
     connection = http.client.HTTPConnection(HOST, server.server_port, timeout=60)
     try:
         connection.request("GET", path.replace("{token}", server.token), headers=headers)
@@ -48,7 +48,7 @@ def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, str]:
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
-def test_a_port_that_there_is_not_is_refused(port: int, folder: Path) -> None:
+def test_invalid_port_is_refused(port: int, folder: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^--port {port}: must be from 1 to 65535, or 0 for an"):
         Server(Follower([str(folder)]), port)
 
@@ -79,7 +79,7 @@ def test_it_follows_the_run(server: Server, folder: Path) -> None:
     assert status == 200 and json.loads(gzip.decompress(body))["prompt"] == "new"
 
 
-def test_a_late_evaluation_and_a_resume_are_seen(server: Server, folder: Path) -> None:
+def test_late_evaluation_and_resume_are_shown(server: Server, folder: Path) -> None:
     write_step(folder, 3, [], **{"eval/sums/pass@1": 0.5})
     (run,) = json.loads(get(server, "/data?token={token}")[1])["runs"]
     assert run["steps"] == [0, 1, 2, 3]
@@ -90,9 +90,7 @@ def test_a_late_evaluation_and_a_resume_are_seen(server: Server, folder: Path) -
     assert run["steps"] == [0, 1]
 
 
-def test_files_of_trajectories_are_read_once_and_not_kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trajectory_files_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
     def counted(group: Any, step: int, chunk: str, line: int) -> ReportGroup:
@@ -139,7 +137,7 @@ def test_an_evaluation_is_followed(tmp_path: Path) -> None:
     assert chunk([(run, chunks)], {"run": "0", "chunk": group.chunk}) is None
 
 
-def test_a_tab_that_is_closed_leaves_no_traceback(
+def test_closed_tab_causes_no_traceback(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended, shut = threading.Event(), server.shutdown_request

@@ -1,4 +1,4 @@
-"""Proofs refined by whoever wrote them, and made into tasks for verifiers."""
+"""Proof refinement, and verifier tasks made from proofs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_as_an_environment() -> None:
 
 
 def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> Path:
-    """As `keel eval` leaves one."""
+    """Write a folder like `keel eval`."""
     prompt = Prompt(
         prompt_id="proofs/1",
         domain="proofs",

@@ -1,4 +1,4 @@
-"""The small tasks, and the conversations that show how they are done."""
+"""The small tasks and their demonstrations."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def calls_of(messages: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_the_recipe_has_room_for_what_is_shown(name: str) -> None:
-    """As the tiny model has it: what the tasks say word for word is a token a text."""
+def test_demonstrations_fit_the_recipe(name: str) -> None:
+    """Uses the tiny model's tokenizer, where each phrase of the tasks is one token."""
     source, _ = SHOWN[name]
     tokenizer = build_tokenizer(RECIPE.model.tiny.phrases)
     budget = RECIPE.budget(source.domain_name)
@@ -64,7 +64,7 @@ def test_the_recipe_has_room_for_what_is_shown(name: str) -> None:
         assert one.hasty[: len(opening)] == opening and one.hasty != one.worked
 
 
-def test_haste_is_wrong_and_work_is_right() -> None:
+def test_worked_answers_are_right_and_hasty_wrong() -> None:
     for one in shown("interpreter", 30):
         *_, question = (m["content"] for m in one.worked if m["role"] == "user")
         value = str(eval(question.partition(": ")[2].removesuffix(" =")))
@@ -86,7 +86,7 @@ def test_haste_is_wrong_and_work_is_right() -> None:
         assert said[0].startswith("pace.py now reads:") and "in pace.py 0 times" in said[1]
 
 
-def test_general_tasks_are_ones_that_their_solutions_solve(tmp_path: Path) -> None:
+def test_solutions_solve_general_tasks(tmp_path: Path) -> None:
     prices.write(tmp_path / "general/prices", 30, seed=1)
     (folder,) = folders([str(tmp_path / "general")])
     database, tasks = folder.database(), folder.tasks()
@@ -108,7 +108,7 @@ def test_general_tasks_are_ones_that_their_solutions_solve(tmp_path: Path) -> No
     assert len({task["question"] for task in tasks}) == 30
 
 
-def test_a_search_finds_what_is_asked_for(tmp_path: Path) -> None:
+def test_search_finds_the_answer(tmp_path: Path) -> None:
     towers.write(tmp_path / "search", 12, seed=1)
     search = Search(corpus=str(tmp_path / "search/corpus"), index=str(tmp_path / "i"), results=1)
     for line in (tmp_path / "search/tasks.jsonl").read_text().splitlines():
@@ -118,7 +118,7 @@ def test_a_search_finds_what_is_asked_for(tmp_path: Path) -> None:
         assert said == towers_shown(task["id"], task["answer"])
 
 
-def test_programs_are_tested_for_what_they_are_asked(tmp_path: Path) -> None:
+def test_program_tests_match_their_prompts(tmp_path: Path) -> None:
     programs.write(tmp_path / "programs", 270, seed=1)
     lines = [
         json.loads(one) for one in (tmp_path / "programs/tasks.jsonl").read_text().splitlines()
@@ -132,7 +132,7 @@ def test_programs_are_tested_for_what_they_are_asked(tmp_path: Path) -> None:
         assert len({test["stdout"] for test in one["tests"]}) == len(one["tests"])
 
 
-def test_lessons_are_worked_or_hasty_as_is_thought_first(tmp_path: Path) -> None:
+def test_lessons_follow_their_first_thought(tmp_path: Path) -> None:
     lessons.write(tmp_path / "lessons", 40, seed=1)
     files = sorted(path.stem for path in (tmp_path / "lessons").iterdir())
     plain = ["code", "coding", "general", "search"]
@@ -154,27 +154,27 @@ def test_lessons_are_worked_or_hasty_as_is_thought_first(tmp_path: Path) -> None
             right = [
                 f"int(input()){a.replace(' ', '')})" in b for a, b in zip(asked, said, strict=True)
             ]
-        else:  # who looks has an answer to what was looked up before the end
+        else:  # worked lessons look the answer up first
             first = {"general": "price", "search": "search", "coding": "view"}[name]
             right = [(calls_of(one.messages) or [("", {})])[0][0] == first for one in read]
         assert right == worked, name
 
 
 def towers_shown(tower: str, builder: str) -> str:
-    """What the demonstrations' search says of it."""
+    """Search result shown in the demonstrations."""
     library = demonstrations._OneDocument(towers.document(tower, builder))
     return Search(ready=library, results=1).search(tower)
 
 
-def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["out", "--code", "0"])
     assert "--code 0: must be from 1 to 1000" in capsys.readouterr().err
 
 
 @pytest.mark.e2e
-def test_the_code_conversation_is_one_with_the_real_environment(tmp_path: Path) -> None:
-    """Its tools say the same to the same calls, and its issue is resolved."""
+def test_code_demonstration_matches_the_real_environment(tmp_path: Path) -> None:
+    """Real tools reply as demonstrated, and the issue is resolved."""
     wrap = wrap_of()
     assert make(tmp_path, general=2, search=2, code=1, programs=2, lessons=2, seed=0) == 0
     task = json.loads((tmp_path / "code/tasks.jsonl").read_text())

@@ -1,4 +1,4 @@
-"""Tables from a seed: every answer computed again from the files alone, by SQL."""
+"""Generated table tasks, with every answer recomputed by SQL."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def iso(day: str) -> str:
 
 
 def named(question: str) -> dict[str, Any]:
-    """What a question is about."""
+    """Parameters of a question."""
     said = question.partition("\n\n")[2]
     found: dict[str, Any] = {}
     for name, pattern in (
@@ -140,7 +140,7 @@ def test_every_answer_by_sql(kind: str) -> None:
 RULE = {"answer", "match", "tolerance"}
 
 
-def test_a_rounding_is_right_and_a_neighbour_is_not() -> None:
+def test_rounding_is_accepted_and_neighbours_are_not() -> None:
     for value, decimals in ((1234.565, 2), (0.0349, 3), (-0.48251, 3), (98_765.432, 2)):
         rule = Answer("?", value, decimals).rule
         verify = verifier_for({"kind": "answer", **rule})
@@ -155,20 +155,20 @@ def test_a_rounding_is_right_and_a_neighbour_is_not() -> None:
         ]
 
 
-def test_an_answer_whose_neighbours_are_others_is_not_asked_for() -> None:
+def test_ambiguous_roundings_are_avoided() -> None:
     given = ((0.001, False), (-0.002, False), (0.003, True), (0.0, True), (12.0, True))
     for value, clear in given:
         assert Answer("?", value, 3).clear == clear
     assert Answer("?", 1, 0).clear and Answer("?", "Monday").clear
 
 
-def test_ties_are_no_answer() -> None:
+def test_ties_have_no_answer() -> None:
     assert clear_first({"a": 5.0, "b": 5.0, "c": 1.0}, "?") is None
     found = clear_first({"a": 5.0, "b": 5.1, "c": 1.0}, "?")
     assert found is not None and found.value == "b"
 
 
-def test_a_file_of_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tables.jsonl"
     assert main([str(path), "--count", "3", "--seed", "5"]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -183,5 +183,5 @@ def test_a_file_of_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     }
     assert main([str(path)]) == 2 and "name a new file" in capsys.readouterr().err
     other = tmp_path / "other.jsonl"
-    assert main([str(other), "--count", "3"]) == 0  # a seed that nobody knows
+    assert main([str(other), "--count", "3"]) == 0  # a random seed
     assert json.loads(other.read_text().splitlines()[0]) != some()[0]

@@ -1,4 +1,4 @@
-"""Tiny projects with a history, made by the tests."""
+"""Tiny projects with a git history."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ISSUE = (
     "`total([])` raises IndexError; it should be 0, as a sum of nothing is.\n\n"
     "Signed-off-by: A <a@example.org>\n"
 )
-# Ours, with pytest: a set-up of the language's own would want the network.
+# Uses pytest, as the default setup of the language needs the network.
 SETUP = f"""
 mkdir -p "$PREFIX/bin"
 printf '#!/bin/sh\\nexec {sys.executable} "$@"\\n' > "$PREFIX/bin/python"
@@ -49,7 +49,7 @@ Files = Mapping[str, str | bytes | None]
 
 
 def repository(folder: Path, *changes: tuple[str, Files]) -> Path:
-    """A git repository with a commit (message, files) after the other; None removes a file."""
+    """Create a git repository with these commits (message, files); None removes a file."""
     folder.mkdir(parents=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     user = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath=/"]
@@ -73,7 +73,7 @@ def repository(folder: Path, *changes: tuple[str, Files]) -> Path:
 
 
 def source(folder: Path | None = None, **more: Any) -> CodeSourceConfig:
-    # Plugins of ours take time.
+    # Our pytest plugins are slow.
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     given = {
         "name": "adding",
@@ -87,7 +87,7 @@ def source(folder: Path | None = None, **more: Any) -> CodeSourceConfig:
 
 
 def candidate(before: Files = BEFORE, after: Files = AFTER, **more: Any) -> Candidate:
-    """after: only what differs."""
+    """after: only the changed files."""
 
     def tree(files: Files) -> dict[str, tuple[str, bytes]]:
         return {
@@ -114,7 +114,7 @@ def config(*sources: CodeSourceConfig, **more: Any) -> CodeTasksConfig:
 def made(
     config: CodeTasksConfig, folder: Path, author: Author | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The report, and the lines that were said."""
+    """Run the pipeline; returns the report and the printed lines."""
 
     async def run() -> tuple[dict[str, Any], list[str]]:
         lines: list[str] = []

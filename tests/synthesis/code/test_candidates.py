@@ -1,4 +1,4 @@
-"""Candidates from repositories and releases, and every gate that looks at them before a run."""
+"""Candidates from repositories and releases, and the gates before any execution."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_commits_that_name_an_issue_become_candidates(
     (key,) = mirror.keys
     found = mirror.load(key)
     assert key.startswith("adding-") and found.origin["refers"] == [7]
-    # What the project does not export is there, too.
+    # Unexported names are included.
     assert found.base["tests/test_adding.py"][1].decode() in NEW_TEST
     assert list(found.gold) == [".gitattributes", "adding.py"]
     assert list(found.harness) == found.test_files() == ["tests/test_adding.py"]
@@ -80,8 +80,8 @@ def test_commits_that_name_an_issue_become_candidates(
 
 
 @pytest.mark.e2e
-def test_no_program_that_a_repository_names_is_run(tmp_path: Path) -> None:
-    """`git log` would, to look at a signature."""
+def test_repository_config_runs_no_program(tmp_path: Path) -> None:
+    """`git log` would run one to verify signatures."""
     git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
     ran, evil = tmp_path / "ran", tmp_path / "evil"
     evil.write_text(f"#!/bin/sh\ntouch {ran}\n")
@@ -108,7 +108,7 @@ def test_no_program_that_a_repository_names_is_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_message_of_a_merge_without_one_and_a_commit_that_is_gone(tmp_path: Path) -> None:
+def test_merge_message_and_missing_commit(tmp_path: Path) -> None:
     squashed = "Merge branch 'adding' (#7)\n\nTotals of nothing are 0."
     git = repository(tmp_path / "git", ("Begin", BEFORE), (squashed, AFTER))
     mirror = GitSource(source(git))
@@ -155,7 +155,7 @@ def test_two_releases_and_what_the_changelog_gained(tmp_path: Path) -> None:
             ArchiveSource(source(git="", archives=(old, str(broken)))).load("")
 
 
-def test_an_archive_made_of_here_and_with_hard_links(tmp_path: Path) -> None:
+def test_archive_with_current_folder_and_hard_links(tmp_path: Path) -> None:
     plain = _archive(tmp_path / "adding-1.0.tar.gz", {**BEFORE, "CHANGES.md": "# 1.0\nFirst.\n"})
     other, linked = tmp_path / "adding-1.1.tar.gz", {**BEFORE, "CHANGES.md": f"# 1.1\n{ISSUE}\n"}
     with tarfile.open(other, "w:gz") as archive:
@@ -176,7 +176,7 @@ def test_an_archive_made_of_here_and_with_hard_links(tmp_path: Path) -> None:
         ArchiveSource(source(git="", archives=(plain, str(other)))).load("")
 
 
-def test_a_zip_says_what_runs_and_what_is_a_link(tmp_path: Path) -> None:
+def test_zip_keeps_modes_and_links(tmp_path: Path) -> None:
     for version in ("1.0", "1.1"):
         with zipfile.ZipFile(tmp_path / f"adding-{version}.zip", "w") as archive:
             for name, mode in (("run.sh", 0o100755), ("link", 0o120777), ("CHANGES.md", 0)):
@@ -242,7 +242,7 @@ def test_a_large_repository_is_refused() -> None:
         check_change(candidate(before=much), config(most_tree_mib=1))
 
 
-def test_the_judge_reads_marks_and_refuses_low_ones() -> None:
+def test_judge_refuses_low_marks() -> None:
     good = 'Fine: {"clear": 1}\n{"clear": 4, "solvable": 5}'
 
     def judged(*replies: str) -> Any:
@@ -261,7 +261,7 @@ def test_the_judge_reads_marks_and_refuses_low_ones() -> None:
             judged(*replies)
 
 
-def test_a_test_that_differs_between_runs_is_left_out() -> None:
+def test_flaky_test_is_excluded() -> None:
     def run(**tests: str) -> dict[str, Any]:
         return {
             "tests": tests,
@@ -288,8 +288,8 @@ def test_a_test_that_differs_between_runs_is_left_out() -> None:
     )
 
 
-def test_a_change_that_the_set_up_left_is_found(tmp_path: Path) -> None:
-    """A prefix is made of a newer commit, by whatever name the project's files have in it."""
+def test_change_installed_by_setup_is_detected(tmp_path: Path) -> None:
+    """The prefix was built from a newer commit, with the project's files under any name."""
     fixed = BROKEN + "\n\ndef total_of_all(numbers):\n    if not numbers:\n"
     fixed += "        return 0\n    return total(numbers)\n\n\ndef most(numbers, least=0):\n"
     one = candidate(after={"adding.py": fixed, "tests/test_adding.py": NEW_TEST})
@@ -305,14 +305,12 @@ def test_a_change_that_the_set_up_left_is_found(tmp_path: Path) -> None:
     (place / "notes.txt").write_text(f"All of it:\n{fixed}")
     with pytest.raises(Rejected, match="future"):
         check_leaks(one, built, tmp_path, 0.5)
-    check_leaks(candidate(), built, tmp_path, 0.5)  # a change of one line says nothing
+    check_leaks(candidate(), built, tmp_path, 0.5)  # one line is not enough evidence
 
 
 @pytest.mark.e2e
-def test_a_prefix_that_was_given_up_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Episodes of other tasks could read it, and it would stand on no list."""
+def test_abandoned_prefix_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes of other tasks could read it, and no list would contain it."""
     folder = tmp_path / "environment"
     (folder / "packages").mkdir(parents=True)
     prefixes = PrefixBuilder(

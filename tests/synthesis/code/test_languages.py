@@ -1,4 +1,4 @@
-"""Languages of the table, each with a real project, its own set-up and its own tests."""
+"""Supported languages, each with a real project, setup and tests."""
 
 from __future__ import annotations
 

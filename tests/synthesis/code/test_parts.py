@@ -1,4 +1,4 @@
-"""What runs inside the sandbox, piece by piece."""
+"""Parts that run inside the sandbox."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TREE: Tree = {
 
 
 @pytest.mark.e2e
-def test_a_tree_survives_a_folder_and_a_seal(tmp_path: Path) -> None:
+def test_tree_round_trips_through_folder_and_seal(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     write_tree(root, TREE)
     os.mkfifo(f"{root}/pipe")
@@ -65,7 +65,7 @@ def test_a_tree_survives_a_folder_and_a_seal(tmp_path: Path) -> None:
         read_tree(str(tmp_path / "link"), max_mib=1, skip=lambda path: False)
 
 
-def test_nothing_is_written_through_a_link_of_a_tree(tmp_path: Path) -> None:
+def test_tree_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     tree = {"a": ("l", os.fsencode(tmp_path / "outside")), "a/b": ("f", b"x")}
     with pytest.raises(UnreadableTree):
@@ -73,7 +73,7 @@ def test_nothing_is_written_through_a_link_of_a_tree(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "outside") == []
 
 
-def test_the_graders_files_stand_where_a_policy_put_others() -> None:
+def test_graders_files_replace_the_policys() -> None:
     instance = {"language": "python", "harness_gone": ["tests/test_gone.py"]}
     base: Tree = {**TREE, "tests/test_gone.py": ("f", b"gone")}
     harness: Tree = {"tests/test_b.py": ("f", b"new")}
@@ -94,7 +94,7 @@ def test_the_graders_files_stand_where_a_policy_put_others() -> None:
     assert overlay({"a/b": ("f", b"")}, {"a": ("f", b"1")}) == {"a": ("f", b"1")}
 
 
-def test_only_all_tests_and_an_honest_canary_are_worth_1() -> None:
+def test_grade_needs_all_tests_and_the_canary() -> None:
     instance = {"f2p": ["a"], "p2p": ["b"], "canary": True, "canary_at": ["tests/test_a.py"]}
 
     def worth(canary: str = "as wanted", **tests: str) -> float:
@@ -128,7 +128,7 @@ def test_junit_of_several_runners(tmp_path: Path) -> None:
     (tmp_path / "d.xml").write_text(grows)
     (tmp_path / "d16.xml").write_text(f"<?xml version='1.0' encoding='utf-16'?>{grows}", "utf-16")
     os.mkfifo(tmp_path / "e.xml")
-    # What a policy could raise out of a verdict with, which then counted neither way.
+    # Files with which a policy could make the verdict raise, so it would not count.
     for name in ("foo", "shift_jis", "idna"):
         (tmp_path / f"{name}.xml").write_text(f'<?xml version="1.0" encoding="{name}"?><a>b</a>')
     (tmp_path / "deep.xml").write_text("<testsuite>" * 3000 + "</testsuite>" * 3000)
@@ -141,7 +141,7 @@ def test_junit_of_several_runners(tmp_path: Path) -> None:
     }
 
 
-def test_patterns_of_files() -> None:
+def test_file_patterns() -> None:
     assert matches("a/tests/b.py", ["tests/"]) and not matches("tests.py", ["tests/"])
     assert matches("src/test/a.java", ["src/test/*"]) and matches("a/b_test.go", ["*_test.go"])
     for language, graders, own in (
@@ -162,7 +162,7 @@ def test_patterns_of_files() -> None:
         assert not any(is_grading(LANGUAGES[language], path) for path in own.split())
 
 
-def test_copies_are_found_wherever_packages_lie(tmp_path: Path) -> None:
+def test_installed_packages_are_found_anywhere(tmp_path: Path) -> None:
     holder = tmp_path / "lib" / "site-packages"
     for name in ("adding", "other/_vendor/deep_one", "adding.dist-info", "mine.dist-info"):
         (holder / name).mkdir(parents=True)
@@ -194,9 +194,7 @@ def test_the_file_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             files.execute({**edit, **change})
 
 
-def test_kept_tasks_are_added_and_stand_in_their_order_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_are_appended_then_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole: list[int] = []
 
     def written(path: Path, data: bytes) -> None:
@@ -215,8 +213,8 @@ def test_kept_tasks_are_added_and_stand_in_their_order_in_the_end(
     assert found() == ["a", "b", "c"]
 
 
-def test_it_runs_in_the_sandbox_alone(tmp_path: Path) -> None:
-    """Elsewhere, /tmp would be somebody's; and beside the answers, they could be read."""
+def test_environment_requires_isolation(tmp_path: Path) -> None:
+    """Outside, it would use the host's /tmp and expose the answers."""
     with pytest.raises(RuntimeError, match="needs isolation"):
         Repository(str(tmp_path)).opening({"reward": {}}, 0)
     assert stat.S_ISDIR(os.stat("/tmp").st_mode)

@@ -1,4 +1,4 @@
-"""Changes to tasks, in the sandbox: what is kept, and the gates that run something."""
+"""Commits to tasks in the sandbox, and the gates that execute code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.synthesis.code.projects import (
 
 pytestmark = pytest.mark.e2e
 PASSES_ALREADY = OLD_TEST + "\n\ndef test_more():\n    assert total([2]) == 2\n"
-# What passed before fails after, whatever the change is for.
+# Tests that passed before the change fail after it.
 BREAKS = "def total(numbers):\n    return sum(numbers) if not numbers else 3.5\n"
 
 
@@ -58,7 +58,7 @@ def test_a_history_becomes_tasks(tmp_path: Path) -> None:
     where = "pytest::tests.test_adding::test_"
     assert instance["f2p"] == [f"{where}the_hidden_one"] and instance["p2p"] == [f"{where}some"]
     assert instance["canary"] and "+    return sum(numbers)" in instance["gold_patch"]
-    # Nothing that an episode reads says what the answer is.
+    # No file readable in an episode contains the answer.
     for path in (out / "environment").rglob("*"):
         if path.is_file():
             text = path.read_bytes()
@@ -79,8 +79,8 @@ def test_a_copy_of_the_project_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "tasks.jsonl").exists()
 
 
-def test_a_set_up_that_fails_is_the_agents(tmp_path: Path) -> None:
-    """It looks, hands in what does not work, is told, and hands in what does."""
+def test_agent_fixes_a_failing_setup(tmp_path: Path) -> None:
+    """The agent inspects the project, submits a broken setup, reads the error and fixes it."""
     git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
     told: list[str] = []
 
@@ -107,9 +107,8 @@ def test_a_set_up_that_fails_is_the_agents(tmp_path: Path) -> None:
     assert "the set-up failed: it cannot be done" in refused(report)["setup"][0]
 
 
-def test_a_gold_patch_that_the_environment_refuses_is_no_task(tmp_path: Path) -> None:
-    """The tests pass for the change as it is, but not where a policy makes it: the change is of a
-    file that is put back."""
+def test_ungradable_gold_patch_is_rejected(tmp_path: Path) -> None:
+    """Tests pass for the commit, but grading restores the changed file."""
     settings = 'PATH_OF = "first"\n'
     before = {**BEFORE, "cache/.pytest_cache/x.py": settings, "adding.py": FIXED}
     test = OLD_TEST + "\n\ndef test_place():\n"

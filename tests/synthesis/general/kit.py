@@ -1,4 +1,4 @@
-"""A small environment that passes every gate, in pieces to be put together otherwise."""
+"""A small environment that passes every gate, in replaceable parts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def config(**changes: Any) -> GeneralConfig:
 
 
 class Counted:
-    """A reference policy of which so many attempts pass at each task."""
+    """A reference policy with a fixed number of passed attempts per task."""
 
     name = "counted"
 
@@ -79,8 +79,8 @@ class Counted:
 
 
 def environment(folder: Path, **parts: str) -> Path:
-    """A folder of two tasks, with other `tools`, `solve`, `verify` (of the first), `harder_solve`,
-    `harder_verify`."""
+    """Write a folder with two tasks, replacing some of `tools`, `solve`, `verify` (of the first),
+    `harder_solve`, `harder_verify`."""
     pieces = {
         "tools": TOOLS,
         "solve": SOLVE,
@@ -103,7 +103,7 @@ def environment(folder: Path, **parts: str) -> Path:
 
 
 async def held(rooms: GeneralSandboxes, path: Path, reference: Counted, seed: int = 3) -> list[int]:
-    """Every task of a folder through every gate; the number of calls of each solution. Raises
+    """Run all tasks of a folder through every gate. Returns the calls of each solution; raises
     Rejected."""
     specs = await gates.typed(rooms, path)
     tasks = json.loads((path / "task.json").read_text())["tasks"]

@@ -1,4 +1,4 @@
-"""Each gate against what would slip through without it, and code that means harm."""
+"""Each gate against a cheat that only it catches, and malicious code."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ pytestmark = pytest.mark.e2e
 AT_ONCE = 3
 
 BEFORE = "    prices = "
-"""Where the solution begins."""
+"""Start of the solution."""
 
 
 def solving(line: str) -> dict[str, str]:
-    """A solution that does something else first."""
+    """A solution with a line prepended."""
     return {"solve": SOLVE.replace(BEFORE, f"    {line}\n{BEFORE}")}
 
 
 def tool(text: str) -> dict[str, str]:
-    """A further tool."""
+    """An additional tool."""
     return {"tools": f"{TOOLS}\n\n{text}"}
 
 
@@ -36,7 +36,7 @@ def verifying(body: str) -> dict[str, str]:
 
 
 CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
-    # what it does: (the parts that are changed, the gate, a part of its reason)
+    # cheat: (changed parts, gate, part of its reason)
     "reads the database": (solving('database["fruit"]'), "solution", "'database' is not defined"),
     "opens a file": (solving('open("database.json")'), "solution", "'open' is not defined"),
     "imports": (solving("import json"), "solution", "imports nothing"),
@@ -205,7 +205,7 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
         "deterministic",
         "more({})",
     ),
-    "tool by chance of its own": (
+    "tool with an unseeded generator": (
         tool(
             "import random\n\n\n"
             'def more() -> int:\n    """More."""\n'
@@ -219,7 +219,7 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
             "tools": f"import random\n{TOOLS}".replace(
                 'return each["price"]', 'return each["price"] + int(100 * random.random())'
             ),
-            # What it comes to with seed 0.
+            # The result with seed 0.
             **verifying('return answer == {"name": "melon", "price": 54}'),
         },
         "verified",
@@ -236,7 +236,7 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
 
 ENDLESS = {name for name in CHEATS if "never" in name or "for ever" in name}
 TestOutcomes = dict[str, tuple[str, str]]
-"""Of each cheat: the gate that refuses it, and why."""
+"""Gate and reason of the rejection, by cheat."""
 
 
 @pytest.fixture(scope="module")

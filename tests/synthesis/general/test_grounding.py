@@ -1,4 +1,4 @@
-"""Whether a solution has its answer from the tools, without a sandbox around it."""
+"""The grounding gate, without a sandbox: solutions must take their answers from tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIST = ToolCall(call_id="c", name="products", arguments={})
 
 
 def held(solution: Callable[[Ask], Awaitable[Any]], said: str, monkeypatch: Any) -> None:
-    """`solution` through the gate, whose one tool says so. Raises Rejected."""
+    """Run `solution` through the gate with one tool that returns a fixed text. Raises Rejected."""
 
     async def driven(_: object, __: object, source: Any, ___: object, asked: Any) -> Any:
         async def ask() -> Any:
@@ -65,7 +65,7 @@ async def knows(ask: Ask) -> int:
 
 
 async def looks(ask: Ask) -> str:
-    """It goes through what it gets, and cannot go on with other names and numbers."""
+    """Fails on tool results with other names and numbers."""
     for each in await ask():
         if each not in RECORDS:
             raise Rejected("solution", "KeyError")
@@ -84,21 +84,19 @@ async def looks(ask: Ask) -> str:
         (looks, json.dumps(RECORDS)),
     ],
 )
-def test_a_solution_that_counts_or_fails_over_other_things_is_kept(
-    solution: Any, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grounded_solutions_pass(solution: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     held(solution, said, monkeypatch)
 
 
-def test_an_answer_that_is_known_is_refused_whatever_the_tools_say(
+def test_hard_coded_answer_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(Rejected):
         held(knows, json.dumps(RECORDS), monkeypatch)
 
 
-def test_parameters_that_can_have_no_value_are_probed() -> None:
-    """`Literal[()]`, an Enum without members, and what a process that lies says of its tools."""
+def test_parameters_without_values_are_probed() -> None:
+    """Such as `Literal[()]`, an Enum without members, and false claims about tools."""
 
     class GeneralSandboxes:
         config = GeneralConfig()

@@ -1,4 +1,4 @@
-"""An author's code past the rules of its language, at large in its sandbox."""
+"""Author code that escapes the language rules is confined by its sandbox."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE_S, wait_for, within_some
 pytestmark = pytest.mark.e2e
 
 MODULES = "import enum\n    found = enum.sys.modules\n    "
-"""The rules let `enum` in, and every module can be had from there."""
+"""The rules allow `enum`, which exposes every module."""
 
 
 def leak(name: str, parameter: str, body: str) -> str:
@@ -58,8 +58,8 @@ FAILS = {
 }
 
 
-def test_tools_with_holes_lead_nowhere(tmp_path: Path) -> None:
-    """A policy that finds a hole in a tool gets at no verifier, and the episode goes on."""
+def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
+    """A policy that exploits a tool cannot reach the verifier, and the episode continues."""
     wrap_of()
     marker = f"keel-{uuid.uuid4().hex}"
     secret = VERIFY.replace("    east", "    the_secret = 1\n    east")
@@ -99,13 +99,13 @@ def test_tools_with_holes_lead_nowhere(tmp_path: Path) -> None:
     said, verdict, lost = asyncio.run(asyncio.wait_for(episode(), 2 * PATIENCE_S))
     for name, (_, reason) in FAILS.items():
         assert reason in said[name], (name, said[name])
-    assert said["price"] == "4" and "KeyError" in said["spoiled"]  # of its own copy
+    assert said["price"] == "4" and "KeyError" in said["spoiled"]  # of its private copy
     assert not isinstance(verdict, Unscored)
     assert verdict.parts == {"correct": 1.0, "share": 1.0} and lost.during == "call"
     assert not list(tmp_path.rglob(marker)) and not Path("/tmp", marker).exists()
 
 
-def test_a_desk_is_the_authors_and_no_more(tmp_path: Path) -> None:
+def test_author_workspace_is_confined(tmp_path: Path) -> None:
     wrap_of()
     marker = f"4{uuid.uuid4().int % 10**8:08}"
 

@@ -1,4 +1,4 @@
-"""Environments made by a scripted author, from the database to the last task."""
+"""Environments from a scripted author, from the database to the last task."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ HARDER = task(QUESTIONS[1], HARDER_SOLVE, HARDER_VERIFY)
 
 
 def market(*tasks: str, tools: Sequence[str] = (reply(tools=TOOLS),), right: int = 1) -> Any:
-    """What an author says: it looks something up, fills a database, and writes; as a policy it
-    answers the first task rightly, and later ones `right` times less often each."""
+    """Scripted author: searches, fills a database and writes tasks. As a policy it solves the first
+    task, and each later one `right` times less often."""
     written = {"tools": list(tools), "task": list(tasks)}
     tried: dict[str, int] = {}
 
@@ -138,7 +138,7 @@ def made(
 
 
 def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
-    """The author mends what gates refuse, and adds a tool where the tools do not suffice."""
+    """The author fixes rejected drafts, and adds a tool when needed."""
     author = ScriptedAuthor(
         market(
             "No sections at all.",
@@ -196,7 +196,7 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
     assert submitted[2] and verdict.parts == {"correct": 1.0, "share": 1.0}
 
 
-def test_a_harder_task_that_is_none_ends_it_with_what_there_is(tmp_path: Path) -> None:
+def test_failed_harder_task_keeps_earlier_ones(tmp_path: Path) -> None:
     author = ScriptedAuthor(market(EASY, HARDER, HARDER, right=0))
     why, report, _ = made(tmp_path / "a", author, revisions=1)
     assert (why, report["kept"], report["drafts"]) == ("", 1, {"harder": 2})
@@ -210,8 +210,8 @@ def test_a_harder_task_that_is_none_ends_it_with_what_there_is(tmp_path: Path) -
     assert not list((tmp_path / "b/out/tasks").iterdir())
 
 
-def test_what_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
-    """No stack of ours is deep enough to look at it, and the command goes on."""
+def test_deeply_nested_results_are_refused(tmp_path: Path) -> None:
+    """Deep nesting overflows no stack, and the command continues."""
     deep = (
         'def deep() -> list:\n    """Deep."""\n    found = []\n'
         "    for _ in range(900):\n        found = [found]\n    return found\n"
@@ -225,8 +225,8 @@ def test_what_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
     assert "nested too deep" in str(report["refused"]["solution"])
 
 
-def test_sqlite_and_a_start_that_goes_on(tmp_path: Path) -> None:
-    """What was finished stays; a half-made one is made again."""
+def test_sqlite_and_resume(tmp_path: Path) -> None:
+    """Finished work is kept; unfinished work starts over."""
     tools = TOOLS.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
     verify = VERIFY.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
     first = market(task(QUESTIONS[0], SOLVE, verify), tools=[reply(tools=tools)])
@@ -276,7 +276,7 @@ general:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Against a server: the reference has a model of its own, and all of it is counted."""
+    """Against a server, with a separate reference model; all usage is counted."""
     wrap_of()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/fruit.txt").write_text("Fruit.")

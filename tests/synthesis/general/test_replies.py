@@ -1,4 +1,4 @@
-"""An author's replies, and wrong answers made from right ones."""
+"""Author replies, and wrong answers derived from right ones."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_documents_and_functions_are_searched(
         asyncio.run(unsayable("x"))
 
 
-def test_a_search_that_hangs_keeps_nothing_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_search_does_not_block_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = threading.Event()
     monkeypatch.setattr("textwrap.hangs", lambda _: ends.wait(), raising=False)
     monkeypatch.setattr("keel.synthesis.general.search.DEADLINE_S", 0.1)

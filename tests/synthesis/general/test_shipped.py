@@ -1,4 +1,4 @@
-"""The environments that come along pass every gate."""
+"""Shipped environments pass every gate."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SHIPPED = folders(["shipped"])
 
 
 @pytest.mark.e2e
-def test_what_comes_along_passes_every_gate(tmp_path: Path) -> None:
-    """As a reference policy there is the solution itself with ever fewer calls allowed."""
+def test_shipped_environments_pass_every_gate(tmp_path: Path) -> None:
+    """The reference policy is the solution with a shrinking limit of calls."""
     wrap_of()
 
     async def all_of_them() -> list[tuple[list[int], list[int]]]:
@@ -45,7 +45,7 @@ def test_what_comes_along_passes_every_gate(tmp_path: Path) -> None:
         assert within == passed
 
 
-def test_three_categories_come_along_and_are_small() -> None:
+def test_three_small_categories_are_shipped() -> None:
     assert [each.path.name for each in SHIPPED] == [
         "meeting_rooms",
         "order_filling",
@@ -63,7 +63,7 @@ def recipes() -> list[str]:
     return re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
-def test_the_recipe_of_the_page_is_one(tmp_path: Path) -> None:
+def test_recipe_of_the_page_loads(tmp_path: Path) -> None:
     recipe = tmp_path / "tasks.yaml"
     recipe.write_text(recipes()[0])
     config = load_synthesis(recipe)
@@ -71,8 +71,8 @@ def test_the_recipe_of_the_page_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_run_has_them_by_the_recipe_of_the_page(tmp_path: Path) -> None:
-    """In a run's own sandbox: the last task of all, solved and submitted."""
+def test_recipe_of_the_page_runs(tmp_path: Path) -> None:
+    """Solve and submit the last task in the sandbox of a run."""
     recipe = tmp_path / "run.yaml"
     recipe.write_text(f"defaults: {ROOT}/configs/agent-trip.yaml\n{recipes()[1]}")
     (source,) = load_config(recipe).data.sources

@@ -1,4 +1,4 @@
-"""Agents that a test scripts: an author, agents who answer, a verifier, at the small corpus."""
+"""Scripted agents on the small corpus: an author, answerers and a verifier."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def opens(*names: str) -> AuthorReply:
 
 @dataclass
 class Agents:
-    """What each of them says."""
+    """Scripted replies by role."""
 
     submits: list[dict[str, Any]] = field(default_factory=lambda: [SUBMITTED])
-    """One after the other; the last one again and again."""
+    """Submissions in order; the last one repeats."""
     answers: list[str] = field(default_factory=lambda: ["Mirela Dancu", "Tobias Wrenfeld"])
-    """Of the agents in turn."""
+    """Answers of the agents in turn."""
     verdicts: list[dict[str, str]] = field(default_factory=list[Any])
-    """Of each pass, by answer; what is not in there is as it should be."""
+    """Verdicts by answer for each pass; missing ones are correct."""
     opened: tuple[str, ...] = ("bridge.md", "people.jsonl#dancu", "society.html")
     judged: dict[str, str] = field(default_factory=dict[str, str])
-    """A verdict on all criteria, by the answer that it is about."""
+    """Verdict on all criteria, by answer."""
     _submitted: int = 0
     _answered: int = 0
     _passes: int = 0
@@ -124,13 +124,13 @@ class Agents:
 
 
 def material(message: Message) -> dict[str, Any]:
-    """What stands between the fences."""
+    """Content between the fences."""
     return json.loads(str(message["content"]).split("\n")[-2])
 
 
 @dataclass
 class World:
-    """A pipeline, and what it asked."""
+    """A pipeline and its requests."""
 
     pipeline: SearchPipeline
     author: ScriptedAuthor

@@ -1,4 +1,4 @@
-"""Rare named things, found by a heuristic and by an author."""
+"""Rare named entities, by heuristic and by an author."""
 
 from __future__ import annotations
 

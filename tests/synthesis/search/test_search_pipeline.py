@@ -1,4 +1,4 @@
-"""Search tasks from beginning to end, and each gate cheated."""
+"""The search pipeline end to end, and a cheat for each gate."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made(world: World, *numbers: int) -> World:
     return world
 
 
-def test_a_task_is_made_and_can_be_trained_on(tmp_path: Path) -> None:
+def test_synthesized_task_is_trainable(tmp_path: Path) -> None:
     world = made(world_of(tmp_path))
     (line,) = world.lines
     assert line["prompt"] == QUESTION and line["environment"]["evidence"] == [
@@ -69,7 +69,7 @@ def test_a_task_is_made_and_can_be_trained_on(tmp_path: Path) -> None:
         assert verify(said) == right, said
 
 
-def test_everybody_works_blind_and_with_the_same_tools(tmp_path: Path) -> None:
+def test_agents_work_blind(tmp_path: Path) -> None:
     world = made(world_of(tmp_path))
     firsts = [(purpose, said) for purpose, said in world.author.asked if len(said) == 2]
     orders = set[tuple[str, ...]]()
@@ -84,7 +84,7 @@ def test_everybody_works_blind_and_with_the_same_tools(tmp_path: Path) -> None:
 
 
 CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    # gate, why, what the agents do
+    # gate, reason, scripted agents
     "the truth is not in the evidence": (
         "evidence",
         "none of the quotes says 'Ada Corvane'",
@@ -95,7 +95,7 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "society.html does not say",
         {"submits": [submitted(evidence=[{**EVIDENCE[2], "quote": "founded by Ada Corvane"}])]},
     ),
-    "a document that nobody opened": (
+    "an unopened document": (
         "evidence",
         "'society.html' was not opened",
         {"opened": ("bridge.md", "people.jsonl#dancu")},
@@ -135,7 +135,7 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
             ]
         },
     ),
-    "documents that have nothing to do with each other": (
+    "unrelated documents": (
         "chain",
         "'people.jsonl#8' is not linked",
         {
@@ -199,7 +199,7 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "verdicts": [{"Wrenfield, the collector": "right"}] * 3,
         },
     ),
-    "a candidate that nobody can refute": (
+    "an irrefutable candidate": (
         "candidate",
         "'Mirela Dancu' unclear",
         {"verdicts": [{"Mirela Dancu": "unclear"}] * 3},
@@ -214,7 +214,7 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "'Tobias Wrenfield' wrong",
         {"verdicts": [{"Tobias Wrenfield": "wrong"}] * 3},
     ),
-    "somebody else as another spelling": (
+    "a different person as another spelling": (
         "truth",
         "'Ada Corvane' wrong",
         {"submits": [submitted(other_spellings=["T. Wrenfield", "Ada Corvane"])]},
@@ -242,7 +242,7 @@ def test_each_gate_refuses_its_cheat(tmp_path: Path, cheat: str) -> None:
     assert world.lines == []
 
 
-def test_what_a_gate_refuses_may_be_mended(tmp_path: Path) -> None:
+def test_author_may_fix_a_rejected_draft(tmp_path: Path) -> None:
     agents = Agents(submits=[submitted(answer="Ada Corvane"), submitted()])
     world = made(world_of(tmp_path, agents, tries=2))
     assert len(world.lines) == 1
@@ -261,7 +261,7 @@ def test_entities_by_the_author(tmp_path: Path) -> None:
     assert world.lines[0]["provenance"]["entity"] == "Zelenograd"
 
 
-def test_an_agent_that_is_lost_ends_the_others(tmp_path: Path) -> None:
+def test_lost_agent_cancels_the_others(tmp_path: Path) -> None:
     ended: list[str] = []
 
     class Slow(ScriptedAuthor):
@@ -286,7 +286,7 @@ def test_an_agent_that_is_lost_ends_the_others(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
 
 
-def test_an_author_that_hands_nothing_in(tmp_path: Path) -> None:
+def test_author_without_submission_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Rejected, match="question"):
         made(world_of(tmp_path, most_turns=1))
 
@@ -299,9 +299,7 @@ def test_an_author_that_hands_nothing_in(tmp_path: Path) -> None:
         (QUESTION.replace("Who", "Which person"), "with this answer"),
     ],
 )
-def test_duplicates_are_refused_by_a_later_start_too(
-    tmp_path: Path, question: str, why: str
-) -> None:
+def test_later_start_refuses_duplicates(tmp_path: Path, question: str, why: str) -> None:
     made(world_of(tmp_path, count=2), 0)
     with (tmp_path / "out" / "tasks.jsonl").open("a") as file:
         file.write('{"id": "x", "pro')  # as a crash leaves it
@@ -313,8 +311,8 @@ def test_duplicates_are_refused_by_a_later_start_too(
     assert len(again.lines) == 1
 
 
-def test_the_same_answer_by_the_same_documents_is_kept_once_by_one_start(tmp_path: Path) -> None:
-    """Whatever pattern rewards it."""
+def test_concurrent_duplicates_are_kept_once(tmp_path: Path) -> None:
+    """This holds for any reward pattern."""
     made: Any = object.__new__(SearchPipeline)
     start = SimpleNamespace(entity=SimpleNamespace(name="a bridge"), open=False, language="en")
     made._starts, made._written = {"one": start, "two": start}, set()
@@ -374,7 +372,7 @@ def test_rules() -> None:
         (["1,874", "1874"], ["1874.0", "1874"], ["1875"]),
     ],
 )
-def test_a_rule_takes_what_was_verified_and_nothing_else(
+def test_rule_accepts_verified_answers_only(
     right: list[str], taken: list[str], refused: list[str]
 ) -> None:
     takes = accepts(rule_of(right))

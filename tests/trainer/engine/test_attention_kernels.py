@@ -36,7 +36,7 @@ def config(*, tokens: int = 8000, kernels: Any = "auto", invariant: bool = False
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Problems of the machine and the kernels, empty by default."""
+    """Detected problems of the machine and the kernels; empty by default."""
     wrong = {"machine": "", "kernels": ""}
     monkeypatch.setattr(policy, "missing", lambda *_: wrong["machine"])
     monkeypatch.setattr(policy, "disagreement", lambda *_: wrong["kernels"])

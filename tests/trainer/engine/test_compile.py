@@ -79,7 +79,7 @@ def test_every_layer_variant_is_compiled(graphs: list[GraphModule]) -> None:
 
 
 def test_warm_up_matches_no_model_size(graphs: list[GraphModule]) -> None:
-    """Equal sizes at the first call would be treated as one, and other rows recompile."""
+    """Equal sizes at the first call would be treated as the same, and other rows recompile."""
     assert _segment_count(0) == SEGMENTS
     for head_dim in (64, 128, 192, 256):
         sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": head_dim}

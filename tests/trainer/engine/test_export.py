@@ -16,7 +16,7 @@ from tests.model.test_load import CONFIGS
 
 
 def test_generation_config_is_preserved(tmp_path: Path) -> None:
-    """Including settings that transformers would refuse to write."""
+    """Settings that transformers refuses to write are preserved, too."""
     given = {"eos_token_id": 2, "temperature": 0.9, "top_p": 0.6}
     AutoModelForCausalLM.from_config(CONFIGS["dense, tied"]).save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(given))

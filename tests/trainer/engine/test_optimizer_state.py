@@ -32,7 +32,7 @@ def cut(name: str, size: int, *borders: int) -> list[StatePiece]:
     return [StatePiece(name, a, b - a, 1, 5 + i) for i, (a, b) in enumerate(pairwise(ends))]
 
 
-def test_any_range_is_found_where_it_was_written() -> None:
+def test_any_range_is_read_from_its_file() -> None:
     pieces = cut("w", 10, 3, 4, 9)
     index = _PieceIndex([[piece] for piece in pieces])
     for start in range(10):

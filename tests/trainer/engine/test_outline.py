@@ -10,8 +10,8 @@ from keel.trainer.engine.weights import from_outline, outline
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
 
 
-def test_a_twin_with_the_same_weights_computes_the_same() -> None:
-    """Buffers come along: DeepSeek-V3 has one that chooses experts."""
+def test_twin_with_equal_weights_computes_the_same() -> None:
+    """Buffers are copied, too: DeepSeek-V3 routes with one."""
     config = DeepseekV3Config(
         **SMALL,
         **{"num_attention_heads": 2, "num_key_value_heads": 2, "moe_intermediate_size": 16},
@@ -31,7 +31,7 @@ def test_a_twin_with_the_same_weights_computes_the_same() -> None:
         assert torch.equal(twin(ids).logits, model(ids).logits)
 
 
-def test_what_is_tied_stays_tied_and_types_and_gradients_are_the_same() -> None:
+def test_ties_dtypes_and_gradients_are_preserved() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True)).bfloat16()
     model.model.norm.requires_grad_(False)
     twin = from_outline(outline(model), "meta")
@@ -50,7 +50,7 @@ def test_values_are_left_out() -> None:
     assert len(outline(model)) < 100_000
 
 
-def test_a_model_that_cannot_be_written_down_has_no_outline() -> None:
+def test_unserialisable_model_has_no_outline() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**SMALL))
     model.register_forward_hook(lambda *_: None)
     assert outline(model) == b""

@@ -86,7 +86,7 @@ def test_later_groups_have_the_same_timeout(joined: None) -> None:
     assert timeouts() == [timedelta(seconds=77)] * 2
 
 
-def test_update_memory_knobs_are_those_not_yet_set() -> None:
+def test_update_memory_knobs_exclude_set_ones() -> None:
     config = make_config(1, 1, tokens=96)
     knobs = zero._update_memory_knobs(config)
     assert "offload_optimizer: true" in knobs and "zero_stage: 2 or 3" in knobs
@@ -100,9 +100,7 @@ def test_update_memory_knobs_are_those_not_yet_set() -> None:
 @pytest.mark.parametrize(
     ("stage", "offloads", "forgets"), [(1, True, True), (3, True, False), (1, False, False)]
 )
-def test_offloaded_sums_of_a_skipped_step_are_dropped(
-    stage: int, offloads: bool, forgets: bool
-) -> None:
+def test_skipped_step_drops_offloaded_sums(stage: int, offloads: bool, forgets: bool) -> None:
     sums: dict[int, Any] = {0: [1.0], 1: None}
     engine: Any = SimpleNamespace(
         optimizer=SimpleNamespace(averaged_gradients=sums),

@@ -89,7 +89,9 @@ def test_knobs_unused_by_sft_are_named() -> None:
     assert line.startswith("algorithm.prompts_per_step: ")
     (line,) = ignored_knobs(changed, frozenset())
     assert line.startswith("rollout.engines, algorithm.prompts_per_step: ")
-    assert [*ignored_knobs(load_config("sft-quickstart"), frozenset())] == [], "knobs of later stages"
+    assert [*ignored_knobs(load_config("sft-quickstart"), frozenset())] == [], (
+        "knobs of later stages"
+    )
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_unwritable_folder_is_named(tmp_path: Path) -> None:
         save(root, state(2), content, keep=1)
 
 
-def test_failure_of_any_call_leaves_nothing_half_written(
+def test_failed_write_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, fails_at = 0, -1

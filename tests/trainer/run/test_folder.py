@@ -95,7 +95,7 @@ def test_recipe_of_a_moved_run_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     check_recipe("mine/config.yaml", [], made)
 
 
-def test_model_is_exported_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_model_export_is_atomic(tmp_path: Path) -> None:
     def fails(folder: Path) -> dict[str, Entry]:
         folder.mkdir()
         (folder / "config.json").touch()
