@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports between those of Ray's workers and the ephemeral range, so no other process
+    """Return ports between the range of Ray workers and the ephemeral range, so no other process
     takes them."""
     found: list[int] = []
     for port in random.sample(range(21_000, 32_000), 100):

@@ -207,7 +207,7 @@ def test_announcement_has_build_and_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 def test_lists_cover_the_cuda_build(python: str) -> None:
     pins = install.pinned(install.CPU)
-    assert pins["torch"] == "2.13.0", "CUDA_BUILD and TOOLKIT above are those of torch 2.13.0"
+    assert pins["torch"] == "2.13.0", "CUDA_BUILD and TOOLKIT above belong to torch 2.13.0"
     pins |= install.pinned(install.CUDA)
     there = {"python_version": python, "platform_system": "Linux"}
     for line in (*EVERYWHERE, *CUDA_BUILD, *TOOLKIT):
